@@ -1,0 +1,64 @@
+"""What the parts of a federation expect of a network and of data, as protocols.
+
+The learning code (client, server, edit, local) is written against these two, so it does not know where images
+come from or which library built the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class Network(Protocol):
+    """A trunk (`backbone.*`) with a linear head (`head.weight`, `head.bias`).
+
+    Positions along the network are counted in blocks: entry 0 takes pixels, entry b takes the tokens that enter
+    block b, and entry `depth` takes the pooled features that the head sees. Work that only touches what lies
+    behind an entry can therefore start there, from stored activations.
+    """
+
+    depth: int
+    """Number of blocks; entry `depth` is the head's input."""
+    width: int
+    """Length of the pooled feature vector."""
+    classes: int
+    head: nn.Linear
+
+    def __call__(self, inputs: Tensor, entry: int = 0) -> Tensor:
+        """Logits (B, classes) from inputs that belong to `entry`."""
+        ...
+
+    def features(self, inputs: Tensor, entry: int = 0, until: int | None = None) -> Tensor:
+        """Activations at entry `until` (default `depth`: pooled features, (B, width)) from inputs at `entry`."""
+        ...
+
+    def block_of(self, name: str) -> int:
+        """The block a parameter belongs to: -1 before block 0, `depth` for the final norm, `depth + 1` for the head."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+    def get_submodule(self, target: str) -> nn.Module: ...
+    def train(self, mode: bool = True) -> nn.Module: ...
+    def eval(self) -> nn.Module: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class Examples(Protocol):
+    """Labelled inputs addressed by row; rows are positions in the store they came from."""
+
+    labels: Tensor
+    """int64 (N,)."""
+    entry: int
+    """Where these inputs enter the network: 0 for pixels, `depth` for cached features."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Inputs for these rows, float32, normalised. With a generator: the training transform; without: evaluation's."""
+        ...

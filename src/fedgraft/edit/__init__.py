@@ -1,0 +1,1 @@
+"""What may change, as one flat vector: spaces, sensitivity scores, masks, calibration, low rank."""

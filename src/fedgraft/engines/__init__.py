@@ -1,0 +1,1 @@
+"""Where orders are carried out: in this process, in a pool, on Flower."""

@@ -1,0 +1,1 @@
+"""What crosses the wire and who may see it: codecs, screening, secure sum, privacy."""

@@ -1,0 +1,1 @@
+"""How a client trains: the only training loop, its optimizers, corrections, schedules, evaluation."""

@@ -1,0 +1,1 @@
+"""Networks, through transformers only."""

@@ -1,0 +1,28 @@
+"""The only source of randomness: (run seed, purpose, round, client) -> a generator of its own.
+
+Because every stream is derived and none is shared, turning one consumer on or off (evaluation, logging, the
+secure sum) cannot shift what another one draws, and a resumed run needs no saved generator state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+
+def derive(seed: int, purpose: str, *where: int | str) -> int:
+    """Return a 63-bit seed for one purpose at one place, for example (round, client)."""
+    text = "\x1f".join([str(seed), purpose, *map(str, where)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def torch_stream(seed: int, purpose: str, *where: int | str) -> torch.Generator:
+    """A CPU torch generator for this purpose and place."""
+    return torch.Generator().manual_seed(derive(seed, purpose, *where))
+
+
+def numpy_stream(seed: int, purpose: str, *where: int | str) -> np.random.Generator:
+    """A NumPy generator for this purpose and place."""
+    return np.random.default_rng(derive(seed, purpose, *where))

@@ -1,0 +1,1 @@
+"""How much each client counts: by examples, uniformly, by alignment of representations."""
