@@ -132,6 +132,11 @@ class Bound:
             if part.index is None:
                 self._tensors[part.name].data = self.values[begin:end].view(part.shape)
 
+    @property
+    def trained(self) -> int:
+        """How many of the values an optimizer moves."""
+        return self.space.trained
+
     def load(self, vector: Tensor) -> None:
         """Set the values, and the network with them."""
         self.values.copy_(vector)

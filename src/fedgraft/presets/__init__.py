@@ -1,1 +1,34 @@
-"""One small file per experiment of the literature."""
+"""One small TOML file per experiment; the first comment line says what it is."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fedgraft.errors import FedgraftError
+
+HERE = Path(__file__).parent
+
+
+def summaries() -> dict[str, str]:
+    """Every preset with its first line."""
+    return {path.stem: path.read_text().splitlines()[0].lstrip("# ") for path in sorted(HERE.glob("*.toml"))}
+
+
+def text(name: str) -> str:
+    """A preset as TOML."""
+    path = HERE / f"{name}.toml"
+    if not path.is_file() or path.parent != HERE:
+        known = list(summaries())
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise FedgraftError(
+            f"{name!r} is neither a TOML file nor a preset; the nearest preset is {close[0]!r} (see: fedgraft presets)."
+        )
+    return path.read_text()
+
+
+def table(name: str) -> dict[str, Any]:
+    """A preset as a table of options."""
+    return tomllib.loads(text(name))

@@ -1,0 +1,224 @@
+"""An algorithm is seven choices. This file names the slots and refuses combinations that make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fedgraft.combine.mean import weighted_mean
+from fedgraft.combine.server_rules import ServerRule, plain
+from fedgraft.errors import FedgraftError
+from fedgraft.exchange.codecs import VALUES, Codec
+from fedgraft.local.train import LocalRule
+
+MoveKind = Literal["everything", "head", "body", "last_blocks", "masked", "lora"]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What may change. `head_too` lets the head train along with a mask, low-rank factors or last blocks."""
+
+    kind: MoveKind = "everything"
+    blocks: int = 0
+    """With `last_blocks`: how many."""
+    freeze_blocks: int = 0
+    """The first so many blocks, and everything before them, never move."""
+    head_too: bool = False
+    recipe: Any = None
+    """The mask's or the low-rank recipe; see `edit.recipes`."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The accepted replies of one round, decoded, in client order."""
+
+    clients: tuple[int, ...]
+    examples: Tensor
+    """float64 (m,)."""
+    changes: Sequence[Tensor]
+    """m vectors over the edit space."""
+    scalars: Sequence[Mapping[str, float]] = ()
+    evidence: Sequence[Mapping[str, Tensor]] = ()
+
+
+@dataclass(frozen=True)
+class Observe:
+    """Something a client reports after training: numbers, or tensors of a known shape.
+
+    `name` is the entry in the client's table; shapes may use the names `width` and `classes` of the network.
+    """
+
+    name: str
+    scalars: tuple[str, ...] = ()
+    evidence: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Weigher:
+    """How much each client counts: `weights(answers, judge, round)` -> float64 (m,), not necessarily normalised."""
+
+    name: str
+    weights: Callable[[Answers, Any, int], Tensor]
+    wants: tuple[Observe, ...] = ()
+    from_client: bool = False
+    """The client knows its own weight, so a secure sum can carry it."""
+    needs_moving_body: bool = False
+
+
+@dataclass(frozen=True)
+class Combiner:
+    """One model for all: `change(answers, weights)` -> one vector."""
+
+    name: str
+    change: Callable[[Sequence[Tensor], Tensor], Tensor]
+    linear: bool = True
+    """A weighted sum, which a secure sum can carry; robust rules need each change by itself."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One model per client: rows of a similarity matrix say how the bodies are mixed."""
+
+    name: str
+    similarity: Callable[[Answers], Tensor]
+    """(m, m), non-negative, diagonal 1."""
+    wants: tuple[Observe, ...] = ()
+    absent_keep: bool = True
+    """Clients outside the cohort keep their model; else they fall back to the mean of the others."""
+    exchanges: bool = True
+    """False: nothing is shared (local training only), so nothing is counted as sent."""
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What a client keeps to itself between rounds.
+
+    `head`: a private head trained jointly (FedPer) or before the body (`alternate`, FedRep). `model`: a second,
+    personal model pulled towards the common one with strength `pull` (Ditto).
+    """
+
+    kind: Literal["nothing", "head", "model"] = "nothing"
+    alternate: bool = False
+    pull: float = 0.0
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Who may see what. Secure sums and privacy compose."""
+
+    kind: Literal["clear", "secure", "zero_sum_demo"] = "clear"
+    secure: Any = None
+    privacy: Any = None
+
+
+def by_examples() -> Weigher:
+    """Weights in proportion to the number of examples, normalised over those who answered."""
+    return Weigher("examples", lambda answers, judge, round: answers.examples, from_client=True)
+
+
+def uniform() -> Weigher:
+    """Every client counts the same."""
+    return Weigher("uniform", lambda answers, judge, round: answers.examples * 0 + 1, from_client=True)
+
+
+def mean() -> Combiner:
+    """The weighted mean of the changes."""
+    return Combiner("mean", weighted_mean)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The choices that make a federated algorithm. Built once, checked once, never changed."""
+
+    name: str
+    moves: Moves = field(default_factory=Moves)
+    local: LocalRule = field(default_factory=LocalRule)
+    sends: Codec = VALUES
+    weigh: Weigher = field(default_factory=by_examples)
+    combine: Combiner | Mixture = field(default_factory=mean)
+    server: ServerRule = field(default_factory=plain)
+    protects: Protection = field(default_factory=Protection)
+    keeps: Keeps = field(default_factory=Keeps)
+    scaled_by_reach: bool = False
+    """FedNova: the client divides its change by its own reach and reports the reach."""
+
+    def __post_init__(self) -> None:
+        for wrong, why in _illegal(self):
+            if wrong:
+                raise FedgraftError(f"{self.name}: {why}")
+
+    @property
+    def wants(self) -> tuple[Observe, ...]:
+        """Every observation clients are asked for."""
+        return (*self.weigh.wants, *(self.combine.wants if isinstance(self.combine, Mixture) else ()))
+
+
+def vary(algorithm: Algorithm, **changes: Any) -> Algorithm:
+    """The same algorithm with some slots replaced; keys of the local rule may be given directly."""
+    local = {key: changes.pop(key) for key in list(changes) if key in LocalRule.__dataclass_fields__}
+    if local:
+        changes["local"] = replace(changes.get("local", algorithm.local), **local)
+    return replace(algorithm, **changes)
+
+
+def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
+    """Each rule: is it broken, and one sentence why it is one."""
+    hidden = a.protects.kind != "clear"
+    mixture = isinstance(a.combine, Mixture)
+    reach = a.local.optimizer.reach
+    head_only = a.moves.kind == "head"
+    return [
+        (
+            hidden and isinstance(a.combine, Combiner) and not a.combine.linear,
+            f"a secure sum shows the server only the sum, and {a.combine.name} needs each client's change; "
+            "choose protects.kind='clear' or combine='mean'.",
+        ),
+        (
+            hidden and mixture,
+            "a similarity mixture under a secure sum protects nothing, because the server can solve the known mixing "
+            "matrix for every model; choose protects.kind='clear'.",
+        ),
+        (
+            hidden and not a.weigh.from_client,
+            f"the server computes the weights '{a.weigh.name}' from each change, which a secure sum hides; let the "
+            "client compute its own score (weigh.mode='client').",
+        ),
+        (
+            hidden and a.sends.name != "values",
+            f"a secure sum has its own fixed-point encoding, so the codec {a.sends.name} cannot be used with it.",
+        ),
+        (
+            a.local.correction.needs_reach and reach is None,
+            f"{a.local.correction.name} needs to know how far a gradient moves the model, which "
+            f"{a.local.optimizer.name} with these options does not say; use sgdm without dampening.",
+        ),
+        (
+            a.scaled_by_reach and reach is None,
+            f"normalised averaging needs a known displacement per step; use sgdm, not {a.local.optimizer.name}.",
+        ),
+        (
+            a.weigh.needs_moving_body and head_only,
+            "alignment compares hidden layers, and with a frozen body they are all equal, so this would be FedAvg; "
+            "let the body move or weigh by examples.",
+        ),
+        (
+            mixture and a.server.name != "plain",
+            f"with one model per client there is no common step for the server rule {a.server.name}; use plain.",
+        ),
+        (
+            a.keeps.kind == "head" and head_only,
+            "the head cannot be both the part that is shared and the part that each client keeps; set moves='body'.",
+        ),
+        (
+            mixture and bool(a.local.correction.receives),
+            f"{a.local.correction.name} corrects towards one common model, and a mixture has one per client.",
+        ),
+        (
+            a.protects.privacy is not None and (mixture or a.weigh.name != "uniform"),
+            "the privacy account assumes that every client counts at most once; use weigh='uniform' and one common model.",
+        ),
+    ]

@@ -1,0 +1,271 @@
+"""The command line. It parses words, calls the library, and turns errors into one sentence.
+
+Heavy imports happen inside commands, so that `fedgraft --help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedgraft.errors import FedgraftError
+
+if TYPE_CHECKING:
+    from fedgraft.experiment.config import Config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help=(
+        "Adapt one pretrained vision model to data that many owners keep private.\n\n"
+        "Try `fedgraft run demo`: ten clients adapt a small pretrained ViT to handwritten digits. "
+        "A run is a TOML file or a preset, changed by key=value words, for example "
+        "`fedgraft run data.source=cifar100 partition.clients=100 local.lr=0.05`. "
+        "`fedgraft options` lists every key; `--dry-run` shows the plan and does nothing."
+    ),
+)
+
+Words = Annotated[
+    list[str] | None, typer.Argument(help="a TOML file or preset name first, then key=value words", show_default=False)
+]
+Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")]
+
+
+def _config(words: list[str] | None) -> Config:
+    """The config that these words describe."""
+    from fedgraft import presets
+    from fedgraft.experiment.config import load
+
+    first, *rest = words or [""]
+    if "=" in first or not first:
+        return load(None, [w for w in (words or []) if w])
+    if Path(first).suffix == ".toml" or Path(first).exists():
+        return load(Path(first), rest)
+    return load(None, rest, presets.table(first))
+
+
+def _folder(config: Config, folder: Path | None, fresh: bool) -> Path:
+    """The run's folder: the same config comes back to the same one, unless a fresh one is wanted."""
+    base = folder or Path("runs") / f"{config.name}-{config.digest}"
+    if not fresh:
+        return base
+    number, path = 1, base
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+@app.command()
+def run(
+    words: Words = None,
+    folder: Folder = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan, with bytes and steps, and stop")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
+) -> None:
+    """Run a federated adaptation: clients train, only changes travel, one model (or one each) comes out."""
+    config = _config(words)
+    if dry_run:
+        from fedgraft.experiment.plan import plan
+
+        for line in plan(config):
+            typer.echo(line)
+        return
+    _carry_out(config, _folder(config, folder, fresh), quiet, central=False)
+
+
+@app.command()
+def centralized(
+    words: Words = None,
+    folder: Folder = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+) -> None:
+    """Train with all data in one place: centralized.kind=probe, finetune or ridge. The baseline."""
+    from fedgraft.experiment.centralized import as_central
+
+    config = as_central(_config(words))
+    base = folder or Path("runs") / f"{config.name}-central-{config.digest}"
+    _carry_out(config, _folder(config, base, fresh), quiet, central=True)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+) -> None:
+    """Continue an interrupted run to the very bytes an unbroken one would have given."""
+    from fedgraft.experiment.config import from_folder
+    from fedgraft.experiment.record import RunFolder
+
+    RunFolder.open(run)
+    _carry_out(from_folder(run), run, quiet, central=(run / "centralized").exists())
+
+
+def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None:
+    """Run with a live display, then the final table; Ctrl-C has saved the state by the time it gets here."""
+    import rich
+
+    from fedgraft.experiment import display
+    from fedgraft.experiment.record import RunFolder
+
+    console = rich.get_console()
+    console.quiet = quiet
+    if folder.exists() and (folder / "run.json").exists() and RunFolder.open(folder).status() == "finished":
+        console.print("this config was run before; --fresh runs it again.")
+    try:
+        with display.LiveProgress(console) as live:
+            if central:
+                from fedgraft.experiment.centralized import run_centralized
+
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "centralized").touch()
+                summary = run_centralized(config, folder, live)
+            else:
+                from fedgraft.experiment.run import run as run_federated
+
+                summary = run_federated(config, folder, live)
+    except KeyboardInterrupt:
+        typer.echo(f"\ninterrupted; the state is saved. Continue with: fedgraft resume {folder}", err=True)
+        raise typer.Exit(130) from None
+    display.results(console, config.name, summary)
+    console.quiet = False
+    display.path_line(console, folder)
+
+
+@app.command("list")
+def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path("runs")) -> None:
+    """List runs with their status and best numbers."""
+    import rich
+
+    from fedgraft.experiment import display
+    from fedgraft.experiment.record import list_runs
+
+    infos = list_runs(runs)
+    if not infos:
+        raise FedgraftError(f"there are no runs in {runs}; start one with: fedgraft run demo")
+    display.runs_table(rich.get_console(), infos)
+
+
+@app.command()
+def show(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
+    """Show one run: its config, status and results."""
+    import rich
+
+    from fedgraft.experiment import display
+    from fedgraft.experiment.record import RunFolder
+
+    folder, console = RunFolder.open(run), rich.get_console()
+    console.print(f"{run}: {folder.status()} {folder.reason}", highlight=False)
+    if summary := folder.summary():
+        display.results(console, run.name, summary)
+    elif lines := folder.metrics():
+        console.print(f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}", highlight=False)
+    console.print(folder.config_text(), highlight=False, markup=False)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the figure")] = Path("comparison"),
+) -> None:
+    """Compare runs: a table here, a page and a figure in a folder."""
+    import rich
+
+    from fedgraft.experiment import display
+    from fedgraft.experiment.compare import compare_runs
+
+    infos, written = compare_runs(runs, out)
+    display.runs_table(rich.get_console(), infos)
+    for path in written:
+        typer.echo(path)
+
+
+@app.command()
+def partition(
+    words: Words = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="where the heat map goes (png, svg, pdf)")] = None,
+) -> None:
+    """Show how the data is dealt to clients: statistics and the client x class heat map."""
+    import rich
+
+    from fedgraft.experiment.partition_view import show_partition
+
+    show_partition(_config(words), out, rich.get_console())
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    data: Annotated[str | None, typer.Option("--data", help="other images: a class-per-directory folder")] = None,
+) -> None:
+    """Measure a run's best model on its test images, or on a folder of your own."""
+    from fedgraft.experiment.adapted import evaluate_run
+
+    result = evaluate_run(run, data)
+    typer.echo(
+        f"accuracy {100 * result.accuracy:.2f} %  top-5 {100 * result.top5:.2f} %  loss {result.loss:.4f}  "
+        f"({result.count} images)"
+    )
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    to: Annotated[Path, typer.Argument(help="the new folder")],
+) -> None:
+    """Write the adapted model as a `transformers` folder that from_pretrained loads."""
+    from fedgraft.experiment.adapted import export_run
+
+    export_run(run, to)
+    typer.echo(f"written: {to}  (load it with transformers.AutoModelForImageClassification.from_pretrained)")
+
+
+@app.command("presets")
+def presets_(name: Annotated[str | None, typer.Argument(help="print this preset as TOML")] = None) -> None:
+    """List the ready-made experiments, or print one."""
+    from fedgraft import presets
+
+    if name is not None:
+        typer.echo(presets.text(name))
+        return
+    for key, line in presets.summaries().items():
+        typer.echo(f"{key:24} {line}")
+
+
+@app.command()
+def algorithms() -> None:
+    """List the algorithms of the zoo."""
+    from fedgraft.zoo import ZOO
+
+    for name, make in ZOO.items():
+        typer.echo(f"{name:14} {(make.__doc__ or '').strip().splitlines()[0]}")
+
+
+@app.command()
+def options() -> None:
+    """List every config option with its default and meaning."""
+    from fedgraft.experiment.config import describe_options
+
+    for line in describe_options():
+        typer.echo(line)
+
+
+def main() -> None:
+    """The entry point: errors meant for people are one sentence on stderr and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app(standalone_mode=True)
+    except FedgraftError as error:
+        typer.echo(f"fedgraft: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(1)
+
+

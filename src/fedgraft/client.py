@@ -1,0 +1,276 @@
+"""What a client does with an order: the same function in this process and on a node far away.
+
+`handle` looks the order's action up in a table. It returns the reply and the client's new memory; nothing else
+of the client survives the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fedgraft.algorithm import Algorithm, Observe
+from fedgraft.contracts import Examples, Network
+from fedgraft.edit.space import Bound, EditSpace
+from fedgraft.errors import FedgraftError
+from fedgraft.local.corrections import proximal
+from fedgraft.local.evaluate import evaluate
+from fedgraft.local.train import LocalRule, Trained, train
+from fedgraft.messages import Order, Reply
+from fedgraft.randomness import torch_stream
+
+Memory = Mapping[str, Tensor]
+
+
+@dataclass
+class Workplace:
+    """What a machine offers its clients: one network to work with, the edit space, and the data by client."""
+
+    network: Network
+    space: EditSpace
+    examples: Examples
+    rows: Callable[[int], Tensor]
+    """A client's training rows."""
+    seed: int
+    tests: Examples | None = None
+    test_rows: Callable[[int], Tensor] | None = None
+    """A client's own test rows, for personal evaluation."""
+    private: EditSpace | None = None
+    """Coordinates each client trains and keeps, such as its own head."""
+    probe: Examples | None = None
+    """The same inputs on every client, row by row, for comparing representations."""
+    _bound: dict[str, Bound] = field(default_factory=dict)
+    _active: str = ""
+
+    def bind(self, space: EditSpace) -> Bound:
+        """The network driven by this space; kept, because binding again costs as much as the network."""
+        if self._active != space.digest:
+            self._bound = {space.digest: space.bind(self.network)}
+            self._active = space.digest
+        return self._bound[space.digest]
+
+
+def handle(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """Carry out one order. Pure in (order, data, memory): the same input gives the same bytes anywhere."""
+    action = ACTIONS.get(order.action)
+    if action is None:
+        raise FedgraftError(f"client {order.client} was asked for {order.action!r}; it knows {sorted(ACTIONS)}")
+    give_stream(place.network, torch_stream(place.seed, "layers", order.action, order.round, order.client))
+    return action(order, algorithm, place, memory)
+
+
+def give_stream(network: Network, generator: torch.Generator) -> None:
+    """Let every layer that draws at random (dropout) draw from this generator, never from the global one."""
+    for module in network.modules():
+        if hasattr(module, "generator"):
+            module.generator = generator  # type: ignore[assignment]
+
+
+def _answer(order: Order, place: Workplace) -> Reply:
+    return Reply(order.run, order.round, order.client, order.space, len(place.rows(order.client)))
+
+
+def _vector(order: Order) -> Tensor:
+    if order.vector is None:
+        raise FedgraftError(f"client {order.client}, round {order.round}: the order carries no model")
+    return order.vector
+
+
+def _fit(order: Order, place: Workplace, bound: Bound, rule: LocalRule, memory: Memory, purpose: str) -> Trained:
+    """Train what is bound on this client's rows, with generators that belong to (round, client, purpose)."""
+    where = (purpose, order.round, order.client)
+    lr = float(order.settings["lr"])
+    return train(
+        place.network, bound, place.examples, place.rows(order.client), rule, lambda step: lr,
+        torch_stream(place.seed, "shuffle", *where), torch_stream(place.seed, "augment", *where),
+        order.auxiliary, memory,
+    )  # fmt: skip
+
+
+def _train(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """Train locally from the order's vector; answer with the change."""
+    start = _vector(order)
+    kept = dict(memory)
+    if place.private is None:
+        bound = place.bind(place.space)
+        bound.load(start)
+        result = _fit(order, place, bound, algorithm.local, memory, "train")
+        values = bound.values
+    else:
+        values, result = _train_with_private_part(order, algorithm, place, kept)
+    kept |= result.closing.memory
+    change = values - start
+    scalars: dict[str, float] = {}
+    if algorithm.scaled_by_reach:
+        change /= result.reach
+        scalars["tau"] = result.reach
+    evidence: dict[str, Tensor] = {}
+    for wanted in algorithm.wants:
+        numbers, tensors = OBSERVATIONS[wanted.name](wanted, order, place)
+        scalars |= numbers
+        evidence |= tensors
+    if algorithm.keeps.kind == "model":
+        kept["personal"] = _train_personal(order, algorithm, place, memory)
+    stream = torch_stream(place.seed, "encode", order.round, order.client)
+    reply = replace(
+        _answer(order, place),
+        change=algorithm.sends.encode(change, stream, kept),
+        sums=result.closing.sums,
+        scalars=scalars,
+        evidence=evidence,
+        metrics={"loss": result.loss, "steps": float(result.steps)},
+    )
+    return reply, kept
+
+
+def _train_with_private_part(
+    order: Order, algorithm: Algorithm, place: Workplace, kept: dict[str, Tensor]
+) -> tuple[Tensor, Trained]:
+    """FedPer trains the shared and the private part together; FedRep the private part first, then the shared one."""
+    assert place.private is not None
+    place.space.scatter(_vector(order), place.network)
+    own = kept.get("private", None)
+    if own is not None:
+        place.private.scatter(own, place.network)
+    if algorithm.keeps.alternate:
+        bound = place.bind(place.private)
+        bound.load(place.private.gather(place.network) if own is None else own)
+        _fit(order, place, bound, algorithm.local, {}, "private")
+        kept["private"] = bound.values.clone()
+        bound = place.bind(place.space)
+        bound.load(_vector(order))
+        result = _fit(order, place, bound, algorithm.local, kept, "train")
+        return bound.values, result
+    joint = EditSpace((*place.space.parts, *place.private.parts), (*place.space.buffers, *place.private.buffers))
+    values = joint.gather(place.network)
+    bound = place.bind(joint)
+    bound.load(values)
+    result = _fit(order, place, bound, algorithm.local, kept, "train")
+    kept["private"] = place.private.gather(place.network)
+    return place.space.gather(place.network), result
+
+
+def _train_personal(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> Tensor:
+    """Ditto: a second model of one's own, pulled towards the common one with strength λ."""
+    common = _vector(order)
+    bound = place.bind(place.space)
+    bound.load(memory.get("personal", common))
+    rule = replace(algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.keeps.pull))
+    _fit(order, place, bound, rule, {}, "personal")
+    return bound.values.clone()
+
+
+def proximal_to(anchor: Tensor, pull: float):  # type: ignore[no-untyped-def]
+    """The proximal correction with a given anchor instead of the starting point."""
+    correction = proximal(pull)
+    return replace(correction, prepare=lambda start, auxiliary, memory: {"start": anchor})
+
+
+def _evaluate(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """Measure the order's model, or the client's own, on the client's test rows, before and after fine-tuning."""
+    if place.tests is None or place.test_rows is None:
+        raise FedgraftError(f"client {order.client} has no test rows of its own to evaluate on")
+    rows = place.test_rows(order.client)
+    vector = memory.get("personal", _vector(order)) if algorithm.keeps.kind == "model" else _vector(order)
+    place.space.scatter(vector, place.network)
+    if place.private is not None and "private" in memory:
+        place.private.scatter(memory["private"], place.network)
+    before = evaluate(place.network, place.tests, rows)
+    metrics = {"loss": before.loss, "accuracy": before.accuracy, "count": float(len(rows))}
+    if order.settings.get("finetune_epochs"):
+        after = _finetuned(order, place, rows)
+        metrics |= {"finetuned_loss": after.loss, "finetuned_accuracy": after.accuracy}
+    return replace(_answer(order, place), metrics=metrics), memory
+
+
+def _finetuned(order: Order, place: Workplace, rows: Tensor):  # type: ignore[no-untyped-def]
+    """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
+    from fedgraft.edit.space import select
+
+    part = str(order.settings.get("finetune_part", "both"))
+    names = {"head": lambda n: n.startswith("head."), "body": lambda n: not n.startswith("head."), "both": lambda n: True}
+    space = select(place.network, names[part])
+    saved = space.gather(place.network)
+    bound = place.bind(space)
+    rule = LocalRule(
+        int(order.settings["finetune_epochs"]), "epochs", int(order.settings.get("finetune_batch", 50))
+    )
+    order = replace(order, settings={**order.settings, "lr": order.settings.get("finetune_lr", 1e-3)}, auxiliary={})
+    _fit(order, place, bound, rule, {}, "finetune")
+    assert place.tests is not None
+    result = evaluate(place.network, place.tests, rows)
+    space.scatter(saved, place.network)
+    return result
+
+
+def _statistics(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """Step 0: the sums a closed-form head needs (ZᵀZ, ZᵀY, counts). No image and no feature leaves."""
+    rows = place.rows(order.client)
+    network, width, classes = place.network, place.network.width, place.network.classes
+    gram = torch.zeros(width + 1, width + 1, dtype=torch.float64)
+    cross = torch.zeros(width + 1, classes, dtype=torch.float64)
+    for z, labels in _features(place, rows):
+        z = torch.cat([z.double(), torch.ones(len(z), 1, dtype=torch.float64)], 1)
+        gram += z.T @ z
+        cross.index_add_(1, labels, z.T)
+    network.eval()
+    return replace(_answer(order, place), sums={"gram": gram, "cross": cross}), memory
+
+
+def _head_gradient(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """Step 0 by probe: the sum of loss and gradient of a linear head (classes, width+1) over this client's rows."""
+    head = order.auxiliary["head"]
+    gradient, loss = torch.zeros_like(head), torch.zeros(1, dtype=head.dtype)
+    for z, labels in _features(place, place.rows(order.client)):
+        z = torch.cat([z.to(head.dtype), torch.ones(len(z), 1, dtype=head.dtype)], 1)
+        logits = z @ head.T
+        loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        error = logits.softmax(1)
+        error[torch.arange(len(labels)), labels] -= 1
+        gradient += error.T @ z
+    return replace(_answer(order, place), sums={"gradient": gradient, "loss": loss}), memory
+
+
+@torch.inference_mode()
+def _feature_batches(place: Workplace, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    place.network.eval()
+    out = []
+    for picked in rows.split(512):
+        z = place.network.features(place.examples.batch(picked), place.examples.entry)
+        out.append((z, place.examples.labels[picked]))
+    return out
+
+
+def _features(place: Workplace, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(z.clone(), y) for z, y in _feature_batches(place, rows)]
+
+
+def _representation(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Pooled features of n of the client's own examples, after training."""
+    rows = place.rows(order.client)
+    stream = torch_stream(place.seed, "representation", order.round, order.client)
+    n = int(wanted.options["samples"])
+    picks = torch.cat([torch.randperm(len(rows), generator=stream) for _ in range(-(-n // len(rows)))])[:n]
+    return {}, {"representation": torch.cat([z for z, _ in _features(place, rows[picks])])}
+
+
+def _labels(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The client's label histogram: an oracle that a private federation would not give away."""
+    labels = place.examples.labels[place.rows(order.client)]
+    return {}, {"labels": torch.bincount(labels, minlength=place.network.classes).float()}
+
+
+OBSERVATIONS: dict[str, Callable[[Observe, Order, Workplace], tuple[dict[str, float], dict[str, Tensor]]]] = {
+    "representation": _representation,
+    "labels": _labels,
+}
+
+ACTIONS: dict[str, Callable[[Order, Algorithm, Workplace, Memory], tuple[Reply, Memory]]] = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "statistics": _statistics,
+    "head_gradient": _head_gradient,
+}

@@ -1,0 +1,54 @@
+"""Labelled inputs addressed by row, as `contracts.Examples` asks: images through a transform, or ready features."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from fedgraft.data.store import ImageStore
+from fedgraft.data.transforms import Transform
+from fedgraft.errors import FedgraftError
+
+
+class ImageExamples:
+    """Images of a store, seen through a transform."""
+
+    entry = 0
+
+    def __init__(self, store: ImageStore, transform: Transform) -> None:
+        self.store, self.transform = store, transform
+        self.labels = torch.from_numpy(store.labels.copy())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def pixels(self, rows: Tensor) -> Tensor:
+        """Stored pixels of these rows, uint8 (B, H, W, 3)."""
+        check_rows(rows, len(self))
+        return torch.from_numpy(self.store.images[rows.numpy()])
+
+    def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
+        """Inputs (B, 3, S, S) for these rows: the training transform if a generator is given, else evaluation's."""
+        return self.transform(self.pixels(rows), generator)
+
+
+class FeatureExamples:
+    """Activations kept in memory; `entry` says where they enter the network."""
+
+    def __init__(self, features: Tensor, labels: Tensor, entry: int) -> None:
+        if len(features) != len(labels):
+            raise FedgraftError(f"{len(features)} features need as many labels, but there are {len(labels)}.")
+        self.features, self.labels, self.entry = features, labels, entry
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
+        """The stored features of these rows; there is nothing random about them."""
+        return self.features[rows]
+
+
+def check_rows(rows: Tensor, count: int) -> None:
+    """Refuse rows that the store does not have; negative ones would silently count from the end."""
+    if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < count):
+        raise FedgraftError(f"rows must lie in 0..{count - 1}, but they span {int(rows.min())}..{int(rows.max())}.")

@@ -1,0 +1,54 @@
+"""Stratified, seeded splits: each class is cut in the same proportion, exactly, once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedgraft.errors import FedgraftError
+from fedgraft.randomness import numpy_stream
+
+
+def shuffled_by_class(labels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Rows grouped by class, in random order within each, and the count of every class 0..max."""
+    shuffled = rng.permutation(len(labels))
+    order = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    return order, np.bincount(labels) if len(labels) else np.zeros(0, dtype=np.int64)
+
+
+def largest_remainder(shares: np.ndarray, totals: np.ndarray, tie: np.ndarray) -> np.ndarray:
+    """Integer counts near `shares` (G, n) whose rows sum to `totals` (G,): the largest fractions are rounded up.
+
+    `tie` (G, n) orders equal fractions; the smallest value wins.
+    """
+    counts = np.floor(shares).astype(np.int64)
+    missing = totals - counts.sum(axis=1)
+    order = np.lexsort((tie, counts - shares), axis=1)  # (G, n), largest fraction first
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(shares.shape[1])[None, :], axis=1)
+    return counts + (rank < missing[:, None])
+
+
+def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and rows held out, both sorted; every class gives `fraction` of its rows, by largest remainder."""
+    if not 0 <= fraction < 1:
+        raise FedgraftError(f"the held-out fraction must lie in [0, 1), but it is {fraction}.")
+    labels = np.asarray(labels)
+    rng = numpy_stream(seed, "split")
+    order, counts = shuffled_by_class(labels, rng)
+    if not len(labels):
+        return order, order
+    shares = np.clip(np.minimum(fraction * counts, counts - 1), 0, None)[None, :]  # no class loses its last row
+    held = largest_remainder(shares, np.array([round(shares.sum())]), rng.random(shares.shape))[0]
+    starts = np.cumsum(counts) - counts
+    within = np.arange(len(labels)) - np.repeat(starts, counts)  # place of a row inside its class
+    out = within < np.repeat(held, counts)
+    return np.sort(order[~out]), np.sort(order[out])
+
+
+def ranks_within(groups: np.ndarray) -> np.ndarray:
+    """The place of each entry inside its group, for groups that stand together: [7, 7, 9, 9, 9] -> [0, 1, 0, 1, 2]."""
+    if not len(groups):
+        return np.zeros(0, dtype=np.int64)
+    first = np.concatenate([[True], groups[1:] != groups[:-1]])
+    starts = np.flatnonzero(first)
+    return np.arange(len(groups)) - np.repeat(starts, np.diff(np.append(starts, len(groups))))

@@ -1,0 +1,109 @@
+"""How each kind of layer turns its input and its output's gradient into sums of squared per-sample gradients.
+
+Every rule takes the layer, its input x and the gradient δ of its output, both with the samples first, and adds
+Σ_n g_n² of the wanted parameters to their running sums. Gradients are formed in small pieces and dropped at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Sums = Mapping[str, Tensor]
+"""Running totals of one module, by the parameter's name inside it."""
+Rule = Callable[[Any, Tensor, Tensor, Sums], None]
+
+# Per-sample gradients are formed in pieces of about this many numbers (4 MB), so that squaring finds them in cache.
+_PIECE = 1 << 20
+
+
+def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add Σ_n (left_n right_n)² to total (out, in); left is (B, out, T) and right (B, T, in)."""
+    if left.shape[2] == 1:  # with one token the square of the product is the product of the squares
+        total.addmm_(left[:, :, 0].square().t(), right[:, 0].square())
+        return
+    step = max(1, min(len(left), _PIECE // total.numel()))
+    space = left.new_empty(step, *total.shape)
+    for begin in range(0, len(left), step):
+        a, b = left[begin : begin + step], right[begin : begin + step]
+        if step == 1:
+            torch.mm(a[0], b[0], out=space[0])
+            total.addcmul_(space[0], space[0])
+        else:
+            piece = space[: len(a)]
+            torch.bmm(a, b, out=piece)
+            total.add_(piece.square_().sum(0))
+
+
+def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: Sums) -> None:
+    x = x.reshape(len(x), -1, x.shape[-1])  # (B, T, in)
+    delta = delta.reshape(len(delta), -1, delta.shape[-1])  # (B, T, out)
+    if "bias" in sums:
+        sums["bias"].add_(delta.sum(1).square_().sum(0))
+    if "weight" in sums:
+        _add_products(sums["weight"], delta.transpose(1, 2), x)
+
+
+def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
+    delta = delta.flatten(2)  # (B, out, L)
+    if "bias" in sums:
+        sums["bias"].add_(delta.sum(2).square_().sum(0))
+    if "weight" not in sums:
+        return
+    groups, taps = module.groups, module.weight[0].numel()
+    total = sums["weight"].view(groups, -1, taps)  # (g, out/g, in/g * kh * kw)
+    step = max(1, 4 * _PIECE // (taps * groups * delta.shape[2]))
+    for begin in range(0, len(x), step):
+        part = F.unfold(x[begin : begin + step], module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+        right = part.view(len(part), groups, taps, -1).transpose(2, 3)  # (b, g, L, taps)
+        left = delta[begin : begin + step].reshape(len(part), groups, -1, delta.shape[2])  # (b, g, out/g, L)
+        if groups == 1:
+            _add_products(total[0], left[:, 0], right[:, 0])
+        else:
+            total.add_((left @ right).square_().sum(0))
+
+
+def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: Sums) -> None:
+    shape = module.normalized_shape
+    parts = {"bias": delta}
+    if "weight" in sums:
+        parts["weight"] = delta * F.layer_norm(x, shape, None, None, module.eps)
+    for key, total in sums.items():
+        total.add_(parts[key].reshape(len(x), -1, *shape).sum(1).square_().sum(0))
+
+
+def _channel_norm(normalised: Tensor, delta: Tensor, sums: Sums) -> None:
+    parts = {"bias": delta, "weight": delta * normalised}
+    for key, total in sums.items():
+        total.add_(parts[key].reshape(*delta.shape[:2], -1).sum(2).square_().sum(0))
+
+
+def _group_norm(module: nn.GroupNorm, x: Tensor, delta: Tensor, sums: Sums) -> None:
+    _channel_norm(F.group_norm(x, module.num_groups, None, None, module.eps), delta, sums)
+
+
+def _batch_norm(module: nn.BatchNorm2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
+    x = F.batch_norm(x, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
+    _channel_norm(x, delta, sums)
+
+
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: _linear, nn.Conv2d: _conv2d, nn.LayerNorm: _layer_norm, nn.GroupNorm: _group_norm,
+    nn.BatchNorm1d: _batch_norm, nn.BatchNorm2d: _batch_norm,
+}  # fmt: skip
+# These use the weights of their children without calling them, so they are run again as a whole.
+OPAQUE = (nn.MultiheadAttention,)
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """The rule of a known layer; a subclass with a forward of its own is not known."""
+    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return None
+    for kind, rule in _RULES.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return rule
+    return None

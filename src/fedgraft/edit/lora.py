@@ -1,0 +1,160 @@
+"""Low-rank adaptation (LoRA): W = W0 + (alpha / rank) * B A on chosen linear layers of the trunk.
+
+A (rank, in) starts Kaiming-uniform from a derived stream, B (out, rank) starts at zero, so a freshly adapted
+network computes exactly what it did before. The layers are `peft`'s, put into the network in place: it stays
+the same object with the same methods, and `merge` gives back plain weights under the old names. How the factors
+of several clients become one model is in `lora_combine`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedgraft.contracts import Network
+from fedgraft.errors import FedgraftError, MissingExtra
+from fedgraft.randomness import torch_stream
+
+A_SUFFIX, B_SUFFIX, W_SUFFIX = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
+
+_Q, _K, _V = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
+KEYWORDS: dict[str, tuple[str, ...]] = {
+    "q": _Q, "k": _K, "v": _V, "qkv": ("qkv", *_Q, *_K, *_V),
+    "proj": ("o_proj", "out_proj", "proj"), "fc1": ("fc1",), "fc2": ("fc2",),
+}  # fmt: skip
+"""What a short target stands for: the last piece of a linear layer's name, in the spellings vision models use."""
+
+
+class StreamDropout(nn.Module):
+    """Dropout that draws from a generator it is given, never from the global one."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop with probability `p` while training; the identity in evaluation."""
+        if not self.training:
+            return x
+        if self.generator is None:
+            raise FedgraftError("LoRA dropout has no random stream; call dropout_stream(network, generator) first")
+        kept = torch.rand(x.shape, generator=self.generator) >= self.p  # x.shape
+        return x * kept.to(x) / (1.0 - self.p)
+
+
+def attach(
+    network: Network, rank: int, alpha: float, targets: Sequence[str], seed: int, dropout: float = 0.0
+) -> Network:
+    """Adapt the trunk's linear layers that `targets` names (keywords or globs), in place; returns the network."""
+    if rank < 1 or not (math.isfinite(alpha) and alpha > 0) or not 0 <= dropout < 1:
+        raise FedgraftError(
+            f"LoRA needs rank >= 1, alpha > 0 and 0 <= dropout < 1, not rank {rank}, alpha {alpha}, dropout {dropout}"
+        )
+    if adapted(network):
+        raise FedgraftError("this network already has LoRA adapters; merge or detach them first")
+    names = target_layers(network, targets)
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise MissingExtra("peft", "lora", "low-rank adaptation") from error
+    config = LoraConfig(r=rank, lora_alpha=cast(int, alpha), target_modules=names, lora_dropout=dropout)
+    with torch.random.fork_rng(devices=[]):  # building the layers draws numbers that are overwritten below
+        inject_adapter_in_model(config, cast(nn.Module, network))
+    if sorted(adapted(network)) != sorted(names):
+        raise FedgraftError(f"LoRA reached other layers than the {len(names)} that were asked for: names are ambiguous")
+    for name, layer in adapted(network).items():
+        weight = layer.lora_A["default"].weight
+        weight.data.copy_(initial_a(tuple(weight.shape), seed, "start", name))
+        if dropout > 0:
+            layer.lora_dropout["default"] = StreamDropout(dropout)
+        layer.train(layer.base_layer.training)
+    return network
+
+
+def initial_a(shape: tuple[int, ...], seed: int, *where: int | str) -> Tensor:
+    """A fresh factor A: uniform within 1/sqrt(in), a pure function of (seed, where)."""
+    bound = 1.0 / math.sqrt(shape[1])  # Kaiming-uniform with slope sqrt(5), as nn.Linear starts
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch_stream(seed, "lora", *where))
+
+
+def target_layers(network: Network, targets: Sequence[str]) -> list[str]:
+    """Names of the trunk's linear layers that the targets stand for; a target that matches nothing is refused."""
+    modules = cast(nn.Module, network).named_modules()
+    linear = [name for name, module in modules if isinstance(module, nn.Linear) and name.startswith("backbone.")]
+    found: set[str] = set()
+    for target in targets:
+        hits = {name for name in linear if _matches(name, target)}
+        if not hits:
+            raise FedgraftError(
+                f"the LoRA target {target!r} matches no linear layer of the trunk; use one of "
+                f"{', '.join(KEYWORDS)} or a glob over names such as {linear[0] if linear else 'backbone.*'!r}"
+            )
+        found |= hits
+    if not found:
+        raise FedgraftError("LoRA has no targets; name at least one, for example 'q'")
+    return [name for name in linear if name in found]
+
+
+def _matches(name: str, target: str) -> bool:
+    last = name.rpartition(".")[2]
+    return last in KEYWORDS[target] if target in KEYWORDS else last == target or fnmatchcase(name, target)
+
+
+def adapted(network: Network) -> dict[str, Any]:
+    """The adapted layers by the name they have in the plain network, in the network's order."""
+    names = [name.removesuffix(A_SUFFIX) for name, _ in network.named_parameters() if name.endswith(A_SUFFIX)]
+    return {name: network.get_submodule(name) for name in names}
+
+
+def dropout_stream(network: Network, generator: torch.Generator | None) -> None:
+    """Let every adapter's dropout draw from this generator, for example one of (seed, round, client)."""
+    for layer in adapted(network).values():
+        if isinstance(layer.lora_dropout["default"], StreamDropout):
+            layer.lora_dropout["default"].generator = generator
+
+
+def merge(network: Network) -> Network:
+    """Add scaling * B A to the base weights and take the adapters out: plain names and shapes, same outputs."""
+    layers = _present(network)
+    changes = {}
+    for name, layer in layers:
+        changes[name] = layer.get_delta_weight("default").detach()  # (out, in)
+        if not torch.isfinite(changes[name]).all():
+            raise FedgraftError(f"the LoRA factors of {name!r} are not finite; nothing was merged")
+    for name, layer in layers:
+        layer.base_layer.weight.data.add_(changes[name])
+    return detach(network)
+
+
+def detach(network: Network) -> Network:
+    """Take the adapters out without merging: the base weights, bit for bit, under their plain names.
+
+    Every parameter takes gradients afterwards, as in a network just built; binding a space decides anew.
+    """
+    for name, layer in _present(network):
+        parent, _, child = name.rpartition(".")
+        setattr(network.get_submodule(parent), child, layer.base_layer)
+    if hasattr(network, "peft_config"):
+        del network.peft_config
+    for parameter in network.parameters():
+        parameter.requires_grad_(True)
+    return network
+
+
+def _present(network: Network) -> list[tuple[str, Any]]:
+    layers = list(adapted(network).items())
+    if not layers:
+        raise FedgraftError("this network has no LoRA adapters to take out")
+    return layers
+
+
+def factor_names(network: Network) -> Iterator[tuple[str, str, str]]:
+    """The names of A, B and the base weight of every adapted layer."""
+    for name in adapted(network):
+        yield name + A_SUFFIX, name + B_SUFFIX, name + W_SUFFIX

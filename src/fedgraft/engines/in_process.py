@@ -1,0 +1,26 @@
+"""The reference engine: clients one after another in this process, each on one thread, in client order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fedgraft.algorithm import Algorithm
+from fedgraft.client import Memory, Workplace, handle
+from fedgraft.messages import Order, Reply
+
+
+class InProcess:
+    """Carries out orders with one workplace. `memory` is what each client keeps; it belongs to the checkpoint."""
+
+    def __init__(self, algorithm: Algorithm, place: Workplace) -> None:
+        self.algorithm = algorithm
+        self.place = place
+        self.memory: dict[int, Memory] = {}
+
+    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        """Carry out the orders one by one."""
+        for order in orders:
+            reply, kept = handle(order, self.algorithm, self.place, self.memory.get(order.client, {}))
+            if kept:
+                self.memory[order.client] = kept
+            yield reply

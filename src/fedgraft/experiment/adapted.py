@@ -1,0 +1,58 @@
+"""The adapted model of a finished (or interrupted) run: evaluate it elsewhere, or hand it on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedgraft.data.examples import ImageExamples
+from fedgraft.data.sources import load_dataset
+from fedgraft.errors import FedgraftError
+from fedgraft.experiment import step_zero
+from fedgraft.experiment.build import Setup
+from fedgraft.experiment.config import from_folder
+from fedgraft.experiment.record import RunFolder
+from fedgraft.local.evaluate import Evaluation, evaluate
+
+
+def adapted(folder: Path) -> Setup:
+    """The run's parts with its best model (by validation) in the network."""
+    record = RunFolder.open(folder)
+    found = record.resume_point()
+    if found is None:
+        raise FedgraftError(f"{folder} has no good checkpoint yet; let it run, or resume it with: fedgraft resume {folder}")
+    setup = Setup(from_folder(folder))
+    tensors = found.tensors
+    step_zero.install(setup.network, torch.cat([tensors["head/weight"], tensors["head/bias"][:, None]], 1))
+    setup.space.scatter(tensors.get("best/vector", tensors["vector"]), setup.network)
+    return setup
+
+
+def evaluate_run(folder: Path, data: str | None = None) -> Evaluation:
+    """Accuracy on the run's test images, or on a class-per-directory folder with the same classes."""
+    setup = adapted(folder)
+    if data is None:
+        return evaluate(setup.network, setup.test_pixels, torch.arange(len(setup.test_pixels)), 128)
+    other = load_dataset("folder", data, image_size=setup.network.image_size)
+    known = {name: i for i, name in enumerate(setup.deal.dataset.train.classes)}
+    strange = sorted(set(other.classes) - set(known))
+    if strange:
+        raise FedgraftError(f"{data} holds the class {strange[0]!r}, which the run does not know: {', '.join(known)[:200]}")
+    place = torch.tensor([known[name] for name in other.classes])
+    total: Evaluation | None = None
+    for store in (other.train, other.test):
+        examples = ImageExamples(replace(store, labels=place[torch.as_tensor(store.labels)].numpy()), setup.transform)
+        part = evaluate(setup.network, examples, torch.arange(len(examples)), 128)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def export_run(folder: Path, to: Path) -> None:
+    """The adapted model as a `transformers` folder."""
+    from fedgraft.models.export import export
+
+    setup = adapted(folder)
+    export(setup.network, to, list(setup.deal.dataset.train.classes))

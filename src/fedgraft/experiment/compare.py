@@ -1,0 +1,28 @@
+"""Several runs side by side: a table, a page with curves, a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedgraft.errors import FedgraftError
+from fedgraft.experiment import figures
+from fedgraft.experiment.record import RunFolder, RunInfo, describe
+from fedgraft.experiment.report import write_comparison
+
+
+def compare_runs(runs: Sequence[Path], out: Path) -> tuple[list[RunInfo], list[Path]]:
+    """Rows of the table, and the files that were written."""
+    if len(runs) < 2:
+        raise FedgraftError("comparing needs at least two run folders")
+    folders = [RunFolder.open(path) for path in runs]
+    out.mkdir(parents=True, exist_ok=True)
+    series = {}
+    for folder in folders:
+        lines = [line for line in folder.metrics() if line.get("accuracy") is not None]
+        series[folder.path.name] = ([x["round"] for x in lines], [100 * x["accuracy"] for x in lines], None)
+    figure = out / "accuracy.png"
+    figures.curves(figure, series, "round", "validation accuracy (%)")
+    page = out / "comparison.html"
+    write_comparison([folder.path for folder in folders], page)
+    return [describe(folder) for folder in folders], [page, figure]

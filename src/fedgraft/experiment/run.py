@@ -1,0 +1,282 @@
+"""A run: build, step 0, rounds, evaluation, checkpoints, the final test, the report. Resuming is the same code."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedgraft import server
+from fedgraft.algorithm import Mixture
+from fedgraft.experiment import step_zero
+from fedgraft.experiment.build import Setup, warnings_for
+from fedgraft.experiment.checkpoint import Checkpoint
+from fedgraft.experiment.config import Config, to_toml
+from fedgraft.experiment.record import RunFolder
+from fedgraft.experiment.report import write_report
+from fedgraft.experiment.trackers import open_trackers
+from fedgraft.local.evaluate import Evaluation, evaluate
+from fedgraft.messages import Order, Reply
+from fedgraft.round import run_round
+from fedgraft.server import ServerState
+
+log = logging.getLogger("fedgraft")
+
+
+class Progress(Protocol):
+    """Somebody who wants to see how it goes."""
+
+    def start(self, total: int, done: int, text: str) -> None: ...
+    def update(self, line: Mapping[str, Any]) -> None: ...
+
+
+class Silent:
+    """Nobody watches."""
+
+    def start(self, total: int, done: int, text: str) -> None:
+        """Ignore."""
+
+    def update(self, line: Mapping[str, Any]) -> None:
+        """Ignore."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best model by validation so far, and how long ago that was."""
+
+    accuracy: float = -1.0
+    round: int = -1
+    stale: int = 0
+    vector: Tensor | None = None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Clients compute on one thread: the number of threads changes the bits of a sum."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run(config: Config, folder: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
+    """Run a config in its folder, from the beginning or from its last good checkpoint; returns the summary."""
+    record = RunFolder.create(folder, to_toml(config), config.digest)
+    if record.status() == "finished":
+        log.info("%s is already finished", folder)
+        return record.summary()
+    with record.writing(console=console), one_thread():
+        return _Run(config, record, progress or Silent()).go()
+
+
+class _Run:
+    """The state of one running run, so that its steps can be read one by one."""
+
+    def __init__(self, config: Config, record: RunFolder, progress: Progress) -> None:
+        self.config, self.record, self.progress = config, record, progress
+        self.setup = Setup(config)
+        self.engine = self.setup.engine()
+        self.best = Best()
+        self.totals = {"bytes_up": 0, "bytes_down": 0}
+        self.spent = 0.0
+
+    def go(self) -> dict[str, Any]:
+        """Everything from the first round that is not done yet to the report."""
+        config, setup = self.config, self.setup
+        for text in warnings_for(config, setup):
+            log.warning(text)
+        found = self.record.resume()
+        with open_trackers(config.track.trackers, self.record.path, config.name, config.model_dump(mode="json")) as track:
+            state = self._begin() if found is None else self._restore(found)
+            self.progress.start(config.rounds.total, state.round, describe(setup))
+            state = self._rounds(state, track)
+            summary = self._finish(state)
+            track.finish(summary)
+        self.record.finish(summary)
+        write_report(self.record.path)
+        return summary
+
+    def _begin(self) -> ServerState:
+        """Step 0, then the state before round 0."""
+        began = time.perf_counter()
+        install_head(self.setup)
+        state = server.start(self.setup.algorithm, self.setup.space.gather(self.setup.network), self.setup.space.trained)
+        self.spent += time.perf_counter() - began
+        log.info("step 0 (%s head) took %.1f s", self.config.model.head, self.spent)
+        self._save(state)
+        return state
+
+    def _rounds(self, state: ServerState, track: Any) -> ServerState:
+        r = self.config.rounds
+        while state.round < r.total and not (r.patience and self.best.stale >= r.patience):
+            began = time.perf_counter()
+            remembered = dict(self.engine.memory)
+            try:
+                new, summary = run_round(
+                    self.setup.algorithm, self.setup.federation, state, self.engine, self.setup.judge
+                )
+            except KeyboardInterrupt:
+                self.engine.memory = remembered  # half a round must not leave traces in the clients' memories
+                self._save(state)
+                raise
+            for offence in summary.offences:
+                log.warning("round %d: client %d dropped: %s", state.round, offence.client, offence.reason)
+            line = dict(summary.record)
+            last = new.round == r.total
+            if last or (r.evaluate_every and new.round % r.evaluate_every == 0):
+                new = self._validate(new, line)
+            self.totals = {key: self.totals[key] + int(line[key]) for key in self.totals}
+            self.spent += time.perf_counter() - began
+            state = new
+            self.record.append(line)
+            track.log(line["round"], line)
+            self.progress.update(line)
+            if last or state.round % r.checkpoint_every == 0:
+                self._save(state)
+        return state
+
+    def _validate(self, state: ServerState, line: dict[str, Any]) -> ServerState:
+        """Measure on validation images, remember the best, and let clients test themselves where asked."""
+        began = time.perf_counter()
+        result = self.measure(state.vector)
+        line |= {"accuracy": result.accuracy, "loss": result.loss, "top5": result.top5}
+        better = result.accuracy > self.best.accuracy + (self.config.rounds.min_delta if self.best.stale else 0)
+        self.best = (
+            Best(result.accuracy, state.round, 0, state.vector) if better else replace(self.best, stale=self.best.stale + 1)
+        )
+        if self.config.personal.evaluate == "always":
+            line["personal"] = self.personal(state)
+        line["seconds"] = {**line["seconds"], "evaluate": time.perf_counter() - began}
+        return replace(state, losses=(*state.losses, result.loss))
+
+    def measure(self, vector: Tensor) -> Evaluation:
+        """The common model on the validation images (on the clients' training images where there are none)."""
+        setup = self.setup
+        setup.space.scatter(vector, setup.network)
+        rows = setup.deal.validation_rows
+        return evaluate(setup.network, setup.examples, rows if len(rows) else setup.deal.train_rows)
+
+    def personal(self, state: ServerState) -> dict[str, float]:
+        """Every client's accuracy on its own test images: mean, spread, before and after fine-tuning."""
+        p, federation = self.config.personal, self.setup.federation
+        settings = {
+            "finetune_epochs": p.finetune_epochs, "finetune_part": p.finetune_part,
+            "finetune_lr": p.finetune_lr, "finetune_batch": p.finetune_batch, "lr": p.finetune_lr,
+        }  # fmt: skip
+        clients = [k for k in range(federation.clients) if len(self.setup.deal.test_rows(k))]
+        orders = [
+            Order(federation.run, state.round, k, "evaluate", self.setup.space.digest, server.model_of(state, k), {}, settings)
+            for k in clients
+        ]
+        replies = [r for r in self.engine.exchange(orders) if isinstance(r, Reply)]
+        found: dict[str, float] = {}
+        for key in ("accuracy", "finetuned_accuracy"):
+            values = torch.tensor([r.metrics[key] for r in replies if key in r.metrics], dtype=torch.float64)
+            if len(values):
+                counts = torch.tensor([r.metrics["count"] for r in replies], dtype=torch.float64)
+                prefix = "" if key == "accuracy" else "finetuned_"
+                found |= {
+                    f"{prefix}mean": float(values.mean()), f"{prefix}min": float(values.min()),
+                    f"{prefix}max": float(values.max()), f"{prefix}std": float(values.std(correction=0)),
+                    f"{prefix}weighted": float((values * counts).sum() / counts.sum()),
+                }  # fmt: skip
+        return found
+
+    def _finish(self, state: ServerState) -> dict[str, Any]:
+        """The test set, once, with the best model by validation."""
+        setup = self.setup
+        best = self.best.vector if self.best.vector is not None else state.vector
+        setup.space.scatter(best, setup.network)
+        rows = torch.arange(len(setup.deal.dataset.test.labels))
+        test = evaluate(setup.network, setup.tests, rows)
+        summary: dict[str, Any] = {
+            "kind": "federated",
+            "validation": {"accuracy": self.best.accuracy},
+            "best_round": self.best.round,
+            "test": asdict(test),
+            "rounds": state.round,
+            **self.totals,
+            "seconds": self.spent,
+            "edited": {"coordinates": setup.space.trained, "of": sum(p.numel() for p in setup.network.parameters())},
+        }
+        if self.config.personal.evaluate != "never":
+            summary["personal"] = self.personal(state)
+        return summary
+
+    def _save(self, state: ServerState) -> None:
+        tensors: dict[str, Tensor] = {"vector": state.vector}
+        tensors |= {f"rule/{key}": value for key, value in state.rule.items()}
+        tensors |= {f"personal/{k}": value for k, value in state.personal.items()}
+        tensors |= {f"memory/{k}/{key}": v for k, kept in self.engine.memory.items() for key, v in kept.items()}
+        tensors["head/weight"] = self.setup.network.head.weight.detach().clone()
+        tensors["head/bias"] = self.setup.network.head.bias.detach().clone()
+        if self.best.vector is not None:
+            tensors["best/vector"] = self.best.vector
+        meta = {
+            "losses": list(state.losses), "totals": self.totals, "seconds": self.spent,
+            "best": {"accuracy": self.best.accuracy, "round": self.best.round, "stale": self.best.stale},
+            "space": self.setup.space.digest,
+        }  # fmt: skip
+        at_best = self.best.accuracy if self.best.round == state.round else None
+        self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
+
+    def _restore(self, found: Checkpoint) -> ServerState:
+        """The state a checkpoint holds; the head of step 0 goes back into the network first."""
+        tensors, meta = found.tensors, found.meta
+        head = torch.cat([tensors["head/weight"], tensors["head/bias"][:, None]], 1)
+        step_zero.install(self.setup.network, head)
+        self.best = Best(**meta["best"], vector=tensors.get("best/vector"))
+        self.totals, self.spent = dict(meta["totals"]), float(meta["seconds"])
+        personal, rule = {}, {}
+        for name, tensor in tensors.items():
+            group, _, key = name.partition("/")
+            if group == "rule":
+                rule[key] = tensor
+            elif group == "personal":
+                personal[int(key)] = tensor
+            elif group == "memory":
+                client, _, what = key.partition("/")
+                kept = dict(self.engine.memory.get(int(client), {}))
+                self.engine.memory[int(client)] = kept | {what: tensor}
+        state = ServerState(found.round, tensors["vector"], rule, personal, tuple(meta["losses"]))
+        log.info("resumed after round %d", state.round)
+        return state
+
+
+def install_head(setup: Setup) -> None:
+    """Step 0: give the network a head made from the clients' sums, or leave it at its random start."""
+    m, network = setup.config.model, setup.network
+    if m.head == "random":
+        return
+    engine = setup.engine(setup.trunk_place)
+    clients = range(setup.federation.clients)
+    rows = setup.deal.validation_rows if len(setup.deal.validation_rows) else setup.deal.train_rows[:1000]
+    features = step_zero.features_of(network, setup.trunk_place.examples, rows)
+    judge = step_zero.judge_on(features, setup.pixels.labels[rows])
+    head, penalty = step_zero.ridge_head(engine, setup.federation.run, clients, m.ridge, judge)
+    head = step_zero.tempered(head, judge)
+    if m.head == "probe":
+        head = step_zero.probe_head(engine, setup.federation.run, clients, head, m.probe_steps)
+    step_zero.install(network, head)
+    accuracy, loss = judge(head)
+    log.info("step 0: %s head, penalty %g: validation accuracy %.4f, loss %.4f", m.head, penalty, accuracy, loss)
+
+
+def describe(setup: Setup) -> str:
+    """One line for the log: what moves, who takes part, how it is carried out."""
+    f, s = setup.federation, setup.space
+    mode = "features kept at entry %d of %d" % (setup.entry, setup.network.depth) if setup.entry else "from pixels"
+    kind = "one model per client" if isinstance(setup.algorithm.combine, Mixture) else "one model"
+    return (
+        f"{setup.algorithm.name}: {s.trained:,} of {sum(p.numel() for p in setup.network.parameters()):,} weights move, "
+        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}"
+    )

@@ -1,0 +1,88 @@
+"""Local corrections: what a client adds to its gradient so that its drift serves the common goal.
+
+All act on the flat vector of active coordinates. A correction is three functions: `prepare` before the first
+step, `adjust` on each gradient (in place), `finish` after the last step, which returns what the client remembers
+and which auxiliary vectors it sends (they are summed without weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Vectors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What a correction leaves behind: the client's memory and the vectors it sends."""
+
+    memory: Vectors = field(default_factory=dict)
+    sums: Vectors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """`prepare(start, auxiliary, memory) -> context`, `adjust(gradient, values, context)`, `finish(...) -> Closing`."""
+
+    name: str
+    prepare: Callable[[Tensor, Vectors, Vectors], dict[str, Tensor]]
+    adjust: Callable[[Tensor, Tensor, Vectors], None]
+    finish: Callable[[Tensor, Vectors, float], Closing]
+    """`finish(values, context, reach)`; reach is Σ of learning rates times the optimizer's gain."""
+    needs_reach: bool = False
+    sends: tuple[str, ...] = ()
+    """Names of the auxiliary vectors in the reply, each of the trained length."""
+    receives: tuple[str, ...] = ()
+    """Names of the auxiliary vectors the order must carry."""
+
+
+def none() -> Correction:
+    """Plain local training."""
+    return Correction("none", lambda s, a, m: {}, lambda g, v, c: None, lambda v, c, r: Closing())
+
+
+def proximal(mu: float) -> Correction:
+    """FedProx: the loss gains μ/2·‖y−x‖², squared, so the gradient gains μ(y−x)."""
+    if mu == 0:
+        return none()
+
+    def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:
+        gradient.add_(values - context["start"], alpha=mu)
+
+    return Correction("proximal", lambda s, a, m: {"start": s}, adjust, lambda v, c, r: Closing())
+
+
+def control_variates() -> Correction:
+    """SCAFFOLD (option II): g − c_k + c; afterwards c_k ← c_k − c + (x−y)/reach."""
+
+    def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
+        own = memory.get("control", torch.zeros_like(start))
+        return {"start": start, "own": own, "common": auxiliary["control"], "shift": auxiliary["control"] - own}
+
+    def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:
+        gradient.add_(context["shift"])
+
+    def finish(values: Tensor, context: Vectors, reach: float) -> Closing:
+        own = context["own"] - context["common"] + (context["start"] - values) / reach
+        return Closing({"control": own}, {"control": own - context["own"]})
+
+    return Correction("control_variates", prepare, adjust, finish, True, ("control",), ("control",))
+
+
+def dynamic(alpha: float) -> Correction:
+    """FedDyn: the loss gains −⟨g_k, y⟩ + α/2·‖y−x‖²; afterwards g_k ← g_k − α(y−x)."""
+
+    def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
+        return {"start": start, "dual": memory.get("dual", torch.zeros_like(start))}
+
+    def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:
+        gradient.sub_(context["dual"]).add_(values - context["start"], alpha=alpha)
+
+    def finish(values: Tensor, context: Vectors, reach: float) -> Closing:
+        return Closing({"dual": context["dual"] - alpha * (values - context["start"])})
+
+    return Correction("dynamic", prepare, adjust, finish)

@@ -1,0 +1,110 @@
+"""Optimizers on the flat vector of active coordinates: SparseSGDM and SparseAdamW.
+
+The vector holds only what may move, so the state has the size of the edit, not of the network; decay, momentum
+and clipping cannot reach a frozen coordinate because it is not there. On a dense space these are the usual
+SGD with momentum and AdamW, step for step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A recipe: `init(size)` makes fresh state, `step(values, gradient, state, lr)` updates values and state in place."""
+
+    name: str
+    init: Callable[[int], State]
+    step: Callable[[Tensor, Tensor, State, float], None]
+    reach: Callable[[int], float] | None = None
+    """Displacement after n steps of a constant unit gradient at lr 1; None where it is not a fixed number."""
+
+
+def sgdm(
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    dampening: float = 0.0,
+    decoupled: bool = False,
+) -> Optimizer:
+    """SGD with momentum: g+λθ, v ← βv+(1−τ)g (first step v=g), θ ← θ−η(v or g+βv)."""
+
+    def init(size: int) -> State:
+        return {"velocity": torch.zeros(size), "steps": torch.zeros(1)} if momentum else {}
+
+    def step(values: Tensor, gradient: Tensor, state: State, lr: float) -> None:
+        if weight_decay and decoupled:
+            values.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            gradient.add_(values, alpha=weight_decay)
+        if not momentum:
+            values.sub_(gradient, alpha=lr)
+            return
+        velocity = state["velocity"]
+        first = not state["steps"].item()
+        velocity.mul_(momentum).add_(gradient, alpha=1.0 if first else 1 - dampening)
+        state["steps"] += 1
+        if nesterov:
+            values.sub_(gradient, alpha=lr)
+            values.sub_(velocity, alpha=lr * momentum)
+        else:
+            values.sub_(velocity, alpha=lr)
+
+    def reach(steps: int) -> float:
+        # Mass of the gradients' coefficients in the total displacement, from a zero buffer.
+        gains = [(1 - momentum**i) / (1 - momentum) for i in range(1, steps + 2)]
+        return sum(gains[1:] if nesterov else gains[:-1])
+
+    return Optimizer("sgdm", init, step, reach if not dampening else None)
+
+
+def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Optimizer:
+    """AdamW with decoupled decay; each active coordinate moves about lr, however small its gradient."""
+
+    def init(size: int) -> State:
+        return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros(1)}
+
+    def step(values: Tensor, gradient: Tensor, state: State, lr: float) -> None:
+        state["steps"] += 1
+        t = state["steps"].item()
+        state["first"].lerp_(gradient, 1 - beta1)
+        state["second"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        values.mul_(1 - lr * weight_decay)
+        denominator = (state["second"] / (1 - beta2**t)).sqrt_().add_(eps)
+        values.addcdiv_(state["first"], denominator, value=-lr / (1 - beta1**t))
+
+    return Optimizer("adamw", init, step)
+
+
+def remap(state: State, old: Tensor, new: Tensor) -> State:
+    """Carry state to another set of coordinates: kept ones keep their buffers, new ones start at zero.
+
+    `old` and `new` are sorted coordinates in the whole network. A coordinate that leaves loses its buffer, so it
+    cannot move again by old momentum if it comes back.
+    """
+    place = torch.searchsorted(old, new).clamp_(max=max(len(old) - 1, 0))
+    known = old[place] == new if len(old) else torch.zeros(len(new), dtype=torch.bool)
+    moved: State = {}
+    for name, tensor in state.items():
+        if tensor.numel() != len(old):
+            moved[name] = tensor.clone()
+            continue
+        fresh = torch.zeros(len(new))
+        fresh[known] = tensor[place[known]]
+        moved[name] = fresh
+    return moved
+
+
+def clip_(gradient: Tensor, limit: float) -> float:
+    """Scale the gradient to at most `limit` in norm, in place; returns the norm before."""
+    norm = float(torch.linalg.vector_norm(gradient))
+    if norm > limit:
+        gradient.mul_(limit / norm)
+    return norm

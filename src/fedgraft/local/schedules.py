@@ -1,0 +1,87 @@
+"""Learning-rate schedules as pure functions of position and history.
+
+`lr(t, total, history)` gives the rate at round (or epoch, or step) t of total. `history` is the list of past
+validation losses, so that even the plateau rule needs no state of its own and resumes by itself.
+A schedule counts over the whole run; nothing restarts inside a round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+Schedule = Callable[[int, int, Sequence[float]], float]
+
+
+def constant(lr: float) -> Schedule:
+    """The same rate throughout."""
+    return lambda t, total, history: lr
+
+
+def cosine(lr: float, minimum: float = 0.0, restarts: int = 0) -> Schedule:
+    """Half a cosine from lr to the minimum; with restarts, the same in equal cycles."""
+
+    def rate(t: int, total: int, history: Sequence[float]) -> float:
+        cycle = max(1, math.ceil(total / (restarts + 1)))
+        place = (t % cycle) / max(1, cycle - 1)
+        return minimum + 0.5 * (lr - minimum) * (1 + math.cos(math.pi * min(1.0, place)))
+
+    return rate
+
+
+def linear(lr: float, minimum: float = 0.0) -> Schedule:
+    """A straight line down from lr to the minimum."""
+    return lambda t, total, history: minimum + (lr - minimum) * max(0, total - 1 - t) / max(1, total - 1)
+
+
+def exponential(lr: float, decay: float = 0.99) -> Schedule:
+    """lr times decay to the power t: the usual `lambda` schedule."""
+    return lambda t, total, history: lr * decay**t
+
+
+def inverse(lr: float, gamma: float = 0.1, power: float = 0.5) -> Schedule:
+    """lr·(1+γt)^−α."""
+    return lambda t, total, history: lr * (1 + gamma * t) ** -power
+
+
+def step(lr: float, at: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Schedule:
+    """Multiply by the factor at each of these fractions of the run."""
+    return lambda t, total, history: lr * factor ** sum(t >= math.floor(f * total) for f in at)
+
+
+def plateau(lr: float, factor: float = 0.5, patience: int = 3, minimum: float = 0.0, threshold: float = 1e-4) -> Schedule:
+    """Multiply by the factor after more than `patience` evaluations without a relative improvement of the loss."""
+
+    def rate(t: int, total: int, history: Sequence[float]) -> float:
+        current, best, bad = lr, math.inf, 0
+        for loss in history:
+            if loss < best * (1 - threshold):
+                best, bad = loss, 0
+            else:
+                bad += 1
+            if bad > patience:
+                current, bad = max(minimum, current * factor), 0
+        return current
+
+    return rate
+
+
+def warmed(schedule: Schedule, length: int, start: float = 0.0) -> Schedule:
+    """Rise linearly from `start` times the rate to the full rate over the first `length` positions."""
+
+    def rate(t: int, total: int, history: Sequence[float]) -> float:
+        ramp = start + (1 - start) * min(1.0, (t + 1) / length) if length else 1.0
+        return ramp * schedule(t, total, history)
+
+    return rate
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "none": constant,
+    "cosine": cosine,
+    "linear": linear,
+    "lambda": exponential,
+    "inverse": inverse,
+    "step": step,
+    "plateau": plateau,
+}

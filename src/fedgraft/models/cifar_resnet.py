@@ -1,0 +1,50 @@
+"""ResNet for 32-pixel images: a 3x3 stride-1 stem without max-pool, batch or group norm.
+
+The configuration is `transformers`' own ResNetConfig with two more fields, `stem = "cifar"` and `norm`. This file needs
+nothing of fedgraft, because `export` puts a copy of it beside the weights for `from_pretrained(trust_remote_code=True)`.
+It imports transformers at once: import it inside functions only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+from transformers import ResNetForImageClassification, ResNetModel
+
+
+def _fit(trunk: Any, config: Any) -> None:
+    channels = config.embedding_size
+    stem = nn.Conv2d(config.num_channels, channels, kernel_size=3, padding=1, bias=False)
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+    trunk.embedder.embedder.convolution = stem
+    trunk.embedder.pooler = nn.Identity()
+    if config.norm == "group":
+        _group_norm(trunk)
+
+
+def _group_norm(module: nn.Module) -> None:
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.BatchNorm2d):
+            channels = child.num_features
+            groups = math.gcd(channels, max(1, channels // 16))  # sixteen channels share their statistics
+            setattr(module, name, nn.GroupNorm(groups, channels))
+        else:
+            _group_norm(child)
+
+
+class CifarResNetModel(ResNetModel):
+    """The trunk."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        _fit(self, config)
+
+
+class CifarResNetForImageClassification(ResNetForImageClassification):
+    """The trunk with its linear head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        _fit(self.resnet, config)

@@ -1,0 +1,122 @@
+"""Write a network as a `transformers` folder that `AutoModelForImageClassification.from_pretrained` loads.
+
+The folder appears at once and complete, and only after what was put in it gave the network's own logits. Networks with
+the small-image ResNet stem bring their code along (`trust_remote_code=True`); all others need none.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedgraft.errors import FedgraftError
+from fedgraft.models.network import VisionNetwork
+from fedgraft.models.quiet import drawn_from, quiet
+from fedgraft.randomness import torch_stream
+
+
+def export(network: VisionNetwork, folder: str | Path, label_names: Sequence[str] | None = None) -> Path:
+    """Write the network's weights, configuration and preprocessing to `folder`, which must be new or empty."""
+    folder = Path(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise FedgraftError(f"{folder} already holds something and is not overwritten; export to a new folder.")
+    names = [f"class {index}" for index in range(network.classes)] if label_names is None else list(label_names)
+    if len(names) != network.classes or len(set(names)) != len(names):
+        raise FedgraftError(f"{len(names)} label names for {network.classes} classes; give one per class, all different.")
+    classifier = to_classifier(network, names)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        made = Path(scratch) / "made"
+        with quiet():
+            classifier.save_pretrained(made)
+        _write_json(made / "preprocessor_config.json", preprocessing(network))
+        if hasattr(classifier.config, "auto_map"):
+            shutil.copy(Path(__file__).with_name("cifar_resnet.py"), made)
+        if folder.is_dir():
+            folder.rmdir()
+        made.rename(folder)
+    return folder
+
+
+def to_classifier(network: VisionNetwork, label_names: Sequence[str]) -> Any:
+    """The network as `transformers`' own classification model, checked to give the same logits."""
+    config = network.config.__class__.from_dict(network.config.to_dict())
+    config.id2label = dict(enumerate(label_names))
+    config.label2id = {name: index for index, name in enumerate(label_names)}
+    with quiet(), drawn_from(0):
+        model = _empty_classifier(config)
+    try:
+        unused = {name: value for name, value in model.base_model.state_dict().items() if name.endswith("mask_token")}
+        model.base_model.load_state_dict({**unused, **network.backbone.state_dict()})
+        _fill_head(model, network.head)
+    except RuntimeError as error:
+        raise FedgraftError(
+            "the network's trunk is not a plain one any more, so transformers cannot hold it; "
+            "merge low-rank factors into the weights before exporting."
+        ) from error
+    _check_same(network, model.eval())
+    return model
+
+
+def preprocessing(network: VisionNetwork) -> dict[str, Any]:
+    """What `AutoImageProcessor` has to do to an image before the network sees it."""
+    size = {"height": network.image_size, "width": network.image_size}
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": size,
+        "resample": 3,  # bicubic
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(network.mean),
+        "image_std": list(network.std),
+    }
+
+
+def _empty_classifier(config: Any) -> Any:
+    from transformers import AutoModelForImageClassification
+
+    if getattr(config, "stem", None) == "cifar":
+        from fedgraft.models.cifar_resnet import CifarResNetForImageClassification
+
+        config.auto_map = {"AutoModelForImageClassification": "cifar_resnet.CifarResNetForImageClassification"}
+        return CifarResNetForImageClassification(config)
+    try:
+        return AutoModelForImageClassification.from_config(config)
+    except ValueError as error:
+        raise FedgraftError(f"transformers has no classification model for a {config.model_type!r} trunk.") from error
+
+
+def _fill_head(model: Any, head: nn.Linear) -> None:
+    target = next(module for module in reversed(list(model.modules())) if isinstance(module, nn.Linear))
+    extra = target.in_features - head.in_features
+    # DINOv2's classifier also reads the mean of the patches: zeros there leave the class token alone to decide.
+    padded = nn.functional.pad(head.weight.detach(), (0, extra)) if extra > 0 else head.weight.detach()
+    target.load_state_dict({"weight": padded, "bias": head.bias.detach()})
+
+
+@torch.no_grad()
+def _check_same(network: VisionNetwork, model: Any) -> None:
+    training = network.training
+    images = torch.randn(2, 3, network.image_size, network.image_size, generator=torch_stream(0, "export"))
+    network.eval()
+    ours = network(images.to(network.head.weight.device)).cpu()
+    network.train(training)
+    theirs = model(pixel_values=images).logits
+    if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(ours.abs().max())):
+        raise FedgraftError(
+            f"transformers' classification model for a {model.config.model_type!r} trunk reads other features than this "
+            "network's head, so it would answer differently; nothing was written."
+        )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

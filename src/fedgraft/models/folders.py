@@ -1,0 +1,187 @@
+"""Read trunks from `transformers` folders: safetensors only, every weight accounted for, float32 in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedgraft.errors import FedgraftError
+from fedgraft.models.network import FAMILIES, IMAGENET_MEAN, IMAGENET_STD
+from fedgraft.models.quiet import drawn_from, quiet
+
+# Everything random inside a trunk is off: dropout has one place, before the head.
+_STILL: dict[str, Any] = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "drop_path_rate": 0.0,
+}
+_READ = ("config.json", "preprocessor_config.json", "*.safetensors", "*.safetensors.index.json")
+
+
+def locate(name: str) -> Path:
+    """The folder or file behind a name: a path on this machine, else the Hub's `owner/name`, optionally `@revision`."""
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) or name.startswith((".", "/")):
+        raise FedgraftError(
+            f"there is no network {name!r}: it is not a folder here, nor one of nano, resnet18, vit-s16, tiny, vit:..., "
+            "nor a Hub name such as facebook/dino-vits16."
+        )
+    return _fetch(name)
+
+
+def _fetch(name: str) -> Path:
+    """Copy a Hub repository's configuration and safetensors (nothing else) into the local cache."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    owner_name, _, revision = name.partition("@")
+    try:
+        with quiet():
+            folder = Path(snapshot_download(owner_name, revision=revision or None, allow_patterns=list(_READ)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise FedgraftError(
+            f"the network {name!r} is neither a folder here nor in the Hub cache {constants.HF_HUB_CACHE}, and fetching it "
+            f"failed ({type(error).__name__}): connect once and try again, or put its config.json and model.safetensors "
+            "into a folder and give that folder."
+        ) from error
+    if not any(folder.glob("*.safetensors")):
+        raise FedgraftError(
+            f"the Hub's {name!r} has no safetensors weights, and pickled ones are not read: choose a revision that has them "
+            f"({owner_name}@refs/pr/NUMBER), or convert a copy you trust and give its folder."
+        )
+    return folder
+
+
+def load_trunk(source: Path) -> nn.Module:
+    """The trunk stored in a folder, without pooler and classifier; a weight that is missing is an error."""
+    if source.is_file():
+        from fedgraft.models.dino_hub import load_dino
+
+        return load_dino(source)
+    config = _config(source)
+    _check_weights(source)
+    from transformers import AutoModel
+
+    kind: Any = AutoModel
+    if getattr(config, "stem", None) == "cifar":
+        from fedgraft.models.cifar_resnet import CifarResNetModel as kind
+    options = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
+    try:
+        with quiet(), drawn_from(0):
+            trunk, info = kind.from_pretrained(
+                source, config=config, attn_implementation="eager", **options, **without_pooler(config)
+            )
+    except Exception as error:
+        raise FedgraftError(f"the weights in {source} cannot be loaded: {_first_line(error)}; fetch the folder again.") from error
+    if info["missing_keys"]:
+        lost = sorted(info["missing_keys"])
+        raise FedgraftError(
+            f"the weights in {source} lack {len(lost)} of the network's tensors, first {lost[0]!r}: "
+            "config.json and model.safetensors do not belong together."
+        )
+    return trunk
+
+
+def without_pooler(config: Any) -> dict[str, bool]:
+    """The argument that leaves out the pooling layer, for the models that have one."""
+    return {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
+
+
+def trained_size(config: Any) -> int:
+    """The image side a trunk was made for; 224 when its configuration does not say."""
+    size = getattr(config, "image_size", None) or 224
+    sides = {size} if isinstance(size, int) else set(size)
+    if len(sides) != 1:
+        raise FedgraftError(f"this network was made for images of {tuple(size)} pixels; only square ones are supported.")
+    return int(sides.pop())
+
+
+def normalisation(source: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of the pixels a folder's network expects; ImageNet's when it does not say."""
+    path = source / "preprocessor_config.json"
+    if not path.is_file():
+        return IMAGENET_MEAN, IMAGENET_STD
+    stored = _json(path)
+    mean, std = stored.get("image_mean", IMAGENET_MEAN), stored.get("image_std", IMAGENET_STD)
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise FedgraftError(f"{path} must give three numbers for image_mean and three above 0 for image_std.")
+    return tuple(map(float, mean)), tuple(map(float, std))
+
+
+def stored_head(source: Path, width: int) -> tuple[Tensor, Tensor] | None:
+    """Weight and bias of the classifier a folder holds, or None."""
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                if re.fullmatch(r"classifier\.(1\.)?(weight|bias)", key):
+                    found[key.rpartition(".")[2]] = file.get_tensor(key).float()
+    if set(found) != {"weight", "bias"}:
+        return None
+    weight = found["weight"]
+    if weight.shape[1] == 2 * width and not weight[:, width:].any():
+        weight = weight[:, :width].contiguous()  # DINOv2's classifier also reads the mean of the patches
+    if weight.shape[1] != width:
+        raise FedgraftError(
+            f"the head stored in {source} reads {weight.shape[1]} numbers, the trunk gives {width}: "
+            "say for how many classes to make a new one."
+        )
+    return weight, found["bias"]
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FedgraftError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
+    _json(path)
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise FedgraftError(f"{path} is not a configuration transformers can read: {_first_line(error)}.") from error
+    for key, value in _STILL.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    if getattr(config, "num_channels", 3) != 3:
+        raise FedgraftError(f"the network in {folder} reads {config.num_channels} channels; only RGB is supported.")
+    if config.model_type in FAMILIES:
+        trained_size(config)
+    return config
+
+
+def _check_weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")):
+        raise FedgraftError(
+            f"{folder} holds pickled weights (.bin), which are not read because loading a pickle can run code: convert a "
+            "copy you trust once with transformers' AutoModel.from_pretrained(folder).save_pretrained(new_folder)."
+        )
+    raise FedgraftError(f"{folder} has no model.safetensors; fetch the weights or give another folder.")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FedgraftError(f"{path} is not valid JSON ({error}); fetch it again.") from error
+    if not isinstance(content, dict):
+        raise FedgraftError(f"{path} must hold a JSON object; fetch it again.")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

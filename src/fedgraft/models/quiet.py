@@ -1,0 +1,35 @@
+"""Keep `transformers` from writing to the screen and from drawing on the shared random generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no notes on unused weights; what matters is checked and raised by the caller."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def drawn_from(seed: int) -> Iterator[None]:
+    """Let code that knows only the shared CPU generator draw from `seed`; the generator's state is put back."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)

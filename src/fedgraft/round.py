@@ -1,0 +1,194 @@
+"""One round, from sampling to the next state. Read this first: it is the only place that knows the order of things."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedgraft import server
+from fedgraft.algorithm import Algorithm, Answers, Mixture
+from fedgraft.combine.mean import drift_report, sum_unweighted, weighted_mean
+from fedgraft.combine.mixture import mix, mixing_matrix
+from fedgraft.combine.server_rules import RoundInfo, sign_agreement
+from fedgraft.exchange.screening import Accepted, Expectation, Field, Offence, screen
+from fedgraft.messages import Order, Reply, wire_size
+from fedgraft.server import Federation, ServerState
+
+
+class Engine(Protocol):
+    """Where orders are carried out. Answers may be missing, late, doubled or hostile; their order does not matter."""
+
+    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, Reply | bytes]]:
+        """Deliver the orders and return what came back."""
+        ...
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What the server can compute for itself: a network, the space, and data of its own."""
+
+    space: str
+    length: int
+    trained: int
+    width: int
+    classes: int
+    align: Any = None
+    """With server-side alignment: `align(vector, change, round) -> scores by layer`."""
+
+
+@dataclass(frozen=True)
+class RoundSummary:
+    """What one round was like; a line of metrics.jsonl."""
+
+    round: int
+    cohort: tuple[int, ...]
+    record: Mapping[str, Any]
+    offences: tuple[Offence, ...] = ()
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Matrices for figures: the mixing matrix, alignment scores."""
+
+
+def run_round(
+    algorithm: Algorithm, federation: Federation, state: ServerState, engine: Engine, judge: Judge
+) -> tuple[ServerState, RoundSummary]:
+    """One round: sample, order, exchange, screen, weigh, combine, fold."""
+    began = time.perf_counter()
+    cohort = server.sample(federation, state.round)
+    orders = server.orders(algorithm, federation, state, cohort, judge.space)
+    replies = list(engine.exchange(orders))
+    exchanged = time.perf_counter()
+    accepted, offences = screen(replies, expectation(algorithm, federation, state, cohort, judge))
+    answers = read(accepted)
+    if len(accepted) < federation.minimum_answers:
+        next_state, record, extra = server.skip(state), {"skipped": True}, {}
+    else:
+        weights = algorithm.weigh.weights(answers, judge, state.round)
+        fold = fold_mixture if isinstance(algorithm.combine, Mixture) else fold_common
+        next_state, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
+    counted = not isinstance(algorithm.combine, Mixture) or algorithm.combine.exchanges
+    record |= {
+        "round": state.round + 1,
+        "lr": server.rate(federation, state),
+        "bytes_down": sum(map(wire_size, orders)) if counted else 0,
+        "bytes_up": sum(size_of(r) for r in replies) if counted else 0,
+        "seconds": {"exchange": exchanged - began, "combine": time.perf_counter() - exchanged},
+        "dropped": [{"client": o.client, "reason": o.reason} for o in offences],
+    }
+    return next_state, RoundSummary(state.round, tuple(cohort), record, tuple(offences), extra)
+
+
+def expectation(
+    algorithm: Algorithm, federation: Federation, state: ServerState, cohort: Sequence[int], judge: Judge
+) -> Expectation:
+    """What a well-formed training reply of this round looks like."""
+    sizes = {"width": judge.width, "classes": judge.classes}
+    evidence = {
+        name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape))
+        for wanted in algorithm.wants
+        for name, shape in wanted.evidence.items()
+    }
+    scalars = [name for wanted in algorithm.wants for name in wanted.scalars]
+    return Expectation(
+        run=federation.run,
+        round=state.round,
+        clients=frozenset(cohort),
+        space=judge.space,
+        length=judge.length,
+        codec=algorithm.sends,
+        sums={name: Field((judge.trained,)) for name in algorithm.local.correction.sends},
+        scalars=[*scalars, *(["tau"] if algorithm.scaled_by_reach else [])],
+        evidence=evidence,
+        norm_bound=federation.norm_bound,
+    )
+
+
+def read(accepted: Sequence[Accepted]) -> Answers:
+    """The accepted replies as the weigher and the combiner see them."""
+    return Answers(
+        tuple(a.reply.client for a in accepted),
+        torch.tensor([a.reply.examples for a in accepted], dtype=torch.float64),
+        [a.change for a in accepted if a.change is not None],
+        [a.reply.scalars for a in accepted],
+        [a.reply.evidence for a in accepted],
+    )
+
+
+def fold_common(
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    answers: Answers,
+    accepted: Sequence[Accepted],
+    weights: Tensor,
+) -> tuple[ServerState, dict[str, Any], dict[str, Tensor]]:
+    """One model for all: combine the changes and step."""
+    change = algorithm.combine.change(answers.changes, weights)  # type: ignore[union-attr]
+    share = weights / weights.sum()
+    names = answers.scalars[0].keys()
+    sums = {name: sum_unweighted([a.reply.sums[name] for a in accepted]) for name in algorithm.local.correction.sends}
+    if "agreement" in algorithm.server.needs:
+        sums["agreement"] = sign_agreement(answers.changes, weights)
+    info = RoundInfo(
+        clients_total=federation.clients,
+        clients_answered=len(accepted),
+        lr=server.rate(federation, state),
+        sums=sums,
+        scalars={name: float((share * torch.tensor([s[name] for s in answers.scalars])).sum()) for name in names},
+    )
+    new = server.fold(algorithm, state, change, info)
+    return new, describe(answers, accepted, share, new.vector - state.vector, change), {}
+
+
+def fold_mixture(
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    answers: Answers,
+    accepted: Sequence[Accepted],
+    weights: Tensor,
+) -> tuple[ServerState, dict[str, Any], dict[str, Tensor]]:
+    """One model per client: each answering client's model becomes its row's mixture of all of them."""
+    assert isinstance(algorithm.combine, Mixture)
+    matrix = mixing_matrix(algorithm.combine.similarity(answers), answers.examples)
+    anchor = state.vector
+    offsets = [
+        (server.model_of(state, k) - anchor) + change for k, change in zip(answers.clients, answers.changes, strict=True)
+    ]
+    mixed = mix(anchor, offsets, matrix)
+    personal = {**(state.personal if algorithm.combine.absent_keep else {}), **dict(zip(answers.clients, mixed, strict=True))}
+    share = weights / weights.sum()
+    common = anchor + weighted_mean(offsets, weights)
+    # The anchor follows the mean: a client that never took part starts from what the others have, not from the past.
+    new = replace(state, round=state.round + 1, vector=common, personal=personal)
+    return new, describe(answers, accepted, share, common - anchor, common - anchor), {"mixing": matrix}
+
+
+def describe(
+    answers: Answers, accepted: Sequence[Accepted], share: Tensor, step: Tensor, change: Tensor
+) -> dict[str, Any]:
+    """The numbers of a round by client: loss, update norm, drift, cosine to the mean."""
+    report = drift_report(answers.changes, change)
+    losses = [float(a.reply.metrics.get("loss", float("nan"))) for a in accepted]
+    return {
+        "train_loss": float((share * torch.tensor(losses, dtype=torch.float64)).sum()),
+        "update_norm": float(torch.linalg.vector_norm(step)),
+        "clients": {
+            "ids": list(answers.clients),
+            "loss": losses,
+            "norm": [a.norm for a in accepted],
+            "drift": report.drifts.tolist(),
+            "cosine": report.cosines.tolist(),
+            "weight": share.tolist(),
+        },
+    }
+
+
+def size_of(reply: Reply | tuple[int, Reply | bytes]) -> int:
+    """Bytes of one answer on the wire."""
+    message = reply[1] if isinstance(reply, tuple) else reply
+    return wire_size(message) if isinstance(message, Reply) else len(message)
