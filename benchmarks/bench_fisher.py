@@ -65,11 +65,11 @@ def main() -> None:
         fisher_scores(network, batches, "rademacher", generator=torch_stream(0, "labels"))
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    first = timed(calibrate)  # alone first, so that the peak is its own
+    calibrate()  # alone first, so that the peak is its own
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     runs = [(timed(train), timed(calibrate)) for _ in range(given.repeats)]
     plain, scored = (statistics.median(times) for times in zip(*runs, strict=True))
-    print(f"samples {given.samples}, batch {given.batch}, {given.size} px, threads {given.threads}; first run {first:.1f} s")
+    print(f"{given.samples} samples in batches of {given.batch}, {given.size} px, {given.threads} thread(s)")
     print(f"forward+backward {plain:.2f} s, calibration {scored:.2f} s, ratio {scored / plain:.2f}")
     print(f"peak RSS {peak / 2**20:.2f} GB, of which before calibration {before / 2**20:.2f} GB")
 

@@ -3,7 +3,7 @@
 Images go in as one directory per class; a ``transformers`` ``ViTModel`` folder with a card comes out::
 
     python recipes/pretrain_nano.py --images tiny/train --val-images tiny/val --work work \\
-        --teacher resnet50 --init earlier-nano --minutes 85 --threads 2 --out nano
+        --teacher resnet50 --init earlier-nano --minutes 85 --workers 2 --out nano
 
 The student learns the labels and, with ``--teacher``, also the standardised pooled features of a larger
 network through a projection that is thrown away.  A teacher says far more per image than a label does,
@@ -18,15 +18,16 @@ import copy
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 import torch.nn.functional as F
 from image_store import CHUNK, build_store, fill_features, normalise, open_features, open_store
-from optim import Muon
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
@@ -79,17 +80,15 @@ class Teacher:
         sample = torch.from_numpy(features[ready].astype(np.float32))
         return cls(features, done, sample.mean(0), sample.std(0).clamp_min(1e-4))
 
-    def loss(self, guess: Tensor, rows: Tensor) -> Tensor:
-        """Mean cosine distance to the standardised features, over the rows that have been computed.
+    def ready(self) -> Tensor:
+        """Numbers of the images whose features have been computed by now."""
+        return torch.from_numpy(np.repeat(self.done, CHUNK)[: len(self.features)].nonzero()[0])
 
-        Extreme activations are clipped: they would rule the cosine.
-        """
-        ready = torch.from_numpy(self.done[rows.numpy() // CHUNK] > 0)
-        if not ready.any():
-            return guess.sum() * 0
-        values = torch.from_numpy(self.features[rows[ready].numpy()].astype(np.float32))
+    def loss(self, guess: Tensor, rows: Tensor) -> Tensor:
+        """Mean cosine distance to the standardised features.  Extreme values are clipped: they would rule it."""
+        values = torch.from_numpy(self.features[rows.numpy()].astype(np.float32))
         values = values.sub_(self.mean).div_(self.std).clamp_(-4, 4)
-        return 1 - F.cosine_similarity(guess[ready], values).mean()
+        return 1 - F.cosine_similarity(guess, values).mean()
 
 
 def random_crops(images: Tensor, smallest: float, generator: torch.Generator) -> Tensor:
@@ -115,29 +114,22 @@ def whole_images(images: Tensor) -> Tensor:
     return F.interpolate(normalise(images), size=SIDE, mode="area")
 
 
-def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Shuffled row numbers for ever; an incomplete last batch of a pass is skipped."""
+def batches(usable: Callable[[], Tensor], size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Shuffled row numbers for ever, asking before each pass which rows are usable by now."""
     while True:
-        order = torch.randperm(count, generator=generator)
-        for start in range(0, count - size + 1, size):
+        rows = usable()
+        order = rows[torch.randperm(len(rows), generator=generator)]
+        for start in range(0, len(order) - size + 1, size):
             yield order[start : start + size].sort().values
 
 
-def optimisers(student: Student, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest."""
-    matrices, decayed, plain = [], [], []
-    for name, weight in student.named_parameters():
-        if weight.ndim < 2 or ("embeddings" in name and "projection" not in name):
-            plain.append(weight)
-        elif args.muon and weight.ndim == 2 and name.startswith("vit."):
-            matrices.append(weight)
-        else:
-            decayed.append(weight)
-    groups = [{"params": decayed, "weight_decay": args.decay}, {"params": plain, "weight_decay": 0.0}]
-    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=True)]
-    if matrices:
-        found.append(Muon(matrices, lr=args.lr, weight_decay=args.decay))
-    return found
+def optimiser(student: Student, lr: float, decay: float) -> torch.optim.AdamW:
+    """AdamW; biases, norms, the class token and the positions are not decayed."""
+    plain = [w for n, w in student.named_parameters() if w.ndim < 2 or n.endswith(("_token", "position_embeddings"))]
+    kept = {id(w) for w in plain}
+    rest = [w for w in student.parameters() if id(w) not in kept]
+    groups = [{"params": rest, "weight_decay": decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
 
 
 def rate(progress: float, warmup: float) -> float:
@@ -159,31 +151,29 @@ def accuracy(student: Student, store: Path, limit: int | None = None) -> float:
     return right / total
 
 
-def save_checkpoint(folder: Path, student: Student, ema: Student, opts: list, state: dict) -> None:
+def save_checkpoint(folder: Path, student: Student, ema: Student, opt: torch.optim.Optimizer, state: dict) -> None:
     """Write weights, their average, optimiser state and progress: two files, each replaced at once."""
     tensors = {f"student.{k}": v for k, v in student.state_dict().items()}
     tensors |= {f"ema.{k}": v for k, v in ema.state_dict().items()}
-    for number, opt in enumerate(opts):
-        for key, slots in opt.state_dict()["state"].items():
-            tensors |= {f"opt.{number}.{key}.{slot}": value for slot, value in slots.items()}
+    for key, slots in opt.state_dict()["state"].items():
+        tensors |= {f"opt.{key}.{slot}": value for slot, value in slots.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "new.safetensors", {"state": json.dumps(state)})
     (folder / "new.safetensors").replace(folder / "checkpoint.safetensors")
     (folder / "progress.json").write_text(json.dumps(state, indent=1))
 
 
-def load_checkpoint(folder: Path, student: Student, ema: Student, opts: list) -> dict:
+def load_checkpoint(folder: Path, student: Student, ema: Student, opt: torch.optim.Optimizer) -> dict:
     """Restore what :func:`save_checkpoint` wrote and return the progress record."""
     tensors = load_file(folder / "checkpoint.safetensors")
     for prefix, module in (("student.", student), ("ema.", ema)):
         module.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-    for number, opt in enumerate(opts):
-        whole = opt.state_dict()
-        for name, value in tensors.items():
-            if name.startswith(f"opt.{number}."):
-                _, _, key, slot = name.split(".", 3)
-                whole["state"].setdefault(int(key), {})[slot] = value
-        opt.load_state_dict(whole)
+    whole = opt.state_dict()
+    for name, value in tensors.items():
+        if name.startswith("opt."):
+            _, key, slot = name.split(".")
+            whole["state"].setdefault(int(key), {})[slot] = value
+    opt.load_state_dict(whole)
     return json.loads((folder / "progress.json").read_text())
 
 
@@ -194,74 +184,93 @@ def export(vit: ViTModel, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
 
 
-def train(args: argparse.Namespace) -> dict:
-    """Run the whole recipe and return the record that goes to the card."""
+def agree(student: Student, workers: int, progress: float) -> float:
+    """Average gradients and progress over the workers, so that all take the same step and end together."""
+    if workers == 1:
+        return progress
+    grads = [p.grad for p in student.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in grads] + [torch.tensor([progress])])
+    dist.all_reduce(flat)
+    flat.div_(workers)
+    for grad, mean in zip(grads, flat[:-1].split([g.numel() for g in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
+    return float(flat[-1])
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Everything that is done once: decoding, and the teacher's features."""
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
     build_store(args.images, args.work / "train")
     if args.val_images:
         build_store(args.val_images, args.work / "val")
-    images, labels, classes = open_store(args.work / "train")
-    teacher: Teacher | None = None
-    if args.teacher:
-        if not args.partial_teacher:
-            fill_features(args.work / "train", args.teacher, args.teacher_side)
-        teacher = Teacher.open(args.work / "train", args.teacher_side)
-    make = (lambda: ViTModel(nano_config(), add_pooling_layer=False)) if args.init is None else (
-        lambda: ViTModel.from_pretrained(args.init, dtype=torch.float32, add_pooling_layer=False)
-    )
-    width = 0 if teacher is None else teacher.features.shape[1]
-    student, ema = Student(make(), classes, width).train(), Student(make(), classes, width).eval()
-    ema.load_state_dict(student.state_dict())
-    ema.requires_grad_(False)
-    opts = optimisers(student, args)
+    if args.teacher and not args.partial_teacher:
+        fill_features(args.work / "train", args.teacher, args.teacher_side)
+
+
+def train(rank: int, args: argparse.Namespace) -> None:
+    """Train as one of ``--workers`` equal processes; the first one also reports, saves and writes the card.
+
+    Processes of one thread that meet once per step keep their speed on a busy machine.  Threads inside one
+    process meet in every operation and there wait for whichever was interrupted.
+    """
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    folder, store = args.work / args.run, args.work / "train"
+    if args.workers > 1:
+        dist.init_process_group("gloo", f"file://{(folder / 'meet').resolve()}", world_size=args.workers, rank=rank)
+    images, labels, classes = open_store(store)
+    teacher = Teacher.open(store, args.teacher_side) if args.teacher else None
+    usable = teacher.ready if teacher else lambda: torch.arange(len(images))
+    if args.init:
+        vit = ViTModel.from_pretrained(args.init, dtype=torch.float32, add_pooling_layer=False)
+    else:
+        vit = ViTModel(nano_config(), add_pooling_layer=False)
+    student = Student(vit, classes, 0 if teacher is None else teacher.features.shape[1]).train()
+    ema = copy.deepcopy(student).eval().requires_grad_(False)
+    opt = optimiser(student, args.lr, args.decay)
     state: dict = {"seconds": 0.0, "step": 0, "log": []}
-    if args.resume and (args.work / args.run / "progress.json").exists():
-        state = load_checkpoint(args.work / args.run, student, ema, opts)
-    pairs = list(zip(ema.parameters(), student.parameters(), strict=True))
-    generator = torch.Generator().manual_seed(args.seed + state["step"])
+    if args.resume and (folder / "progress.json").exists():
+        state = load_checkpoint(folder, student, ema, opt)
+    averaged, current = list(ema.parameters()), list(student.parameters())
+    generator = torch.Generator().manual_seed(args.seed + 1000 * state["step"] + rank)
     last = time.monotonic()
     begin = last - state["seconds"]
-    sums = torch.zeros(2)
-    since = 0
-    for rows in batches(len(images), args.batch, generator):
-        progress = (time.monotonic() - begin) / (args.minutes * 60)
-        if args.steps:
-            progress = max(progress, state["step"] / args.steps)
-        if progress >= 1:
-            break
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = args.lr * rate(progress, args.warmup)
+    losses: list[Tensor] = []
+    for rows in batches(usable, args.batch // args.workers, generator):
         scores, guess = student(random_crops(images[rows], args.smallest_crop, generator))
         loss_label = F.cross_entropy(scores, labels[rows], label_smoothing=0.1)
         loss_teacher = torch.zeros(()) if teacher is None else teacher.loss(guess, rows)
         (args.label_weight * loss_label + args.teacher_weight * loss_teacher).backward()
-        nn.utils.clip_grad_norm_(student.parameters(), args.clip)
-        for opt in opts:
-            opt.step()
-            opt.zero_grad()
+        progress = (time.monotonic() - begin) / (args.minutes * 60)
+        progress = agree(student, args.workers, max(progress, state["step"] / args.steps if args.steps else 0.0))
+        nn.utils.clip_grad_norm_(current, args.clip)
+        for group in opt.param_groups:
+            group["lr"] = args.lr * rate(progress, args.warmup)
+        opt.step()
+        opt.zero_grad()
         state["step"] += 1
         decay = min(args.ema, (1 + state["step"]) / (10 + state["step"]))
         with torch.no_grad():
-            torch._foreach_lerp_([a for a, _ in pairs], [b for _, b in pairs], 1 - decay)
-        sums += torch.stack([loss_label.detach(), loss_teacher.detach()])
-        since += 1
-        if time.monotonic() - last > args.checkpoint_minutes * 60:
+            torch._foreach_lerp_(averaged, current, 1 - decay)
+        losses.append(torch.stack([loss_label.detach(), loss_teacher.detach()]))
+        if rank == 0 and (progress >= 1 or time.monotonic() - last > args.checkpoint_minutes * 60):
             last = time.monotonic()
             state["seconds"] = last - begin
-            report(state, sums / since, progress, ema, args)
-            sums, since = torch.zeros(2), 0
-            save_checkpoint(args.work / args.run, student, ema, opts, state)
-            export(ema.vit, args.work / args.run / "latest")
-    state["seconds"] = time.monotonic() - begin
-    if since:
-        report(state, sums / since, 1.0, ema, args)
-    save_checkpoint(args.work / args.run, student, ema, opts, state)
-    export(ema.vit, args.out)
-    state["passes"] = state["step"] * args.batch / len(images)
-    state["val"] = accuracy(ema, args.work / "val") if args.val_images else None
-    return state
+            report(state, torch.stack(losses).mean(0), progress, ema, args)
+            losses = []
+            save_checkpoint(folder, student, ema, opt, state)
+            export(ema.vit, folder / "latest")
+        if progress >= 1:
+            break
+    if rank == 0:
+        export(ema.vit, args.out)
+        state["images"] = len(usable())
+        state["passes"] = state["step"] * args.batch / state["images"]
+        state["val"] = accuracy(ema, args.work / "val") if args.val_images else None
+        write_card(args, state)
+        print(json.dumps({k: v for k, v in state.items() if k != "log"}), flush=True)
+    if args.workers > 1:
+        dist.destroy_process_group()
 
 
 def report(state: dict, losses: Tensor, progress: float, ema: Student, args: argparse.Namespace) -> None:
@@ -279,15 +288,14 @@ def write_card(args: argparse.Namespace, state: dict) -> None:
     vit = sum(v.numel() for v in load_file(args.out / "model.safetensors").values())
     teacher = ""
     if args.teacher:
-        covered = float(open_features(args.work / "train", args.teacher_side)[1].mean())
-        teacher = f", pooled features of {args.teacher.name} at {args.teacher_side} px for {covered:.0%} of them"
+        teacher = f" and pooled features of {args.teacher.name} at {args.teacher_side} px"
     start = f"an earlier version ({args.init.name})" if args.init else "scratch"
     val = "" if state["val"] is None else f"Top-1 on the held-out validation images: {state['val']:.1%}.\n"
     flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if isinstance(v, int | float))
     (args.out / "CARD.md").write_text(
         f"# {args.out.name}\n\nA plain `ViTModel`: {SIDE} px, patch 8, {vit:,} weights, stored in half precision "
         f"(load with `dtype=torch.float32`).\nInput: RGB scaled to [0, 1], ImageNet mean and deviation.\n\n"
-        f"Data: {args.data_name}. Targets: labels of all images{teacher}. Started from {start}.\n"
+        f"Data: {args.data_name}. Images used: {state['images']:,}. Targets: labels{teacher}. Started from {start}.\n"
         f"{state['step']:,} steps, {state['passes']:.1f} passes, {state['seconds'] / 60:.0f} minutes.\n{val}"
         f"Options: `{flags}`\n\nTerms: {args.data_terms}\n"
     )
@@ -304,14 +312,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder for the finished model")
     add("--teacher", type=Path, help="folder of a transformers ResNet")
     add("--teacher-side", type=int, default=128, help="side in pixels the teacher sees")
-    add("--partial-teacher", action="store_true", help="use the feature cache as far as it is filled by now")
+    add("--partial-teacher", action="store_true", help="only use images whose features are there by now")
     add("--init", type=Path, help="folder of an earlier ViTModel to start from")
     add("--minutes", type=float, default=85.0, help="wall-clock budget; the schedule follows it")
     add("--steps", type=int, default=0, help="end after this many steps if that comes first (0: only the clock)")
-    add("--batch", type=int, default=256)
-    add("--lr", type=float, default=2e-3)
+    add("--batch", type=int, default=192, help="images per step, over all workers")
+    add("--lr", type=float, default=1e-3)
     add("--decay", type=float, default=0.05)
-    add("--muon", type=int, choices=(0, 1), default=1, help="Muon for the blocks' matrices instead of AdamW")
     add("--warmup", type=float, default=0.03, help="share of the budget")
     add("--label-weight", type=float, default=1.0)
     add("--teacher-weight", type=float, default=10.0)
@@ -319,7 +326,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ema", type=float, default=0.998)
     add("--clip", type=float, default=1.0)
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=2)
+    add("--workers", type=int, default=2, help="equal processes that share a batch")
+    add("--threads", type=int, default=1, help="threads of each process")
     add("--checkpoint-minutes", type=float, default=4.0)
     add("--resume", action="store_true", help="continue from the run's last checkpoint")
     add("--data-name", default="the image folder", help="for the card")
@@ -327,8 +335,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def main() -> None:
+    """Prepare the arrays, then train in one process or several."""
+    args = parse()
+    prepare(args)
+    if args.workers == 1:
+        train(0, args)
+        return
+    (args.work / args.run).mkdir(parents=True, exist_ok=True)
+    (args.work / args.run / "meet").unlink(missing_ok=True)
+    torch.multiprocessing.spawn(train, args=(args,), nprocs=args.workers)
+
+
 if __name__ == "__main__":
-    options = parse()
-    record = train(options)
-    write_card(options, record)
-    print(json.dumps({k: v for k, v in record.items() if k != "log"}))
+    main()

@@ -29,8 +29,10 @@ def test_golden_two_clients() -> None:
 
 def test_weights_are_normalised_over_the_clients_given() -> None:
     changes, counts = stack(3, 50), torch.tensor([10.0, 20.0, 30.0])
-    assert same_bits(m.weighted_mean(changes, counts), m.weighted_mean(changes, counts / 960))  # T19
-    wrong = sum(c * n / 1000 for c, n in zip(changes, counts, strict=True))  # normalised over clients that were not asked
+    assert same_bits(m.weighted_mean(changes, counts), m.weighted_mean(changes, counts / 64))  # T19
+    wrong = sum(
+        c * n / 1000 for c, n in zip(changes, counts, strict=True)
+    )  # normalised over clients that were not asked
     assert not torch.allclose(m.weighted_mean(changes, counts), torch.as_tensor(wrong), rtol=1e-2)
 
 
@@ -41,7 +43,10 @@ def test_against_numpy_and_across_chunks() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(-1e30, 1e30, width=32), min_size=1, max_size=6), st.lists(st.integers(1, 999), min_size=1))
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=6),
+    st.lists(st.integers(1, 999), min_size=1),
+)
 def test_equal_changes_average_to_themselves(values: list[float], counts: list[int]) -> None:
     change = torch.tensor(values)
     result = m.weighted_mean([change] * len(counts), torch.tensor(counts))

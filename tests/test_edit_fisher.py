@@ -69,7 +69,9 @@ def randomised(network: nn.Module) -> nn.Module:
     draw = torch_stream(3, "weights")
     with torch.no_grad():
         for tensor in [*network.parameters(), *(b for b in network.buffers() if b.is_floating_point())]:
-            tensor.add_(0.3 * torch.randn(tensor.shape, generator=draw)).abs_() if tensor.ndim == 1 else tensor.mul_(1.5)
+            tensor.add_(0.3 * torch.randn(tensor.shape, generator=draw)).abs_() if tensor.ndim == 1 else tensor.mul_(
+                1.5
+            )
     return network
 
 
@@ -297,14 +299,20 @@ def test_rademacher_covariance_is_exact() -> None:
         total += torch.outer(delta, delta) / 8
     assert torch.allclose(total, p.diag() - torch.outer(p, p))
     draw = torch_stream(2, "signs")
-    seen = {tuple(next(logit_gradients(logits, torch.zeros(1).long(), "rademacher", draw))[0].tolist()) for _ in range(99)}
+    seen = {
+        tuple(next(logit_gradients(logits, torch.zeros(1).long(), "rademacher", draw))[0].tolist()) for _ in range(99)
+    }
     assert len(seen) == 8
 
 
 def test_logit_differentiates_the_raw_logit() -> None:
     logits = torch.zeros(50, 4)
     (delta,) = logit_gradients(logits, torch.zeros(50).long(), "logit", torch_stream(1, "y"))
-    assert torch.equal(delta.sum(1), torch.ones(50)) and delta.unique().tolist() == [0, 1] and bool((delta.sum(0) > 0).all())
+    assert (
+        torch.equal(delta.sum(1), torch.ones(50))
+        and delta.unique().tolist() == [0, 1]
+        and bool((delta.sum(0) > 0).all())
+    )
 
 
 def test_same_stream_same_bytes() -> None:

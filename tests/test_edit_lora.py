@@ -24,7 +24,7 @@ EXACT: tuple[Mode, ...] = ("frozen_a", "alternate", "stack", "residual")
 
 
 class TinyViT(nn.Module):
-    """A transformers ViT of two blocks under the names the contract asks for."""
+    """A transformers ViT of two blocks under the names the contract asks for; what is not needed here is left out."""
 
     def __init__(self) -> None:
         from transformers import ViTConfig, ViTModel
@@ -37,6 +37,11 @@ class TinyViT(nn.Module):
         self.backbone = ViTModel(config, add_pooling_layer=False)
         self.head = nn.Linear(WIDTH, CLASSES)
         self.depth, self.width, self.classes = 2, WIDTH, CLASSES
+
+    @property
+    def config(self) -> Any:
+        """The trunk's configuration, which makes the network look like one of the library's own."""
+        return self.backbone.config
 
     def features(self, inputs: Tensor, entry: int = 0, until: int | None = None) -> Tensor:
         """Class token (B, width)."""
@@ -56,11 +61,11 @@ class TinyViT(nn.Module):
 
 
 @pytest.fixture
-def network() -> TinyViT:
+def network() -> Any:
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        network = TinyViT().eval()
+        network: Any = TinyViT().eval()
         for p in network.parameters():  # the default start is tiny; larger weights make mistakes visible
             p.data = torch.randn(p.shape) * 0.3
     return network
@@ -84,17 +89,34 @@ def bits(network: Network | nn.Module) -> dict[str, bytes]:
 # --- attaching and merging -------------------------------------------------------------------------------------
 
 
-def test_a_freshly_adapted_network_computes_the_same_bits_and_stays_a_network(network: TinyViT, images: Tensor) -> None:
+def test_a_freshly_adapted_network_computes_the_same_bits_and_stays_a_network(network: Any, images: Tensor) -> None:
     before, features = network(images), network.features(images)
     assert attach(network, 2, 8, ["qkv", "proj", "fc1", "fc2"], seed=1) is network
-    assert isinstance(network, Network)
     assert torch.equal(network(images), before) and torch.equal(network.features(images), features)
     assert network.block_of("backbone.layers.1.attention.q_proj.lora_A.default.weight") == 1
     assert lora_space(network, "mean").first_block(network) == 0
     assert {network.block_of(name) for name in adapted(network)} == {0, 1}
 
 
-def test_adapters_really_reach_the_output(network: TinyViT, images: Tensor) -> None:
+def test_a_network_of_the_library_keeps_the_contract_and_its_entries() -> None:
+    from fedgraft.models.backbones import load_network
+
+    real = load_network("tiny", classes=3)
+    inputs = torch.randn(2, 3, 16, 16, generator=torch_stream(0, "images"))
+    before, names = real(inputs), list(real.state_dict())
+    attach(real, 2, 8, ["qkv", "proj", "fc1", "fc2"], seed=1)
+    assert isinstance(real, Network) and torch.equal(real(inputs), before)
+    assert {real.block_of(part.name) for part in lora_space(real, "stack").buffers} == {0, 1}
+    shake(real)
+    tuned = real(inputs)
+    assert not torch.allclose(tuned, before, atol=1e-3)
+    torch.testing.assert_close(real(real.features(inputs, until=1), entry=1), tuned)
+    merge(real)
+    torch.testing.assert_close(real(inputs), tuned, rtol=1e-5, atol=1e-5)
+    assert list(real.state_dict()) == names
+
+
+def test_adapters_really_reach_the_output(network: Any, images: Tensor) -> None:
     before = network(images)
     for target in ("q", "k", "v", "proj", "fc1", "fc2"):
         attach(network, 2, 8, [target], seed=1)
@@ -103,7 +125,7 @@ def test_adapters_really_reach_the_output(network: TinyViT, images: Tensor) -> N
         detach(network)
 
 
-def test_a_is_kaiming_uniform_from_the_seed_and_the_global_generator_is_not_touched(network: TinyViT) -> None:
+def test_a_is_kaiming_uniform_from_the_seed_and_the_global_generator_is_not_touched(network: Any) -> None:
     state = torch.get_rng_state()
     twins = [attach(copy.deepcopy(network), 4, 8, ["q", "fc2"], seed=s) for s in (1, 1, 2)]
     assert torch.equal(state, torch.get_rng_state())
@@ -118,28 +140,28 @@ def test_a_is_kaiming_uniform_from_the_seed_and_the_global_generator_is_not_touc
     assert ours.abs().max() == pytest.approx(float(reference.abs().max()), rel=0.01)
 
 
-def test_merge_gives_plain_names_the_same_outputs_and_pefts_own_result(network: TinyViT, images: Tensor) -> None:
+def test_merge_gives_plain_names_the_same_outputs_and_pefts_own_result(network: Any, images: Tensor) -> None:
     plain = bits(network)
     attach(network, 3, 12, ["qkv", "fc1"], seed=1)
     shake(network)
     outputs = network(images)
     config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "k_proj", "v_proj", "fc1"])
-    theirs = peft.get_peft_model(detached := detach(copy.deepcopy(network)), config)
-    ours, wanted = dict(network.named_parameters()), dict(theirs.base_model.model.named_parameters())
-    assert list(ours) == list(wanted) and isinstance(detached, TinyViT)
+    theirs = peft.get_peft_model(detach(copy.deepcopy(network)).get_submodule("backbone"), config)
+    ours, wanted = dict(network.backbone.named_parameters()), dict(theirs.base_model.model.named_parameters())
+    assert list(ours) == list(wanted)
     for name, parameter in wanted.items():
         parameter.data.copy_(ours[name].data)
     merged = theirs.merge_and_unload().state_dict()
     merge(network)
-    assert list(network.state_dict()) == list(plain) == list(merged)
-    assert all(torch.equal(t, merged[name]) for name, t in network.state_dict().items())
+    assert list(network.state_dict()) == list(plain) and list(network.backbone.state_dict()) == list(merged)
+    assert all(torch.equal(t, merged[name]) for name, t in network.backbone.state_dict().items())
     torch.testing.assert_close(network(images), outputs, rtol=1e-5, atol=1e-5)
     changed = {name for name, value in bits(network).items() if value != plain[name]}
     assert changed == {f"{name}.weight" for name in target_layers(network, ["qkv", "fc1"])}
     assert not hasattr(network, "peft_config") and all(p.requires_grad for p in network.parameters())
 
 
-def test_detach_returns_the_base_bit_for_bit_and_can_attach_again(network: TinyViT) -> None:
+def test_detach_returns_the_base_bit_for_bit_and_can_attach_again(network: Any) -> None:
     plain = bits(network)
     attach(network, 2, 4, ["q"], seed=1)
     shake(network)
@@ -148,7 +170,7 @@ def test_detach_returns_the_base_bit_for_bit_and_can_attach_again(network: TinyV
     assert len(adapted(network)) == 2
 
 
-def test_merge_of_broken_factors_is_refused_and_changes_nothing(network: TinyViT) -> None:
+def test_merge_of_broken_factors_is_refused_and_changes_nothing(network: Any) -> None:
     attach(network, 2, 4, ["q", "k"], seed=1)
     shake(network)
     list(adapted(network).values())[-1].lora_B["default"].weight.data[0, 0] = float("nan")
@@ -175,7 +197,7 @@ class Fused(nn.Module):
         self.head = nn.Linear(width, 3)
 
 
-def test_targets_by_keyword_and_glob(network: TinyViT) -> None:
+def test_targets_by_keyword_and_glob(network: Any) -> None:
     first = "backbone.layers.0.attention."
     assert target_layers(network, ["q"]) == [f"backbone.layers.{i}.attention.q_proj" for i in range(2)]
     assert target_layers(network, ["backbone.layers.0.attention.*"]) == [first + x + "_proj" for x in "qkvo"]
@@ -205,14 +227,14 @@ def test_the_size_of_a_known_configuration() -> None:
         ({"targets": []}, "no targets"),
     ],
 )
-def test_bad_requests_are_refused_in_a_sentence(network: TinyViT, change: dict[str, Any], message: str) -> None:
+def test_bad_requests_are_refused_in_a_sentence(network: Any, change: dict[str, Any], message: str) -> None:
     plain = bits(network)
     with pytest.raises(FedgraftError, match=message):
         attach(network, **{"rank": 2, "alpha": 4.0, "targets": ["q"], "seed": 0, **change})
     assert bits(network) == plain
 
 
-def test_attaching_twice_and_taking_out_nothing_are_refused(network: TinyViT) -> None:
+def test_attaching_twice_and_taking_out_nothing_are_refused(network: Any) -> None:
     for action in (merge, detach, lambda n: lora_space(n, "mean")):
         with pytest.raises(FedgraftError, match="no LoRA adapters"):
             action(network)
@@ -226,13 +248,13 @@ def test_attaching_twice_and_taking_out_nothing_are_refused(network: TinyViT) ->
             lora_space(network, "frozen_a", [name])
 
 
-def test_a_missing_peft_says_which_extra(network: TinyViT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peft_says_which_extra(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtra, match=r"fedgraft\[lora\]"):
         attach(network, 2, 4, ["q"], seed=0)
 
 
-def test_dropout_draws_only_from_the_given_stream(network: TinyViT, images: Tensor) -> None:
+def test_dropout_draws_only_from_the_given_stream(network: Any, images: Tensor) -> None:
     attach(network, 2, 4, ["q", "fc1"], seed=0, dropout=0.4)
     shake(network)
     still = network(images)  # evaluation: the identity
@@ -296,7 +318,7 @@ def error(network: Network, mode: Mode, combine: Combine = combine_lora, rounds:
 
 
 @pytest.fixture
-def adapted_network(network: TinyViT) -> Network:
+def adapted_network(network: Any) -> Network:
     return attach(network, 3, 6, ["q", "fc1", "fc2"], seed=4)  # square, wide and tall layers; scaling 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,17 +26,22 @@ def trunk(kind: str) -> nn.Module:
     """A small trunk of each family, straight from transformers."""
     import transformers as t
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
     with quiet(), drawn_from(1):
         if kind == "deit":
             return t.DeiTModel(t.DeiTConfig(intermediate_size=32, **sizes), add_pooling_layer=False)
         if kind == "registers":
             return t.Dinov2WithRegistersModel(t.Dinov2WithRegistersConfig(**sizes))
         if kind == "swin":
-            config = t.SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4)
-            return t.SwinModel(config)
-        config = t.Dinov2Config(use_swiglu_ffn=kind == "swiglu", **sizes)
-        return t.Dinov2Model(config)
+            shape: dict[str, Any] = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+            return t.SwinModel(t.SwinConfig(image_size=32, patch_size=4, **shape))
+        return t.Dinov2Model(t.Dinov2Config(use_swiglu_ffn=kind == "swiglu", **sizes))
 
 
 def network(kind: str) -> VisionNetwork:
@@ -189,7 +195,8 @@ def test_activations_are_those_of_the_layers(net: VisionNetwork) -> None:
 
 def test_attention_probe_is_the_attention_branch() -> None:
     net = network("vit")
-    block, tokens = net.blocks[1], net.features(images(net), 0, 1)
+    block: Any = net.blocks[1]
+    tokens = net.features(images(net), 0, 1)
     branch, _ = block.attention(block.layernorm_before(tokens))
     torch.testing.assert_close(net.activations(images(net), ["block1.attention"])["block1.attention"], branch.mean(1))
     for wrong in ("block2.attention", "blocks1", "block0.norm", "block0.attention.q"):
@@ -220,7 +227,7 @@ def test_dropout_keeps_the_mean() -> None:
     dropped = layer(torch.ones(100_000))
     assert abs(float(dropped.mean()) - 1) < 0.01
     assert abs(float((dropped == 0).float().mean()) - 0.3) < 0.01
-    with pytest.raises(FedgraftError, match="dropout before the head is 1.0"):
+    with pytest.raises(FedgraftError, match=r"dropout before the head is 1.0"):
         Dropout(1.0)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fedgraft.combine.mean import weighted_mean
@@ -42,6 +43,9 @@ class Answers:
     """m vectors over the edit space."""
     scalars: Sequence[Mapping[str, float]] = ()
     evidence: Sequence[Mapping[str, Tensor]] = ()
+    start: Tensor | None = None
+    """The common model the round began with."""
+    round: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,10 @@ class Observe:
 
 @dataclass(frozen=True)
 class Weigher:
-    """How much each client counts: `weights(answers, judge, round)` -> float64 (m,), not necessarily normalised."""
+    """How much each client counts: `weights(answers, judge)` -> float64 (m,), not necessarily normalised."""
 
     name: str
-    weights: Callable[[Answers, Any, int], Tensor]
+    weights: Callable[[Answers, Any], Tensor]
     wants: tuple[Observe, ...] = ()
     from_client: bool = False
     """The client knows its own weight, so a secure sum can carry it."""
@@ -117,12 +121,12 @@ class Protection:
 
 def by_examples() -> Weigher:
     """Weights in proportion to the number of examples, normalised over those who answered."""
-    return Weigher("examples", lambda answers, judge, round: answers.examples, from_client=True)
+    return Weigher("examples", lambda answers, judge: answers.examples, from_client=True)
 
 
 def uniform() -> Weigher:
     """Every client counts the same."""
-    return Weigher("uniform", lambda answers, judge, round: answers.examples * 0 + 1, from_client=True)
+    return Weigher("uniform", lambda answers, judge: torch.ones_like(answers.examples), from_client=True)
 
 
 def mean() -> Combiner:

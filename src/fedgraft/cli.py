@@ -117,7 +117,7 @@ def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None
 
     console = rich.get_console()
     console.quiet = quiet
-    if folder.exists() and (folder / "run.json").exists() and RunFolder.open(folder).status() == "finished":
+    if folder.exists() and (folder / "run.json").exists() and RunFolder.open(folder).status == "finished":
         console.print("this config was run before; --fresh runs it again.")
     try:
         with display.LiveProgress(console) as live:
@@ -162,12 +162,12 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
     from fedgraft.experiment.record import RunFolder
 
     folder, console = RunFolder.open(run), rich.get_console()
-    console.print(f"{run}: {folder.status()} {folder.reason}", highlight=False)
+    console.print(f"{run}: {folder.status} {folder.reason}", highlight=False)
     if summary := folder.summary():
         display.results(console, run.name, summary)
     elif lines := folder.metrics():
         console.print(f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}", highlight=False)
-    console.print(folder.config_text(), highlight=False, markup=False)
+    console.print(folder.config_text, highlight=False, markup=False)
 
 
 @app.command()
@@ -267,5 +267,3 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
-
-

@@ -21,6 +21,7 @@ from fedgraft.local.evaluate import evaluate
 from fedgraft.local.train import LocalRule, Trained, train
 from fedgraft.messages import Order, Reply
 from fedgraft.randomness import torch_stream
+from fedgraft.weigh.similarity import svcca_basis, svcca_of_bases
 
 Memory = Mapping[str, Tensor]
 
@@ -42,6 +43,8 @@ class Workplace:
     """Coordinates each client trains and keeps, such as its own head."""
     probe: Examples | None = None
     """The same inputs on every client, row by row, for comparing representations."""
+    reference: tuple[object, list[Tensor]] | None = None
+    """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
     _bound: dict[str, Bound] = field(default_factory=dict)
     _active: str = ""
 
@@ -132,7 +135,7 @@ def _train_with_private_part(
     """FedPer trains the shared and the private part together; FedRep the private part first, then the shared one."""
     assert place.private is not None
     place.space.scatter(_vector(order), place.network)
-    own = kept.get("private", None)
+    own = kept.get("private")
     if own is not None:
         place.private.scatter(own, place.network)
     if algorithm.keeps.alternate:
@@ -191,13 +194,15 @@ def _finetuned(order: Order, place: Workplace, rows: Tensor):  # type: ignore[no
     from fedgraft.edit.space import select
 
     part = str(order.settings.get("finetune_part", "both"))
-    names = {"head": lambda n: n.startswith("head."), "body": lambda n: not n.startswith("head."), "both": lambda n: True}
+    names = {
+        "head": lambda n: n.startswith("head."),
+        "body": lambda n: not n.startswith("head."),
+        "both": lambda n: True,
+    }
     space = select(place.network, names[part])
     saved = space.gather(place.network)
     bound = place.bind(space)
-    rule = LocalRule(
-        int(order.settings["finetune_epochs"]), "epochs", int(order.settings.get("finetune_batch", 50))
-    )
+    rule = LocalRule(int(order.settings["finetune_epochs"]), "epochs", int(order.settings.get("finetune_batch", 50)))
     order = replace(order, settings={**order.settings, "lr": order.settings.get("finetune_lr", 1e-3)}, auxiliary={})
     _fit(order, place, bound, rule, {}, "finetune")
     assert place.tests is not None
@@ -257,6 +262,53 @@ def _representation(wanted: Observe, order: Order, place: Workplace) -> tuple[di
     return {}, {"representation": torch.cat([z for z, _ in _features(place, rows[picks])])}
 
 
+def _probe(place: Workplace) -> Examples:
+    if place.probe is None:
+        raise FedgraftError("comparing representations needs a probe: images that every client has, row by row")
+    return place.probe
+
+
+@torch.no_grad()
+def hidden(network: Network, layers: tuple[str, ...], examples: Examples) -> list[Tensor]:
+    """Outputs of these layers for all examples, tokens averaged, (n, d) each; `early`, `middle`, `late` are the defaults."""
+    usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
+    names = [usual.get(layer, layer) for layer in layers]
+    network.eval()
+    parts = [
+        network.activations(examples.batch(rows), names, examples.entry)
+        for rows in torch.arange(len(examples)).split(256)
+    ]
+    return [torch.cat([part[name] for part in parts]) for name in names]
+
+
+def _alignment(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """SVCCA of each layer after training with the same layer of the model the round began with; numbers only."""
+    layers, keep, top = wanted.options["layers"], int(wanted.options["keep"]), int(wanted.options["top"])
+    after = hidden(place.network, layers, _probe(place))
+    key = (order.round, layers, keep)
+    if place.reference is None or place.reference[0] != key:  # the same for every client of the round
+        values = place.space.gather(place.network)
+        place.space.scatter(_vector(order), place.network)
+        before = [svcca_basis(x, keep) for x in hidden(place.network, layers, _probe(place))]
+        place.space.scatter(values, place.network)
+        place.reference = (key, before)
+    scores = [
+        svcca_of_bases(svcca_basis(x, keep), q, top).value for x, q in zip(after, place.reference[1], strict=True)
+    ]
+    return dict(zip(wanted.scalars, scores, strict=True)), {}
+
+
+def _probe_representation(
+    wanted: Observe, order: Order, place: Workplace
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Pooled features of the shared probe, after training."""
+    probe = _probe(place)
+    with torch.no_grad():
+        place.network.eval()
+        parts = [place.network.features(probe.batch(r), probe.entry) for r in torch.arange(len(probe)).split(256)]
+    return {}, {"probe_representation": torch.cat(parts)}
+
+
 def _labels(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The client's label histogram: an oracle that a private federation would not give away."""
     labels = place.examples.labels[place.rows(order.client)]
@@ -264,7 +316,9 @@ def _labels(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, 
 
 
 OBSERVATIONS: dict[str, Callable[[Observe, Order, Workplace], tuple[dict[str, float], dict[str, Tensor]]]] = {
+    "alignment": _alignment,
     "representation": _representation,
+    "probe_representation": _probe_representation,
     "labels": _labels,
 }
 

@@ -6,7 +6,7 @@ come from or which library built the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -39,6 +39,14 @@ class Network(Protocol):
 
     def block_of(self, name: str) -> int:
         """The block a parameter belongs to: -1 before block 0, `depth` for the final norm, `depth + 1` for the head."""
+        ...
+
+    def default_probe_layers(self) -> tuple[str, ...]:
+        """Names of an early, a middle and a late layer, to compare networks by."""
+        ...
+
+    def activations(self, inputs: Tensor, layers: Iterable[str], entry: int = 0) -> dict[str, Tensor]:
+        """Outputs of the named hidden layers, one vector per example."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...

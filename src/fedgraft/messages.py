@@ -175,7 +175,8 @@ def _join(kind: type[M], plain: dict[str, Any], tensors: dict[str, Tensor]) -> M
             values[group] = tensor
     if "change" in plain:
         values["change"] = Payload(plain["change"]["codec"], plain["change"]["length"], groups.pop("change", {}))
-    message = kind(**values, **groups)
+    everything: dict[str, Any] = {**values, **groups}
+    message = kind(**everything)
     _check_types(message)
     return message
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -37,8 +37,8 @@ class Judge:
     trained: int
     width: int
     classes: int
-    align: Any = None
-    """With server-side alignment: `align(vector, change, round) -> scores by layer`."""
+    align: Callable[[Answers], Tensor] | None = None
+    """With server-side alignment: scores (m, layers) of the submitted changes on the server's secret probe."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,14 @@ def run_round(
     replies = list(engine.exchange(orders))
     exchanged = time.perf_counter()
     accepted, offences = screen(replies, expectation(algorithm, federation, state, cohort, judge))
-    answers = read(accepted)
+    answers = read(accepted, state)
+    record: dict[str, Any] = {}
+    extra: dict[str, Tensor] = {}
     if len(accepted) < federation.minimum_answers:
-        next_state, record, extra = server.skip(state), {"skipped": True}, {}
+        next_state = server.skip(state)
+        record["skipped"] = True
     else:
-        weights = algorithm.weigh.weights(answers, judge, state.round)
+        weights = algorithm.weigh.weights(answers, judge)
         fold = fold_mixture if isinstance(algorithm.combine, Mixture) else fold_common
         next_state, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
     counted = not isinstance(algorithm.combine, Mixture) or algorithm.combine.exchanges
@@ -107,7 +110,7 @@ def expectation(
     )
 
 
-def read(accepted: Sequence[Accepted]) -> Answers:
+def read(accepted: Sequence[Accepted], state: ServerState) -> Answers:
     """The accepted replies as the weigher and the combiner see them."""
     return Answers(
         tuple(a.reply.client for a in accepted),
@@ -115,6 +118,8 @@ def read(accepted: Sequence[Accepted]) -> Answers:
         [a.change for a in accepted if a.change is not None],
         [a.reply.scalars for a in accepted],
         [a.reply.evidence for a in accepted],
+        state.vector,
+        state.round,
     )
 
 
@@ -157,10 +162,14 @@ def fold_mixture(
     matrix = mixing_matrix(algorithm.combine.similarity(answers), answers.examples)
     anchor = state.vector
     offsets = [
-        (server.model_of(state, k) - anchor) + change for k, change in zip(answers.clients, answers.changes, strict=True)
+        (server.model_of(state, k) - anchor) + change
+        for k, change in zip(answers.clients, answers.changes, strict=True)
     ]
     mixed = mix(anchor, offsets, matrix)
-    personal = {**(state.personal if algorithm.combine.absent_keep else {}), **dict(zip(answers.clients, mixed, strict=True))}
+    personal = {
+        **(state.personal if algorithm.combine.absent_keep else {}),
+        **dict(zip(answers.clients, mixed, strict=True)),
+    }
     share = weights / weights.sum()
     common = anchor + weighted_mean(offsets, weights)
     # The anchor follows the mean: a client that never took part starts from what the others have, not from the past.
@@ -185,7 +194,16 @@ def describe(
             "cosine": report.cosines.tolist(),
             "weight": share.tolist(),
         },
+        **_alignment(answers),
     }
+
+
+def _alignment(answers: Answers) -> dict[str, Any]:
+    """Alignment by client and layer, for the figures, where clients reported it."""
+    layers = [name for name in answers.scalars[0] if name.startswith("alignment:")]
+    if not layers:
+        return {}
+    return {"alignment": {name.partition(":")[2]: [s[name] for s in answers.scalars] for name in layers}}
 
 
 def size_of(reply: Reply | tuple[int, Reply | bytes]) -> int:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
@@ -87,20 +85,10 @@ def orders(
 
 def fold(algorithm: Algorithm, state: ServerState, change: Tensor, info: RoundInfo) -> ServerState:
     """The state after one common change."""
-    vector, rule = algorithm.server.step(state.vector, change, state.rule, info)
+    vector, rule = algorithm.server.step(state.vector, change, dict(state.rule), info)
     return replace(state, round=state.round + 1, vector=vector, rule=rule)
 
 
 def skip(state: ServerState) -> ServerState:
     """The state after a round without enough answers: time passes, nothing moves."""
     return replace(state, round=state.round + 1)
-
-
-def personal_mean(vectors: list[Tensor], weights: Tensor) -> Tensor:
-    """A common stand-in for many personal models, used only to report one global accuracy."""
-    return torch.stack(vectors).mul(weights.float()[:, None] / weights.sum()).sum(0)
-
-
-def expected_clients(federation: Federation) -> float:
-    """The mean size of a cohort, the fixed denominator of private averaging."""
-    return float(np.float64(federation.per_round))

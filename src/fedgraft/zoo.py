@@ -90,7 +90,7 @@ def fedalign(
     gamma: float = 1.0,
     cap: float | None = None,
     null_correction: bool = False,
-    layers: tuple[str, ...] = (),
+    layers: tuple[str, ...] = ("early", "middle", "late"),
     keep: int = 20,
     top: int = 20,
     probe: int = 256,
@@ -103,15 +103,19 @@ def fedalign(
     secret probe, or `random`, the control: the same weights dealt at random.
     """
     null = null_level(probe, keep, top) if null_correction else 0.0
-    names = tuple(f"alignment{i}" for i in range(max(1, len(layers) or 3)))
+    names = tuple(f"alignment:{layer}" for layer in layers)
 
-    def weights(answers: Answers, judge: Any, round: int) -> Tensor:
+    def weights(answers: Answers, judge: Any) -> Tensor:
         if align == "server":
-            scores = judge.align(answers.changes, round)
+            scores = judge.align(answers)
         else:
             scores = torch.tensor([[s[name] for name in names] for s in answers.scalars], dtype=torch.float64)
         found = alignment_weights(answers.examples, scores, gamma, None, null, cap).weights
-        return random_weights_like(found, torch_stream(seed, "random_weights", round)) if align == "random" else found
+        return (
+            random_weights_like(found, torch_stream(seed, "random_weights", answers.round))
+            if align == "random"
+            else found
+        )
 
     observe = Observe("alignment", names, options={"layers": layers, "keep": keep, "top": top})
     wants = () if align == "server" else (observe,)
@@ -122,7 +126,9 @@ def fedalign(
 def fedbabu(**options: Any) -> Algorithm:
     """Oh et al. 2022: the body is trained and averaged, the head stays at its start; fine-tuned at evaluation."""
     moves = options.pop("moves", None)
-    return vary(fedavg(**options), name="fedbabu", moves=moves if moves and moves.kind != "everything" else Moves("body"))
+    return vary(
+        fedavg(**options), name="fedbabu", moves=moves if moves and moves.kind != "everything" else Moves("body")
+    )
 
 
 def _mixture(similarity: str, constant: float, samples: int, absent: str, probe: int) -> Mixture:

@@ -6,7 +6,7 @@ similarity gives every client the same bits, and the same bits as the plain mean
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -36,25 +36,24 @@ def mixing_matrix(similarity: Tensor, examples: Tensor | None = None) -> Tensor:
     return torch.stack(rows)
 
 
-def blend(pieces: Tensor, mixing: Tensor) -> Tensor:
-    """W @ offsets for one piece of coordinates, (rows of W, piece) float32.
+def blender(mixing: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that makes W @ offsets of one piece of coordinates, (m, piece) -> (rows of W, piece) float32.
 
     Rows of W that repeat (constant similarity, groups) are summed in client order like the mean; only rows that
     are all different take the faster matrix product, whose order of summation is the library's.
     """
     distinct, which = torch.unique(mixing, dim=0, return_inverse=True)
-    if len(distinct) < len(mixing) or len(mixing) == 1:
-        mixed = torch.stack([accumulate(pieces, row) for row in distinct])
-    else:
-        mixed, which = mixing @ pieces.to(torch.float64), torch.arange(len(mixing))
-    return mixed.to(torch.float32)[which]
+    if 1 < len(mixing) == len(distinct):
+        return lambda pieces: (mixing @ pieces.to(torch.float64)).to(torch.float32)
+    return lambda pieces: torch.stack([accumulate(pieces, row).to(torch.float32) for row in distinct])[which]
 
 
 def mix(anchor: Tensor, offsets: Rows, mixing: Tensor, out: np.ndarray | None = None, chunk: int = CHUNK) -> Tensor:
     """New personal vectors anchor + W @ offsets, (rows of W, k), piece by piece; into `out` when it is given."""
+    blend = blender(mixing)
     result = torch.empty(len(mixing), len(anchor)) if out is None else torch.from_numpy(out)
     for piece in chunks(len(anchor), chunk):
-        result[:, piece] = anchor[piece] + blend(_piece(offsets, piece), mixing)
+        result[:, piece] = anchor[piece] + blend(_piece(offsets, piece))
     return result
 
 
@@ -98,13 +97,13 @@ def remix(
     """
     if not len(present) == len(mixing) == len(weights) or len(set(present)) != len(present):
         raise FedgraftError("a mixture needs one distinct client, one weight and one matrix row per change.")
-    shares, rows = normalised(weights), list(present)
+    shares, rows, blend = normalised(weights), list(present), blender(mixing)
     others = sorted(set(range(len(store))) - set(rows)) if absent == "mean" else []
     following = torch.empty_like(anchor)
     for piece in chunks(len(anchor), chunk):
         offsets = torch.from_numpy(store[rows, piece]) - anchor[piece] + _piece(changes, piece)
         following[piece] = anchor[piece] + accumulate(offsets, shares).to(torch.float32)
-        store[rows, piece] = (anchor[piece] + blend(offsets, mixing)).numpy()
+        store[rows, piece] = (anchor[piece] + blend(offsets)).numpy()
         if others:
             store[others, piece] = following[piece].numpy()
     return following

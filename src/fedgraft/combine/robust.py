@@ -9,7 +9,7 @@ a claim, and a liar would claim much. A row with NaN or infinity counts as a cli
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,11 +61,12 @@ def _ordered(rows: Tensor) -> Tensor:
     return torch.stack(held)
 
 
-def _by_coordinate(stack: Tensor, rule: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a rule that looks at each coordinate alone to ordered pieces (m, piece)."""
+def _by_coordinate(stack: Tensor, rule: Callable[[Tensor], Tensor], rows: Sequence[int] | None = None) -> Tensor:
+    """Apply a rule that looks at each coordinate alone to ordered pieces (m, piece), of chosen rows when given."""
     out = torch.empty(stack.shape[1])
     for piece in chunks(stack.shape[1]):
-        out[piece] = rule(_ordered(stack[:, piece])).to(torch.float32)
+        part = stack[:, piece] if rows is None else stack[:, piece][rows]
+        out[piece] = rule(_ordered(part)).to(torch.float32)
     return out
 
 
@@ -130,7 +131,7 @@ def multi_krum(liars: int, keep: int | None = None) -> Combiner:
         stack = finite_rows(stack)
         best = krum_scores(squared_distances(stack), liars).argsort(stable=True)[:count]
         # Summed in client order, so that keeping everyone is the plain mean bit for bit.
-        return weighted_mean(stack[best.sort().values], torch.ones(count))
+        return weighted_mean((stack[i] for i in sorted(best.tolist())), torch.ones(count))
 
     return combine
 
@@ -147,7 +148,7 @@ def bulyan(liars: int) -> Combiner:
             scores = krum_scores(distances[left][:, left], liars)
             chosen.append(left.pop(int(scores.argmin())))
 
-        return _by_coordinate(stack[sorted(chosen)], lambda ordered: _around_median(ordered, m - 4 * liars))
+        return _by_coordinate(stack, lambda ordered: _around_median(ordered, m - 4 * liars), sorted(chosen))
 
     return combine
 
@@ -182,7 +183,7 @@ def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: 
 def _weiszfeld(squared: Tensor, iterations: int, smoothing: float, tolerance: float) -> Tensor:
     """Shares of the changes in their geometric median, (m,) summing to one."""
     typical = squared.sqrt().median(1).values  # (m,)
-    floor = max(smoothing * float(typical.median()), torch.finfo(torch.float64).tiny)
+    floor = max(smoothing * float(typical.median()), 1e-150)
     shares = 1 / typical.clamp(min=floor)
     shares = shares / shares.sum()
     for _ in range(iterations):

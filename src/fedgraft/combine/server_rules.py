@@ -160,6 +160,14 @@ def local_length(steps: int, beta: float = 0.0) -> float:
     return float(steps) if beta == 0 else (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
 
 
+def fednova_weights(weights: Tensor, lengths: Tensor) -> tuple[Tensor, float]:
+    """FedNova on plain changes, when the server knows every |a_k|_1: the weights p_k / |a_k|_1 to average with, and
+    the `tau` that makes it whole. Equal lengths give the weights back and 1, so FedAvg to the bit."""
+    shares = normalised(weights)
+    relative = lengths.to(torch.float64) / lengths.max()
+    return shares / relative, float((shares * relative).sum() * (shares / relative).sum())
+
+
 def sign_agreement(changes: Iterable[Tensor], weights: Tensor) -> Tensor:
     """|sum p_k sign(change_k)| per coordinate, in [0, 1]: how far clients agree on the direction."""
     return accumulate((change.sign() for change in changes), normalised(weights)).abs().to(torch.float32)

@@ -1,1 +1,28 @@
 """Where images come from and how they are dealt to clients."""
+
+from fedgraft.data.examples import FeatureExamples, ImageExamples
+from fedgraft.data.feature_cache import CachedExamples, FeatureCache
+from fedgraft.data.partition import KINDS, Partition, make_partition
+from fedgraft.data.sources import SOURCES, Dataset, load_dataset
+from fedgraft.data.split import stratified_split
+from fedgraft.data.store import ImageStore, cache_dir, make_store
+from fedgraft.data.transforms import Transform, make_transform
+
+__all__ = [
+    "KINDS",
+    "SOURCES",
+    "CachedExamples",
+    "Dataset",
+    "FeatureCache",
+    "FeatureExamples",
+    "ImageExamples",
+    "ImageStore",
+    "Partition",
+    "Transform",
+    "cache_dir",
+    "load_dataset",
+    "make_partition",
+    "make_store",
+    "make_transform",
+    "stratified_split",
+]

@@ -21,15 +21,20 @@ from fedgraft.data.store import RawSplit
 from fedgraft.errors import FedgraftError
 
 TRAIN_BATCHES = [f"data_batch_{n}" for n in range(1, 6)]
-PYTHON_MEMBERS = {"cifar10": (TRAIN_BATCHES, ["test_batch"], b"labels"), "cifar100": (["train"], ["test"], b"fine_labels")}
-PACKAGE_MEMBERS = [*(f"{name}.png" for name in TRAIN_BATCHES), "test_batch.png", "train_lables.json", "test_lables.json"]
+PYTHON_MEMBERS = {
+    "cifar10": (TRAIN_BATCHES, ["test_batch"], b"labels"),
+    "cifar100": (["train"], ["test"], b"fine_labels"),
+}
+PACKAGE_TRAIN = [f"{name}.png" for name in TRAIN_BATCHES]
+PACKAGE_MEMBERS = [*PACKAGE_TRAIN, "test_batch.png", "train_lables.json", "test_lables.json"]  # spelt so in the package
 
 
 class _Recorded:
     """Stands in for a NumPy array or dtype inside a pickle: it remembers its arguments and its state, nothing else."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments, self.state = arguments, ()
+        self.arguments = arguments
+        self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -67,7 +72,7 @@ def read_pickle(data: bytes, where: str) -> dict[bytes, Any]:
         keyed = {key.encode() if isinstance(key, str) else key: value for key, value in found.items()}
         return {key: _array(value) if isinstance(value, _Recorded) else value for key, value in keyed.items()}
     except Exception as error:  # a hostile or torn pickle can fail in any way; all of them mean the same
-        raise FedgraftError(f"{where} is not a CIFAR file, or is damaged ({error}); fetch the archive again.") from error
+        raise FedgraftError(f"{where} is not an intact CIFAR file ({error}); fetch the archive again.") from error
 
 
 def _array(recorded: _Recorded) -> np.ndarray:
@@ -84,7 +89,7 @@ def is_tar(path: Path) -> bool:
 
 
 def read_members(path: Path, wanted: list[str]) -> dict[str, bytes]:
-    """The content of the wanted file names, from a folder or in one pass over a tar archive; absent ones are left out."""
+    """The content of the wanted file names, from a folder or in one pass over a tar; absent ones are left out."""
     if path.is_dir():
         return {name: (path / name).read_bytes() for name in wanted if (path / name).is_file()}
     found: dict[str, bytes] = {}
@@ -109,7 +114,10 @@ def read_python_archive(name: str, path: Path, classes: tuple[str, ...]) -> tupl
             raise FedgraftError(f"{path}/{member} holds no {label_key.decode()}; it is not a file of {name}.")
 
     def split(names: list[str]) -> RawSplit:
-        labels = np.concatenate([np.asarray(batches[n][label_key], dtype=np.int64) for n in names])
+        try:
+            labels = np.concatenate([np.asarray(batches[n][label_key], dtype=np.int64) for n in names])
+        except (ValueError, TypeError, OverflowError) as error:
+            raise FedgraftError(f"the labels in {path} are not numbers ({error}); fetch the archive again.") from error
         return RawSplit(labels, classes, (_planes(batches[n][b"data"], f"{path}/{n}") for n in names))
 
     return split(train), split(test)
@@ -126,7 +134,7 @@ def read_package(path: Path, classes: tuple[str, ...]) -> tuple[RawSplit, RawSpl
             raise FedgraftError(f"{path}/{labels} is damaged ({error}); fetch the package again.") from error
         return RawSplit(found, classes, _rows(path, members, names))
 
-    return split(PACKAGE_MEMBERS[:5], "train_lables.json"), split(["test_batch.png"], "test_lables.json")
+    return split(PACKAGE_TRAIN, "train_lables.json"), split(["test_batch.png"], "test_lables.json")
 
 
 def _rows(path: Path, members: dict[str, bytes], names: list[str]) -> Iterator[np.ndarray]:

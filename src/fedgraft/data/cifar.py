@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedgraft.data.archive import PACKAGE_MEMBERS, PYTHON_MEMBERS, is_tar, read_members, read_package, read_python_archive
+from fedgraft.data.archive import (
+    PACKAGE_MEMBERS,
+    PYTHON_MEMBERS,
+    is_tar,
+    read_members,
+    read_package,
+    read_python_archive,
+)
 from fedgraft.data.folder import is_class_folder, list_splits, read_listing
 from fedgraft.data.store import ImageStore, RawSplit, cached_stores, file_identity
 from fedgraft.data.tables import read_hub, read_npz, read_parquet
@@ -16,18 +23,22 @@ from fedgraft.errors import FedgraftError
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-    "cifar100": tuple(
-        """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
-        castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
-        elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
-        man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
-        pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
-        skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
-        tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm""".split()
+    "cifar100": (
+        "apple", "aquarium_fish", "baby", "bear", "beaver", "bed", "bee", "beetle", "bicycle", "bottle",
+        "bowl", "boy", "bridge", "bus", "butterfly", "camel", "can", "castle", "caterpillar", "cattle",
+        "chair", "chimpanzee", "clock", "cloud", "cockroach", "couch", "crab", "crocodile", "cup",
+        "dinosaur", "dolphin", "elephant", "flatfish", "forest", "fox", "girl", "hamster", "house",
+        "kangaroo", "keyboard", "lamp", "lawn_mower", "leopard", "lion", "lizard", "lobster", "man",
+        "maple_tree", "motorcycle", "mountain", "mouse", "mushroom", "oak_tree", "orange", "orchid",
+        "otter", "palm_tree", "pear", "pickup_truck", "pine_tree", "plain", "plate", "poppy", "porcupine",
+        "possum", "rabbit", "raccoon", "ray", "road", "rocket", "rose", "sea", "seal", "shark", "shrew",
+        "skunk", "skyscraper", "snail", "snake", "spider", "squirrel", "streetcar", "sunflower",
+        "sweet_pepper", "table", "tank", "telephone", "television", "tiger", "tractor", "train", "trout",
+        "tulip", "turtle", "wardrobe", "whale", "willow_tree", "wolf", "woman", "worm",
     ),
-}
+}  # fmt: skip
 SUBFOLDERS = {"cifar10": ("cifar-10-batches-py", "package"), "cifar100": ("cifar-100-python",)}
-FORMS = "parquet files, the python archive (packed or unpacked), an npz file, or train/ and test/ with a folder per class name"
+FORMS = "parquet files, the python archive (packed or not), an npz file, or train/ and test/ with a folder per class"
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,12 @@ def _from_folder(name: str, folder: Path) -> Iterator[Found]:
     if name == "cifar10" and all(member.is_file() for member in package):
         yield Found("package", package, lambda: read_package(folder, CLASSES[name]))
     for path in sorted(folder.iterdir()):
-        if path.is_file() and names_dataset(path.name) == name and path.suffix != ".parquet" and (f := _from_file(name, path)):
+        if (
+            path.is_file()
+            and names_dataset(path.name) == name
+            and path.suffix != ".parquet"
+            and (f := _from_file(name, path))
+        ):
             yield f
     if is_class_folder(folder) and {p.name for p in (folder / "train").iterdir()} >= set(CLASSES[name]):
         yield _class_folder(folder)

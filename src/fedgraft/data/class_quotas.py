@@ -133,11 +133,11 @@ def _flow(
     odd -= int(full.sum())
     if odd < 0:
         return None
-    head = [np.full(classes, source), class_node[cls], client_node, client_node, [pool]]
-    tail = [class_node, client_node[client], np.full(clients, sink), np.full(clients, pool), [sink]]
-    size = [rest, room, np.maximum(need, 0), np.where(full, 0, 1), [odd]]
-    shape = (3 + classes + clients, 3 + classes + clients)
-    graph = csr_array((np.concatenate(size).astype(np.int32), (np.concatenate(head), np.concatenate(tail))), shape=shape)
+    head = np.concatenate([np.full(classes, source), class_node[cls], client_node, client_node, [pool]])
+    tail = np.concatenate([class_node, client_node[client], np.full(clients, sink), np.full(clients, pool), [sink]])
+    size = np.concatenate([rest, room, np.maximum(need, 0), np.where(full, 0, 1), [odd]]).astype(np.int32)
+    nodes = 3 + classes + clients
+    graph = csr_array((size, (head, tail)), shape=(nodes, nodes))
     result = maximum_flow(graph, source, sink)
     if result.flow_value != rest.sum():
         return None

@@ -77,7 +77,7 @@ def deal_shards(
     except that a sorted shard may also straddle classes.
     """
     shards = per_client * clients
-    if not 1 <= per_client or shards > len(labels):
+    if not per_client >= 1 or shards > len(labels):
         raise FedgraftError(f"{len(labels)} rows cannot be cut into {per_client} shards for each of {clients} clients.")
     holder = rng.permutation(np.repeat(np.arange(clients), per_client))
     if not per_class:
@@ -110,7 +110,7 @@ def deal_dirichlet(
     present, counts = np.unique(labels, return_counts=True)
     for _ in range(tries):
         share = rng.dirichlet(np.full(clients, float(alpha)), size=len(present)) * counts[:, None]  # (C, K)
-        given = largest_remainder(share, counts, rng.permutation(clients)[None, :].repeat(len(present), 0))
+        given = largest_remainder(share, counts, np.zeros_like(share))
         if given.sum(axis=0).min() >= min_size:
             cls, client = np.nonzero(given)
             return Dealt(deal_edges(labels, present[cls], client, given[cls, client], rng))
@@ -121,7 +121,7 @@ def deal_dirichlet(
 
 
 def deal_dirichlet_balanced(labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float) -> Dealt:
-    """Hsu et al. 2019: equal sizes; client k draws its rows' classes from q_k ~ Dir(alpha * prior), without replacement.
+    """Hsu et al. 2019: equal sizes; client k draws classes from q_k ~ Dir(alpha * prior), rows without replacement.
 
     The prior is the frequency of the classes and sums to one. Classes that run out are drawn no more.
     """
@@ -144,7 +144,10 @@ def deal_dirichlet_balanced(labels: np.ndarray, clients: int, rng: np.random.Gen
 
 def _draw(wish: np.ndarray, size: int, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """`size` rows by class, drawn by `wish` from what is left; a draw from an exhausted class is repeated."""
-    taken = np.zeros(len(left), dtype=np.int64)
+    taken = rng.multinomial(size, wish)
+    if (taken <= left).all():
+        return taken
+    taken = np.minimum(taken, left)
     while missing := size - int(taken.sum()):
         open_ = np.where(left > taken, wish, 0.0)
         if (total := open_.sum()) < 1e-12:  # nothing wished for is left: take what there is, by its amount

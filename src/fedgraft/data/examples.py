@@ -50,5 +50,5 @@ class FeatureExamples:
 
 def check_rows(rows: Tensor, count: int) -> None:
     """Refuse rows that the store does not have; negative ones would silently count from the end."""
-    if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < count):
+    if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
         raise FedgraftError(f"rows must lie in 0..{count - 1}, but they span {int(rows.min())}..{int(rows.max())}.")

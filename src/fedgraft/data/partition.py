@@ -9,15 +9,23 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from fedgraft.data.class_quotas import deal_classes
-from fedgraft.data.dealing import Dealt, deal_dirichlet, deal_dirichlet_balanced, deal_groups, deal_iid, deal_shards
-from fedgraft.data.dealing import deal_edges, deal_stratified
+from fedgraft.data.dealing import (
+    Dealt,
+    deal_dirichlet,
+    deal_dirichlet_balanced,
+    deal_edges,
+    deal_groups,
+    deal_iid,
+    deal_shards,
+    deal_stratified,
+)
 from fedgraft.data.split import ranks_within
 from fedgraft.errors import FedgraftError
 from fedgraft.randomness import numpy_stream
@@ -47,14 +55,14 @@ class Partition:
     offsets: np.ndarray  # (K + 1,)
     rows: np.ndarray
     test_offsets: np.ndarray  # (K + 1,)
-    test_rows_: np.ndarray = field(repr=False)
+    tests: np.ndarray
     overlap: bool = False
     notes: tuple[str, ...] = ()
     """Sentences about what could not be made exact, for the log."""
 
     def __post_init__(self) -> None:
         _check_lists("training", self.offsets, self.rows, len(self.labels), disjoint=True)
-        _check_lists("test", self.test_offsets, self.test_rows_, len(self.test_labels), disjoint=not self.overlap)
+        _check_lists("test", self.test_offsets, self.tests, len(self.test_labels), disjoint=not self.overlap)
         if len(self.offsets) != len(self.test_offsets):
             raise FedgraftError("a partition needs training and test rows for the same clients.")
         _check_same_classes(self)
@@ -70,7 +78,7 @@ class Partition:
 
     def test_rows(self, client: int) -> np.ndarray:
         """Test rows of one client, sorted."""
-        return self.test_rows_[self.test_offsets[client] : self.test_offsets[client + 1]]
+        return self.tests[self.test_offsets[client] : self.test_offsets[client + 1]]
 
     def sizes(self) -> np.ndarray:
         """Training rows per client, (K,)."""
@@ -87,7 +95,7 @@ class Partition:
     def digest(self) -> str:
         """Identity of the assignment."""
         hasher = hashlib.blake2b(digest_size=16)
-        for array in (self.offsets, self.rows, self.test_offsets, self.test_rows_):
+        for array in (self.offsets, self.rows, self.test_offsets, self.tests):
             hasher.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
             hasher.update(b"|")
         return hasher.hexdigest()
@@ -142,7 +150,9 @@ def _check_options(kind: str, options: dict[str, Any]) -> None:
     parameters = list(inspect.signature(KINDS[kind]).parameters.values())[3:]
     names = [p.name for p in parameters]
     if strange := sorted(set(options) - set(names)):
-        raise FedgraftError(f"the partition {kind!r} has no option {strange[0]!r}; it has: {', '.join(names) or 'none'}.")
+        raise FedgraftError(
+            f"the partition {kind!r} has no option {strange[0]!r}; it has: {', '.join(names) or 'none'}."
+        )
     if missing := [p.name for p in parameters if p.default is p.empty and p.name not in options]:
         raise FedgraftError(f"the partition {kind!r} needs the option {missing[0]!r}.")
 
@@ -188,7 +198,9 @@ def _shard_test(
     given = np.floor(share + 1e-9).astype(np.int64)
     owned = np.where(held > 0, available, 0)
     missing = owned - np.bincount(cls, weights=given, minlength=classes).astype(np.int64)
-    order = np.lexsort((rng.random(len(cls)), np.round(given - share, 9), cls))
+    # Equal fractions are served in one order of the clients that goes on where the last class stopped: even totals.
+    turn = (rng.permutation(clients)[client] - (np.cumsum(missing) - missing)[cls]) % clients
+    order = np.lexsort((turn, np.round(given - share, 9), cls))
     given[order] += ranks_within(cls[order]) < missing[cls[order]]
     return compress(deal_edges(labels, cls, client, given, rng), clients)
 
@@ -224,7 +236,7 @@ def _check_same_classes(partition: Partition) -> None:
     classes = max(count_classes(partition.labels), count_classes(partition.test_labels))
     trained = np.repeat(np.arange(partition.clients), partition.sizes()) * classes + partition.labels[partition.rows]
     owner = np.repeat(np.arange(partition.clients), np.diff(partition.test_offsets))
-    tested = np.unique(owner * classes + partition.test_labels[partition.test_rows_])
+    tested = np.unique(owner * classes + partition.test_labels[partition.tests])
     if len(strange := np.setdiff1d(tested, trained)):
         client, cls = divmod(int(strange[0]), classes)
         raise FedgraftError(f"client {client} would be tested on class {cls}, which it does not train on.")

@@ -67,7 +67,8 @@ def _check(source: str, path: str | None, image_size: int, options: dict[str, in
         raise FedgraftError(f"the image size must be positive, but it is {image_size}.")
     known = _SYNTHETIC if source == "synthetic" else {}
     if strange := sorted(set(options) - set(known)):
-        raise FedgraftError(f"the data source {source!r} has no option {strange[0]!r}; it has: {', '.join(known) or 'none'}.")
+        names = ", ".join(known) or "none"
+        raise FedgraftError(f"the data source {source!r} has no option {strange[0]!r}; it has: {names}.")
     if small := [key for key, value in options.items() if value < 1]:
         raise FedgraftError(f"the option {small[0]!r} of the data source {source!r} must be positive.")
 

@@ -18,18 +18,18 @@ def shuffled_by_class(labels: np.ndarray, rng: np.random.Generator) -> tuple[np.
 def largest_remainder(shares: np.ndarray, totals: np.ndarray, tie: np.ndarray) -> np.ndarray:
     """Integer counts near `shares` (G, n) whose rows sum to `totals` (G,): the largest fractions are rounded up.
 
-    `tie` (G, n) orders equal fractions; the smallest value wins.
+    `tie` (G, n) in [0, 1) orders equal fractions; the smallest value wins.
     """
-    counts = np.floor(shares).astype(np.int64)
-    missing = totals - counts.sum(axis=1)
-    order = np.lexsort((tie, counts - shares), axis=1)  # (G, n), largest fraction first
-    rank = np.empty_like(order)
-    np.put_along_axis(rank, order, np.arange(shares.shape[1])[None, :], axis=1)
-    return counts + (rank < missing[:, None])
+    counts = np.floor(shares + 1e-9).astype(np.int64)  # 0.29 * 100 is a hair below 29
+    order_key = np.round(counts - shares, 9) + 1e-10 * tie  # the largest fraction is the smallest key
+    for row, missing in enumerate(totals - counts.sum(axis=1)):
+        if missing > 0:
+            counts[row, np.argpartition(order_key[row], missing - 1)[:missing]] += 1
+    return counts
 
 
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows held out, both sorted; every class gives `fraction` of its rows, by largest remainder."""
+    """Rows to train on and rows held out, sorted; every class gives `fraction` of its rows, by largest remainder."""
     if not 0 <= fraction < 1:
         raise FedgraftError(f"the held-out fraction must lie in [0, 1), but it is {fraction}.")
     labels = np.asarray(labels)

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def cached_stores(
     if entry.is_dir():
         try:
             return _open(entry / "train"), _open(entry / "test")
-        except (OSError, ValueError, KeyError, TypeError, FedgraftError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, FedgraftError) as error:
             warnings.warn(f"the cached copy of {name} in {entry} is damaged ({error}); rebuilding it.", stacklevel=2)
             _remove(entry)
     _build(entry, read)
@@ -149,5 +150,6 @@ def _write(folder: Path, split: RawSplit) -> None:
 def _remove(entry: Path) -> None:
     """Take a damaged entry out of the way in one step, then delete it."""
     grave = Path(tempfile.mkdtemp(prefix=".damaged-", dir=entry.parent))
-    entry.rename(grave / entry.name)
+    with suppress(FileNotFoundError):  # another process may have done it already
+        entry.rename(grave / entry.name)
     shutil.rmtree(grave, ignore_errors=True)

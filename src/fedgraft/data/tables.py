@@ -105,13 +105,15 @@ def read_hub(name: str, classes: tuple[str, ...], looked: str) -> tuple[RawSplit
     try:
         import datasets
     except ImportError as error:
-        raise MissingExtra("datasets", "hub", f"{name} was not found ({looked}), and fetching it from the Hub") from error
+        purpose = f"{name} was not found ({looked}), and fetching it from the Hub"
+        raise MissingExtra("datasets", "hub", purpose) from error
     try:
         parts = [datasets.load_dataset(HUB_NAMES[name], split=part) for part in ("train", "test")]
     except Exception as error:  # the Hub's client raises many kinds when offline; each means the data is not to be had
+        reason = next(iter(str(error).splitlines()), "no details")
         raise FedgraftError(
             f"{name} was not found ({looked}), and the Hub dataset {HUB_NAMES[name]} cannot be fetched "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}); give path= a folder "
+            f"({type(error).__name__}: {reason}); give path= a folder "
             f"or file with {name} as parquet, python archive, npz or class folders, or set FEDGRAFT_DATA."
         ) from error
     return _hub_split(name, parts[0], classes), _hub_split(name, parts[1], classes)

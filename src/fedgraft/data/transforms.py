@@ -79,7 +79,9 @@ class Transform:
             return flip(pixels, draw_flips(len(pixels), generator))
         if name == "resized_crop":
             return resized_crop(pixels, self.image_size, generator)
-        return {"crop": crop, "jitter": jitter, "randaugment": randaugment}[name](pixels, generator)
+        if name == "crop":
+            return crop(pixels, generator)
+        return jitter(pixels, generator) if name == "jitter" else randaugment(pixels, generator)
 
     def _normalise(self, pixels: Tensor) -> Tensor:
         mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)

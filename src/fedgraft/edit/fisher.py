@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Scores:
         if vector.shape != (sum(sizes) + 1,):
             raise FedgraftError(f"a score vector of {len(vector)} does not fit {sum(sizes)} parameters and a count")
         *parts, count = vector.split([*sizes, 1])
-        tensors = {name: part.view(*shapes[name]) for name, part in zip(sorted(shapes), parts, strict=True)}
+        tensors = {name: part.view(tuple(shapes[name])) for name, part in zip(sorted(shapes), parts, strict=True)}
         return Scores(tensors, round(float(count)))
 
 
@@ -149,7 +150,7 @@ def single_batch_abs(
     call: Call | None = None,
 ) -> Scores:
     """Absolute gradient of the mean loss of the first batch only; not a Fisher, kept for comparison."""
-    first = [next(iter(batches))]
+    first = list(islice(batches, 1))
     return _batch_scores(network, first, labels, names, generator, call or network, lambda g, size: g.abs() * size)
 
 

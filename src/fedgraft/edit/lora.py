@@ -63,9 +63,12 @@ def attach(
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise MissingExtra("peft", "lora", "low-rank adaptation") from error
-    config = LoraConfig(r=rank, lora_alpha=cast(int, alpha), target_modules=names, lora_dropout=dropout)
+    # A bare parent keeps peft from treating the network as a transformers model, and takes the attributes it sets.
+    holder = nn.ModuleDict({"network": cast(nn.Module, network)})
+    exact = [f"network.{name}" for name in names]
+    config = LoraConfig(r=rank, lora_alpha=cast(int, alpha), target_modules=exact, lora_dropout=dropout)
     with torch.random.fork_rng(devices=[]):  # building the layers draws numbers that are overwritten below
-        inject_adapter_in_model(config, cast(nn.Module, network))
+        inject_adapter_in_model(config, holder)
     if sorted(adapted(network)) != sorted(names):
         raise FedgraftError(f"LoRA reached other layers than the {len(names)} that were asked for: names are ambiguous")
     for name, layer in adapted(network).items():
@@ -140,8 +143,6 @@ def detach(network: Network) -> Network:
     for name, layer in _present(network):
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, layer.base_layer)
-    if hasattr(network, "peft_config"):
-        del network.peft_config
     for parameter in network.parameters():
         parameter.requires_grad_(True)
     return network

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,11 +37,17 @@ class Mask(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
-    def __iter__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204
+    def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @cached_property
     def total(self) -> int:
@@ -89,7 +95,7 @@ class Mask(Mapping[str, Tensor]):
             raise FedgraftError(f"a bitmap of {tuple(bits.shape)} {bits.dtype} does not fit {total} coordinates")
         flat = torch.from_numpy(np.unpackbits(bits.numpy(), count=total).view(bool))
         parts = zip(sorted(shapes), flat.split(sizes), strict=True)
-        return Mask({name: part.view(*shapes[name]).clone() for name, part in parts})
+        return Mask({name: part.view(tuple(shapes[name])).clone() for name, part in parts})
 
     def save(self, path: Path) -> None:
         """Write the packed bits, names, shapes and digest as one safetensors file."""
@@ -116,7 +122,9 @@ class Mask(Mapping[str, Tensor]):
 
     def with_dense(self, shapes: Shapes) -> Mask:
         """This mask with whole tensors trained in addition (a whitelist), which then count in its density."""
-        return Mask({**self.tensors, **{name: torch.ones(*shape, dtype=torch.bool) for name, shape in shapes.items()}})
+        return Mask(
+            {**self.tensors, **{name: torch.ones(tuple(shape), dtype=torch.bool) for name, shape in shapes.items()}}
+        )
 
 
 def _aligned(masks: Sequence[Mask]) -> Sequence[Mask]:

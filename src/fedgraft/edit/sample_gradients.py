@@ -216,7 +216,5 @@ def wanted_names(network: nn.Module, names: Iterable[str] | None = None) -> list
             raise FedgraftError(f"parameter {name!r} is shared by several modules; leave it out of the scores")
     for name, module in network.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            raise FedgraftError(
-                f"{name!r} normalises over the batch in eval mode too, so samples have no own gradient"
-            )
+            raise FedgraftError(f"{name!r} normalises over the batch in eval mode too, so samples have no own gradient")
     return wanted

@@ -63,8 +63,8 @@ class EditSpace:
     def digest(self) -> str:
         """Identity of the set of coordinates: names, shapes and positions, not values."""
         h = hashlib.blake2b(digest_size=16)
-        for part in (*self.parts, *self.buffers):
-            h.update(f"{part.name}{part.shape}".encode())
+        for part, trained in [*((p, True) for p in self.parts), *((p, False) for p in self.buffers)]:
+            h.update(f"{part.name}{part.shape}{trained}".encode())
             if part.index is not None:
                 h.update(part.index.to(torch.int64).numpy().tobytes())
         return h.hexdigest()

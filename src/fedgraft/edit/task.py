@@ -55,7 +55,10 @@ class Edit:
 
     def change(self, scale: float = 1.0) -> Tensor:
         """The difference this edit makes at a strength, float32 (space.size,)."""
-        return self.values * (self.scale * scale)
+        change = self.values * (self.scale * scale)
+        if not torch.isfinite(change).all():
+            raise FedgraftError(f"the edit {self.name!r} at strength {scale} is not finite; choose a smaller one")
+        return change
 
     def scaled(self, factor: float) -> Edit:
         """The same edit, `factor` times as strong."""
@@ -73,7 +76,7 @@ def base_digest(network: Network, scope: str = "") -> str:
     for name in sorted(n for n in tensors if n.startswith(scope)):
         flat = tensors[name].detach().cpu().contiguous().view(-1)
         h.update(f"{name}\x1f{tuple(tensors[name].shape)}\x1f{flat.dtype}\x1e".encode())
-        h.update(memoryview(flat.view(torch.uint8).numpy()))
+        h.update(flat.view(torch.uint8).numpy().data)
     return h.hexdigest()
 
 

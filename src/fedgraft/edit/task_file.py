@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fedgraft.edit.space import EditSpace, Part
@@ -26,13 +28,12 @@ from fedgraft.errors import FedgraftError
 
 FORMAT = "fedgraft-edit-1"
 _BLANK = "0" * 64
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError, SafetensorError)
 _SEAL = re.compile(rb'seal\\":\\"([0-9a-f]{64})')  # inside a JSON string, hence the escaped quotes
 
 
 def dumps(edit: Edit, half: bool = False) -> bytes:
     """The edit as bytes; the same edit gives the same bytes. `half` stores 11 significant bits per value."""
-    from safetensors.torch import save
-
     values, exponent = _halved(edit.values) if half else (edit.values, 0)
     about = {
         "seal": _BLANK, "format": FORMAT, "name": edit.name, "base": edit.base, "scope": edit.scope,
@@ -42,24 +43,21 @@ def dumps(edit: Edit, half: bool = False) -> bytes:
     masks = [_bits(part) for part, _, _ in edit.space.ranges if part.index is not None]
     tensors = {"values": values.contiguous(), "masks": torch.cat(masks) if masks else torch.empty(0, dtype=torch.uint8)}
     # One metadata entry only: the library writes several in no fixed order.
-    blank = save(tensors, {"fedgraft": json.dumps(about, separators=(",", ":"))})
+    blank = safetensors.torch.save(tensors, {"fedgraft": json.dumps(about, separators=(",", ":"))})
     begin, end = _seal_at(blank)
     return blank[:begin] + _seal(blank).encode() + blank[end:]
 
 
 def loads(data: bytes, where: str = "the edit") -> Edit:
     """Read an edit from bytes of any origin; refuses what is damaged, malformed or does not add up."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     begin, end = _seal_at(data, where)
     if _seal(data[:begin] + _BLANK.encode() + data[end:]) != data[begin:end].decode():
         raise FedgraftError(f"{where} is damaged: its content does not match its digest; fetch it again")
     try:
         length = int.from_bytes(data[:8], "little")
         about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["fedgraft"])
-        return _rebuild(about, load(data))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, SafetensorError) as error:
+        return _rebuild(about, safetensors.torch.load(data))
+    except _MALFORMED as error:
         raise FedgraftError(f"{where} is not a well-formed edit: {error}") from error
 
 
@@ -95,7 +93,7 @@ def _halved(values: Tensor) -> tuple[Tensor, int]:
     """float16 values and the power of two taken out, so that the largest uses the top of the range."""
     largest = float(values.abs().max()) if values.numel() else 0.0
     exponent = math.frexp(largest)[1] - 15 if largest > 0 else 0
-    return torch.ldexp(values.double(), torch.tensor(-exponent)).half(), exponent
+    return (values.double() * 2.0**-exponent).half(), exponent
 
 
 def _describe(part: Part) -> list[Any]:
@@ -136,7 +134,7 @@ def _values(stored: Tensor, exponent: Any) -> Tensor:
         return stored
     if stored.dtype != torch.float16 or type(exponent) is not int or abs(exponent) > 300:
         raise ValueError("its values are neither float32 nor scaled float16")
-    return torch.ldexp(stored.double(), torch.tensor(exponent)).float()
+    return (stored.double() * 2.0**exponent).float()
 
 
 def _part(entry: Any, masks: Tensor, at: int) -> tuple[Part, int]:
@@ -147,7 +145,7 @@ def _part(entry: Any, masks: Tensor, at: int) -> tuple[Part, int]:
     whole = Part(name, tuple(shape))
     if chosen is None:
         return whole, at
-    end = at + math.ceil(whole.numel / 8)
+    end = at + (whole.numel + 7) // 8
     if masks.dtype != torch.uint8 or masks.dim() != 1 or end > masks.numel():
         raise ValueError(f"the mask of {name!r} is not there")
     bits = np.unpackbits(masks[at:end].numpy(), bitorder="little")
@@ -182,7 +180,8 @@ class Facts:
     def __str__(self) -> str:
         head = (
             f"{self.name}: {self.total.coordinates} coordinates, density {self.total.density:.4f}, norm "
-            f"{self.total.norm:.4g}, largest {self.largest:.4g}, scale {self.scale:g}, {self.bytes} bytes, base {self.base}"
+            f"{self.total.norm:.4g}, largest {self.largest:.4g}, scale {self.scale:g}, {self.bytes} bytes, "
+            f"base {self.base}"
         )
         rows = [f"  {n}: {s.coordinates}, density {s.density:.4f}, norm {s.norm:.4g}" for n, s in self.blocks.items()]
         return "\n".join([head, *rows])

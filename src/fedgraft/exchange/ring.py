@@ -68,7 +68,8 @@ class Ring:
             x = values[segment.name].detach().double().view(-1)
             if len(x) != segment.length or not bool(torch.isfinite(x.sum())):
                 raise FedgraftError(f"segment {segment.name!r} of a secure sum has a wrong length or is not finite")
-            scaled = x.clamp(-segment.limit, segment.limit).mul_(self.level / segment.limit)
+            scaled = x * (self.level / segment.limit)
+            # Clamping comes last: it is what keeps the sum of all clients from wrapping, whatever the input.
             scaled.add_(torch.rand(len(x), generator=generator)).floor_().clamp_(-self.level, self.level)
             words[span] = scaled.to(torch.int32).numpy().view(np.uint32)
         return words

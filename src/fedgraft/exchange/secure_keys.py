@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from fedgraft.errors import FedgraftError, MissingExtra
 from fedgraft.exchange.ring import Words
 
 KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES = 32, 64, 16
+Agree = Callable[[bytes, bytes], bytes]
 _CHUNK = 1 << 18  # bytes of keystream at a time: stays in cache
 
 
@@ -27,6 +29,7 @@ class SecureRefusal(FedgraftError):
     """A client does not go on with a secure sum because what it was sent is not what an honest server sends."""
 
 
+@cache
 def _crypto() -> Any:
     """The parts of `cryptography` in one place."""
     try:
@@ -58,14 +61,18 @@ def public_key(private: bytes) -> bytes:
     return bytes(_crypto().Private.from_private_bytes(private).public_key().public_bytes_raw())
 
 
-def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
-    """The 32-byte key that two parties share for one purpose."""
+def agreement(private: bytes) -> Agree:
+    """A function (peer's public key, purpose) -> the 32-byte key that both share for this purpose."""
     c = _crypto()
-    try:
-        shared = c.Private.from_private_bytes(private).exchange(c.Public.from_public_bytes(public))
-    except ValueError as error:  # a point of small order
-        raise SecureRefusal("a public key of the secure sum is not a usable one") from error
-    return derive_key(shared, purpose)
+    mine = c.Private.from_private_bytes(private)
+
+    def agree(public: bytes, purpose: bytes) -> bytes:
+        try:
+            return derive_key(mine.exchange(c.Public.from_public_bytes(public)), purpose)
+        except ValueError as error:  # a point of small order
+            raise SecureRefusal("a public key of the secure sum is not a usable one") from error
+
+    return agree
 
 
 def derive_key(secret: bytes, purpose: bytes) -> bytes:
@@ -133,6 +140,8 @@ class Identity:
     known: dict[int, bytes] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     closed: bool = False
+    least: int = 2
+    """Smallest cohort to take part in."""
 
     @classmethod
     def fresh(cls, entropy: Callable[[int], bytes] = os.urandom) -> Identity:
@@ -152,7 +161,11 @@ class Identity:
             raise SecureRefusal(f"client {client} appears with another identity key than before")
 
     def serve(self, run: str, round_: int) -> None:
-        """Remember a round; refuse one that is not after the last."""
+        """Remember a round; refuse one that is not after the last.
+
+        Two sums of one round over different clients would give away the difference. A run that is resumed after a
+        crash repeats its last round under a new run name, which people on the clients' side can see.
+        """
         if round_ <= self.served.get(run, -1):
             raise SecureRefusal(f"round {round_} of the secure sum is a replay: round {self.served[run]} was served")
         self.served[run] = round_
@@ -160,12 +173,11 @@ class Identity:
     def to_bytes(self) -> bytes:
         """For a node's memory; holds the private key."""
         known = {str(client): key.hex() for client, key in sorted(self.known.items())}
-        plain = {"private": self.private.hex(), "known": known, "served": self.served, "closed": self.closed}
-        return json.dumps(plain).encode()
+        return json.dumps(asdict(self) | {"private": self.private.hex(), "known": known}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Identity:
         """What `to_bytes` wrote."""
         plain = json.loads(data)
         known = {int(client): bytes.fromhex(key) for client, key in plain["known"].items()}
-        return cls(bytes.fromhex(plain["private"]), known, plain["served"], plain["closed"])
+        return cls(bytes.fromhex(plain["private"]), known, plain["served"], plain["closed"], plain["least"])

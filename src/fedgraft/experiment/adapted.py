@@ -10,7 +10,7 @@ import torch
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.sources import load_dataset
 from fedgraft.errors import FedgraftError
-from fedgraft.experiment import step_zero
+from fedgraft.experiment import checkpoint, step_zero
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.config import from_folder
 from fedgraft.experiment.record import RunFolder
@@ -20,9 +20,11 @@ from fedgraft.local.evaluate import Evaluation, evaluate
 def adapted(folder: Path) -> Setup:
     """The run's parts with its best model (by validation) in the network."""
     record = RunFolder.open(folder)
-    found = record.resume_point()
+    found = checkpoint.load_latest(record.checkpoints, record.config_digest)
     if found is None:
-        raise FedgraftError(f"{folder} has no good checkpoint yet; let it run, or resume it with: fedgraft resume {folder}")
+        raise FedgraftError(
+            f"{folder} has no good checkpoint yet; let it run, or resume it with: fedgraft resume {folder}"
+        )
     setup = Setup(from_folder(folder))
     tensors = found.tensors
     step_zero.install(setup.network, torch.cat([tensors["head/weight"], tensors["head/bias"][:, None]], 1))
@@ -39,7 +41,9 @@ def evaluate_run(folder: Path, data: str | None = None) -> Evaluation:
     known = {name: i for i, name in enumerate(setup.deal.dataset.train.classes)}
     strange = sorted(set(other.classes) - set(known))
     if strange:
-        raise FedgraftError(f"{data} holds the class {strange[0]!r}, which the run does not know: {', '.join(known)[:200]}")
+        raise FedgraftError(
+            f"{data} holds the class {strange[0]!r}, which the run does not know: {', '.join(known)[:200]}"
+        )
     place = torch.tensor([known[name] for name in other.classes])
     total: Evaluation | None = None
     for store in (other.train, other.test):

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,13 @@ from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.sources import Dataset, load_dataset
 from fedgraft.data.split import stratified_split
-from fedgraft.data.transforms import Transform
+from fedgraft.data.store import cache_dir
+from fedgraft.data.transforms import STATISTICS, Transform
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.engines.in_process import InProcess
 from fedgraft.errors import FedgraftError
-from fedgraft.experiment.config import Config
 from fedgraft.exchange.codecs import codec
+from fedgraft.experiment.config import Config
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
 from fedgraft.local.train import LocalRule
@@ -80,11 +82,11 @@ def deal(config: Config) -> Deal:
 def _partition_options(config: Config) -> dict[str, object]:
     p = config.partition
     own: dict[str, dict[str, object]] = {
-        "classes": {"classes_per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
-        "shards": {"shards_per_client": p.shards_per_client, "rule": p.shard_rule},
-        "dirichlet": {"alpha": p.alpha, "minimum": p.minimum},
+        "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
+        "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
+        "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},
         "dirichlet_balanced": {"alpha": p.alpha},
-        "groups": {"groups": p.groups},
+        "groups": {"groups": p.groups, "allow_uncovered": p.allow_uncovered},
     }
     return {**own.get(p.kind, {}), "test": p.test}
 
@@ -198,7 +200,9 @@ class Setup:
         self.deal = deal(config)
         self.network = build_network(config, self.deal.classes)
         self.federation = build_federation(config)
-        self.transform = Transform(self.network.image_size, config.data.augment, config.data.normalise)
+        own = (self.network.mean, self.network.std)
+        statistics: Any = STATISTICS.get(config.data.normalise, own)
+        self.transform = Transform(self.network.image_size, config.data.augment, *statistics)
         self.pixels = ImageExamples(self.deal.dataset.train, self.transform)
         self.test_pixels = ImageExamples(self.deal.dataset.test, self.transform)
         self.space = open_space(config, self.network)
@@ -207,7 +211,11 @@ class Setup:
 
     def at_entry(self, pixels: ImageExamples, entry: int) -> Examples:
         """These images where they enter: as pixels, or as kept outputs of the fixed part of the network."""
-        return CachedExamples(pixels, self.network, entry) if entry else pixels
+        return self.kept(pixels, entry) if entry else pixels
+
+    def kept(self, pixels: ImageExamples, entry: int) -> CachedExamples:
+        """Outputs of the network before `entry`, computed once for all runs on this machine."""
+        return CachedExamples(pixels, self.network, entry, cache_dir() / "features", key=self.config.model.name)
 
     @cached_property
     def entry(self) -> int:
@@ -216,8 +224,7 @@ class Setup:
         body_finetuned = c.personal.finetune_epochs > 0 and c.personal.finetune_part != "head"
         if not c.data.cache_features or not self.transform.deterministic or body_finetuned or self.algorithm.wants:
             return 0
-        first = self.space.first_block(network)
-        return network.depth if first > network.depth else max(0, min(first, network.depth - 1))
+        return network.entry_for(self.space.first_block(network))
 
     @cached_property
     def examples(self) -> Examples:
@@ -244,7 +251,7 @@ class Setup:
     def trunk_place(self) -> Workplace:
         """The workplace of step 0: the untouched trunk's features, kept on disk and shared by all runs."""
         plain = ImageExamples(self.deal.dataset.train, replace(self.transform, train=()))
-        cached = CachedExamples(plain, self.network, self.network.depth)
+        cached = self.kept(plain, self.network.depth)
         return replace(self.place, examples=cached, _bound={}, _active="")
 
     @cached_property
@@ -264,9 +271,10 @@ def warnings_for(config: Config, setup: Setup) -> list[str]:
     m, stats = per_round(config), setup.deal.partition.statistics()
     if m == 1 and config.partition.clients > 1:
         found.append("one client per round: every weighting rule is the same; raise rounds.fraction")
-    missing = stats.uncovered if hasattr(stats, "uncovered") else ()
+    missing = stats["uncovered"]
     if len(missing):
         found.append(f"{len(missing)} classes are held by nobody, so they cannot be learned: {list(missing)[:10]}")
+    found += stats["notes"]
     if isinstance(setup.algorithm.combine, Mixture) and m < config.partition.clients:
         found.append("with partial participation only the cohort's models are mixed; the others wait")
     return found

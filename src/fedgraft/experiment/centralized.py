@@ -45,11 +45,13 @@ def as_central(config: Config) -> Config:
     return validate(table)
 
 
-def run_centralized(config: Config, folder: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
+def run_centralized(
+    config: Config, folder: Path, progress: Progress | None = None, console: bool = True
+) -> dict[str, Any]:
     """Train on everything in one place; returns the summary. Resumes like a federated run."""
     config = as_central(config)
     record = RunFolder.create(folder, to_toml(config), config.digest)
-    if record.status() == "finished":
+    if record.status == "finished":
         return record.summary()
     with record.writing(console=console), one_thread():
         setup = Setup(config)
@@ -77,8 +79,13 @@ def _epochs(config: Config, setup: Setup, record: RunFolder, progress: Progress,
         state = {name.removeprefix("optimizer/"): v for name, v in t.items() if name.startswith("optimizer/")}
         vector, epoch, losses = t["vector"], found.round, list(found.meta["losses"])
         best, spent = Best(**found.meta["best"], vector=t.get("best/vector")), float(found.meta["seconds"])
-    head = {"head/weight": setup.network.head.weight.detach().clone(), "head/bias": setup.network.head.bias.detach().clone()}
-    progress.start(total, epoch, f"centralised {c.kind}: {setup.space.trained:,} weights, {len(setup.deal.train_rows):,} images")
+    head = {
+        "head/weight": setup.network.head.weight.detach().clone(),
+        "head/bias": setup.network.head.bias.detach().clone(),
+    }
+    progress.start(
+        total, epoch, f"centralised {c.kind}: {setup.space.trained:,} weights, {len(setup.deal.train_rows):,} images"
+    )
     place = setup.place
     rows = setup.deal.validation_rows if len(setup.deal.validation_rows) else setup.deal.train_rows
     while epoch < total and not (c.patience and best.stale >= c.patience):
@@ -93,7 +100,13 @@ def _epochs(config: Config, setup: Setup, record: RunFolder, progress: Progress,
         losses.append(measured.loss)
         better = measured.accuracy > best.accuracy
         best = Best(measured.accuracy, epoch, 0, vector) if better else replace(best, stale=best.stale + 1)
-        line |= {"round": epoch, "lr": rate, "accuracy": measured.accuracy, "loss": measured.loss, "top5": measured.top5}
+        line |= {
+            "round": epoch,
+            "lr": rate,
+            "accuracy": measured.accuracy,
+            "loss": measured.loss,
+            "top5": measured.top5,
+        }
         line["seconds"] = {"train": time.perf_counter() - tick}
         record.append(line)
         track.log(epoch, line)
@@ -124,7 +137,9 @@ def _epochs(config: Config, setup: Setup, record: RunFolder, progress: Progress,
     }
 
 
-def _one_epoch(setup: Setup, place: Workplace, bound: Any, state: dict[str, Any], rate: float, epoch: int) -> dict[str, Any]:
+def _one_epoch(
+    setup: Setup, place: Workplace, bound: Any, state: dict[str, Any], rate: float, epoch: int
+) -> dict[str, Any]:
     seed = setup.config.seed
     give_stream(setup.network, torch_stream(seed, "layers", "epoch", epoch))
     result = train(

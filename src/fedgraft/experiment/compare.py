@@ -22,7 +22,7 @@ def compare_runs(runs: Sequence[Path], out: Path) -> tuple[list[RunInfo], list[P
         lines = [line for line in folder.metrics() if line.get("accuracy") is not None]
         series[folder.path.name] = ([x["round"] for x in lines], [100 * x["accuracy"] for x in lines], None)
     figure = out / "accuracy.png"
-    figures.curves(figure, series, "round", "validation accuracy (%)")
+    figures.curves(figure, series, xlabel="round", ylabel="validation accuracy (%)")
     page = out / "comparison.html"
     write_comparison([folder.path for folder in folders], page)
     return [describe(folder) for folder in folders], [page, figure]

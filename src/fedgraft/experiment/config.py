@@ -34,7 +34,9 @@ class Data(Section):
     augment: tuple[Literal["flip", "crop", "resized_crop", "jitter", "randaugment"], ...] = Field(
         (), description="training transforms, in this order; evaluation never augments"
     )
-    normalise: Literal["imagenet", "cifar100"] = Field("imagenet", description="one normalisation for all splits")
+    normalise: Literal["model", "imagenet", "cifar100"] = Field(
+        "model", description="one normalisation for all splits; default: what the network was trained with"
+    )
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
@@ -64,7 +66,9 @@ class Model(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     head: Literal["ridge", "probe", "random"] = Field("ridge", description="step 0: how the head starts")
     ridge: float | None = Field(
-        None, gt=0, description="λ of the ridge head, relative to the mean feature energy; default: chosen on validation"
+        None,
+        gt=0,
+        description="λ of the ridge head, relative to the mean feature energy; default: chosen on validation",
     )
     probe_steps: int = Field(50, ge=1, description="head=probe: full-batch steps on summed gradients")
 
@@ -76,11 +80,15 @@ class Mask(Section):
         "least_sensitive"
     )
     sparsity: float = Field(0.9, ge=0, lt=1)
-    scope: tuple[str, ...] = Field(("blocks",), description="maskable tensors: blocks, qk, attention, mlp, norm, bias, globs")
+    scope: tuple[str, ...] = Field(
+        ("blocks",), description="maskable tensors: blocks, qk, attention, mlp, norm, bias, globs"
+    )
     dense: tuple[str, ...] = Field((), description="tensors trained densely beside the mask")
     threshold: Literal["global", "per_tensor", "per_block"] = "global"
     floor: float = Field(0.0, ge=0, lt=1, description="least fraction kept in every tensor; the budget stays exact")
-    labels: Literal["true", "sampled", "expected", "rademacher", "logit", "batch_gradient", "single_batch"] = "rademacher"
+    labels: Literal["true", "sampled", "expected", "rademacher", "logit", "batch_gradient", "single_batch"] = (
+        "rademacher"
+    )
     samples: int = Field(1024, ge=1, description="images to score, over all clients")
     calibration: Literal["oneshot", "average", "progressive"] = "progressive"
     rounds: int = Field(4, ge=1, description="calibration rounds")
@@ -88,7 +96,9 @@ class Mask(Section):
     soft: float = Field(0.1, ge=0, le=1, description="factor on excluded weights between calibration rounds")
     per_client: bool = Field(False, description="each client has a mask of its own")
     merge: Literal["score_mean", "union", "intersection", "vote"] = "score_mean"
-    fill: Literal["count", "zero"] = Field("count", description="per_client: how coordinates few clients train are averaged")
+    fill: Literal["count", "zero"] = Field(
+        "count", description="per_client: how coordinates few clients train are averaged"
+    )
     adaptive: bool = Field(False, description="raise the sparsity when the clients' drift is low")
 
 
@@ -109,7 +119,9 @@ class Moves(Section):
     blocks: int = Field(2, ge=1, description="kind=last_blocks")
     freeze_blocks: int = Field(0, ge=0, description="the first so many blocks, and what lies before, stay fixed")
     head_too: bool = Field(False, description="kind=last_blocks, masked or lora: train the head along")
-    match_norm: float | None = Field(None, gt=1, description="raise the rate up to this factor, to the dense update's norm")
+    match_norm: float | None = Field(
+        None, gt=1, description="raise the rate up to this factor, to the dense update's norm"
+    )
     mask: Mask = Mask()
     lora: Lora = Lora()
 
@@ -172,14 +184,16 @@ class AlgorithmChoice(Section):
     constant: float = Field(1.0, ge=0, le=1, description="similarity=constant: c")
     samples: int = Field(64, ge=4, description="similarity: images each client represents itself by")
     absent: Literal["keep", "mean"] = Field("keep", description="mixtures: model of clients outside the cohort")
-    align: Literal["client", "server", "random"] = Field("client", description="fedalign: who computes the score, or the control")
+    align: Literal["client", "server", "random"] = Field(
+        "client", description="fedalign: who computes the score, or the control"
+    )
     gamma: float = Field(1.0, ge=0, description="fedalign: sharpening exponent")
     null_correction: bool = Field(False, description="fedalign: subtract the score of unrelated data")
     cap: float | None = Field(None, gt=0, description="fedalign: largest weight of one client (default 2/m)")
     keep: int = Field(20, ge=2, description="fedalign: directions kept of each layer")
     top: int = Field(20, ge=1, description="fedalign: correlations averaged")
     probe: int = Field(256, ge=16, description="fedalign, probe_cka: shared probe images, from validation")
-    layers: tuple[str, ...] = Field((), description="fedalign: hidden layers; default three of the network's")
+    layers: tuple[str, ...] = Field(("early", "middle", "late"), description="fedalign: hidden layers by name")
     robust: Literal[
         "mean", "median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip"
     ] = Field("mean", description="how changes are combined")
@@ -222,7 +236,9 @@ class Sends(Section):
 class Protects(Section):
     """Who may see what."""
 
-    kind: Literal["clear", "secure", "zero_sum_demo"] = Field("clear", description="zero_sum_demo is INSECURE, for comparison")
+    kind: Literal["clear", "secure", "zero_sum_demo"] = Field(
+        "clear", description="zero_sum_demo is INSECURE, for comparison"
+    )
 
 
 class Centralized(Section):
@@ -245,7 +261,9 @@ class Config(Section):
     name: str = Field("run", min_length=1, max_length=80, pattern=r"^[A-Za-z0-9._-]+$")
     seed: int = Field(0, ge=0)
     device: str = Field("cpu", description="cpu, cuda, cuda:0")
-    workers: int = Field(1, ge=1, description="processes that train clients side by side; same bytes whatever the number")
+    workers: int = Field(
+        1, ge=1, description="processes that train clients side by side; same bytes whatever the number"
+    )
     data: Data = Data()
     partition: Partition = Partition()
     model: Model = Model()
@@ -340,7 +358,7 @@ def known_keys() -> list[str]:
         for name, info in section.model_fields.items():
             kind = info.annotation
             nested = isinstance(kind, type) and issubclass(kind, BaseModel)
-            found += walk(kind, f"{prefix}{name}.") if nested else [prefix + name]  # type: ignore[arg-type]
+            found += walk(kind, f"{prefix}{name}.") if nested else [prefix + name]
         return found
 
     return walk(Config, "")

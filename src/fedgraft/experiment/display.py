@@ -64,7 +64,10 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
         ("test loss", f"{summary.get('test', {}).get('loss', float('nan')):.4f}"),
         ("best round", str(summary.get("best_round", ""))),
         ("rounds", str(summary.get("rounds", ""))),
-        ("weights edited", f"{summary['edited']['coordinates']:,} of {summary['edited']['of']:,}" if "edited" in summary else ""),
+        (
+            "weights edited",
+            f"{summary['edited']['coordinates']:,} of {summary['edited']['of']:,}" if "edited" in summary else "",
+        ),
         ("sent up / down", f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"),
         ("seconds", f"{summary.get('seconds', 0):.1f}"),
     ]

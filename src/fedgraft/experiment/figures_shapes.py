@@ -167,8 +167,10 @@ def _pair(value: Any) -> tuple[float, float]:
 
 
 def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]], bold: Sequence[str]) -> None:
-    """Put each name beside its point, at the first of four corners where it covers no earlier name."""
-    taken: list[Any] = []
+    """Put each name beside its point, at the first of four corners where it covers no point and no earlier name."""
+    from matplotlib.transforms import Bbox
+
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in axes.transData.transform(list(points.values()))]
     for name, point in points.items():
         weight = "bold" if name in bold else "normal"
         for dx, dy in ((7, 5), (7, -12), (-7, 5), (-7, -12)):

@@ -18,11 +18,13 @@ def show_partition(config: Config, out: Path | None, console: Console) -> None:
     dealt = deal(config)
     stats = dealt.partition.statistics()
     table = Table(title=f"{config.partition.kind}: {config.partition.clients} clients", show_header=False)
-    for name, value in stats.rows():
-        table.add_row(name, value)
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {number:.4g}" for key, number in value.items())
+        table.add_row(name.replace("_", " "), str(value if value != [] else "none"))
     console.print(table)
     labels = np.asarray(dealt.dataset.train.labels)[dealt.train_rows.numpy()]
     matrix = dealt.partition.histogram(labels, dealt.classes)
     path = out or Path(f"partition-{config.partition.kind}-{config.partition.clients}.png")
-    figures.client_classes(path, matrix, list(dealt.dataset.train.classes))
+    figures.draw("client_classes", path, matrix)
     console.print(f"heat map    {path}", highlight=False)

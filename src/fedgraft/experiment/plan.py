@@ -20,7 +20,9 @@ def plan(config: Config) -> list[str]:
     import torch
 
     arrays = {name: torch.empty(count, dtype=dtype, device="meta") for name, (dtype, count) in layout.items()}
-    reply = Reply(config.digest, 0, 0, setup.space.digest, 1, Payload(setup.algorithm.sends.name, setup.space.size, arrays))
+    reply = Reply(
+        config.digest, 0, 0, setup.space.digest, 1, Payload(setup.algorithm.sends.name, setup.space.size, arrays)
+    )
     down, up = wire_size(orders[0]), wire_size(reply)
     m, total = per_round(config), config.rounds.total
     sizes = setup.deal.partition.sizes()

@@ -71,7 +71,7 @@ def one_thread() -> Iterator[None]:
 def run(config: Config, folder: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
     """Run a config in its folder, from the beginning or from its last good checkpoint; returns the summary."""
     record = RunFolder.create(folder, to_toml(config), config.digest)
-    if record.status() == "finished":
+    if record.status == "finished":
         log.info("%s is already finished", folder)
         return record.summary()
     with record.writing(console=console), one_thread():
@@ -95,7 +95,9 @@ class _Run:
         for text in warnings_for(config, setup):
             log.warning(text)
         found = self.record.resume()
-        with open_trackers(config.track.trackers, self.record.path, config.name, config.model_dump(mode="json")) as track:
+        with open_trackers(
+            config.track.trackers, self.record.path, config.name, config.model_dump(mode="json")
+        ) as track:
             state = self._begin() if found is None else self._restore(found)
             self.progress.start(config.rounds.total, state.round, describe(setup))
             state = self._rounds(state, track)
@@ -109,7 +111,9 @@ class _Run:
         """Step 0, then the state before round 0."""
         began = time.perf_counter()
         install_head(self.setup)
-        state = server.start(self.setup.algorithm, self.setup.space.gather(self.setup.network), self.setup.space.trained)
+        state = server.start(
+            self.setup.algorithm, self.setup.space.gather(self.setup.network), self.setup.space.trained
+        )
         self.spent += time.perf_counter() - began
         log.info("step 0 (%s head) took %.1f s", self.config.model.head, self.spent)
         self._save(state)
@@ -151,7 +155,9 @@ class _Run:
         line |= {"accuracy": result.accuracy, "loss": result.loss, "top5": result.top5}
         better = result.accuracy > self.best.accuracy + (self.config.rounds.min_delta if self.best.stale else 0)
         self.best = (
-            Best(result.accuracy, state.round, 0, state.vector) if better else replace(self.best, stale=self.best.stale + 1)
+            Best(result.accuracy, state.round, 0, state.vector)
+            if better
+            else replace(self.best, stale=self.best.stale + 1)
         )
         if self.config.personal.evaluate == "always":
             line["personal"] = self.personal(state)
@@ -174,7 +180,16 @@ class _Run:
         }  # fmt: skip
         clients = [k for k in range(federation.clients) if len(self.setup.deal.test_rows(k))]
         orders = [
-            Order(federation.run, state.round, k, "evaluate", self.setup.space.digest, server.model_of(state, k), {}, settings)
+            Order(
+                federation.run,
+                state.round,
+                k,
+                "evaluate",
+                self.setup.space.digest,
+                server.model_of(state, k),
+                {},
+                settings,
+            )
             for k in clients
         ]
         replies = [r for r in self.engine.exchange(orders) if isinstance(r, Reply)]
@@ -261,11 +276,11 @@ def install_head(setup: Setup) -> None:
     clients = range(setup.federation.clients)
     rows = setup.deal.validation_rows if len(setup.deal.validation_rows) else setup.deal.train_rows[:1000]
     features = step_zero.features_of(network, setup.trunk_place.examples, rows)
-    judge = step_zero.judge_on(features, setup.pixels.labels[rows])
+    judge = step_zero.Judgement(features, setup.pixels.labels[rows])
     head, penalty = step_zero.ridge_head(engine, setup.federation.run, clients, m.ridge, judge)
     head = step_zero.tempered(head, judge)
     if m.head == "probe":
-        head = step_zero.probe_head(engine, setup.federation.run, clients, head, m.probe_steps)
+        head = step_zero.probe_head(engine, setup.federation.run, clients, torch.zeros_like(head), m.probe_steps)
     step_zero.install(network, head)
     accuracy, loss = judge(head)
     log.info("step 0: %s head, penalty %g: validation accuracy %.4f, loss %.4f", m.head, penalty, accuracy, loss)

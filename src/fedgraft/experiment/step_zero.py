@@ -7,7 +7,7 @@ server's validation images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from fedgraft.contracts import Examples, Network
 from fedgraft.messages import Order, Reply
 from fedgraft.round import Engine
 
-GRID = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+GRID = tuple(10.0**e for e in (-5, -4, -3, -2.5, -2, -1.5, -1, -0.5, 0))
 
 
 def ask(engine: Engine, run: str, clients: Sequence[int], action: str, **auxiliary: Tensor) -> list[Reply]:
@@ -29,18 +29,26 @@ def ask(engine: Engine, run: str, clients: Sequence[int], action: str, **auxilia
 
 
 def ridge_head(
-    engine: Engine, run: str, clients: Sequence[int], penalty: float | None, judge: Callable[[Tensor], tuple[float, float]]
+    engine: Engine, run: str, clients: Sequence[int], penalty: float | None, judge: Judgement
 ) -> tuple[Tensor, float]:
-    """The ridge head (classes, width+1; last column is the bias) and its penalty.
-
-    `judge(head) -> (accuracy, loss)` on validation images picks the penalty when none is given.
-    """
+    """The ridge head (classes, width+1; last column is the bias) and its penalty, chosen on validation if not given."""
     replies = ask(engine, run, clients, "statistics")
     gram = torch.stack([r.sums["gram"] for r in replies]).sum(0)
     cross = torch.stack([r.sums["cross"] for r in replies]).sum(0)
-    grid = GRID if penalty is None else (penalty,)
-    heads = [(solve(gram, cross, value), value) for value in grid]
-    return max(heads, key=lambda pair: judge(pair[0])[0]) if len(heads) > 1 else heads[0]
+    heads = [(solve(gram, cross, value), value) for value in (GRID if penalty is None else (penalty,))]
+    return strongest(heads, judge)
+
+
+def strongest(heads: Sequence[tuple[Tensor, float]], judge: Judgement) -> tuple[Tensor, float]:
+    """The largest penalty whose accuracy lies within one standard error of the best.
+
+    A head that is hardly punished scores as well here but has huge weights along directions of little variance, and
+    a body trained through it would be thrown about.
+    """
+    scores = [judge(head)[0] for head, _ in heads]
+    best = max(scores)
+    slack = (best * (1 - best) / judge.count) ** 0.5
+    return max((pair for pair, score in zip(heads, scores, strict=True) if score >= best - slack), key=lambda p: p[1])
 
 
 def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
@@ -54,7 +62,9 @@ def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
     return torch.linalg.solve(gram + damping, targets).T
 
 
-def probe_head(engine: Engine, run: str, clients: Sequence[int], start: Tensor, steps: int, decay: float = 1e-4) -> Tensor:
+def probe_head(
+    engine: Engine, run: str, clients: Sequence[int], start: Tensor, steps: int, decay: float = 1e-4
+) -> Tensor:
     """Logistic regression by L-BFGS; every evaluation is one sum of the clients' losses and gradients."""
     from scipy.optimize import minimize
 
@@ -71,18 +81,20 @@ def probe_head(engine: Engine, run: str, clients: Sequence[int], start: Tensor, 
     return torch.from_numpy(found.x.reshape(start.shape))
 
 
-def judge_on(features: Tensor, labels: Tensor) -> Callable[[Tensor], tuple[float, float]]:
-    """Accuracy and loss of a head on these features."""
-    z = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
+class Judgement:
+    """Accuracy and loss of a head on these features, the server's own."""
 
-    def judge(head: Tensor) -> tuple[float, float]:
-        logits = z @ head.T
-        return float((logits.argmax(1) == labels).double().mean()), float(cross_entropy(logits, labels))
+    def __init__(self, features: Tensor, labels: Tensor) -> None:
+        self.z = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
+        self.labels, self.count = labels, len(labels)
 
-    return judge
+    def __call__(self, head: Tensor) -> tuple[float, float]:
+        """(accuracy, loss)."""
+        logits = self.z @ head.T
+        return float((logits.argmax(1) == self.labels).double().mean()), float(cross_entropy(logits, self.labels))
 
 
-def tempered(head: Tensor, judge: Callable[[Tensor], tuple[float, float]]) -> Tensor:
+def tempered(head: Tensor, judge: Judgement) -> Tensor:
     """The head scaled so that its softmax is honest: least squares gives directions, not log-odds."""
     scales = torch.logspace(0, 2.5, 26, dtype=torch.float64)
     return head * min(scales.tolist(), key=lambda scale: judge(head * scale)[1])

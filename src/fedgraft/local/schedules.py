@@ -49,7 +49,9 @@ def step(lr: float, at: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> S
     return lambda t, total, history: lr * factor ** sum(t >= math.floor(f * total) for f in at)
 
 
-def plateau(lr: float, factor: float = 0.5, patience: int = 3, minimum: float = 0.0, threshold: float = 1e-4) -> Schedule:
+def plateau(
+    lr: float, factor: float = 0.5, patience: int = 3, minimum: float = 0.0, threshold: float = 1e-4
+) -> Schedule:
     """Multiply by the factor after more than `patience` evaluations without a relative improvement of the loss."""
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:

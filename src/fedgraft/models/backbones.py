@@ -55,7 +55,9 @@ def load_network(
     else:
         source = NANO if text == "nano" else folders.locate(text)
         trunk = folders.load_trunk(source)
-    size = image_size or folders.trained_size(trunk.config)
+    size = folders.trained_size(trunk.config) if image_size is None else image_size
+    if size < 1:
+        raise FedgraftError(f"image_size is {size}; give a number of pixels.")
     if size != folders.trained_size(trunk.config):
         trunk = at_size(trunk, size)
     head = _head(trunk, source, size, classes, seed)
@@ -83,20 +85,20 @@ def at_size(trunk: Any, size: int) -> nn.Module:
         raise FedgraftError(f"image_size {size} is not a multiple of this network's patch of {patch} pixels.")
     state = trunk.state_dict()
     name = f"{family.stem}.position_embeddings"
-    state[name] = interpolate_positions(state[name], family.tokens, size // patch)
+    state[name] = interpolate_positions(state[name], family.tokens, size // patch, family.antialias)
     resized = _construct(type(trunk), config, 0)
     resized.load_state_dict(state)
     return resized
 
 
-def interpolate_positions(positions: Tensor, tokens: int, side: int) -> Tensor:
+def interpolate_positions(positions: Tensor, tokens: int, side: int, antialias: bool = False) -> Tensor:
     """Position embeddings (1, tokens + n^2, D) for a grid of side x side patches; leading tokens keep theirs."""
     lead, grid = positions[:, :tokens], positions[:, tokens:]
     old = round(grid.shape[1] ** 0.5)
     if old * old != grid.shape[1]:
-        raise FedgraftError(f"position embeddings of {grid.shape[1]} patches are not a square grid and cannot be resized.")
+        raise FedgraftError(f"position embeddings of {grid.shape[1]} patches are not a square grid to be resized.")
     planes = grid.reshape(1, old, old, -1).permute(0, 3, 1, 2)  # (1, D, old, old)
-    planes = nn.functional.interpolate(planes, size=(side, side), mode="bicubic", align_corners=False)
+    planes = nn.functional.interpolate(planes, (side, side), mode="bicubic", antialias=antialias)
     return torch.cat([lead, planes.flatten(2).transpose(1, 2)], 1)  # (1, tokens + side^2, D)
 
 
@@ -189,8 +191,14 @@ def _width(trunk: Any, size: int) -> int:
     if config.model_type in FAMILIES:
         return int(config.hidden_size)
     probe = VisionNetwork(trunk, nn.utils.skip_init(nn.Linear, 1, 1), size)
-    with torch.no_grad():
-        return int(probe.features(torch.zeros(1, 3, size, size)).shape[1])
+    try:
+        with torch.no_grad():
+            return int(probe.features(torch.zeros(1, 3, size, size)).shape[1])
+    except Exception as error:
+        raise FedgraftError(
+            f"a {config.model_type!r} model does not turn an image into one vector, so it cannot be a backbone; "
+            "give a vision model."
+        ) from error
 
 
 def _patch(config: Any) -> int:

@@ -1,8 +1,8 @@
 """ResNet for 32-pixel images: a 3x3 stride-1 stem without max-pool, batch or group norm.
 
 The configuration is `transformers`' own ResNetConfig with two more fields, `stem = "cifar"` and `norm`. This file needs
-nothing of fedgraft, because `export` puts a copy of it beside the weights for `from_pretrained(trust_remote_code=True)`.
-It imports transformers at once: import it inside functions only.
+nothing of fedgraft: `export` puts a copy beside the weights for `from_pretrained(..., trust_remote_code=True)`. It
+imports transformers at once, so import it inside functions only.
 """
 
 from __future__ import annotations

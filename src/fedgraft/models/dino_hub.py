@@ -98,7 +98,7 @@ def _plain_name(name: str, block: re.Match[str] | None) -> str:
     raise FedgraftError(f"the tensor {name!r} is not one of a DINO ViT; give weights under the release's own names.")
 
 
-def _shape(state: Mapping[str, Tensor]) -> dict[str, int]:
+def _shape(state: Mapping[str, Tensor]) -> dict[str, Any]:
     width, _, patch, _ = state["embeddings.patch_embeddings.projection.weight"].shape
     side = round((state["embeddings.position_embeddings"].shape[1] - 1) ** 0.5)
     depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))

@@ -29,7 +29,9 @@ def export(network: VisionNetwork, folder: str | Path, label_names: Sequence[str
         raise FedgraftError(f"{folder} already holds something and is not overwritten; export to a new folder.")
     names = [f"class {index}" for index in range(network.classes)] if label_names is None else list(label_names)
     if len(names) != network.classes or len(set(names)) != len(names):
-        raise FedgraftError(f"{len(names)} label names for {network.classes} classes; give one per class, all different.")
+        raise FedgraftError(
+            f"{len(names)} label names for {network.classes} classes; give one per class, all different."
+        )
     classifier = to_classifier(network, names)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
@@ -49,6 +51,7 @@ def to_classifier(network: VisionNetwork, label_names: Sequence[str]) -> Any:
     """The network as `transformers`' own classification model, checked to give the same logits."""
     config = network.config.__class__.from_dict(network.config.to_dict())
     config.id2label = dict(enumerate(label_names))
+    config.architectures = []  # what the trunk was stored as; transformers would prefer that class
     config.label2id = {name: index for index, name in enumerate(label_names)}
     with quiet(), drawn_from(0):
         model = _empty_classifier(config)
@@ -113,8 +116,8 @@ def _check_same(network: VisionNetwork, model: Any) -> None:
     theirs = model(pixel_values=images).logits
     if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(ours.abs().max())):
         raise FedgraftError(
-            f"transformers' classification model for a {model.config.model_type!r} trunk reads other features than this "
-            "network's head, so it would answer differently; nothing was written."
+            f"transformers' classification model for a {model.config.model_type!r} trunk reads other features than "
+            "this network's head, so it would answer differently; nothing was written."
         )
 
 

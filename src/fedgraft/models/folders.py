@@ -31,7 +31,7 @@ def locate(name: str) -> Path:
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) or name.startswith((".", "/")):
         raise FedgraftError(
-            f"there is no network {name!r}: it is not a folder here, nor one of nano, resnet18, vit-s16, tiny, vit:..., "
+            f"there is no network {name!r}: it is not a folder here, nor one of nano, resnet18, vit-s16, tiny, vit:, "
             "nor a Hub name such as facebook/dino-vits16."
         )
     return _fetch(name)
@@ -49,14 +49,14 @@ def _fetch(name: str) -> Path:
             folder = Path(snapshot_download(owner_name, revision=revision or None, allow_patterns=list(_READ)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise FedgraftError(
-            f"the network {name!r} is neither a folder here nor in the Hub cache {constants.HF_HUB_CACHE}, and fetching it "
-            f"failed ({type(error).__name__}): connect once and try again, or put its config.json and model.safetensors "
-            "into a folder and give that folder."
+            f"the network {name!r} is neither a folder here nor in the Hub cache {constants.HF_HUB_CACHE}, and "
+            f"fetching it failed ({type(error).__name__}): connect once and try again, or put its config.json and "
+            "model.safetensors into a folder and give that folder."
         ) from error
     if not any(folder.glob("*.safetensors")):
         raise FedgraftError(
-            f"the Hub's {name!r} has no safetensors weights, and pickled ones are not read: choose a revision that has them "
-            f"({owner_name}@refs/pr/NUMBER), or convert a copy you trust and give its folder."
+            f"the Hub's {name!r} has no safetensors weights, and pickled ones are not read: choose a revision that has "
+            f"them ({owner_name}@refs/pr/NUMBER), or convert a copy you trust and give its folder."
         )
     return folder
 
@@ -72,22 +72,28 @@ def load_trunk(source: Path) -> nn.Module:
     from transformers import AutoModel
 
     kind: Any = AutoModel
+    options = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
     if getattr(config, "stem", None) == "cifar":
         from fedgraft.models.cifar_resnet import CifarResNetModel as kind
-    options = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
+    else:
+        options["trust_remote_code"] = False  # a folder brings weights, never code
     try:
         with quiet(), drawn_from(0):
             trunk, info = kind.from_pretrained(
                 source, config=config, attn_implementation="eager", **options, **without_pooler(config)
             )
     except Exception as error:
-        raise FedgraftError(f"the weights in {source} cannot be loaded: {_first_line(error)}; fetch the folder again.") from error
+        raise FedgraftError(
+            f"the weights in {source} cannot be loaded: {_first_line(error)}; fetch the folder again."
+        ) from error
     if info["missing_keys"]:
         lost = sorted(info["missing_keys"])
         raise FedgraftError(
             f"the weights in {source} lack {len(lost)} of the network's tensors, first {lost[0]!r}: "
             "config.json and model.safetensors do not belong together."
         )
+    for tensor in (*trunk.parameters(), *trunk.buffers()):
+        tensor.data = tensor.data.clone()  # what is loaded may be a view of the file, which can change
     return trunk
 
 
@@ -98,10 +104,12 @@ def without_pooler(config: Any) -> dict[str, bool]:
 
 def trained_size(config: Any) -> int:
     """The image side a trunk was made for; 224 when its configuration does not say."""
-    size = getattr(config, "image_size", None) or 224
+    size: Any = getattr(config, "image_size", None) or 224
     sides = {size} if isinstance(size, int) else set(size)
     if len(sides) != 1:
-        raise FedgraftError(f"this network was made for images of {tuple(size)} pixels; only square ones are supported.")
+        raise FedgraftError(
+            f"this network was made for images of {tuple(size)} pixels; only square ones are supported."
+        )
     return int(sides.pop())
 
 
@@ -126,7 +134,7 @@ def stored_head(source: Path, width: int) -> tuple[Tensor, Tensor] | None:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
                 if re.fullmatch(r"classifier\.(1\.)?(weight|bias)", key):
-                    found[key.rpartition(".")[2]] = file.get_tensor(key).float()
+                    found[key.rpartition(".")[2]] = file.get_tensor(key).float().clone()
     if set(found) != {"weight", "bias"}:
         return None
     weight = found["weight"]
@@ -149,7 +157,7 @@ def _config(folder: Path) -> Any:
     _json(path)
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise FedgraftError(f"{path} is not a configuration transformers can read: {_first_line(error)}.") from error
     for key, value in _STILL.items():
@@ -167,8 +175,8 @@ def _check_weights(folder: Path) -> None:
         return
     if any(folder.glob("*.bin")):
         raise FedgraftError(
-            f"{folder} holds pickled weights (.bin), which are not read because loading a pickle can run code: convert a "
-            "copy you trust once with transformers' AutoModel.from_pretrained(folder).save_pretrained(new_folder)."
+            f"{folder} holds pickled weights (.bin), which are not read because loading a pickle can run code: convert "
+            "a copy you trust once with transformers' AutoModel.from_pretrained(folder).save_pretrained(new_folder)."
         )
     raise FedgraftError(f"{folder} has no model.safetensors; fetch the weights or give another folder.")
 

@@ -24,7 +24,7 @@ def digest(network: VisionNetwork, until: int | None = None) -> str:
     h.update(repr((network.image_size, settings)).encode())
     for name, tensor in _before(network, until):
         h.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        h.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        h.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return h.hexdigest()
 
 

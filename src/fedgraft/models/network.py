@@ -31,13 +31,15 @@ class Family:
     """The final norm; None for a trunk that pools a map instead."""
     tokens: int = 0
     """Tokens in front of the patches that have a position of their own."""
+    antialias: bool = False
+    """Whether its authors smooth position embeddings when they resize them."""
 
 
 FAMILIES = {
     "vit": Family("embeddings", "layers", "layernorm", tokens=1),
     "deit": Family("embeddings", "layers", "layernorm", tokens=2),
     "dinov2": Family("embeddings", "encoder.layer", "layernorm", tokens=1),
-    "dinov2_with_registers": Family("embeddings", "encoder.layer", "layernorm", tokens=1),
+    "dinov2_with_registers": Family("embeddings", "encoder.layer", "layernorm", tokens=1, antialias=True),
     "resnet": Family("embedder", "encoder.stages", None),
 }
 
@@ -102,8 +104,9 @@ class VisionNetwork(nn.Module):
         self.std: Sequence[float] = IMAGENET_STD
         self.family = FAMILIES.get(self.config.model_type)
         self.depth = len(self.blocks) if self.family else 1
-        if getattr(getattr(backbone, "embeddings", None), "mask_token", None) is not None:
-            backbone.embeddings.mask_token = None  # only the pretraining reads it: no coordinate of this network
+        stem: Any = getattr(backbone, "embeddings", None)
+        if getattr(stem, "mask_token", None) is not None:
+            stem.mask_token = None  # only the pretraining reads it: no coordinate of this network
         self.eval()
 
     @property
@@ -149,7 +152,9 @@ class VisionNetwork(nn.Module):
         if part == "head":
             return self.depth + 1
         if part != "backbone":
-            raise FedgraftError(f"{name!r} is not a parameter of this network: names begin with 'backbone.' or 'head.'.")
+            raise FedgraftError(
+                f"{name!r} is not a parameter of this network: names begin with 'backbone.' or 'head.'."
+            )
         if self.family is None:
             return 0
         found = re.match(rf"{re.escape(self.family.blocks)}\.(\d+)\.", rest)
@@ -158,7 +163,7 @@ class VisionNetwork(nn.Module):
         return -1 if rest.startswith(self.family.stem + ".") else self.depth
 
     def entry_for(self, first_block: int) -> int:
-        """The deepest entry with nothing trained before it, when `first_block` is the first that holds something trained.
+        """The deepest entry with nothing trained before it, if `first_block` is the first with something to train.
 
         The final norm lies before entry `depth`, so training it means starting one block earlier.
         """
@@ -198,7 +203,9 @@ class VisionNetwork(nn.Module):
         inner = bool(self.family and self.family.norm)
         if found is None or self.family is None or int(found[1]) >= self.depth or (part and not inner):
             example = ", ".join(self.default_probe_layers()) or "none"
-            raise FedgraftError(f"this network has no layer {name!r} to probe; it has {self.depth} blocks, try: {example}.")
+            raise FedgraftError(
+                f"this network has no layer {name!r} to probe; it has {self.depth} blocks, try: {example}."
+            )
         return self.blocks[int(found[1])].get_submodule(part)
 
     def default_probe_layers(self) -> tuple[str, ...]:

@@ -129,9 +129,11 @@ def _hsic(k: Tensor, l: Tensor) -> float:  # noqa: E741
 
 
 def _rbf(x: Tensor, fraction: float) -> Tensor:
-    distances = torch.cdist(x.to(torch.float64), x.to(torch.float64), compute_mode="donot_use_mm_for_euclid_dist")
-    width = fraction * distances[*torch.triu_indices(len(x), len(x), 1)].quantile(0.5)
-    return torch.exp(-distances.square() / (2 * width.square()))
+    x = x.to(torch.float64) - x.to(torch.float64).mean(0)  # near the origin, the Gram matrix loses no digits
+    gram = x @ x.T
+    squares = (gram.diagonal()[:, None] + gram.diagonal()[None, :] - 2 * gram).clamp(min=0).fill_diagonal_(0)
+    width = fraction * squares[*torch.triu_indices(len(x), len(x), 1)].sqrt().quantile(0.5)
+    return torch.exp(-squares / (2 * width.square()))
 
 
 def _centred(gram: Tensor) -> Tensor:
@@ -162,9 +164,10 @@ def _all_pairs(rows: Sequence[Tensor]) -> Tensor:
     if len({row.shape for row in rows}) > 1:
         raise FedgraftError("clients' representations differ in shape; use the same number of examples for all.")
     flat = torch.stack([row.reshape(-1).to(torch.float64) for row in rows])
-    flat = flat / torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-    flat = torch.where(flat.isfinite().all(1, keepdim=True), flat, 0.0)
-    return (flat @ flat.T).clamp(0, 1).fill_diagonal_(1)
+    gram = flat @ flat.T
+    lengths = gram.diagonal().sqrt()
+    cosines = gram / lengths[:, None] / lengths[None, :]
+    return torch.where(cosines.isfinite(), cosines, 0.0).clamp(0, 1).fill_diagonal_(1)
 
 
 def _signature_linear(x: Tensor) -> Tensor:

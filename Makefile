@@ -1,0 +1,42 @@
+# Two commands: `make run` and `make test`. Both set up a virtual environment first; nothing else is needed but Python.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+WORDS ?= demo --fresh
+
+.PHONY: run test check lint bench reliability setup clean
+
+setup: $(STAMP)
+
+# The full pinned set comes from constraints.txt; bytecode is compiled now so that the first start is quick.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "fedgraft needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib src >/dev/null 2>&1
+	touch $(STAMP)
+
+run: $(STAMP)
+	$(BIN)/fedgraft run $(WORDS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests examples benchmarks recipes
+	$(BIN)/ruff format --check src tests examples benchmarks recipes
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+reliability: $(STAMP)
+	$(BIN)/python -m benchmarks.reliability
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

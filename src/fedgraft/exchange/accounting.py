@@ -1,0 +1,155 @@
+"""The privacy account: epsilon by privacy loss distributions (dp-accounting), and a budget that cannot be overdrawn.
+
+A round is a Poisson-subsampled Gaussian with add-or-remove-one-client neighbours. PLD accounting is tight up to a
+discretisation that is rounded towards more epsilon; Renyi accounting (RDP) is looser, and cheap enough to bracket with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from fedgraft.errors import FedgraftError, MissingExtra
+
+
+def _library() -> Any:
+    try:
+        import dp_accounting
+        from dp_accounting import pld, rdp
+    except ImportError as error:
+        raise MissingExtra("dp-accounting", "privacy", "the privacy account") from error
+
+    class Parts:
+        Composed, Poisson = dp_accounting.SelfComposedDpEvent, dp_accounting.PoissonSampledDpEvent
+        Gaussian, PLD, RDP = dp_accounting.GaussianDpEvent, pld.PLDAccountant, rdp.RdpAccountant
+
+    return Parts
+
+
+def _check(probability: float, noise: float, rounds: int, delta: float) -> None:
+    if not (0 < probability <= 1 and noise > 0 and rounds >= 0 and 0 < delta < 1):
+        raise FedgraftError(
+            "the privacy account needs a sampling probability in (0, 1], positive noise, and a delta in (0, 1), "
+            f"not {probability}, {noise}, {delta}"
+        )
+
+
+@lru_cache(maxsize=1024)
+def epsilon(probability: float, noise: float, rounds: int, delta: float) -> float:
+    """Epsilon spent by so many rounds, by PLD."""
+    _check(probability, noise, rounds, delta)
+    return _spent(lambda lib: lib.PLD(), probability, noise, rounds, delta)
+
+
+@lru_cache(maxsize=1024)
+def epsilon_rdp(probability: float, noise: float, rounds: int, delta: float) -> float:
+    """The same by Renyi differential privacy at whole orders: an upper bound that is quick to compute."""
+    _check(probability, noise, rounds, delta)
+    return _spent(lambda lib: lib.RDP([*range(2, 257), 512, 1024]), probability, noise, rounds, delta)
+
+
+def _spent(make: Callable[[Any], Any], probability: float, noise: float, rounds: int, delta: float) -> float:
+    if rounds == 0:
+        return 0.0
+    lib = _library()
+    account = make(lib)
+    account.compose(lib.Composed(lib.Poisson(probability, lib.Gaussian(noise)), rounds))
+    return float(account.get_epsilon(delta))
+
+
+def noise_for(target: float, probability: float, rounds: int, delta: float, tolerance: float = 2e-3) -> float:
+    """The smallest noise multiplier (up to the relative tolerance, from above) that spends at most `target`."""
+    if not target > 0 or rounds < 1:
+        raise FedgraftError(f"a private run needs a positive epsilon and at least one round, not {target} and {rounds}")
+
+    def search(spent: Callable[[float], float], low: float, high: float, width: float) -> float:
+        """Halve [low, high], where high is known to be enough."""
+        while high / low > 1 + width:
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if spent(middle) <= target else (middle, high)
+        return high
+
+    high = 1.0
+    while epsilon_rdp(probability, high, rounds, delta) > target:
+        high *= 2
+        if high > 1e6:
+            raise FedgraftError(f"no noise reaches epsilon {target} with delta {delta}: raise one of them")
+    high = search(lambda z: epsilon_rdp(probability, z, rounds, delta), high / 1e3, high, 0.02)
+    # PLD needs less noise than RDP, seldom below half of it; start near the answer because small noise is slow.
+    low = high / 1.15
+    while epsilon(probability, low, rounds, delta) <= target:
+        low, high = low / 1.15, low
+    return search(lambda z: epsilon(probability, z, rounds, delta), low, high, tolerance)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An account for one run: `spent` rounds of at most `planned`. Immutable; `spend` gives the next one."""
+
+    target: float
+    delta: float
+    probability: float
+    noise: float
+    planned: int
+    spent: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.probability, self.noise, self.planned, self.delta)
+        if not (self.target > 0 and type(self.spent) is int and type(self.planned) is int and self.spent >= 0):
+            raise FedgraftError("a privacy budget needs a positive epsilon and whole numbers of rounds")
+
+    @cached_property
+    def affordable(self) -> int:
+        """Most rounds, up to those planned, whose epsilon stays within the target."""
+        low, high = 0, self.planned
+        if self._epsilon(high) <= self.target:
+            return high
+        while high - low > 1:  # low is affordable, high is not
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._epsilon(middle) <= self.target else (low, middle)
+        return low
+
+    def _epsilon(self, rounds: int) -> float:
+        return epsilon(self.probability, self.noise, rounds, self.delta)
+
+    @property
+    def epsilon(self) -> float:
+        """What has been spent."""
+        return self._epsilon(self.spent)
+
+    def can_spend(self, rounds: int = 1) -> bool:
+        """Whether so many further rounds stay within the target."""
+        return self.spent + rounds <= self.affordable
+
+    def spend(self, rounds: int = 1) -> Budget:
+        """The account after further rounds; refuses to overdraw. Call it before the round's result is released."""
+        if not self.can_spend(rounds):
+            raise FedgraftError(
+                f"the privacy budget is used up: epsilon {self.target} at delta {self.delta} allows {self.affordable} "
+                f"rounds and {self.spent} are spent"
+            )
+        after = replace(self, spent=self.spent + rounds)
+        after.__dict__["affordable"] = self.affordable  # computed once per run, not once per round
+        return after
+
+    def agrees_with(self, other: Budget) -> None:
+        """Refuse to go on with an account that was opened on other terms."""
+        if replace(self, spent=0) != replace(other, spent=0):
+            raise FedgraftError(
+                "the stored privacy budget was opened for another epsilon, delta, noise, sampling or number of rounds"
+            )
+
+    def to_json(self) -> str:
+        """For the checkpoint and the report."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Budget:
+        """What `to_json` wrote."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise FedgraftError("the stored privacy budget cannot be read") from error

@@ -1,0 +1,274 @@
+"""The report: one HTML file that needs nothing else, for one run or for several beside each other.
+
+Numbers and texts are escaped when the page is written; the charts read a JSON block and only ever set text. The
+page's own policy forbids every request and every script but the one it came with, which it names by its hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import html
+import importlib.resources
+import io
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedgraft.experiment.checkpoint import write_atomic
+from fedgraft.experiment.record import RunFolder, RunInfo, describe, plain
+from fedgraft.experiment.report_charts import compare_charts, run_charts
+
+_PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
+_MAP_ROWS = 200  # more clients than this make the page heavy and the rows too thin to see
+_CLIENT_FIELDS = ("loss", "norm", "drift", "cosine", "weight")
+
+
+def write_report(
+    run: RunFolder | Path | str, *, partition: Any = None, classes: Sequence[object] = (), path: Path | None = None
+) -> Path:
+    """Write a run's `report.html`; `partition` is a client by class matrix of counts, `classes` its column names."""
+    folder = run if isinstance(run, RunFolder) else RunFolder.open(run)
+    info, lines = describe(folder), folder.metrics()
+    maps = [] if partition is None else [_map(partition, classes)]
+    body = [
+        _header(info.name, folder.status, _csv_link(f"{info.name}.csv", metrics_csv(lines))),
+        "<main>",
+        _paragraph(folder.reason),
+        _cards(info, folder.summary()),
+        _section("Curves", '<div class="charts" id="charts"></div>' if lines else "<p>No round is finished yet.</p>"),
+        _section("Final numbers", _table(flatten(folder.summary()))),
+        _section("Who holds what", _canvas(len(partition)) if maps else ""),
+        _section("Clients that were dropped", _table(_dropped(lines))),
+        _section("Warnings", _list(_warnings(folder.path / "log.txt"))),
+        _section("Figures", "".join(_pictures(folder.figures))),
+        _section("Config", f"<pre>{html.escape(folder.config_text)}</pre>"),
+        _details("Environment", _table(flatten(folder.environment()))),
+        "</main>",
+    ]
+    charts = run_charts(lines)
+    return _write(path or folder.report, info.name, "\n".join(body), {"charts": charts, "maps": maps})
+
+
+def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, title: str = "Comparison") -> Path:
+    """Write one page for several runs: a table, what differs between their configs, and their curves overlaid."""
+    folders = [run if isinstance(run, RunFolder) else RunFolder.open(run) for run in runs]
+    names = _names(folders)
+    infos = {name: describe(folder) for name, folder in zip(names, folders, strict=True)}
+    lines = {name: folder.metrics() for name, folder in zip(names, folders, strict=True)}
+    rows = [_row(name, info, folder.summary()) for (name, info), folder in zip(infos.items(), folders, strict=True)]
+    text = _csv([{"run": name, **row} for name, run in lines.items() for row in map(csv_row, run)])
+    configs = {name: flatten(tomllib.loads(folder.config_text)) for name, folder in zip(names, folders, strict=True)}
+    body = [
+        _header(title, f"{len(folders)} runs", _csv_link("comparison.csv", text)),
+        "<main>",
+        _section("Results", _grid(rows)),
+        _section("What differs", _grid(_differences(configs))),
+        _section("Curves", '<div class="charts" id="charts"></div>'),
+        "</main>",
+    ]
+    return _write(Path(path), title, "\n".join(body), {"charts": compare_charts(lines), "maps": []})
+
+
+def metrics_csv(lines: Sequence[Mapping[str, Any]]) -> str:
+    """All rounds as CSV: one row per round, nested numbers as `seconds.exchange`, clients as their mean."""
+    return _csv([csv_row(line) for line in lines])
+
+
+def csv_row(line: Mapping[str, Any]) -> dict[str, Any]:
+    """One round as flat columns."""
+    row: dict[str, Any] = {}
+    for key, value in line.items():
+        if key == "clients":
+            for field in _CLIENT_FIELDS:
+                known = [v for v in value.get(field) or [] if v is not None]
+                row[f"clients.{field}.mean"] = sum(known) / len(known) if known else None
+        elif key == "dropped":
+            row[key] = len(value)
+        elif isinstance(value, Mapping):
+            row |= {f"{key}.{name}": item for name, item in value.items()}
+        else:
+            row[key] = value
+    return row
+
+
+def flatten(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A nested mapping as `outer.inner` keys; lists stay as they are."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        name = f"{above}.{key}" if above else str(key)
+        flat |= flatten(item, name) if isinstance(item, Mapping) else {name: item}
+    return flat
+
+
+def show(name: str, value: Any) -> str:
+    """A value as people read it: shares in percent, bytes in megabytes, seconds as a clock."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if isinstance(value, str) else json.dumps(plain(value))
+    last = name.rsplit(".", 1)[-1]
+    if "bytes" in name:
+        return f"{value / 1e6:,.2f} MB"
+    if "seconds" in name:
+        return clock(float(value))
+    if last in ("accuracy", "top5", "best", "test") or name.startswith("personal"):
+        return f"{100 * value:.2f} %"
+    return str(value) if isinstance(value, int) else f"{value:.5g}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as `1 h 02 min`, `3 min 05 s` or `4.2 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _write(path: Path, title: str, body: str, data: Mapping[str, Any]) -> Path:
+    template = importlib.resources.files("fedgraft.experiment").joinpath("report_template.html").read_text("utf-8")
+    script = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    # Inside a script element only `<` could end it; JSON can say the same character without it.
+    block = json.dumps(plain(data), separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
+    parts = {"POLICY": policy, "TITLE": html.escape(title), "BODY": body, "DATA": block}
+    # One pass, so that a mark inside a run's own texts is not filled in again.
+    page = re.sub(r"@@(POLICY|TITLE|BODY|DATA)@@", lambda mark: parts[mark[1]], template)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, [page.encode()])
+    return path
+
+
+def _header(title: str, status: str, link: str) -> str:
+    badge = f'<span class="badge {html.escape(status.split()[0])}">{html.escape(status)}</span>'
+    theme = '<button type="button" id="theme">Dark / light</button>'
+    return f"<header><h1>{html.escape(title)}</h1>{badge}{link}{theme}</header>"
+
+
+def _section(title: str, content: str) -> str:
+    """A titled part of the page; without content there is none."""
+    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>{content}</details>" if content else ""
+
+
+def _paragraph(text: str) -> str:
+    return f'<p class="badge failed">{html.escape(text)}</p>' if text else ""
+
+
+def _cards(info: RunInfo, summary: Mapping[str, Any]) -> str:
+    facts = {
+        "test accuracy": show("test", info.test),
+        "best validation accuracy": show("best", info.best),
+        "round": show("round", info.round),
+        "best round": show("round", summary.get("best_round")),
+        "up and down": show("bytes", info.bytes),
+        "time": show("seconds", info.seconds),
+    }
+    cards = (f'<div class="card"><b>{html.escape(v)}</b><span>{k}</span></div>' for k, v in facts.items())
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    rows = (
+        f'<tr><th scope="row">{html.escape(key.replace(".", " "))}</th><td>{html.escape(show(key, value))}</td></tr>'
+        for key, value in facts.items()
+    )
+    return f'<div class="scroll"><table>{"".join(rows)}</table></div>' if facts else ""
+
+
+def _grid(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    numeric = {key for key in rows[0] if not any(isinstance(row[key], str) for row in rows)}
+    mark = {key: ' class="number"' if key in numeric else "" for key in rows[0]}
+    head = "".join(f'<th scope="col"{mark[key]}>{html.escape(key)}</th>' for key in rows[0])
+    lines = ("".join(f"<td{mark[key]}>{html.escape(show(key, v))}</td>" for key, v in row.items()) for row in rows)
+    table = f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return f'<div class="scroll">{table}</div>'
+
+
+def _row(name: str, info: RunInfo, summary: Mapping[str, Any]) -> dict[str, Any]:
+    final = (summary.get("validation") or {}).get("accuracy")
+    row = {"run": name, "status": info.status, "test": info.test, "final accuracy": final, "best": info.best}
+    return {**row, "rounds": info.round, "bytes": info.bytes, "seconds": info.seconds}
+
+
+def _differences(configs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per config key whose value is not the same everywhere."""
+    keys = list(dict.fromkeys(key for config in configs.values() for key in config))
+    table = [{"key": key, **{name: _shown(config.get(key)) for name, config in configs.items()}} for key in keys]
+    return [row for row in table if len({value for name, value in row.items() if name != "key"}) > 1]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(plain(value))
+
+
+def _names(folders: Sequence[RunFolder]) -> list[str]:
+    """The shortest names that tell the runs apart."""
+    short = [folder.path.name for folder in folders]
+    return short if len(set(short)) == len(short) else [folder.path.as_posix() for folder in folders]
+
+
+def _dropped(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        for drop in line.get("dropped") or []:
+            found.setdefault(f"client {drop.get('client')}", []).append(f"round {line['round']}: {drop.get('reason')}")
+    return {client: f"{len(times)}x; {'; '.join(times[:3])}" for client, times in sorted(found.items())}
+
+
+def _warnings(path: Path, most: int = 50) -> list[str]:
+    """Warnings and errors of the log, each once, the first fifty."""
+    if not path.is_file():
+        return []
+    split = (line.split(" | ", 2) for line in path.read_text(encoding="utf-8", errors="replace").splitlines())
+    return list(dict.fromkeys(part[2] for part in split if len(part) == 3 and part[1] in ("WARNING", "ERROR")))[:most]
+
+
+def _list(items: Sequence[str]) -> str:
+    return f'<ul class="warnings">{"".join(f"<li>{html.escape(item)}</li>" for item in items)}</ul>' if items else ""
+
+
+def _pictures(folder: Path) -> Iterable[str]:
+    """The run's figures, inside the page; where one exists in two formats, the PNG."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    chosen = {file.stem: file for file in sorted(files, key=lambda f: f.suffix == ".png") if file.suffix in _PICTURES}
+    for name, file in sorted(chosen.items()):
+        data = base64.b64encode(file.read_bytes()).decode()
+        yield f'<p><img alt="{html.escape(name)}" src="data:{_PICTURES[file.suffix]};base64,{data}"></p>'
+
+
+def _map(matrix: Any, classes: Sequence[object]) -> dict[str, Any]:
+    values = plain(matrix)
+    return {"values": values[:_MAP_ROWS], "columns": [str(name) for name in classes or range(len(values[0]))]}
+
+
+def _canvas(clients: int) -> str:
+    shown = f" The first {_MAP_ROWS} of {clients} clients are shown." if clients > _MAP_ROWS else ""
+    text = f"Rows are clients, columns are classes; touch a cell to read it.{shown}"
+    return (
+        '<canvas id="map-0" role="img" aria-label="examples by client and class"></canvas>'
+        f'<p class="note" id="map-0-note">{text}</p>'
+    )
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _csv_link(name: str, text: str) -> str:
+    data = base64.b64encode(text.encode()).decode()
+    return f'<a class="button" download="{html.escape(name)}" href="data:text/csv;base64,{data}">Numbers as CSV</a>'

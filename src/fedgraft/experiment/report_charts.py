@@ -1,0 +1,124 @@
+"""From a run's metrics to the charts of its report: which lines, in which unit, with which band."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+Lines = Sequence[Mapping[str, Any]]
+_POINTS = 1500
+"""More points than this per line would only make the page heavy; the CSV has them all."""
+
+
+def run_charts(lines: Lines) -> list[dict[str, Any]]:
+    """The charts of one run; those without a number are left out."""
+    phases = dict.fromkeys(key for line in lines for key in _phases(line))
+    training = _line("training", lines, _value("train_loss"))
+    applied = _line("applied", lines, _value("update_norm"))
+    charts = [
+        _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines)),
+        _chart("Loss", "", _line("validation", lines, _value("loss")), training, _clients("clients", lines, "loss")),
+        _chart("Norm of the update", "", applied, _clients("clients", lines, "norm")),
+        _chart("Drift of the clients", "", _clients("mean, least to most", lines, "drift")),
+        _chart("Cosine to the mean update", "", _clients("mean, least to most", lines, "cosine")),
+        _chart("Traffic so far", " MB", _traffic("up", lines, "bytes_up"), _traffic("down", lines, "bytes_down")),
+        _chart("Seconds per round", " s", *(_line(phase, lines, _value("seconds", phase)) for phase in phases)),
+        _chart("Learning rate", "", _line("learning rate", lines, _value("lr"))),
+    ]
+    return [chart for chart in charts if chart["series"]]
+
+
+def compare_charts(runs: Mapping[str, Lines]) -> list[dict[str, Any]]:
+    """The curves of several runs over each other, one line per run."""
+    wanted: list[tuple[str, str, Callable[[Mapping[str, Any]], float | None]]] = [
+        ("Validation accuracy", " %", _percent("accuracy")),
+        ("Validation loss", "", _value("loss")),
+        ("Training loss", "", _value("train_loss")),
+        ("Norm of the update", "", _value("update_norm")),
+        ("Mean accuracy of personal models", " %", _percent("personal", "mean")),
+        ("Seconds per round", " s", _total_seconds),
+    ]
+    charts = [_chart(title, unit, *(_line(n, run, get) for n, run in runs.items())) for title, unit, get in wanted]
+    charts.insert(1, _chart("Accuracy against traffic", " %", *(_against_bytes(n, run) for n, run in runs.items())))
+    charts[1]["xlabel"] = "MB up and down"
+    return [chart for chart in charts if chart["series"]]
+
+
+def _chart(title: str, unit: str, *series: dict[str, Any] | None) -> dict[str, Any]:
+    return {"title": title, "xlabel": "round", "unit": unit, "series": [s for s in series if s is not None]}
+
+
+def _series(name: str, lines: Lines, y: Sequence[float | None], band: Sequence[Any] = ()) -> dict[str, Any] | None:
+    """One line over rounds, without the rounds that have no number; None when no round has one."""
+    rounds = [line.get("round", i) for i, line in enumerate(lines)]
+    return _thin(name, rounds, y, band)
+
+
+def _thin(name: str, x: Sequence[float], y: Sequence[float | None], band: Sequence[Any] = ()) -> dict[str, Any] | None:
+    seen = [i for i, value in enumerate(y) if value is not None]
+    if not seen:
+        return None
+    step = -(-len(seen) // _POINTS)
+    kept = sorted({*seen[::step], seen[-1]})
+    series = {"name": name, "x": [_short(x[i]) for i in kept], "y": [_short(y[i]) for i in kept]}
+    if band:
+        series |= {"low": [_short(band[i][0]) for i in kept], "high": [_short(band[i][1]) for i in kept]}
+    return series
+
+
+def _line(name: str, lines: Lines, get: Callable[[Mapping[str, Any]], float | None]) -> dict[str, Any] | None:
+    return _series(name, lines, [get(line) for line in lines])
+
+
+def _clients(name: str, lines: Lines, field: str) -> dict[str, Any] | None:
+    """The mean over a round's clients with a band from the least to the most."""
+    every = [[v for v in _get(line, "clients", field) or [] if v is not None] for line in lines]
+    means = [sum(values) / len(values) if values else None for values in every]
+    return _series(name, lines, means, [(min(values, default=None), max(values, default=None)) for values in every])
+
+
+def _personal(lines: Lines) -> dict[str, Any] | None:
+    low, mean, high = ([_percent("personal", key)(line) for line in lines] for key in ("min", "mean", "max"))
+    return _series("personal models", lines, mean, list(zip(low, high, strict=True)))
+
+
+def _against_bytes(name: str, lines: Lines) -> dict[str, Any] | None:
+    moved = accumulate((_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0) for line in lines)
+    megabytes = [number / 1e6 for number in moved]
+    return _thin(name, megabytes, [_percent("accuracy")(line) for line in lines]) if any(megabytes) else None
+
+
+def _traffic(name: str, lines: Lines, key: str) -> dict[str, Any] | None:
+    megabytes = [number / 1e6 for number in accumulate(_get(line, key) or 0 for line in lines)]
+    return _series(name, lines, megabytes) if any(megabytes) else None
+
+
+def _get(line: Mapping[str, Any], *keys: str) -> Any:
+    """What lies under nested keys; None where one is missing."""
+    value: Any = line
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _value(*keys: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda line: _get(line, *keys)
+
+
+def _percent(*keys: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda line: None if (share := _get(line, *keys)) is None else 100 * share
+
+
+def _phases(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    seconds = line.get("seconds")
+    return seconds if isinstance(seconds, Mapping) else {}
+
+
+def _total_seconds(line: Mapping[str, Any]) -> float | None:
+    seconds = line.get("seconds")
+    return sum(seconds.values()) if isinstance(seconds, Mapping) else seconds
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

@@ -1,0 +1,162 @@
+"""Mixtures: rows sum to one, constant similarity is the plain mean bit for bit, files and partial rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedgraft.combine import mixture
+from fedgraft.combine.mean import weighted_mean
+from fedgraft.errors import FedgraftError
+
+
+def stack(clients: int, size: int, seed: int = 0) -> Tensor:
+    return torch.randn(clients, size, generator=torch.Generator().manual_seed(seed))
+
+
+def similar(clients: int, seed: int = 0) -> Tensor:
+    s = torch.rand(clients, clients, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return ((s + s.T) / 2).fill_diagonal_(1)
+
+
+def test_golden_two_clients() -> None:
+    # S = [[1, 1/2], [1/2, 1]]: W = [[2/3, 1/3], [1/3, 2/3]]. Offsets 3 and 6 around the anchor 10:
+    # client 0: 10 + 2 + 2 = 14, client 1: 10 + 1 + 4 = 15.
+    mixing = mixture.mixing_matrix(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
+    result = mixture.mix(torch.tensor([10.0]), torch.tensor([[3.0], [6.0]]), mixing)
+    torch.testing.assert_close(result, torch.tensor([[14.0], [15.0]]))
+    # With 1 and 4 examples: row 0 is (1, 2) / 3, row 1 is (0.5, 4) / 4.5.
+    mixing = mixture.mixing_matrix(torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.tensor([1, 4]))
+    torch.testing.assert_close(mixing, torch.tensor([[1, 2], [1 / 3, 8 / 3]], dtype=torch.float64) / 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 9999), st.booleans())
+def test_rows_sum_to_one(clients: int, seed: int, counted: bool) -> None:
+    examples = torch.randint(1, 500, (clients,), generator=torch.Generator().manual_seed(seed)) if counted else None
+    mixing = mixture.mixing_matrix(similar(clients, seed), examples)
+    torch.testing.assert_close(mixing.sum(1), torch.ones(clients, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_min_max_rows_would_not_sum_to_one() -> None:
+    """The planted bug: rows scaled by min and max (as in one public code) are no mixture."""
+    s = similar(5)
+    wrong = (s - s.min(1, keepdim=True).values) / (s.max(1, keepdim=True).values - s.min(1, keepdim=True).values)
+    assert (wrong.sum(1) - 1).abs().min() > 0.1
+
+
+@pytest.mark.parametrize("value", [1.0, 0.3, 1 / 7])
+@pytest.mark.parametrize("counted", [False, True])
+def test_constant_similarity_is_the_weighted_mean_bit_for_bit(value: float, counted: bool) -> None:
+    """T33: whatever the constant, every row is anchor + weighted_mean(offsets)."""
+    anchor, offsets = stack(1, 70_000, 5)[0], stack(6, 70_000)
+    examples = torch.tensor([3, 50, 7, 11, 900, 1]) if counted else None
+    mixing = mixture.mixing_matrix(torch.full((6, 6), value), examples)
+    result = mixture.mix(anchor, offsets, mixing, chunk=1000)
+    expected = anchor + weighted_mean(offsets, torch.ones(6) if examples is None else examples)
+    assert all(torch.equal(row, expected) for row in result)
+
+
+def test_groups_are_means_within_groups_bit_for_bit() -> None:
+    anchor, offsets = stack(1, 500, 5)[0], stack(6, 500)
+    group = torch.block_diag(torch.ones(2, 2), torch.ones(4, 4))
+    result = mixture.mix(anchor, offsets, mixture.mixing_matrix(group))
+    for rows in (slice(0, 2), slice(2, 6)):
+        expected = anchor + weighted_mean(offsets[rows], torch.ones(rows.stop - rows.start))
+        assert all(torch.equal(row, expected) for row in result[rows])
+
+
+def test_identity_is_local_training() -> None:
+    anchor, offsets = stack(1, 300, 5)[0], stack(4, 300)
+    assert torch.equal(mixture.mix(anchor, offsets, mixture.mixing_matrix(torch.eye(4))), anchor + offsets)
+
+
+def test_identical_clients_get_uniform_rows_and_stay_identical() -> None:
+    offsets = stack(1, 300)[0].repeat(4, 1)
+    result = mixture.mix(torch.zeros(300), offsets, mixture.mixing_matrix(torch.ones(4, 4)))
+    assert torch.equal(result, offsets)
+
+
+@pytest.mark.parametrize("kind", ["stack", "list", "array"])
+def test_against_a_loop_and_every_kind_of_input(kind: str) -> None:
+    anchor, offsets, mixing = stack(1, 130, 5)[0], stack(5, 130), mixture.mixing_matrix(similar(5))
+    kinds: dict[str, mixture.Rows] = {"stack": offsets, "list": list(offsets), "array": offsets.numpy()}
+    given_as = kinds[kind]
+    result = mixture.mix(anchor, given_as, mixing, chunk=32)
+    for i in range(5):
+        expected = anchor.double() + sum(mixing[i, j] * offsets[j].double() for j in range(5))
+        torch.testing.assert_close(result[i].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result, mixture.mix(anchor, given_as, mixing))
+
+
+def test_permuting_clients_permutes_the_result() -> None:
+    anchor, offsets, s = stack(1, 50, 5)[0], stack(6, 50), similar(6)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(1))
+    a = mixture.mix(anchor, offsets, mixture.mixing_matrix(s))[order]
+    b = mixture.mix(anchor, offsets[order], mixture.mixing_matrix(s[order][:, order]))
+    torch.testing.assert_close(a, b)
+
+
+def test_output_into_a_file(tmp_path: Path) -> None:
+    anchor, offsets, mixing = stack(1, 400, 5)[0], stack(3, 400), mixture.mixing_matrix(similar(3))
+    store = mixture.create_store(tmp_path / "personal.npy", 3, anchor)
+    mixture.mix(anchor, offsets, mixing, out=store, chunk=64)
+    store.flush()
+    reopened = mixture.open_store(tmp_path / "personal.npy")
+    np.testing.assert_array_equal(reopened, mixture.mix(anchor, offsets, mixing, chunk=64).numpy())
+
+
+@pytest.mark.parametrize("absent", ["keep", "mean"])
+def test_constant_rounds_are_fedbabu(tmp_path: Path, absent: str) -> None:
+    """Several partial rounds on a file: with absent="mean" it is FedBABU to the bit, with "keep" others stay put."""
+    clients, size = 5, 700
+    anchor = vector = stack(1, size, 5)[0]
+    store = mixture.create_store(tmp_path / "p.npy", clients, anchor)
+    for turn, present in enumerate([[0, 2, 3], [4, 1], [1, 2, 3]]):
+        changes, counts = stack(len(present), size, 10 + turn), torch.tensor([5, 9, 2])[: len(present)]
+        before = store.copy()
+        mixing = mixture.mixing_matrix(torch.ones(len(present), len(present)), counts)
+        anchor = mixture.remix(store, present, changes, anchor, mixing, counts, absent, chunk=256)  # type: ignore[arg-type]
+        vector = vector + weighted_mean(changes, counts)
+        if absent == "mean":
+            assert torch.equal(anchor, vector)
+            assert all(np.array_equal(row, vector.numpy()) for row in store)
+        else:
+            others = [k for k in range(clients) if k not in present]
+            np.testing.assert_array_equal(store[others], before[others])
+            assert all(np.array_equal(store[k], anchor.numpy()) for k in present)
+
+
+def test_remix_against_the_definition() -> None:
+    """theta_i <- sum_j W_ij (theta_j + change_j) for the clients that came."""
+    anchor = stack(1, 90, 5)[0]
+    store = (anchor + stack(4, 90, 6)).numpy()
+    before, changes, present = torch.from_numpy(store.copy()), stack(3, 90, 7), [3, 0, 1]
+    mixing = mixture.mixing_matrix(similar(3))
+    mixture.remix(store, present, changes, anchor, mixing, torch.ones(3))
+    expected = mixing.float() @ (before[present] + changes)
+    torch.testing.assert_close(torch.from_numpy(store[present]), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(store[2], before[2].numpy())
+
+
+def test_refusals(tmp_path: Path) -> None:
+    bad = torch.eye(3)
+    for value in (-0.1, torch.nan):
+        bad[0, 1] = value
+        with pytest.raises(FedgraftError, match="similarity matrix"):
+            mixture.mixing_matrix(bad)
+    with pytest.raises(FedgraftError, match="similarity matrix"):
+        mixture.mixing_matrix(torch.ones(2, 3))
+    with pytest.raises(FedgraftError, match="similar to nobody"):
+        mixture.mixing_matrix(torch.zeros(2, 2))
+    with pytest.raises(FedgraftError, match="one distinct client"):
+        mixture.remix(np.zeros((2, 3), np.float32), [1, 1], stack(2, 3), torch.zeros(3), torch.eye(2), torch.ones(2))
+    (tmp_path / "not.npy").write_bytes(b"nonsense")
+    with pytest.raises(FedgraftError, match="cannot be opened"):
+        mixture.open_store(tmp_path / "not.npy")
