@@ -1,6 +1,7 @@
 """Calibration against plain training on ViT-S/16 shapes: time as a ratio, and peak memory.
 
 Both walk over the same samples in the same batches; runs alternate, and the ratio is taken between medians.
+Times are seconds of processor time, which other work on the machine disturbs least.
 
     python benchmarks/bench_fisher.py --samples 64 --batch 8 --repeats 3
 """
@@ -37,9 +38,9 @@ class Classifier(nn.Module):
 
 
 def timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     work()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def main() -> None:

@@ -104,9 +104,13 @@ def test_wrong_lengths_are_refused() -> None:
 
 
 def test_normalised_is_idempotent() -> None:
-    weights = torch.rand(97, generator=torch.Generator().manual_seed(3))
-    once = m.normalised(weights)
-    assert torch.equal(m.normalised(once), once)
+    """Dividing once more would move bits: some of these sums are one only up to rounding."""
+    sums = set()
+    for seed in range(20):
+        once = m.normalised(torch.rand(23, generator=torch.Generator().manual_seed(seed)))
+        sums.add(float(once.sum()))
+        assert torch.equal(m.normalised(once), once)
+    assert len(sums) > 1
 
 
 def test_sum_unweighted() -> None:

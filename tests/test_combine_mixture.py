@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgraft.combine import mixture
-from fedgraft.combine.mean import weighted_mean
+from fedgraft.combine.mean import normalised, weighted_mean
 from fedgraft.errors import FedgraftError
 
 
@@ -61,6 +61,18 @@ def test_constant_similarity_is_the_weighted_mean_bit_for_bit(value: float, coun
     result = mixture.mix(anchor, offsets, mixing, chunk=1000)
     expected = anchor + weighted_mean(offsets, torch.ones(6) if examples is None else examples)
     assert all(torch.equal(row, expected) for row in result)
+
+
+def test_constant_rows_are_exactly_the_weights_of_fedavg() -> None:
+    """Without dividing by the largest entry first, some constants leave rows that differ in the last bit."""
+    wrong = 0
+    for tenth in range(1, 30):
+        counts = torch.arange(1, 8) * tenth + 3
+        value = torch.tensor(tenth / 31, dtype=torch.float64)
+        expected = normalised(counts)
+        assert all(torch.equal(row, expected) for row in mixture.mixing_matrix(value.expand(7, 7), counts))
+        wrong += not torch.equal(normalised(value * counts), expected)
+    assert wrong > 0
 
 
 def test_groups_are_means_within_groups_bit_for_bit() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.combine import server_rules as rules
-from fedgraft.combine.mean import sum_unweighted, weighted_mean
+from fedgraft.combine.mean import normalised, sum_unweighted, weighted_mean
 from fedgraft.errors import FedgraftError
 
 INFO = rules.RoundInfo(clients_total=10, clients_answered=4)
@@ -118,6 +118,10 @@ def test_fednova_equals_fedavg_for_equal_steps() -> None:
         start, weighted_mean(changes, weights), {}, rules.RoundInfo(10, 3, scalars={"tau": scale})
     )
     assert torch.equal(nova, average)
+    for steps in range(1, 40):
+        weights, scale = rules.fednova_weights(counts, torch.full((3,), rules.local_length(steps, 0.9)))
+        assert torch.equal(normalised(weights), normalised(counts))
+        assert scale == pytest.approx(1.0, abs=1e-15)
 
 
 def test_fednova_with_unequal_steps_by_hand() -> None:

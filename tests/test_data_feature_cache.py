@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedgraft.contracts import Examples, Network
+from fedgraft.contracts import Examples
 from fedgraft.data import feature_cache
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.feature_cache import BLOCK, CachedExamples, FeatureCache, prefix_digest
@@ -47,6 +47,12 @@ class Toy(nn.Module):
     def forward(self, inputs: Tensor, entry: int = 0) -> Tensor:
         return self.head(self.features(inputs, entry))
 
+    def default_probe_layers(self) -> tuple[str, ...]:
+        return ("norm",)
+
+    def activations(self, inputs: Tensor, layers: Iterable[str], entry: int = 0) -> dict[str, Tensor]:
+        return {layer: self.features(inputs, entry) for layer in layers}
+
     def block_of(self, name: str) -> int:
         part, _, rest = name.partition(".")
         return {"embed": -1, "norm": self.depth, "head": self.depth + 1}[part] if part != "blocks" else int(rest[0])
@@ -71,7 +77,7 @@ def network() -> Iterator[Toy]:
 def test_cached_equals_uncached(until: int, train: tuple[str, ...], network: Toy, tmp_path: Path) -> None:
     plain = images(train)
     cached: Examples = CachedExamples(plain, network, until, tmp_path)
-    assert isinstance(network, Network) and cached.entry == until and len(cached) == COUNT
+    assert cached.entry == until and len(cached) == COUNT
     for seed in range(5):
         rows = torch.randint(COUNT, (20,), generator=generator(seed))
         for draw in (None, seed):
@@ -133,7 +139,7 @@ def test_modes_are_evaluation_inside_and_restored_after(network: Toy, tmp_path: 
     network.norm.eval()  # a mixed state, as a frozen batch norm would have
     loud = CachedExamples(images(), network, 2, tmp_path / "b").batch(torch.arange(9))
     assert torch.equal(quiet, loud)
-    assert network.training and network.blocks[0][2].training and not network.norm.training
+    assert network.training and network.get_submodule("blocks.0.2").training and not network.norm.training
 
 
 def test_the_key_covers_everything_the_values_depend_on(network: Toy, tmp_path: Path) -> None:
@@ -141,7 +147,7 @@ def test_the_key_covers_everything_the_values_depend_on(network: Toy, tmp_path: 
         return CachedExamples(examples, net, until, tmp_path, key).digest
 
     other_norm = Toy().eval()
-    other_norm.norm.running_mean += 1  # a buffer
+    other_norm.norm.get_buffer("running_mean").add_(1)  # a buffer
     digests = [
         digest(images(), network, 2), digest(images(), network, 1), digest(images(seed=1), network, 2),
         digest(images(()), network, 2), digest(images(), Toy(1).eval(), 2), digest(images(), network, 2, "gelu"),
@@ -151,14 +157,14 @@ def test_the_key_covers_everything_the_values_depend_on(network: Toy, tmp_path: 
     assert prefix_digest(other_norm, 1) == prefix_digest(network, 1)  # the final norm lies behind entry 1
     with torch.no_grad():
         other_norm.head.weight += 1
-        other_norm.blocks[1][0].weight += 1
+        other_norm.get_parameter("blocks.1.0.weight").add_(1)
     assert prefix_digest(other_norm, 1) == prefix_digest(network, 1)
 
 
 def test_moved_weights_are_refused(network: Toy, tmp_path: Path) -> None:
     cached = CachedExamples(images(), network, 1, tmp_path)
     with torch.no_grad():
-        network.blocks[1][0].weight += 1  # behind the entry: allowed
+        network.get_parameter("blocks.1.0.weight").add_(1)  # behind the entry: allowed
     cached.batch(torch.arange(3))
     network.embed.weight.data.mul_(2)  # before it, and by a way that version counters do not see
     with pytest.raises(FedgraftError, match="weights before entry 1 have changed"):

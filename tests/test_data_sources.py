@@ -49,7 +49,7 @@ def png(image: np.ndarray) -> bytes:
 
 
 def old_pickle(images: np.ndarray, labels: np.ndarray, label_key: bytes) -> bytes:
-    """The very opcodes of the published files: Python 2 strings, an array rebuilt through numpy.core.multiarray."""
+    """A pickle as Python 2 and an old NumPy write it: byte strings, an array rebuilt through numpy.core.multiarray."""
 
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value
@@ -464,6 +464,7 @@ def test_synthetic_classes_can_be_learnt() -> None:
     [
         ({"source": "mnist"}, "no data source 'mnist'; choose one of digits"),
         ({"source": "folder"}, "needs path="),
+        ({"source": "digits", "path": "here"}, "takes no path"),
         ({"source": "digits", "image_size": 0}, "positive"),
         ({"source": "digits", "limit": 0}, "positive"),
         ({"source": "digits", "classes": 3}, "no option 'classes'; it has: none"),
@@ -520,9 +521,9 @@ def test_folder_errors_name_the_place(tmp_path: Path) -> None:
     with pytest.raises(FedgraftError, match=r"cow holds no images"):
         load_dataset("folder", str(tmp_path / "f"))
     (tmp_path / "f" / "cow" / "a.png").write_bytes(b"junk")
-    for n in range(4):  # one message names every bad file, in either part
+    for n in range(4):
         (tmp_path / "f" / "cow" / f"{n}.jpg").write_bytes(png(np.zeros((4, 4, 3), dtype=np.uint8))[:40])
-    with pytest.raises(FedgraftError, match=r"a\.png"):
+    with pytest.raises(FedgraftError, match=r"0\.jpg .*; .*a\.png "):
         load_dataset("folder", str(tmp_path / "f"))
     write_folder(tmp_path / "g" / "train", {"ant": 3})
     write_folder(tmp_path / "g" / "test", {"bee": 3})
@@ -549,7 +550,8 @@ def test_palette_grey_and_transparent_images_are_read(tmp_path: Path) -> None:
     base = Image.new("RGB", (8, 8), (10, 200, 30))
     variants = {"p.png": base.convert("P"), "l.png": base.convert("L"), "a.png": base.convert("RGBA")}
     for name, image in variants.items():
-        image.save(tmp_path / name, **({"transparency": bytes([0, 255])} if name == "p.png" else {}))
+        transparency: Any = {"transparency": bytes([0, 255])} if name == "p.png" else {}
+        image.save(tmp_path / name, **transparency)
         assert read_image(tmp_path / name, 8).shape == (8, 8, 3)
 
 

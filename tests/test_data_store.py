@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +92,15 @@ def test_a_failed_read_leaves_nothing_behind() -> None:
     with pytest.raises(FedgraftError, match="torn"):
         cached_stores("toy", {}, lambda: (RawSplit(np.zeros(9, dtype=int), NAMES, broken()), raw(2)))
     assert list((cache_dir() / "stores").iterdir()) == []
+
+
+def test_old_remains_are_swept_and_young_ones_left() -> None:
+    stores = cache_dir() / "stores"
+    for name, age in ((".building-old", 90_000), (".damaged-old", 90_000), (".building-young", 10)):
+        (stores / name).mkdir(parents=True)
+        os.utime(stores / name, (time.time() - age,) * 2)
+    cached_stores("toy", {}, Reader())
+    assert [p.name for p in stores.glob(".*")] == [".building-young"]
 
 
 @pytest.mark.parametrize("claimed", [2, 9])

@@ -108,6 +108,7 @@ def flip_length(reply: Reply, rng: np.random.Generator) -> bytes:
 
 
 NAN, INF = float("nan"), float("inf")
+NOTHING = {"dtype": "F32", "shape": [1 << 40, 1 << 40, 0], "data_offsets": [0, 0]}
 MALFORMED: dict[str, Spoiler] = {
     "nan": values(poke(NAN)),
     "infinity": values(poke(INF)),
@@ -177,7 +178,7 @@ MALFORMED: dict[str, Spoiler] = {
     "bytes: unknown field": meta(command="rm"),
     "bytes: nested": lambda reply, rng: (8000).to_bytes(8, "little") + b"[" * 8000,
     "bytes: scalars a list": meta(scalars=[["loss", 1.0]]),
-    "bytes: evidence a number": meta(evidence=5),
+    "bytes: evidence a number": lambda reply, rng: meta(evidence=5)(replace(reply, evidence={}), rng),
     "bytes: nan scalar": meta(scalars={"loss": NAN}),
     "bytes: change a list": meta(change=[1]),
     "bytes: declared shape": header(lambda entries: entries["change/values"].update(shape=[1 << 40])),
@@ -185,6 +186,12 @@ MALFORMED: dict[str, Spoiler] = {
     "bytes: offsets": header(
         lambda entries: entries["change/values"].update(data_offsets=[BEYOND, BEYOND + 4 * LENGTH])
     ),
+    "bytes: shifted": header(lambda entries: entries["change/values"].update(data_offsets=[8, 4 * LENGTH + 8])),
+    "bytes: shared place": header(
+        lambda entries: entries.update({f"sums/{i}": entries["change/values"] for i in "ab"})
+    ),
+    "bytes: endless nothing": header(lambda entries: entries.update({"sums/b": NOTHING})),
+    "bytes: left over": lambda reply, rng: pack(reply) + rng.bytes(8),
     "bytes: dtype unknown": header(lambda entries: entries["change/values"].update(dtype="PY")),
     "bytes: dtype other": header(lambda entries: entries["change/values"].update(dtype="I32")),
     "bytes: no body": header(lambda entries: None, b""),
@@ -213,13 +220,25 @@ def spoiled_round(kind: str, seed: int) -> tuple[list[Accepted], list[Offence], 
     return accepted, offences, without, liar
 
 
+def assert_only_the_offender_goes(kind: str, seed: int) -> None:
+    accepted, offences, without, liar = spoiled_round(kind, seed)
+    assert [o.client for o in offences] == [liar]
+    assert offences[0].reason and len(offences[0].reason) <= 200
+    assert digest(accepted) == digest(without)
+
+
+def fuzz_cases(count: int, first: int = 0) -> int:
+    """Every malformed kind `count` times; `make reliability` runs 1,000 of each."""
+    for kind in MALFORMED:
+        for seed in range(first, first + count):
+            assert_only_the_offender_goes(kind, seed)
+    return count * len(MALFORMED)
+
+
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_only_the_offender_is_dropped_and_the_rest_keeps_its_bits(kind: str) -> None:
     for seed in range(5):
-        accepted, offences, without, liar = spoiled_round(kind, seed)
-        assert [o.client for o in offences] == [liar]
-        assert offences[0].reason and len(offences[0].reason) <= 200
-        assert digest(accepted) == digest(without)
+        assert_only_the_offender_goes(kind, seed)
 
 
 def test_there_are_enough_kinds() -> None:

@@ -132,7 +132,7 @@ def dropout_case(seed: int) -> str:
     sparse = n > 6 and bool(rng.integers(2))
     degree = 2 * int(rng.integers(2, n // 2)) if sparse else None
     holders = 1 + (n - 1 if degree is None else min(degree, n - 1))
-    threshold = int(rng.integers(holders // 2 + 1, holders + 1))
+    threshold = int(rng.integers(holders // 2 + 1, holders * 2 // 3 + 2))
     plan, inputs = make(n, 8, seed, degree=degree, threshold=threshold)
     drop = {
         s: {u for u in plan.clients if rng.random() < rng.choice([0, 0.1, 0.3])} for s in STAGES[int(rng.integers(4)) :]

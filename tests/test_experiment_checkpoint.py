@@ -7,6 +7,9 @@ import json
 import logging
 import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,14 +289,19 @@ def damage(kind: str, path: Path, dice: random.Random) -> None:
 
 
 def trials(way: type[Naive] | type[Ours], kind: str, folder: Path, count: int) -> list[str]:
+    """Save two rounds, then damage the newest file again and again and see what loads."""
     dice, found = random.Random(kind), []
     folder.mkdir()
     saver = way(folder)
+    saver.save(1)
+    saver.save(2)
+    path = saver.path
+    whole = path.read_bytes()
     for _ in range(count):
-        saver.save(1)
-        saver.save(2)
-        damage(kind, saver.path, dice)
+        damage(kind, path, dice)
         found.append(outcome(saver))
+        path.write_bytes(whole)
+    assert outcome(saver) == "good"  # without damage both ways work
     return found
 
 
@@ -325,3 +333,34 @@ def test_a_full_disk_costs_the_naive_checkpoint_its_only_copy(tmp_path: Path, mo
     with pytest.raises(OSError, match="No space"):
         naive.save(2)
     assert outcome(naive) == "lost"
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+from fedgraft.experiment import checkpoint
+torch.set_num_threads(1)
+for round in range(1, 10**6):
+    checkpoint.save(Path(sys.argv[1]), round, {"v": torch.full((200_000,), float(round))}, {}, best=round % 7)
+    print(round, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kill_at_random_moments(tmp_path: Path) -> None:
+    """What a killed process reported as saved is there, whole, and nothing damaged is left to fall over."""
+    dice = random.Random(0)
+    for trial in range(3):
+        folder = tmp_path / str(trial)
+        child = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        for _ in range(dice.randrange(1, 12)):
+            child.stdout.readline()
+        time.sleep(dice.random() * 0.02)
+        child.kill()
+        reported = int((child.stdout.read().split() or ["1"])[-1])
+        child.communicate()
+        found = checkpoint.load_latest(folder)
+        assert found is not None and found.skipped == () and found.round >= reported
+        assert torch.equal(found.tensors["v"], torch.full((200_000,), float(found.round)))
+        assert len(checkpoint.listing(folder)) <= 5 + 3 + 1  # one more when the kill came before the old was deleted

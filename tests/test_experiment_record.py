@@ -260,4 +260,11 @@ def test_listing(tmp_path: Path) -> None:
     assert (first.name, first.status, first.round, first.best, first.test) == ("b", "finished", 4, 0.4, 0.5)
     assert first.bytes == 60 and first.seconds > 0 and first.config_digest == "1"
     assert (second.name, second.status, second.best, second.test) == ("sweep/a", "interrupted", None, None)
-    assert list_runs(tmp_path / "nowhere") == [] and describe(done).name == "b"
+    assert list_runs(tmp_path / "nowhere") == [] and describe(done) == describe(done, done.metrics())
+
+
+def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        RunFolder.create(tmp_path / name, "", name)
+    (tmp_path / "a" / "run.json").write_text("{")
+    assert [info.name for info in list_runs(tmp_path)] == ["b"] and "not JSON" in caplog.text

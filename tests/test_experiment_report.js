@@ -16,7 +16,6 @@ class Element {
   addEventListener(kind, react) { this.on[kind] = react; }
   getBoundingClientRect() { return { left: 0, top: 0, width: 400, height: 400 }; }
   getContext() { this.cells = 0; return { fillRect: () => { this.cells++; } }; }
-  get clientWidth() { return 400; }
   get textContent() { return [this.own, ...this.kids.map(kid => kid.textContent)].filter(part => part).join("|"); }
   set textContent(value) { this.own = String(value); }
   set innerHTML(value) {

@@ -110,9 +110,10 @@ class Toy:
         private = None
         if algorithm.keeps.kind == "head":
             private = select(self.network, lambda n: n.startswith("head"))
+        private_start = None if private is None else private.gather(self.network)
         self.place = Workplace(
             self.network, self.space, self.examples, client_rows, 7,
-            self.tests, lambda k: torch.arange(k, 60, 6), private,
+            self.tests, lambda k: torch.arange(k, 60, 6), private, private_start,
             probe=ToyExamples(64, seed=3),
         )  # fmt: skip
         self.algorithm = algorithm

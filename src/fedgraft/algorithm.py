@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedgraft.combine.mean import weighted_mean
+from fedgraft.combine.mean import count_normalised, weighted_mean
 from fedgraft.combine.server_rules import ServerRule, plain
 from fedgraft.errors import FedgraftError
 from fedgraft.exchange.codecs import VALUES, Codec
@@ -28,8 +28,10 @@ class Moves:
     freeze_blocks: int = 0
     """The first so many blocks, and everything before them, never move."""
     head_too: bool = False
-    recipe: Any = None
-    """The mask's or the low-rank recipe; see `edit.recipes`."""
+    partial: bool = False
+    """Clients move only part of the space in a round: masks of their own, adaptive sparsity, alternating factors."""
+    needs_each: bool = False
+    """The server must see every client's change: stacked or exactly averaged low-rank factors."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Answers:
     """m vectors over the edit space."""
     scalars: Sequence[Mapping[str, float]] = ()
     evidence: Sequence[Mapping[str, Tensor]] = ()
+    active: Sequence[Tensor] = ()
+    """With partly active spaces: which coordinates each client could move, bool (k,)."""
     start: Tensor | None = None
     """The common model the round began with."""
     round: int = 0
@@ -78,7 +82,7 @@ class Combiner:
     """One model for all: `change(answers, weights)` -> one vector."""
 
     name: str
-    change: Callable[[Sequence[Tensor], Tensor], Tensor]
+    change: Callable[[Answers, Tensor], Tensor]
     linear: bool = True
     """A weighted sum, which a secure sum can carry; robust rules need each change by itself."""
 
@@ -131,7 +135,16 @@ def uniform() -> Weigher:
 
 def mean() -> Combiner:
     """The weighted mean of the changes."""
-    return Combiner("mean", weighted_mean)
+    return Combiner("mean", lambda answers, weights: weighted_mean(answers.changes, weights))
+
+
+def count_mean() -> Combiner:
+    """Under per-client masks: each coordinate averaged over those clients that may move it."""
+
+    def change(answers: Answers, weights: Tensor) -> Tensor:
+        return count_normalised(answers.changes, answers.active, weights)
+
+    return Combiner("count_mean", change, linear=False)
 
 
 @dataclass(frozen=True)
@@ -222,7 +235,20 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             f"{a.local.correction.name} corrects towards one common model, and a mixture has one per client.",
         ),
         (
+            a.moves.partial and (mixture or a.sends.name.startswith("top_k") or a.keeps.kind != "nothing"),
+            "clients that move other coordinates each round cannot be mixed, keep private parts or send top-k.",
+        ),
+        (
+            a.moves.partial and bool(a.local.correction.receives or a.local.correction.name == "dynamic"),
+            f"{a.local.correction.name} remembers a vector over one fixed set of coordinates; here it changes.",
+        ),
+        (
+            a.moves.needs_each and (hidden or mixture or a.server.name != "plain"),
+            "stacked and exact low-rank averaging multiply each client's factors; use clear sums and the plain "
+            "server rule, or lora.aggregate='frozen_a' or 'alternate'.",
+        ),
+        (
             a.protects.privacy is not None and (mixture or a.weigh.name != "uniform"),
-            "the privacy account assumes that every client counts at most once; use weigh='uniform' and one common model.",
+            "the privacy account needs every client to count at most once: use uniform weights and one common model.",
         ),
     ]

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, Observe
 from fedgraft.contracts import Examples, Network
-from fedgraft.edit.space import Bound, EditSpace
+from fedgraft.edit.fisher import ESTIMATORS, Scores
+from fedgraft.edit.masks import Mask
+from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import proximal
 from fedgraft.local.evaluate import evaluate
 from fedgraft.local.train import LocalRule, Trained, train
-from fedgraft.messages import Order, Reply
+from fedgraft.messages import Order, Reply, unpack_bits
 from fedgraft.randomness import torch_stream
 from fedgraft.weigh.similarity import svcca_basis, svcca_of_bases
 
@@ -41,12 +43,27 @@ class Workplace:
     """A client's own test rows, for personal evaluation."""
     private: EditSpace | None = None
     """Coordinates each client trains and keeps, such as its own head."""
+    private_start: Tensor | None = None
+    """Where those start for a client that has not trained yet."""
     probe: Examples | None = None
     """The same inputs on every client, row by row, for comparing representations."""
+    choose_mask: Callable[[Callable[[int], Mapping[str, Tensor]]], Mask] | None = None
+    """With masks of their own: from scores by round to the client's mask."""
     reference: tuple[object, list[Tensor]] | None = None
     """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
+    sends_buffers: bool = True
+    """Whether the tail of the vector (batch-norm statistics) is part of a change; base weights under LoRA are not."""
     _bound: dict[str, Bound] = field(default_factory=dict)
     _active: str = ""
+
+    @property
+    def sent(self) -> int:
+        """Coordinates of a change."""
+        return self.space.size if self.sends_buffers else self.space.trained
+
+    def release(self) -> None:
+        """Forget what is bound, because the network is about to be written from outside."""
+        self._bound, self._active = {}, ""
 
     def bind(self, space: EditSpace) -> Bound:
         """The network driven by this space; kept, because binding again costs as much as the network."""
@@ -97,15 +114,17 @@ def _train(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory)
     """Train locally from the order's vector; answer with the change."""
     start = _vector(order)
     kept = dict(memory)
-    if place.private is None:
+    if place.private is not None:
+        values, result = _train_with_private_part(order, algorithm, place, kept)
+        change = values - start
+    elif "active" in order.auxiliary:
+        change, result = _train_active(order, algorithm, place)
+    else:
         bound = place.bind(place.space)
         bound.load(start)
         result = _fit(order, place, bound, algorithm.local, memory, "train")
-        values = bound.values
-    else:
-        values, result = _train_with_private_part(order, algorithm, place, kept)
+        change = (bound.values - start)[: place.sent]
     kept |= result.closing.memory
-    change = values - start
     scalars: dict[str, float] = {}
     if algorithm.scaled_by_reach:
         change /= result.reach
@@ -129,18 +148,29 @@ def _train(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory)
     return reply, kept
 
 
+def _train_active(order: Order, algorithm: Algorithm, place: Workplace) -> tuple[Tensor, Trained]:
+    """Train only the coordinates that the order marks as active; the change covers just these."""
+    active = unpack_bits(order.auxiliary["active"], place.space.trained)
+    place.release()
+    place.space.scatter(_vector(order), place.network)
+    bound = place.bind(place.space.restrict(active))
+    start = bound.values.clone()
+    result = _fit(order, place, bound, algorithm.local, {}, "train")
+    return bound.values - start, result
+
+
 def _train_with_private_part(
     order: Order, algorithm: Algorithm, place: Workplace, kept: dict[str, Tensor]
 ) -> tuple[Tensor, Trained]:
     """FedPer trains the shared and the private part together; FedRep the private part first, then the shared one."""
     assert place.private is not None
     place.space.scatter(_vector(order), place.network)
-    own = kept.get("private")
-    if own is not None:
-        place.private.scatter(own, place.network)
+    own = kept.get("private", place.private_start)
+    assert own is not None
+    place.private.scatter(own, place.network)
     if algorithm.keeps.alternate:
         bound = place.bind(place.private)
-        bound.load(place.private.gather(place.network) if own is None else own)
+        bound.load(own)
         _fit(order, place, bound, algorithm.local, {}, "private")
         kept["private"] = bound.values.clone()
         bound = place.bind(place.space)
@@ -179,8 +209,10 @@ def _evaluate(order: Order, algorithm: Algorithm, place: Workplace, memory: Memo
     rows = place.test_rows(order.client)
     vector = memory.get("personal", _vector(order)) if algorithm.keeps.kind == "model" else _vector(order)
     place.space.scatter(vector, place.network)
-    if place.private is not None and "private" in memory:
-        place.private.scatter(memory["private"], place.network)
+    if place.private is not None:
+        own = memory.get("private", place.private_start)
+        assert own is not None
+        place.private.scatter(own, place.network)
     before = evaluate(place.network, place.tests, rows)
     metrics = {"loss": before.loss, "accuracy": before.accuracy, "count": float(len(rows))}
     if order.settings.get("finetune_epochs"):
@@ -191,8 +223,6 @@ def _evaluate(order: Order, algorithm: Algorithm, place: Workplace, memory: Memo
 
 def _finetuned(order: Order, place: Workplace, rows: Tensor):  # type: ignore[no-untyped-def]
     """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
-    from fedgraft.edit.space import select
-
     part = str(order.settings.get("finetune_part", "both"))
     names = {
         "head": lambda n: n.startswith("head."),
@@ -253,6 +283,49 @@ def _features(place: Workplace, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(z.clone(), y) for z, y in _feature_batches(place, rows)]
 
 
+def _sensitivity(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """The sums of squared gradients over a share of this client's examples, for the order's weights."""
+    scores = _scores(order, place)
+    return replace(_answer(order, place), sums={"scores": scores.vector()}), memory
+
+
+def _own_mask(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """A mask of the client's own, calibrated on its own examples; only its bits leave."""
+    assert place.choose_mask is not None
+    space = select(place.network, lambda name: True, buffers=False)
+    before = space.gather(place.network)
+    space.scatter(_vector(order), place.network)
+
+    def score(round: int) -> Mapping[str, Tensor]:
+        again = replace(order, vector=space.gather(place.network), settings={**order.settings, "draw": round})
+        return _scores(again, place).mean()
+
+    mask = place.choose_mask(score)
+    space.scatter(before, place.network)
+    return replace(_answer(order, place), evidence={"mask": mask.bits()}), memory
+
+
+def _scores(order: Order, place: Workplace) -> Scores:
+    """Score with the order's weights; the network gets its own back, bit for bit."""
+    s = order.settings
+    rows = place.rows(order.client)
+    stream = torch_stream(place.seed, "sensitivity", str(s["draw"]), order.client)
+    count = max(1, round(float(s["share"]) * len(rows)))
+    picked = rows[torch.randperm(len(rows), generator=stream)[:count]].sort().values
+    space = select(place.network, lambda name: True, buffers=False)
+    before = space.gather(place.network)
+    place.release()
+    space.scatter(_vector(order), place.network)
+    estimator, labels = str(s["estimator"]), str(s["labels"])
+    batches = [
+        (place.examples.batch(part), place.examples.labels[part], place.examples.entry)
+        for part in picked.split(int(s["batch"]))
+    ]
+    found = ESTIMATORS[estimator](place.network, batches, labels, str(s["names"]).split("\n"), stream)
+    space.scatter(before, place.network)
+    return found
+
+
 def _representation(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Pooled features of n of the client's own examples, after training."""
     rows = place.rows(order.client)
@@ -270,7 +343,7 @@ def _probe(place: Workplace) -> Examples:
 
 @torch.no_grad()
 def hidden(network: Network, layers: tuple[str, ...], examples: Examples) -> list[Tensor]:
-    """Outputs of these layers for all examples, tokens averaged, (n, d) each; `early`, `middle`, `late` are the defaults."""
+    """Outputs of these layers for all examples, tokens averaged, (n, d) each; `early`, `middle`, `late` by default."""
     usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
     names = [usual.get(layer, layer) for layer in layers]
     network.eval()
@@ -327,4 +400,6 @@ ACTIONS: dict[str, Callable[[Order, Algorithm, Workplace, Memory], tuple[Reply, 
     "evaluate": _evaluate,
     "statistics": _statistics,
     "head_gradient": _head_gradient,
+    "sensitivity": _sensitivity,
+    "own_mask": _own_mask,
 }

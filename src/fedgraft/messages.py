@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,7 +128,7 @@ def wire_size(message: Order | Reply) -> int:
     return 8 + len(header) + body
 
 
-def _entry(name: str, entry: Any, body: memoryview) -> Tensor:
+def _entry(name: str, entry: Any, body: memoryview, place: int) -> Tensor:
     """One tensor of the header, checked against the bytes that are really there before anything is allocated."""
     try:
         dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
@@ -136,7 +137,7 @@ def _entry(name: str, entry: Any, body: memoryview) -> Tensor:
     if not (isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 8):
         raise BadMessage(f"message field {name!r} has a malformed shape")
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
-    if not (type(begin) is int and type(end) is int and 0 <= begin <= end <= len(body) and end - begin == size):
+    if not (type(begin) is int and type(end) is int and place == begin <= end <= len(body) and end - begin == size):
         raise BadMessage(f"message field {name!r} does not fit its bytes")
     if size == 0:
         return torch.empty(shape, dtype=dtype)
@@ -156,11 +157,15 @@ def unpack(kind: type[M], data: bytes | bytearray | memoryview, limit: int | Non
         plain = json.loads(entries.pop("__metadata__")["fedgraft"])
         if plain.pop("kind") != kind.__name__:
             raise BadMessage(f"message is not a {kind.__name__}")
-        tensors = {name: _entry(name, entry, view[8 + length :]) for name, entry in entries.items()}
+        tensors, body, place = {}, view[8 + length :], 0
+        for name, entry in entries.items():  # one after the other: no byte is used twice, none is left over
+            tensors[name], place = _entry(name, entry, body, place), entry["data_offsets"][1]
+        if place != len(body):
+            raise BadMessage("message has bytes that belong to no field")
         return _join(kind, plain, tensors)
     except BadMessage:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # RecursionError is the last
         raise BadMessage(f"message cannot be read: {error}") from error
 
 
@@ -187,11 +192,28 @@ def _check_types(message: Order | Reply) -> None:
     for name, type_ in wanted:
         if type(getattr(message, name)) is not type_:
             raise BadMessage(f"message field {name!r} is not of type {type_.__name__}")
-    numbers = (dict(message.scalars), dict(message.metrics)) if isinstance(message, Reply) else ()
-    for group in numbers:
-        if not all(isinstance(v, int | float) for v in group.values()):
-            raise BadMessage("message carries a number that is not one")
+    tensors: list[Mapping[str, Tensor]]
+    numbers: list[Mapping[str, Any]]
+    if isinstance(message, Reply):
+        tensors, numbers, allowed = [message.sums, message.evidence], [message.scalars, message.metrics], int | float
+    else:
+        model = {} if message.vector is None else {"vector": message.vector}
+        tensors, numbers, allowed = [message.auxiliary, model], [message.settings], int | float | str
+    if not all(isinstance(v, Tensor) for group in tensors for v in group.values()):
+        raise BadMessage("message carries a tensor that is not one")
+    if not all(isinstance(v, allowed) for group in numbers for v in group.values()):
+        raise BadMessage("message carries a number that is not one")
     if isinstance(message, Reply) and message.change is not None:
         payload = message.change
         if type(payload.codec) is not str or type(payload.length) is not int or payload.length < 0:
             raise BadMessage("message carries a malformed payload")
+
+
+def pack_bits(active: Tensor) -> Tensor:
+    """Booleans as bytes, eight in one."""
+    return torch.from_numpy(np.packbits(active.numpy()))
+
+
+def unpack_bits(bits: Tensor, length: int) -> Tensor:
+    """The first `length` booleans of packed bytes."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=length).astype(bool))

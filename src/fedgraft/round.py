@@ -16,7 +16,7 @@ from fedgraft.combine.mean import drift_report, sum_unweighted, weighted_mean
 from fedgraft.combine.mixture import mix, mixing_matrix
 from fedgraft.combine.server_rules import RoundInfo, sign_agreement
 from fedgraft.exchange.screening import Accepted, Expectation, Field, Offence, screen
-from fedgraft.messages import Order, Reply, wire_size
+from fedgraft.messages import Order, Reply, unpack_bits, wire_size
 from fedgraft.server import Federation, ServerState
 
 
@@ -37,6 +37,8 @@ class Judge:
     trained: int
     width: int
     classes: int
+    active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
+    """What may move in the coming round, where that changes from round to round."""
     align: Callable[[Answers], Tensor] | None = None
     """With server-side alignment: scores (m, layers) of the submitted changes on the server's secret probe."""
 
@@ -58,12 +60,14 @@ def run_round(
 ) -> tuple[ServerState, RoundSummary]:
     """One round: sample, order, exchange, screen, weigh, combine, fold."""
     began = time.perf_counter()
+    if judge.active is not None:
+        state = replace(state, active=judge.active(state))
     cohort = server.sample(federation, state.round)
     orders = server.orders(algorithm, federation, state, cohort, judge.space)
     replies = list(engine.exchange(orders))
     exchanged = time.perf_counter()
     accepted, offences = screen(replies, expectation(algorithm, federation, state, cohort, judge))
-    answers = read(accepted, state)
+    answers = read(accepted, state, judge)
     record: dict[str, Any] = {}
     extra: dict[str, Tensor] = {}
     if len(accepted) < federation.minimum_answers:
@@ -73,6 +77,8 @@ def run_round(
         weights = algorithm.weigh.weights(answers, judge)
         fold = fold_mixture if isinstance(algorithm.combine, Mixture) else fold_common
         next_state, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
+        if algorithm.moves.partial:
+            next_state = replace(next_state, drifts=(*state.drifts, relative_drift(record["clients"])))
     counted = not isinstance(algorithm.combine, Mixture) or algorithm.combine.exchanges
     record |= {
         "round": state.round + 1,
@@ -101,7 +107,7 @@ def expectation(
         round=state.round,
         clients=frozenset(cohort),
         space=judge.space,
-        length=judge.length,
+        length=_sent_length(state, cohort, judge),
         codec=algorithm.sends,
         sums={name: Field((judge.trained,)) for name in algorithm.local.correction.sends},
         scalars=[*scalars, *(["tau"] if algorithm.scaled_by_reach else [])],
@@ -110,17 +116,36 @@ def expectation(
     )
 
 
-def read(accepted: Sequence[Accepted], state: ServerState) -> Answers:
-    """The accepted replies as the weigher and the combiner see them."""
+def read(accepted: Sequence[Accepted], state: ServerState, judge: Judge) -> Answers:
+    """The accepted replies as the weigher and the combiner see them, changes spread over the whole space."""
+    bits = [server.active_of(state, a.reply.client) for a in accepted]
+    active = [unpack_bits(b, judge.trained) for b in bits if b is not None]
+    changes = [a.change for a in accepted if a.change is not None]
+    if active:
+        changes = [spread(change, where) for change, where in zip(changes, active, strict=True)]
     return Answers(
         tuple(a.reply.client for a in accepted),
         torch.tensor([a.reply.examples for a in accepted], dtype=torch.float64),
-        [a.change for a in accepted if a.change is not None],
+        changes,
         [a.reply.scalars for a in accepted],
         [a.reply.evidence for a in accepted],
+        active,
         state.vector,
         state.round,
     )
+
+
+def _sent_length(state: ServerState, cohort: Sequence[int], judge: Judge) -> int:
+    """Coordinates of a change on the wire; partly active spaces give every client the same number."""
+    bits = server.active_of(state, cohort[0]) if len(cohort) else None
+    return judge.length if bits is None else int(unpack_bits(bits, judge.trained).sum())
+
+
+def spread(change: Tensor, active: Tensor) -> Tensor:
+    """A change of the active coordinates as one of all coordinates, zero elsewhere."""
+    full = torch.zeros(len(active))
+    full[active] = change
+    return full
 
 
 def fold_common(
@@ -132,7 +157,7 @@ def fold_common(
     weights: Tensor,
 ) -> tuple[ServerState, dict[str, Any], dict[str, Tensor]]:
     """One model for all: combine the changes and step."""
-    change = algorithm.combine.change(answers.changes, weights)  # type: ignore[union-attr]
+    change = algorithm.combine.change(answers, weights)  # type: ignore[union-attr]
     share = weights / weights.sum()
     names = answers.scalars[0].keys()
     sums = {name: sum_unweighted([a.reply.sums[name] for a in accepted]) for name in algorithm.local.correction.sends}
@@ -181,7 +206,7 @@ def describe(
     answers: Answers, accepted: Sequence[Accepted], share: Tensor, step: Tensor, change: Tensor
 ) -> dict[str, Any]:
     """The numbers of a round by client: loss, update norm, drift, cosine to the mean."""
-    report = drift_report(answers.changes, change)
+    report = drift_report(answers.changes, change[: len(answers.changes[0])])
     losses = [float(a.reply.metrics.get("loss", float("nan"))) for a in accepted]
     return {
         "train_loss": float((share * torch.tensor(losses, dtype=torch.float64)).sum()),
@@ -196,6 +221,12 @@ def describe(
         },
         **_alignment(answers),
     }
+
+
+def relative_drift(clients: Mapping[str, list[float]]) -> float:
+    """Mean over clients of their distance to the mean change, in units of their own change."""
+    pairs = [(d, n) for d, n in zip(clients["drift"], clients["norm"], strict=True) if n > 0]
+    return sum(d / n for d, n in pairs) / len(pairs) if pairs else 0.0
 
 
 def _alignment(answers: Answers) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from fedgraft.local.schedules import Schedule
 from fedgraft.messages import Order, Scalar
 from fedgraft.randomness import numpy_stream
 
+EVERYONE = -1
+
 
 @dataclass(frozen=True)
 class Federation:
@@ -41,6 +43,10 @@ class ServerState:
     """State of the server rule: moments, control variate."""
     personal: Mapping[int, Tensor] = field(default_factory=dict)
     """With a mixture: the model of every client that has one of its own."""
+    active: Mapping[int, Tensor] = field(default_factory=dict)
+    """Which coordinates may move this round, as packed bits: by client, or for `EVERYONE`. Empty: all of them."""
+    drifts: tuple[float, ...] = ()
+    """Mean drift of the clients relative to their change, by round, for adaptive sparsity."""
     losses: tuple[float, ...] = ()
     """Validation losses so far, for the plateau schedule."""
 
@@ -51,7 +57,7 @@ def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
 
 
 def sample(federation: Federation, round: int) -> list[int]:
-    """The clients of this round, sorted; drawn from (seed, round) alone. Costs do not grow with the number of clients."""
+    """The clients of this round, sorted; drawn from (seed, round) alone. The cost is that of the cohort."""
     stream = numpy_stream(federation.seed, "cohort", round)
     if federation.sampling == "poisson":
         count = int(stream.binomial(federation.clients, federation.per_round / federation.clients))
@@ -77,10 +83,18 @@ def orders(
 ) -> list[Order]:
     """One training order per client of the cohort."""
     settings: dict[str, Scalar] = {"lr": rate(federation, state)}
-    auxiliary = {name: state.rule[name] for name in algorithm.local.correction.receives}
-    return [
-        Order(federation.run, state.round, k, "train", space, model_of(state, k), auxiliary, settings) for k in cohort
-    ]
+    common = {name: state.rule[name] for name in algorithm.local.correction.receives}
+    made = []
+    for k in cohort:
+        active = active_of(state, k)
+        auxiliary = common if active is None else {**common, "active": active}
+        made.append(Order(federation.run, state.round, k, "train", space, model_of(state, k), auxiliary, settings))
+    return made
+
+
+def active_of(state: ServerState, client: int) -> Tensor | None:
+    """Which coordinates this client may move, as packed bits; None: all of them."""
+    return state.active.get(client, state.active.get(EVERYONE))
 
 
 def fold(algorithm: Algorithm, state: ServerState, change: Tensor, info: RoundInfo) -> ServerState:

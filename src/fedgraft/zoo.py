@@ -212,7 +212,7 @@ def robust_combiner(name: str, liars: int = 0, neighbours: bool = False, clip: f
         steps.append(robust.nearest_mixing(liars))
     full = robust.prepared(rule, *steps) if steps else rule
     label = "+".join([*(["clip"] if steps and name == "norm_clip" else []), *(["nnm"] if neighbours else []), name])
-    return Combiner(label, lambda changes, weights: full(torch.stack(list(changes)), weights), linear=False)
+    return Combiner(label, lambda answers, weights: full(torch.stack(list(answers.changes)), weights), linear=False)
 
 
 def named(name: str, **options: Any) -> Algorithm:

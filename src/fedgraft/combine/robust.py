@@ -223,7 +223,7 @@ def nearest_mixing(liars: int) -> Prepare:
         m = len(stack)
         _need(m, 2 * liars + 1, "nearest-neighbour mixing", liars)
         stack = finite_rows(stack)
-        nearest = squared_distances(stack).fill_diagonal_(-1).argsort(dim=1, stable=True)[:, : m - liars]
+        nearest = squared_distances(stack).argsort(dim=1, stable=True)[:, : m - liars]
         mixing = torch.zeros(m, m, dtype=torch.float64).scatter_(1, nearest, 1 / (m - liars))
         out = torch.empty_like(stack)
         for piece in chunks(stack.shape[1]):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from fedgraft.contracts import Network
 from fedgraft.data.augment import draw_flips
@@ -188,7 +188,7 @@ class CachedExamples:
 @contextmanager
 def _evaluating(network: Network) -> Iterator[None]:
     """Evaluation mode for the time of a forward pass; every module gets back the mode it had."""
-    modules = list(network.modules()) if isinstance(network, nn.Module) else []
+    modules = list(network.modules())
     modes = [module.training for module in modules]
     network.eval()
     try:

@@ -84,7 +84,7 @@ def _images(files: list[Path], size: int) -> Iterator[np.ndarray]:
             except (OSError, ValueError, SyntaxError) as error:
                 bad.append(f"{path} ({error})")
         yield chunk
-    if bad:  # raised at the end, so that one message names them all
+    if bad:  # raised at the end, so that one message names those of the whole listing
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise FedgraftError(f"these files are not readable images, repair or remove them: {'; '.join(bad[:5])}{more}.")
 

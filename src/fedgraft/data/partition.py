@@ -119,12 +119,12 @@ class Partition:
 def make_partition(
     kind: str, labels: np.ndarray, test_labels: np.ndarray | None, clients: int, seed: int, **options: Any
 ) -> Partition:
-    """Deal training rows to `clients` by `kind`, then test rows of the same classes (`test="shard"`, disjoint, in
+    """Deal training rows to `clients` by `kind`, then test rows of the same classes.
 
-    proportion to the training rows; `test="all_of_my_classes"`, overlapping). The result depends on the arguments
-    alone. Options by kind - iid: sizes ("equal", "lognormal"), sigma; classes: per_client, allow_uncovered; shards:
-    per_client, per_class; dirichlet: alpha, min_size; dirichlet_balanced: alpha; groups: groups, clients_per_group,
-    allow_uncovered.
+    `test="shard"` deals test rows disjointly, in proportion to the training rows; `test="all_of_my_classes"` lets
+    clients share them. The result depends on the arguments alone. Options by kind - iid: sizes ("equal",
+    "lognormal"), sigma; classes: per_client, allow_uncovered; shards: per_client, per_class; dirichlet: alpha,
+    min_size, tries; dirichlet_balanced: alpha; groups: groups, clients_per_group, allow_uncovered.
     """
     labels = check_labels(labels, "training")
     test_labels = check_labels([] if test_labels is None else test_labels, "test")

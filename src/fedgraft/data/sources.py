@@ -63,6 +63,8 @@ def _check(source: str, path: str | None, image_size: int, options: dict[str, in
         raise FedgraftError(f"there is no data source {source!r}; choose one of {', '.join(SOURCES)}.")
     if source == "folder" and path is None:
         raise FedgraftError("the data source 'folder' needs path=, the folder that holds one folder per class.")
+    if source in ("digits", "synthetic") and path is not None:
+        raise FedgraftError(f"the data source {source!r} is built in and takes no path, but path is {path!r}.")
     if image_size < 1:
         raise FedgraftError(f"the image size must be positive, but it is {image_size}.")
     known = _SYNTHETIC if source == "synthetic" else {}

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -115,6 +116,7 @@ def _open(folder: Path) -> ImageStore:
 
 def _build(entry: Path, read: Callable[[], tuple[RawSplit, RawSplit]]) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(entry.parent)
     work = Path(tempfile.mkdtemp(prefix=".building-", dir=entry.parent))
     try:
         for part, split in zip(("train", "test"), read(), strict=True):
@@ -126,6 +128,14 @@ def _build(entry: Path, read: Callable[[], tuple[RawSplit, RawSplit]]) -> None:
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left behind; anything younger than a day may still be in use."""
+    for left in [*folder.glob(".building-*"), *folder.glob(".damaged-*")]:
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > 86_400:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _write(folder: Path, split: RawSplit) -> None:

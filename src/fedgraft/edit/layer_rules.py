@@ -17,8 +17,8 @@ Sums = Mapping[str, Tensor]
 """Running totals of one module, by the parameter's name inside it."""
 Rule = Callable[[Any, Tensor, Tensor, Sums], None]
 
-# Per-sample gradients are formed in pieces of about this many numbers (4 MB), so that squaring finds them in cache.
-_PIECE = 1 << 20
+# Per-sample gradients are formed in pieces of about this many numbers (1 MB), so that squaring finds them in cache.
+_PIECE = 1 << 18
 
 
 def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -56,7 +56,7 @@ def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
         return
     groups, taps = module.groups, module.weight[0].numel()
     total = sums["weight"].view(groups, -1, taps)  # (g, out/g, in/g * kh * kw)
-    step = max(1, 4 * _PIECE // (taps * groups * delta.shape[2]))
+    step = max(1, 16 * _PIECE // (taps * groups * delta.shape[2]))
     for begin in range(0, len(x), step):
         part = F.unfold(x[begin : begin + step], module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
         right = part.view(len(part), groups, taps, -1).transpose(2, 3)  # (b, g, L, taps)

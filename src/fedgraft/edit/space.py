@@ -97,6 +97,17 @@ class EditSpace:
             for part, begin, end in self.ranges:
                 _write(part, tensors[part.name], vector[begin:end])
 
+    def restrict(self, active: Tensor) -> EditSpace:
+        """The space of the trained coordinates that are True in `active`; buffers do not belong to it."""
+        parts = []
+        for part, begin, end in self.ranges[: len(self.parts)]:
+            chosen = active[begin:end].nonzero().view(-1)
+            if len(chosen) == part.size:
+                parts.append(part)
+            elif len(chosen):
+                parts.append(Part(part.name, part.shape, chosen if part.index is None else part.index[chosen]))
+        return EditSpace(tuple(parts))
+
     def bind(self, network: Network) -> Bound:
         """Prepare a network for training on this space: gradients only where something may move."""
         return Bound(self, network)
@@ -206,6 +217,8 @@ def masked(network: Network, mask: Mapping[str, Tensor], dense: Iterable[str] = 
                 parts.append(Part(name, tuple(parameter.shape)))
             elif len(index):
                 parts.append(Part(name, tuple(parameter.shape), index))
+    if not parts:
+        raise FedgraftError("the edit space is empty: the mask keeps no coordinate of the network")
     return EditSpace(tuple(parts))
 
 

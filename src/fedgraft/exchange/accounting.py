@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from fedgraft.errors import FedgraftError, MissingExtra
@@ -101,9 +101,9 @@ class Budget:
         if not (self.target > 0 and type(self.spent) is int and type(self.planned) is int and self.spent >= 0):
             raise FedgraftError("a privacy budget needs a positive epsilon and whole numbers of rounds")
 
-    @cached_property
+    @property
     def affordable(self) -> int:
-        """Most rounds, up to those planned, whose epsilon stays within the target."""
+        """Most rounds, up to those planned, whose epsilon stays within the target; `epsilon` remembers the search."""
         low, high = 0, self.planned
         if self._epsilon(high) <= self.target:
             return high
@@ -131,9 +131,7 @@ class Budget:
                 f"the privacy budget is used up: epsilon {self.target} at delta {self.delta} allows {self.affordable} "
                 f"rounds and {self.spent} are spent"
             )
-        after = replace(self, spent=self.spent + rounds)
-        after.__dict__["affordable"] = self.affordable  # computed once per run, not once per round
-        return after
+        return replace(self, spent=self.spent + rounds)
 
     def agrees_with(self, other: Budget) -> None:
         """Refuse to go on with an account that was opened on other terms."""

@@ -38,7 +38,7 @@ def clip(change: Tensor, bound: float) -> tuple[Tensor, bool]:
     norm = float(torch.linalg.vector_norm(change, dtype=torch.float64))
     if not math.isfinite(norm):
         raise FedgraftError("a change that is not finite cannot be clipped; this client has to leave the round")
-    if not 0 < bound:
+    if not bound > 0:
         raise FedgraftError(f"the clipping bound must be positive, not {bound}")
     if norm <= bound:
         return change, True
@@ -156,7 +156,7 @@ def check_combination(
     """Refuse settings for which the account would be wrong."""
     if weighting != "uniform" and largest_weight is None:
         raise FedgraftError(
-            f"weighting {weighting!r} has no bounded sensitivity: cap the weights with a largest weight, or weigh uniformly"
+            f"weighting {weighting!r} has no bounded sensitivity: cap it with a largest weight, or weigh uniformly"
         )
     if largest_weight is not None and not 0 < largest_weight < math.inf:
         raise FedgraftError(f"the largest weight must be positive and finite, not {largest_weight}")

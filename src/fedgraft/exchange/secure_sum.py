@@ -3,10 +3,10 @@
 Bonawitz et al. 2017 with the neighbour graph of Bell et al. 2020. Five stages: keys, shares, masked, consistency,
 unmask. Clients may vanish at any of them; below the threshold the round ends with `SecureAbort`.
 
-Who is trusted with what: the server follows the protocol or not, but fewer than `2 * needed - holders` of any
-client's holders collude with it. Inputs are not checked: a lying client can spoil the sum (within the limits of its
-segments, not above), it cannot read others. Identities: see `secure_keys.Identity`. In a neighbour graph the lists
-are compared among neighbours, so a split view is caught where it touches one client's holders.
+Who is trusted with what: the server may follow the protocol or not, as long as fewer than `2 * needed - holders` of
+any client's holders collude with it. Inputs are hidden, so they cannot be checked: a lying client can spoil the sum
+(by anything the ring can hold), it cannot read others. Who is who: see `secure_keys.Identity`. In a neighbour graph
+the lists are compared among neighbours, so a split view is caught where it touches one client's holders.
 
 The weight travels inside the sum: clients send weight * change and the weight, so whoever is lost drops out of both.
 """

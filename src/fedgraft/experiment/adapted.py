@@ -9,6 +9,7 @@ import torch
 
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.sources import load_dataset
+from fedgraft.edit.lora import merge
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import checkpoint, step_zero
 from fedgraft.experiment.build import Setup
@@ -28,6 +29,7 @@ def adapted(folder: Path) -> Setup:
     setup = Setup(from_folder(folder))
     tensors = found.tensors
     step_zero.install(setup.network, torch.cat([tensors["head/weight"], tensors["head/bias"][:, None]], 1))
+    setup.open({n.removeprefix("edit/"): t for n, t in tensors.items() if n.startswith("edit/")})
     setup.space.scatter(tensors.get("best/vector", tensors["vector"]), setup.network)
     return setup
 
@@ -59,4 +61,6 @@ def export_run(folder: Path, to: Path) -> None:
     from fedgraft.models.export import export
 
     setup = adapted(folder)
+    if setup.layout is not None:
+        merge(setup.network)
     export(setup.network, to, list(setup.deal.dataset.train.classes))

@@ -1,194 +1,51 @@
-"""From a validated config to the parts that work: data, partition, network, edit space, algorithm, engine."""
+"""`Setup`: everything a run needs, built from its config, with the parts that cost something made when first used."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Mixture, Moves, Protection, vary
-from fedgraft.client import Workplace
+from fedgraft.algorithm import Answers, Combiner, Mixture, count_mean, vary
+from fedgraft.client import Workplace, hidden
 from fedgraft.combine.server_rules import plain_tail
 from fedgraft.contracts import Examples
-from fedgraft.data.examples import ImageExamples
+from fedgraft.data.examples import FeatureExamples, ImageExamples
 from fedgraft.data.feature_cache import CachedExamples
-from fedgraft.data.partition import Partition, make_partition
-from fedgraft.data.sources import Dataset, load_dataset
-from fedgraft.data.split import stratified_split
 from fedgraft.data.store import cache_dir
 from fedgraft.data.transforms import STATISTICS, Transform
+from fedgraft.edit.lora import attach
+from fedgraft.edit.lora_combine import LoraLayout, combine_lora, lora_layout
+from fedgraft.edit.masks import Mask
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.engines.in_process import InProcess
+from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
-from fedgraft.exchange.codecs import codec
 from fedgraft.experiment.config import Config
-from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
-from fedgraft.local.train import LocalRule
-from fedgraft.models.backbones import load_network
-from fedgraft.models.network import VisionNetwork
+from fedgraft.experiment.editing import Adaptive, Calibrator, Opened, masked_space, open_masked, own_active, scores_on
+from fedgraft.experiment.parts import (
+    build_algorithm,
+    build_federation,
+    build_network,
+    deal,
+    norm_ratio,
+    open_space,
+    per_round,
+)
+from fedgraft.messages import pack_bits
+from fedgraft.models.identity import digest
+from fedgraft.randomness import torch_stream
 from fedgraft.round import Judge
-from fedgraft.server import Federation
+from fedgraft.server import EVERYONE, ServerState
+from fedgraft.weigh.similarity import svcca_basis, svcca_of_bases
 
 log = logging.getLogger("fedgraft")
-
-
-@dataclass(frozen=True)
-class Deal:
-    """The data of a run: the stores, which rows are for what, and who holds which."""
-
-    dataset: Dataset
-    train_rows: Tensor
-    validation_rows: Tensor
-    partition: Partition
-
-    def rows(self, client: int) -> Tensor:
-        """A client's training rows in the training store."""
-        return self.train_rows[torch.from_numpy(np.asarray(self.partition.train_rows(client)))]
-
-    def test_rows(self, client: int) -> Tensor:
-        """A client's own test rows in the test store."""
-        return torch.from_numpy(np.asarray(self.partition.test_rows(client)).astype(np.int64))
-
-    @property
-    def classes(self) -> int:
-        """Number of classes."""
-        return len(self.dataset.train.classes)
-
-
-def deal(config: Config) -> Deal:
-    """Load the data, hold out validation images once, and deal the rest to the clients."""
-    d, p = config.data, config.partition
-    options = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
-    dataset = load_dataset(d.source, d.path, **(options if d.source == "synthetic" else {}))
-    labels = np.asarray(dataset.train.labels)
-    train, held = stratified_split(labels, d.validation, config.seed)
-    if d.limit is not None and d.limit < len(train):
-        _, kept = stratified_split(labels[train], d.limit / len(train), config.seed)
-        train = train[kept]
-    partition = make_partition(
-        p.kind, labels[train], np.asarray(dataset.test.labels), p.clients, config.seed, **_partition_options(config)
-    )
-    return Deal(dataset, torch.from_numpy(np.asarray(train)), torch.from_numpy(np.asarray(held)), partition)
-
-
-def _partition_options(config: Config) -> dict[str, object]:
-    p = config.partition
-    own: dict[str, dict[str, object]] = {
-        "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
-        "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
-        "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},
-        "dirichlet_balanced": {"alpha": p.alpha},
-        "groups": {"groups": p.groups, "allow_uncovered": p.allow_uncovered},
-    }
-    return {**own.get(p.kind, {}), "test": p.test}
-
-
-def build_network(config: Config, classes: int) -> VisionNetwork:
-    """The pretrained trunk with a head for this many classes."""
-    m = config.model
-    return load_network(m.name, classes, config.data.image_size, m.dropout, config.seed)
-
-
-def open_space(config: Config, network: VisionNetwork) -> EditSpace:
-    """The coordinates that may move. Masks and low-rank factors are opened by their own recipes."""
-    moves = config.moves
-    last = network.depth - moves.blocks
-
-    def wanted(name: str) -> bool:
-        block = network.block_of(name)
-        head = block > network.depth
-        if not head and block < moves.freeze_blocks and moves.freeze_blocks:
-            return False
-        return {
-            "everything": True,
-            "head": head,
-            "body": not head,
-            "last_blocks": (moves.head_too if head else block >= last),
-        }[moves.kind]
-
-    if moves.freeze_blocks > network.depth:
-        raise FedgraftError(
-            f"moves.freeze_blocks is {moves.freeze_blocks}, but {config.model.name} has {network.depth} blocks"
-        )
-    return select(network, wanted)
-
-
-def schedule(config: Config) -> Schedule:
-    """The learning rate over rounds."""
-    s = config.schedule
-    options: dict[str, dict[str, object]] = {
-        "cosine": {"minimum": s.minimum, "restarts": s.restarts},
-        "linear": {"minimum": s.minimum},
-        "lambda": {"decay": s.decay},
-        "inverse": {"gamma": s.gamma, "power": s.power},
-        "step": {"at": s.at, "factor": s.factor},
-        "plateau": {"factor": s.factor, "patience": s.patience, "minimum": s.minimum},
-    }
-    made = SCHEDULES[s.kind](config.local.lr, **options.get(s.kind, {}))
-    return warmed(made, s.warmup) if s.warmup else made
-
-
-def per_round(config: Config) -> int:
-    """m = max(1, floor(C·K)), the clients of one round."""
-    return max(1, int(config.rounds.fraction * config.partition.clients + 1e-9))
-
-
-def build_federation(config: Config) -> Federation:
-    """Who takes part and how often."""
-    r = config.rounds
-    return Federation(
-        run=config.digest,
-        seed=config.seed,
-        clients=config.partition.clients,
-        per_round=per_round(config),
-        rounds=r.total,
-        schedule=schedule(config),
-        sampling=r.sampling,
-        minimum_answers=r.minimum_answers,
-        norm_bound=r.norm_bound,
-    )
-
-
-def build_local(config: Config) -> LocalRule:
-    """How a client trains."""
-    c = config.local
-    if c.optimizer == "sgdm":
-        optimizer = sgdm(c.momentum, c.weight_decay, c.nesterov, c.dampening, c.decoupled)
-    else:
-        optimizer = adamw(weight_decay=c.weight_decay)
-    return LocalRule(
-        amount=c.epochs or c.steps or 4,
-        unit="epochs" if c.epochs else "steps",
-        batch_size=c.batch_size,
-        optimizer=optimizer,
-        clip=c.clip,
-        label_smoothing=config.model.label_smoothing,
-        even_reach=c.even_reach,
-        amp=c.amp,
-    )
-
-
-def build_algorithm(config: Config) -> Algorithm:
-    """The algorithm of the config: an entry of the zoo, with the codec and the combiner that were asked for."""
-    a, m = config.algorithm, config.moves
-    options = a.model_dump(exclude={"name", "robust", "liars", "neighbours", "clip_norm"})
-    moves = Moves(m.kind, m.blocks, m.freeze_blocks, m.head_too)
-    made = zoo.named(a.name, local=build_local(config), moves=moves, seed=config.seed, **options)
-    name = f"top_k:{config.sends.fraction!r}" if config.sends.codec == "top_k" else config.sends.codec
-    made = vary(made, sends=codec(name), protects=Protection(config.protects.kind))
-    if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
-        if isinstance(made.combine, Mixture):
-            raise FedgraftError(f"{a.name} mixes models by similarity; the robust rule {a.robust} has no place in it.")
-        made = vary(made, combine=zoo.robust_combiner(a.robust, a.liars, a.neighbours, a.clip_norm))
-    return made
 
 
 class Setup:
@@ -205,9 +62,121 @@ class Setup:
         self.transform = Transform(self.network.image_size, config.data.augment, *statistics)
         self.pixels = ImageExamples(self.deal.dataset.train, self.transform)
         self.test_pixels = ImageExamples(self.deal.dataset.test, self.transform)
-        self.space = open_space(config, self.network)
-        if self.space.size > self.space.trained:  # batch-norm statistics take the plain mean, whatever the server rule
+        self._pools: WeakSet[Pool] = WeakSet()
+        self._space: EditSpace | None = None
+        self.mask: Mask | None = None
+        self.layout: LoraLayout | None = None
+        self.own: dict[int, Tensor] = {}
+        self.adaptive: Adaptive | None = None
+
+    @property
+    def space(self) -> EditSpace:
+        """The coordinates that may move; there are none before `open`."""
+        if self._space is None:
+            raise FedgraftError("the edit space is not open yet")
+        return self._space
+
+    def open(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Open the edit space (after step 0, which a mask depends on); returns what a checkpoint must hold of it.
+
+        `saved` is what an earlier call returned, so that a resumed run has the same coordinates without calibrating.
+        """
+        kind = self.config.moves.kind
+        self.head_start = self.network.head.weight.detach().clone(), self.network.head.bias.detach().clone()
+        stored: dict[str, Tensor] = {}
+        if kind == "masked":
+            stored = self._open_mask(saved or {})
+        elif kind == "lora":
+            self._open_lora()
+        else:
+            self._space = open_space(self.config, self.network)
+        if self.space.size > self.space.trained:  # the tail takes the plain mean, whatever the server rule
             self.algorithm = vary(self.algorithm, server=plain_tail(self.algorithm.server, self.space.trained))
+        if self.config.moves.match_norm is not None:
+            self._match_norm(self.config.moves.match_norm)
+        return stored
+
+    def _open_lora(self) -> None:
+        c = self.config.moves.lora
+        attach(self.network, c.rank, c.alpha, c.targets, self.config.seed, c.dropout)
+        head = [n for n, _ in self.network.named_parameters() if self.network.block_of(n) > self.network.depth]
+        layout = lora_layout(self.network, c.aggregate, head if self.config.moves.head_too else ())
+        self.layout, self._space = layout, layout.space
+        if not layout.needs_each_client:
+            return
+
+        def combine(answers: Answers, weights: Tensor) -> Tensor:
+            assert answers.start is not None
+            fresh = layout.fresh(self.config.seed, answers.round) if layout.mode == "stack" else None
+            return combine_lora(layout, answers.start, answers.changes, weights.tolist(), fresh) - answers.start
+
+        self.algorithm = vary(self.algorithm, combine=Combiner(f"lora:{layout.mode}", combine, linear=False))
+
+    def _open_mask(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        place = Workplace(
+            self.network, select(self.network, lambda n: True), self.plain_pixels, self.deal.rows, self.config.seed
+        )
+        engine = self.engine(place)
+        run = self.federation.run
+        calibrator = Calibrator(self.config, self.network, engine, run, len(self.deal.train_rows))
+        place.choose_mask = lambda score: calibrator.calibrate(score).mask
+        recipe = self.config.moves.mask
+        names = (*calibrator.scope.maskable, *calibrator.scope.dense)
+        shapes = {n: tuple(p.shape) for n, p in self.network.named_parameters() if n in names}
+        if "mask" in saved:
+            opened = Opened(Mask.from_bits(saved["mask"], shapes))
+        else:
+            identity = [digest(self.network), self.deal.dataset.train.digest, self.deal.partition.digest]
+            opened = open_masked(calibrator, cache_dir(), [*identity, self.transform.digest])
+            log.info(
+                "mask %s: %d of %d coordinates move (%.2f %% of the network), energy share %.3g, %d without effect",
+                recipe.strategy, opened.mask.count, opened.mask.total, 100 * calibrator.scope.density(opened.mask),
+                opened.energy, opened.negligible,
+            )  # fmt: skip
+        self.mask, self._space = opened.mask, masked_space(self.network, opened.mask)
+        stored = {"mask": opened.mask.bits()}
+        if recipe.per_client:
+            fresh = own_active(self.space, opened.own or {})
+            self.own = {
+                k: saved[f"own/{k}"] if f"own/{k}" in saved else pack_bits(fresh[k])
+                for k in range(self.federation.clients)
+            }
+            stored |= {f"own/{k}": bits for k, bits in self.own.items()}
+            if recipe.fill == "count":
+                self.algorithm = vary(self.algorithm, combine=count_mean())
+        if recipe.adaptive_start is not None:
+            scores = saved.get("scores", None)
+            if scores is None:
+                scores = scores_on(self.space, calibrator.scores(1))
+            self.adaptive = Adaptive(
+                recipe, scores, sum(torch.Size(shapes[n]).numel() for n in calibrator.scope.maskable)
+            )
+            stored["scores"] = scores
+        return stored
+
+    def _match_norm(self, cap: float) -> None:
+        """Raise the rate by the ratio of the dense gradient's norm to the active one's, on validation images."""
+        rows = self.deal.validation_rows if len(self.deal.validation_rows) else self.deal.train_rows
+        factor = min(cap, norm_ratio(self.network, self.space, self.plain_pixels, rows[:256]))
+        log.info("update-norm matching: the learning rate is raised %.2f times", factor)
+        old = self.federation.schedule
+        self.federation = replace(self.federation, schedule=lambda t, total, history: factor * old(t, total, history))
+
+    def active(self, state: ServerState) -> Mapping[int, Tensor]:
+        """What may move in the coming round, as packed bits."""
+        if self.own:
+            return self.own
+        if self.adaptive is not None:
+            return {EVERYONE: pack_bits(self.adaptive.active(state.drifts))}
+        assert self.layout is not None
+        chosen = torch.zeros(self.space.trained, dtype=torch.bool)
+        chosen[self.layout.active(state.round)] = True
+        return {EVERYONE: pack_bits(chosen)}
+
+    @cached_property
+    def plain_pixels(self) -> ImageExamples:
+        """Training images without augmentation."""
+        return ImageExamples(self.deal.dataset.train, replace(self.transform, train=()))
 
     def at_entry(self, pixels: ImageExamples, entry: int) -> Examples:
         """These images where they enter: as pixels, or as kept outputs of the fixed part of the network."""
@@ -239,30 +208,79 @@ class Setup:
     @cached_property
     def place(self) -> Workplace:
         """The clients' workplace in this process."""
-        private = None
+        private = start = None
         if self.algorithm.keeps.kind == "head":
             private = select(self.network, lambda name: self.network.block_of(name) > self.network.depth)
+            start = private.gather(self.network)
         return Workplace(
             self.network, self.space, self.examples, self.deal.rows, self.config.seed,
-            self.tests, self.deal.test_rows, private,
+            self.tests, self.deal.test_rows, private, start, self.probe, sends_buffers=self.layout is None,
         )  # fmt: skip
+
+    @cached_property
+    def probe(self) -> Examples | None:
+        """Validation images that every client has, row by row, where an algorithm compares representations."""
+        if not any(wanted.name in {"alignment", "probe_representation"} for wanted in self.algorithm.wants):
+            return None
+        rows = self.deal.validation_rows
+        if len(rows) < self.config.algorithm.probe:
+            raise FedgraftError(
+                f"the probe needs {self.config.algorithm.probe} validation images and there are {len(rows)}; raise "
+                "data.validation or lower algorithm.probe"
+            )
+        picked = torch.randperm(len(rows), generator=torch_stream(self.config.seed, "probe"))[
+            : self.config.algorithm.probe
+        ]
+        inputs = self.plain_pixels.batch(rows[picked])
+        return FeatureExamples(inputs, self.plain_pixels.labels[rows[picked]], 0)
+
+    def align(self, answers: Answers) -> Tensor:
+        """Server-side alignment: SVCCA by layer of each submitted change, on a secret probe, another one each round."""
+        a, rows = self.config.algorithm, self.deal.validation_rows
+        stream = torch_stream(self.config.seed, "secret_probe", answers.round)
+        picked = rows[torch.randperm(len(rows), generator=stream)[: a.probe]]
+        probe = FeatureExamples(self.plain_pixels.batch(picked), self.plain_pixels.labels[picked], 0)
+        assert answers.start is not None
+        self.place.release()
+
+        def bases(vector: Tensor) -> list[Tensor]:
+            self.space.scatter(vector, self.network)
+            return [svcca_basis(x, a.keep) for x in hidden(self.network, a.layers, probe)]
+
+        before = bases(answers.start)
+        scores = []
+        for change in answers.changes:
+            after = bases(answers.start + change)
+            scores.append([svcca_of_bases(x, y, a.top).value for x, y in zip(after, before, strict=True)])
+        return torch.tensor(scores, dtype=torch.float64)
 
     @cached_property
     def trunk_place(self) -> Workplace:
         """The workplace of step 0: the untouched trunk's features, kept on disk and shared by all runs."""
-        plain = ImageExamples(self.deal.dataset.train, replace(self.transform, train=()))
-        cached = self.kept(plain, self.network.depth)
-        return replace(self.place, examples=cached, _bound={}, _active="")
+        cached = self.kept(self.plain_pixels, self.network.depth)
+        return Workplace(self.network, select(self.network, lambda n: True), cached, self.deal.rows, self.config.seed)
 
     @cached_property
     def judge(self) -> Judge:
         """What the server knows of the space, and can compute for itself."""
         s, n = self.space, self.network
-        return Judge(s.digest, s.size, s.trained, n.width, n.classes)
+        partial = self.own or self.adaptive or (self.layout is not None and self.layout.mode == "alternate")
+        return Judge(
+            s.digest, self.place.sent, s.trained, n.width, n.classes, self.active if partial else None, self.align
+        )
 
-    def engine(self, place: Workplace | None = None) -> InProcess:
-        """An engine for this run's clients."""
-        return InProcess(self.algorithm, place or self.place)
+    def engine(self, place: Workplace | None = None) -> InProcess | Pool:
+        """An engine for this run's clients: worker processes where the config asks for more than one."""
+        if self.config.workers == 1:
+            return InProcess(self.algorithm, place or self.place)
+        pool = Pool(self.algorithm, place or self.place, self.config.workers)
+        self._pools.add(pool)
+        return pool
+
+    def close(self) -> None:
+        """End the worker processes that are left."""
+        for pool in list(self._pools):
+            pool.close()
 
 
 def warnings_for(config: Config, setup: Setup) -> list[str]:
@@ -278,8 +296,3 @@ def warnings_for(config: Config, setup: Setup) -> list[str]:
     if isinstance(setup.algorithm.combine, Mixture) and m < config.partition.clients:
         found.append("with partial participation only the cohort's models are mixed; the others wait")
     return found
-
-
-def default_root() -> Path:
-    """Where runs go unless told otherwise."""
-    return Path("runs")

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from fedgraft.client import Workplace, give_stream
+from fedgraft.client import give_stream
 from fedgraft.experiment import step_zero
 from fedgraft.experiment.build import Setup
+from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, merge, to_toml, validate
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.report import write_report
-from fedgraft.experiment.run import Best, Progress, Silent, install_head, one_thread
-from fedgraft.experiment.trackers import open_trackers
+from fedgraft.experiment.run import Best, Followers, Progress, Silent, install_head, one_thread
 from fedgraft.local.evaluate import evaluate
 from fedgraft.local.train import train
 from fedgraft.randomness import torch_stream
@@ -54,96 +54,113 @@ def run_centralized(
     if record.status == "finished":
         return record.summary()
     with record.writing(console=console), one_thread():
-        setup = Setup(config)
-        trackers = open_trackers(config.track.trackers, record.path, config.name, config.model_dump(mode="json"))
-        with trackers as track:
-            summary = _epochs(config, setup, record, progress or Silent(), track)
-            track.finish(summary)
+        summary = _Central(config, record, progress or Silent()).go()
         record.finish(summary)
         write_report(record.path)
         return summary
 
 
-def _epochs(config: Config, setup: Setup, record: RunFolder, progress: Progress, track: Any) -> dict[str, Any]:
-    c, f = config.centralized, setup.federation
-    total = 0 if c.kind == "ridge" else c.epochs
-    found = record.resume()
-    began = time.perf_counter()
-    if found is None:
-        install_head(setup)
-        state = setup.algorithm.local.optimizer.init(setup.space.trained)
-        vector, epoch, losses, best, spent = setup.space.gather(setup.network), 0, [], Best(), 0.0
-    else:
+class _Central:
+    """One centralised run. State: the vector, the optimizer's buffers, the epoch, the losses, the best so far."""
+
+    def __init__(self, config: Config, record: RunFolder, progress: Progress) -> None:
+        self.config, self.record, self.progress = config, record, progress
+        self.setup = Setup(config)
+        self.epoch, self.losses, self.best, self.spent = 0, [], Best(), 0.0  # type: ignore[var-annotated]
+        rows = self.setup.deal.validation_rows
+        self.judged = rows if len(rows) else self.setup.deal.train_rows
+
+    def go(self) -> dict[str, Any]:
+        """Epochs from where the last checkpoint stands, then the test."""
+        c, setup = self.config.centralized, self.setup
+        found = self.record.resume()
+        if found is None:
+            self._begin()
+        else:
+            self._restore(found)
+        total = 0 if c.kind == "ridge" else c.epochs
+        images = len(setup.deal.train_rows)
+        self.progress.start(
+            total, self.epoch, f"centralised {c.kind}: {setup.space.trained:,} weights, {images:,} images"
+        )
+        with Followers(self.config, self.record.path, self.epoch) as track:
+            if total == 0:
+                self._judge({})
+                self._save()
+            while self.epoch < total and not (c.patience and self.best.stale >= c.patience):
+                line = self._train()
+                self.record.append(line)
+                track.log(line)
+                self.progress.update(line)
+                self._save()
+            track.summary = summary = self._summary()
+        return summary
+
+    def _begin(self) -> None:
+        install_head(self.setup)
+        self.stored = self.setup.open()
+        self.vector = self.setup.space.gather(self.setup.network)
+        self.state = self.setup.algorithm.local.optimizer.init(self.setup.space.trained)
+
+    def _train(self) -> dict[str, Any]:
+        """One pass over the training images, then the validation images."""
+        began, setup, seed, epoch = time.perf_counter(), self.setup, self.config.seed, self.epoch
+        rate = setup.federation.schedule(epoch, self.config.centralized.epochs, self.losses)
+        bound = setup.place.bind(setup.space)
+        bound.load(self.vector)
+        give_stream(setup.network, torch_stream(seed, "layers", "epoch", epoch))
+        result = train(
+            setup.network, bound, setup.examples, setup.deal.train_rows, setup.algorithm.local, lambda step: rate,
+            torch_stream(seed, "shuffle", "epoch", epoch), torch_stream(seed, "augment", "epoch", epoch),
+            state=self.state,
+        )  # fmt: skip
+        self.vector, self.epoch = bound.values.clone(), epoch + 1
+        line = {"round": self.epoch, "lr": rate, "train_loss": result.loss, "steps": result.steps}
+        self._judge(line)
+        seconds = time.perf_counter() - began
+        self.spent += seconds
+        return {**line, "seconds": {"train": seconds}}
+
+    def _judge(self, line: dict[str, Any]) -> None:
+        """Measure on validation images and remember the best."""
+        found = evaluate(self.setup.network, self.setup.examples, self.judged)
+        self.losses.append(found.loss)
+        better = found.accuracy > self.best.accuracy
+        stale = replace(self.best, stale=self.best.stale + 1)
+        self.best = Best(found.accuracy, self.epoch, 0, self.vector) if better else stale
+        line |= {"accuracy": found.accuracy, "loss": found.loss, "top5": found.top5}
+
+    def _save(self) -> None:
+        tensors = {"vector": self.vector, **{f"optimizer/{k}": v for k, v in self.state.items()}}
+        tensors |= {f"edit/{key}": value for key, value in self.stored.items()}
+        tensors |= dict(zip(("head/weight", "head/bias"), self.setup.head_start, strict=True))
+        if self.best.vector is not None:
+            tensors["best/vector"] = self.best.vector
+        best = {"accuracy": self.best.accuracy, "round": self.best.round, "stale": self.best.stale}
+        meta = {"losses": self.losses, "best": best, "seconds": self.spent}
+        fresh = self.best.round == self.epoch
+        self.record.save_checkpoint(self.epoch, tensors, meta, best=self.best.accuracy if fresh else None)
+
+    def _restore(self, found: Checkpoint) -> None:
         t = found.tensors
-        step_zero.install(setup.network, torch.cat([t["head/weight"], t["head/bias"][:, None]], 1))
-        state = {name.removeprefix("optimizer/"): v for name, v in t.items() if name.startswith("optimizer/")}
-        vector, epoch, losses = t["vector"], found.round, list(found.meta["losses"])
-        best, spent = Best(**found.meta["best"], vector=t.get("best/vector")), float(found.meta["seconds"])
-    head = {
-        "head/weight": setup.network.head.weight.detach().clone(),
-        "head/bias": setup.network.head.bias.detach().clone(),
-    }
-    progress.start(
-        total, epoch, f"centralised {c.kind}: {setup.space.trained:,} weights, {len(setup.deal.train_rows):,} images"
-    )
-    place = setup.place
-    rows = setup.deal.validation_rows if len(setup.deal.validation_rows) else setup.deal.train_rows
-    while epoch < total and not (c.patience and best.stale >= c.patience):
-        tick = time.perf_counter()
-        bound = place.bind(setup.space)
-        bound.load(vector)
-        rate = f.schedule(epoch, total, losses)
-        line = _one_epoch(setup, place, bound, state, rate, epoch)
-        vector = bound.values.clone()
-        measured = evaluate(setup.network, setup.examples, rows)
-        epoch += 1
-        losses.append(measured.loss)
-        better = measured.accuracy > best.accuracy
-        best = Best(measured.accuracy, epoch, 0, vector) if better else replace(best, stale=best.stale + 1)
-        line |= {
-            "round": epoch,
-            "lr": rate,
-            "accuracy": measured.accuracy,
-            "loss": measured.loss,
-            "top5": measured.top5,
+        step_zero.install(self.setup.network, torch.cat([t["head/weight"], t["head/bias"][:, None]], 1))
+        self.stored = self.setup.open({n.removeprefix("edit/"): v for n, v in t.items() if n.startswith("edit/")})
+        self.state = {n.removeprefix("optimizer/"): v for n, v in t.items() if n.startswith("optimizer/")}
+        self.vector, self.epoch, self.losses = t["vector"], found.round, list(found.meta["losses"])
+        self.best, self.spent = Best(**found.meta["best"], vector=t.get("best/vector")), float(found.meta["seconds"])
+
+    def _summary(self) -> dict[str, Any]:
+        setup = self.setup
+        setup.space.scatter(self.vector if self.best.vector is None else self.best.vector, setup.network)
+        test = evaluate(setup.network, setup.tests, torch.arange(len(setup.tests.labels)))
+        return {
+            "kind": f"centralised {self.config.centralized.kind}",
+            "validation": {"accuracy": self.best.accuracy},
+            "best_round": self.best.round,
+            "test": asdict(test),
+            "rounds": self.epoch,
+            "bytes_up": 0,
+            "bytes_down": 0,
+            "seconds": self.spent,
+            "edited": {"coordinates": setup.space.trained, "of": sum(p.numel() for p in setup.network.parameters())},
         }
-        line["seconds"] = {"train": time.perf_counter() - tick}
-        record.append(line)
-        track.log(epoch, line)
-        progress.update(line)
-        if epoch == total or epoch % config.rounds.checkpoint_every == 0 or better:
-            tensors = {"vector": vector, **head, **{f"optimizer/{k}": v for k, v in state.items()}}
-            if best.vector is not None:
-                tensors["best/vector"] = best.vector
-            now = {"accuracy": best.accuracy, "round": best.round, "stale": best.stale}
-            meta = {"losses": losses, "best": now, "seconds": spent + time.perf_counter() - began}
-            record.save_checkpoint(epoch, tensors, meta, best=best.accuracy if better else None)
-    if total == 0:
-        measured = evaluate(setup.network, setup.examples, rows)
-        best = Best(measured.accuracy, 0, 0, vector)
-        record.save_checkpoint(0, {"vector": vector, **head, "best/vector": vector}, {"losses": []}, best=best.accuracy)
-    setup.space.scatter(best.vector if best.vector is not None else vector, setup.network)
-    test = evaluate(setup.network, setup.tests, torch.arange(len(setup.tests.labels)))
-    return {
-        "kind": f"centralised {c.kind}",
-        "validation": {"accuracy": best.accuracy},
-        "best_round": best.round,
-        "test": asdict(test),
-        "rounds": epoch,
-        "bytes_up": 0,
-        "bytes_down": 0,
-        "seconds": spent + time.perf_counter() - began,
-        "edited": {"coordinates": setup.space.trained, "of": sum(p.numel() for p in setup.network.parameters())},
-    }
-
-
-def _one_epoch(
-    setup: Setup, place: Workplace, bound: Any, state: dict[str, Any], rate: float, epoch: int
-) -> dict[str, Any]:
-    seed = setup.config.seed
-    give_stream(setup.network, torch_stream(seed, "layers", "epoch", epoch))
-    result = train(
-        setup.network, bound, setup.examples, setup.deal.train_rows, setup.algorithm.local, lambda step: rate,
-        torch_stream(seed, "shuffle", "epoch", epoch), torch_stream(seed, "augment", "epoch", epoch), state=state,
-    )  # fmt: skip
-    return {"train_loss": result.loss, "steps": result.steps}

@@ -99,7 +99,9 @@ class Mask(Section):
     fill: Literal["count", "zero"] = Field(
         "count", description="per_client: how coordinates few clients train are averaged"
     )
-    adaptive: bool = Field(False, description="raise the sparsity when the clients' drift is low")
+    adaptive_start: float | None = Field(
+        None, ge=0, lt=1, description="start at this sparsity and rise to the other as the clients' drift calms down"
+    )
 
 
 class Lora(Section):
@@ -345,7 +347,8 @@ def _sentence(error: ValidationError) -> str:
         close = difflib.get_close_matches(where, known_keys(), n=1, cutoff=0.0)
         return f"there is no option {where!r}; the nearest one is {close[0]!r}."
     if first["type"] in {"model_type", "model_attributes_type"}:
-        return f"{where!r} is a table of options; set one of {', '.join(k for k in known_keys() if k.startswith(where + '.'))[:300]}."
+        inside = ", ".join(key for key in known_keys() if key.startswith(where + "."))
+        return f"{where!r} is a table of options; set one of {inside[:300]}."
     got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
     return f"{where}: {first['msg'].removeprefix('Value error, ')}{got}." if where else f"{first['msg']}."
 
@@ -357,8 +360,10 @@ def known_keys() -> list[str]:
         found = []
         for name, info in section.model_fields.items():
             kind = info.annotation
-            nested = isinstance(kind, type) and issubclass(kind, BaseModel)
-            found += walk(kind, f"{prefix}{name}.") if nested else [prefix + name]
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found += walk(kind, f"{prefix}{name}.")
+            else:
+                found.append(prefix + name)
         return found
 
     return walk(Config, "")

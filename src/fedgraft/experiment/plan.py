@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedgraft import server
 from fedgraft.experiment.build import Setup, per_round, warnings_for
-from fedgraft.experiment.config import Config
+from fedgraft.experiment.config import Config, validate
 from fedgraft.experiment.display import size
 from fedgraft.experiment.run import describe
 from fedgraft.messages import Payload, Reply, wire_size
@@ -12,7 +12,12 @@ from fedgraft.messages import Payload, Reply, wire_size
 
 def plan(config: Config) -> list[str]:
     """Lines for `--dry-run`. Bytes are exact for one message; totals assume that everyone answers."""
+    if config.moves.kind == "masked":  # any mask of the right size will do: the plan must not wait for calibration
+        table = config.model_dump(mode="json", exclude_none=True)
+        table["moves"]["mask"] |= {"strategy": "random", "per_client": False, "merge": "score_mean"}
+        config = validate(table)
     setup = Setup(config)
+    setup.open()
     state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
     cohort = server.sample(setup.federation, 0)
     orders = server.orders(setup.algorithm, setup.federation, state, cohort, setup.space.digest)
@@ -30,7 +35,8 @@ def plan(config: Config) -> list[str]:
     return [
         describe(setup),
         f"data: {config.data.source}, {len(setup.deal.train_rows):,} training, {len(setup.deal.validation_rows):,} "
-        f"validation, {len(setup.deal.dataset.test.labels):,} test images; clients hold {int(min(sizes))} to {int(max(sizes))}",
+        f"validation, {len(setup.deal.dataset.test.labels):,} test images; "
+        f"clients hold {int(min(sizes))} to {int(max(sizes))}",
         f"local work: {steps:.1f} steps of {setup.algorithm.local.batch_size} images a client and round, "
         f"{steps * m * total:,.0f} steps in all",
         f"bytes: {size(down)} down and {size(up)} up per client and round; {size(down * m * total)} down and "

@@ -8,13 +8,11 @@ finished file equals an unbroken run's except for the fields that hold times.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,33 @@ from torch import Tensor
 
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import checkpoint, environment
-from fedgraft.experiment.checkpoint import Checkpoint, write_atomic
+from fedgraft.experiment.checkpoint import Checkpoint
+from fedgraft.experiment.record_files import (
+    TIMING,
+    is_locked,
+    logging_to,
+    plain,
+    read_metrics,
+    repair,
+    take_lock,
+    without_timing,
+    write_text,
+)  # fmt: skip
+
+__all__ = [
+    "TIMING",
+    "RunFolder",
+    "RunInfo",
+    "describe",
+    "list_runs",
+    "logging_to",
+    "plain",
+    "read_metrics",
+    "without_timing",
+]
 
 log = logging.getLogger(__name__)
 
-TIMING = ("seconds", "time")
-"""Fields of a metrics line that two equal runs do not share."""
 _BEGINNINGS = {".lock", "config.toml", ".config.toml.tmp", ".run.json.tmp"}  # what a kill during `create` leaves
 _SYNC_EVERY = 2.0  # seconds; a written line survives kill -9 at once, a power cut after this long
 
@@ -74,7 +93,7 @@ class RunFolder:
                     raise FedgraftError(
                         f"the folder {run.path} is not empty and holds no run; choose another run name."
                     )
-                _write(run.path / "config.toml", config_text)
+                write_text(run.path / "config.toml", config_text)
                 run._write_json("run.json", {"config_digest": config_digest, "status": "interrupted"})
             if run.config_digest != config_digest:
                 raise FedgraftError(
@@ -106,7 +125,7 @@ class RunFolder:
     def status(self) -> str:
         """`running`, `finished`, `interrupted` or `failed`; a run that was killed counts as interrupted."""
         status = str(self._read_json("run.json").get("status", "interrupted"))
-        return "interrupted" if status == "running" and not _is_locked(self.path / ".lock") else status
+        return "interrupted" if status == "running" and not is_locked(self.path / ".lock") else status
 
     @property
     def reason(self) -> str:
@@ -132,7 +151,7 @@ class RunFolder:
             self._finished = False
             self._set_status("running")
             self._note_environment()
-            _repair(self.metrics_path)
+            repair(self.metrics_path)
             self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 yield
@@ -175,7 +194,7 @@ class RunFolder:
         """Drop the metrics of later rounds than this one; None drops them all."""
         kept = [] if round is None else [line for line in self.metrics() if line.get("round", 0) <= round]
         old = self._writable()
-        _write(self.metrics_path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
+        write_text(self.metrics_path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
         os.close(old)
         self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_APPEND)
 
@@ -212,7 +231,7 @@ class RunFolder:
     def _locked(self) -> Iterator[None]:
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if not _take(descriptor):
+            if not take_lock(descriptor):
                 owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
                 raise FedgraftError(
                     f"the run folder {self.path} is in use by process {owner}; wait for it or choose another run name."
@@ -245,39 +264,24 @@ class RunFolder:
             raise FedgraftError(f"{path} is damaged: it is not JSON; delete it or restore the run folder.") from error
 
     def _write_json(self, name: str, value: Any) -> None:
-        _write(self.path / name, json.dumps(value, indent=2) + "\n")
-
-
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The lines of a metrics file, or of a run folder's; a torn last line is left out."""
-    path = Path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
-    if not path.is_file():
-        return []
-    lines: list[dict[str, Any]] = []
-    *whole, _torn = path.read_bytes().split(b"\n")  # what follows the last line end was never finished
-    for number, text in enumerate(whole, 1):
-        try:
-            lines.append(dict(json.loads(text)))
-        except (ValueError, TypeError):
-            log.warning("line %d of %s cannot be read and is left out", number, path)
-    return lines
-
-
-def without_timing(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines without the fields that differ between two equal runs."""
-    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
+        write_text(self.path / name, json.dumps(value, indent=2) + "\n")
 
 
 def list_runs(root: Path | str) -> list[RunInfo]:
-    """Every run below a folder, by name."""
-    root = Path(root)
-    return [describe(RunFolder(path.parent), root) for path in sorted(root.glob("**/run.json"))]
+    """Every run below a folder, by name; one that cannot be read is named in a warning."""
+    root, found = Path(root), []
+    for path in sorted(root.glob("**/run.json")):
+        try:
+            run = RunFolder(path.parent)
+            found.append(describe(run, run.metrics(), root))
+        except FedgraftError as error:
+            log.warning("left out of the list: %s", error)
+    return found
 
 
-def describe(run: RunFolder, root: Path | None = None) -> RunInfo:
-    """How one run stands, from its metrics and its summary."""
-    lines, summary = run.metrics(), run.summary()
+def describe(run: RunFolder, lines: Sequence[Mapping[str, Any]] | None = None, root: Path | None = None) -> RunInfo:
+    """How one run stands, from its metrics (read unless given) and its summary; named by its path below `root`."""
+    lines, summary = run.metrics() if lines is None else lines, run.summary()
     scores = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
     spent = [line.get("seconds") or {} for line in lines]
     seconds = sum(sum(s.values()) if isinstance(s, dict) else s for s in spent)
@@ -292,74 +296,3 @@ def describe(run: RunFolder, root: Path | None = None) -> RunInfo:
         seconds=float(summary.get("seconds") or seconds),
         config_digest=run.config_digest,
     )
-
-
-@contextlib.contextmanager
-def logging_to(path: Path, console: bool = True) -> Iterator[None]:
-    """Send this library's log to a file as `timestamp | level | message`, and to the terminal if wanted."""
-    file = logging.FileHandler(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
-    handlers: list[logging.Handler] = [file]
-    if console:
-        from rich.logging import RichHandler
-
-        handlers.append(RichHandler(show_path=False, show_level=True, markup=False, level=logging.INFO))
-    logger = logging.getLogger("fedgraft")
-    before = logger.level
-    logger.setLevel(min(before or logging.INFO, logging.INFO))
-    for handler in handlers:
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            logger.removeHandler(handler)
-            handler.close()
-        logger.setLevel(before)
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON can hold it: scalars of other libraries become Python's, NaN and infinity become None."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | bool | None) else str(value)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, [text.encode()])
-    except OSError as error:
-        raise FedgraftError(f"{path} could not be written ({error.strerror}); make room or allow it.") from error
-
-
-def _repair(path: Path) -> None:
-    """Cut off a torn last line, so that the next one does not continue it."""
-    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _take(descriptor: int) -> bool:
-    """Lock for good; a reader that only looks holds the lock for a moment, so try for a second."""
-    for _ in range(20):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _is_locked(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False

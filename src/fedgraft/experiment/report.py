@@ -33,7 +33,8 @@ def write_report(
 ) -> Path:
     """Write a run's `report.html`; `partition` is a client by class matrix of counts, `classes` its column names."""
     folder = run if isinstance(run, RunFolder) else RunFolder.open(run)
-    info, lines = describe(folder), folder.metrics()
+    lines = folder.metrics()
+    info = describe(folder, lines)
     maps = [] if partition is None else [_map(partition, classes)]
     body = [
         _header(info.name, folder.status, _csv_link(f"{info.name}.csv", metrics_csv(lines))),
@@ -58,9 +59,8 @@ def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, t
     """Write one page for several runs: a table, what differs between their configs, and their curves overlaid."""
     folders = [run if isinstance(run, RunFolder) else RunFolder.open(run) for run in runs]
     names = _names(folders)
-    infos = {name: describe(folder) for name, folder in zip(names, folders, strict=True)}
     lines = {name: folder.metrics() for name, folder in zip(names, folders, strict=True)}
-    rows = [_row(name, info, folder.summary()) for (name, info), folder in zip(infos.items(), folders, strict=True)]
+    rows = [_row(name, describe(run, lines[name]), run.summary()) for name, run in zip(names, folders, strict=True)]
     text = _csv([{"run": name, **row} for name, run in lines.items() for row in map(csv_row, run)])
     configs = {name: flatten(tomllib.loads(folder.config_text)) for name, folder in zip(names, folders, strict=True)}
     body = [

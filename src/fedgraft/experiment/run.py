@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, to_toml
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.report import write_report
-from fedgraft.experiment.trackers import open_trackers
+from fedgraft.experiment.trackers import Tracker, tracker
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
@@ -68,6 +68,28 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class Followers:
+    """All trackers of a run as one; an interrupted run ends them too."""
+
+    def __init__(self, config: Config, folder: Path, after: int) -> None:
+        self.all: list[Tracker] = [tracker(name, folder) for name in config.track.trackers]
+        for one in self.all:
+            one.start(config.model_dump(mode="json"), config.name, after)
+        self.summary: Mapping[str, Any] = {}
+
+    def __enter__(self) -> Followers:
+        return self
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """One more round."""
+        for one in self.all:
+            one.log(int(line["round"]), line)
+
+    def __exit__(self, *ignored: object) -> None:
+        for one in self.all:
+            one.finish(self.summary)
+
+
 def run(config: Config, folder: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
     """Run a config in its folder, from the beginning or from its last good checkpoint; returns the summary."""
     record = RunFolder.create(folder, to_toml(config), config.digest)
@@ -75,7 +97,9 @@ def run(config: Config, folder: Path, progress: Progress | None = None, console:
         log.info("%s is already finished", folder)
         return record.summary()
     with record.writing(console=console), one_thread():
-        return _Run(config, record, progress or Silent()).go()
+        running = _Run(config, record, progress or Silent())
+        with closing(running.setup):  # no worker process outlives the run
+            return running.go()
 
 
 class _Run:
@@ -84,7 +108,6 @@ class _Run:
     def __init__(self, config: Config, record: RunFolder, progress: Progress) -> None:
         self.config, self.record, self.progress = config, record, progress
         self.setup = Setup(config)
-        self.engine = self.setup.engine()
         self.best = Best()
         self.totals = {"bytes_up": 0, "bytes_down": 0}
         self.spent = 0.0
@@ -92,25 +115,25 @@ class _Run:
     def go(self) -> dict[str, Any]:
         """Everything from the first round that is not done yet to the report."""
         config, setup = self.config, self.setup
-        for text in warnings_for(config, setup):
-            log.warning(text)
         found = self.record.resume()
-        with open_trackers(
-            config.track.trackers, self.record.path, config.name, config.model_dump(mode="json")
-        ) as track:
+        with Followers(config, self.record.path, 0 if found is None else found.round) as track:
             state = self._begin() if found is None else self._restore(found)
+            for text in warnings_for(config, setup):
+                log.warning(text)
             self.progress.start(config.rounds.total, state.round, describe(setup))
             state = self._rounds(state, track)
             summary = self._finish(state)
-            track.finish(summary)
+            track.summary = summary
         self.record.finish(summary)
-        write_report(self.record.path)
+        write_report(self.record.path, partition=setup.deal.histogram(), classes=setup.deal.dataset.train.classes)
         return summary
 
     def _begin(self) -> ServerState:
         """Step 0, then the state before round 0."""
         began = time.perf_counter()
         install_head(self.setup)
+        self.stored = self.setup.open()
+        self.engine = self.setup.engine()
         state = server.start(
             self.setup.algorithm, self.setup.space.gather(self.setup.network), self.setup.space.trained
         )
@@ -119,7 +142,7 @@ class _Run:
         self._save(state)
         return state
 
-    def _rounds(self, state: ServerState, track: Any) -> ServerState:
+    def _rounds(self, state: ServerState, track: Followers) -> ServerState:
         r = self.config.rounds
         while state.round < r.total and not (r.patience and self.best.stale >= r.patience):
             began = time.perf_counter()
@@ -142,7 +165,7 @@ class _Run:
             self.spent += time.perf_counter() - began
             state = new
             self.record.append(line)
-            track.log(line["round"], line)
+            track.log(line)
             self.progress.update(line)
             if last or state.round % r.checkpoint_every == 0:
                 self._save(state)
@@ -232,12 +255,12 @@ class _Run:
         tensors |= {f"rule/{key}": value for key, value in state.rule.items()}
         tensors |= {f"personal/{k}": value for k, value in state.personal.items()}
         tensors |= {f"memory/{k}/{key}": v for k, kept in self.engine.memory.items() for key, v in kept.items()}
-        tensors["head/weight"] = self.setup.network.head.weight.detach().clone()
-        tensors["head/bias"] = self.setup.network.head.bias.detach().clone()
+        tensors["head/weight"], tensors["head/bias"] = self.setup.head_start
+        tensors |= {f"edit/{key}": value for key, value in self.stored.items()}
         if self.best.vector is not None:
             tensors["best/vector"] = self.best.vector
         meta = {
-            "losses": list(state.losses), "totals": self.totals, "seconds": self.spent,
+            "losses": list(state.losses), "drifts": list(state.drifts), "totals": self.totals, "seconds": self.spent,
             "best": {"accuracy": self.best.accuracy, "round": self.best.round, "stale": self.best.stale},
             "space": self.setup.space.digest,
         }  # fmt: skip
@@ -249,6 +272,8 @@ class _Run:
         tensors, meta = found.tensors, found.meta
         head = torch.cat([tensors["head/weight"], tensors["head/bias"][:, None]], 1)
         step_zero.install(self.setup.network, head)
+        self.stored = self.setup.open({n.removeprefix("edit/"): t for n, t in tensors.items() if n.startswith("edit/")})
+        self.engine = self.setup.engine()
         self.best = Best(**meta["best"], vector=tensors.get("best/vector"))
         self.totals, self.spent = dict(meta["totals"]), float(meta["seconds"])
         personal, rule = {}, {}
@@ -262,7 +287,10 @@ class _Run:
                 client, _, what = key.partition("/")
                 kept = dict(self.engine.memory.get(int(client), {}))
                 self.engine.memory[int(client)] = kept | {what: tensor}
-        state = ServerState(found.round, tensors["vector"], rule, personal, tuple(meta["losses"]))
+        state = ServerState(
+            found.round, tensors["vector"], rule, personal,
+            drifts=tuple(meta["drifts"]), losses=tuple(meta["losses"]),
+        )  # fmt: skip
         log.info("resumed after round %d", state.round)
         return state
 
@@ -289,9 +317,10 @@ def install_head(setup: Setup) -> None:
 def describe(setup: Setup) -> str:
     """One line for the log: what moves, who takes part, how it is carried out."""
     f, s = setup.federation, setup.space
-    mode = "features kept at entry %d of %d" % (setup.entry, setup.network.depth) if setup.entry else "from pixels"
+    mode = f"features kept at entry {setup.entry} of {setup.network.depth}" if setup.entry else "from pixels"
+    total = sum(p.numel() for p in setup.network.parameters())
     kind = "one model per client" if isinstance(setup.algorithm.combine, Mixture) else "one model"
     return (
-        f"{setup.algorithm.name}: {s.trained:,} of {sum(p.numel() for p in setup.network.parameters()):,} weights move, "
+        f"{setup.algorithm.name}: {s.trained:,} of {total:,} weights move, "
         f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}"
     )

@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A recipe: `init(size)` makes fresh state, `step(values, gradient, state, lr)` updates values and state in place."""
+    """A recipe: `init(size)` makes fresh state, `step(values, gradient, state, lr)` updates both in place."""
 
     name: str
     init: Callable[[int], State]

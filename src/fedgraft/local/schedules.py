@@ -31,7 +31,7 @@ def cosine(lr: float, minimum: float = 0.0, restarts: int = 0) -> Schedule:
 
 def linear(lr: float, minimum: float = 0.0) -> Schedule:
     """A straight line down from lr to the minimum."""
-    return lambda t, total, history: minimum + (lr - minimum) * max(0, total - 1 - t) / max(1, total - 1)
+    return lambda t, total, history: minimum + (lr - minimum) * max(0, max(1, total - 1) - t) / max(1, total - 1)
 
 
 def exponential(lr: float, decay: float = 0.99) -> Schedule:

@@ -1,0 +1,115 @@
+"""Clients side by side in worker processes of one thread each: the engine for networks.
+
+Two processes of one thread get more out of two cores than one process of two threads, and the bits of a sum do not
+depend on how many there are. Workers are forks of this process: they inherit the network, the data and the caches
+without a copy, see them as they were at the first exchange, and get all that changes later with the orders. What
+clients remember stays here; it travels with the order and comes back with the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedgraft.algorithm import Algorithm
+from fedgraft.client import Memory, Workplace, handle
+from fedgraft.engines.shared_memory import Crew, Parts, Work
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Order, Reply, pack, unpack
+
+ALIGNED = 256
+"""Rows that one worker prepares at a time; a multiple of the feature cache's block, so that no block is made twice."""
+
+
+class Pool:
+    """Carries out orders with `workers` processes; same bytes as `InProcess`, whatever their number.
+
+    Workers start at the first exchange and again after `close`, an error, or a change of the edit space. Coordinates
+    outside the space must not change while they live; after changing some (a new head), call `close`.
+    """
+
+    def __init__(self, algorithm: Algorithm, place: Workplace, workers: int) -> None:
+        if workers < 1:
+            raise FedgraftError(f"a pool needs at least one worker, not {workers}.")
+        self.algorithm, self.place, self.workers = algorithm, place, workers
+        self.memory: dict[int, Memory] = {}
+        self._crew: Crew | None = None
+        self._seen: object = None
+
+    def exchange(self, orders: Sequence[Order]) -> list[Reply]:
+        """Carry out the orders; replies in their order. Memories change only when all have succeeded."""
+        if len({order.client for order in orders}) < len(orders):
+            raise FedgraftError("a client can carry out only one order at a time; send its orders one after another.")
+        try:
+            answers = self._ready().map(orders, self._send, _receive, lambda o: f"client {o.client} in round {o.round}")
+        except BaseException:
+            self.close()
+            raise
+        self.memory |= {reply.client: kept for reply, kept in answers if kept}
+        return [reply for reply, _ in answers]
+
+    def close(self) -> None:
+        """End the workers; the next exchange starts new ones."""
+        if self._crew is not None:
+            self._crew.close()
+        self._crew = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _ready(self) -> Crew:
+        present = (id(self.algorithm), id(self.place), self.place.space.digest)
+        if self._crew is None or self._seen != present:
+            self.close()
+            self._crew, self._seen = Crew(_work(self.algorithm, self.place), self.workers), present
+        return self._crew
+
+    def _send(self, order: Order) -> list[bytes]:
+        memory = Order(order.run, order.round, order.client, "remember", auxiliary=self.memory.get(order.client, {}))
+        return [pack(order), pack(memory)]
+
+
+def _work(algorithm: Algorithm, place: Workplace) -> Work:
+    """What a worker does with an order and a memory: the same `handle` as everywhere."""
+
+    def work(parts: Parts) -> list[bytes]:
+        order, memory = unpack(Order, parts[0]), unpack(Order, parts[1]).auxiliary
+        reply, kept = handle(order, algorithm, place, memory)
+        unchanged = kept is memory
+        return [pack(reply), *([] if unchanged else [pack(Reply(order.run, order.round, order.client, evidence=kept))])]
+
+    return work
+
+
+def _receive(order: Order, parts: Parts) -> tuple[Reply, Memory]:
+    return unpack(Reply, parts[0]), unpack(Reply, parts[1]).evidence if len(parts) > 1 else {}
+
+
+class Preparable(Protocol):
+    """Examples that keep what they compute in a file all processes share."""
+
+    def prepare(self, rows: Tensor | None = None) -> None:
+        """Compute and store every view of these rows."""
+        ...
+
+
+def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
+    """Fill the feature cache for these rows with so many processes; the stored bytes do not depend on their number."""
+    ordered = rows.unique()  # sorted
+    groups = ordered.split(torch.unique_consecutive(ordered // ALIGNED, return_counts=True)[1].tolist())
+    if workers == 1 or len(groups) < 2:
+        examples.prepare(rows)
+        return
+
+    def work(parts: Parts) -> list[bytes]:
+        examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
+        return []
+
+    with Crew(work, min(workers, len(groups))) as crew:
+        crew.map(groups, lambda g: [g.numpy().tobytes()], lambda g, parts: None, lambda g: f"rows from {int(g[0])} on")

@@ -1,0 +1,207 @@
+"""Forked worker processes that trade bytes with this one through shared memory.
+
+A `Board` is an unnamed file in memory that parent and child both map: it grows when a message does, needs no
+space in a shared-memory mount, and is gone with the last process that holds it, however that one ended. A `Crew` is
+a set of workers that each carry out one function from byte strings to byte strings, the next task going to
+whoever is free. Nothing is pickled: workers are forks, so they already have the function and all it refers to.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import tempfile
+import traceback
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+
+from fedgraft.errors import FedgraftError
+
+Parts = list[memoryview]
+Work = Callable[[Parts], list[bytes]]
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Board:
+    """Bytes that a parent and its forks both see. One side writes at a time; the pipe beside it says when."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._file: Any = os.fdopen(os.memfd_create("fedgraft"), "r+b", buffering=0)
+        else:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the board
+        self._map: mmap.mmap | None = None
+
+    def write(self, parts: Sequence[bytes]) -> list[int]:
+        """Put the parts side by side; returns their sizes, which the reader needs."""
+        total = sum(map(len, parts))
+        if total > os.fstat(self._file.fileno()).st_size:
+            self._file.truncate(total)
+        view, begin = self._view(total), 0
+        for part in parts:
+            view[begin : begin + len(part)] = part
+            begin += len(part)
+        return [len(part) for part in parts]
+
+    def read(self, sizes: Sequence[int]) -> Parts:
+        """Views of the parts, valid until either side writes again."""
+        view, begin, found = self._view(sum(sizes)), 0, []
+        for size in sizes:
+            found.append(view[begin : begin + size])
+            begin += size
+        return found
+
+    def _view(self, size: int) -> memoryview:
+        if not size:
+            return memoryview(b"")
+        if self._map is None or len(self._map) < size:  # the other side has grown the file
+            self._map = mmap.mmap(self._file.fileno(), os.fstat(self._file.fileno()).st_size)
+        return memoryview(self._map)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    board: Board
+
+    def give(self, parts: Sequence[bytes]) -> None:
+        sizes = self.board.write(parts)
+        # A worker that is gone shows itself when its answer is awaited, where the task has a name.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send_bytes(json.dumps(sizes).encode())
+
+    def take(self, task: str) -> Parts:
+        try:
+            header = json.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join(1)
+            raise FedgraftError(
+                f"the worker process of {task} died (exit code {self.process.exitcode}), probably for lack of memory; "
+                "run again with fewer workers."
+            ) from None
+        if "refused" in header:
+            raise FedgraftError(header["refused"])
+        if "failed" in header:
+            raise FedgraftError(f"the worker process of {task} failed: {header['failed']}") from RuntimeError(
+                header["trace"]
+            )
+        return self.board.read(header["sizes"])
+
+
+class Crew:
+    """So many forked workers, each on one thread. They see this process as it was when the crew was made."""
+
+    def __init__(self, work: Work, workers: int) -> None:
+        if torch.get_num_threads() != 1:
+            raise FedgraftError(
+                f"worker processes compute on one thread, and this one computes on {torch.get_num_threads()}, "
+                "which gives other bits; call torch.set_num_threads(1) before."
+            )
+        self._workers: list[_Worker] = []
+        # The pid keeps a fork that inherits this object from ending its siblings.
+        self._end = weakref.finalize(self, _end, self._workers, os.getpid())
+        context = get_context("fork")
+        for _ in range(workers):
+            mine, theirs = context.Pipe()
+            board = Board()
+            others = [worker.pipe for worker in self._workers]
+            process = context.Process(target=_serve, args=(work, theirs, board, [mine, *others]), daemon=True)
+            with warnings.catch_warnings():
+                # Python 3.12 warns of any fork beside threads; a worker takes no lock that a thread here may hold.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, mine, board))
+
+    def map(
+        self,
+        tasks: Sequence[T],
+        send: Callable[[T], Sequence[bytes]],
+        receive: Callable[[T, Parts], R],
+        name: Callable[[T], str],
+    ) -> list[R]:
+        """Carry out the tasks, each by the next free worker; results in the order of the tasks.
+
+        `send` makes a task's bytes when its turn comes, `receive` reads its answer at once. Any error, Ctrl-C
+        included, ends the crew: what is under way is of no use any more.
+        """
+        waiting = deque(range(len(tasks)))
+        busy: dict[object, tuple[int, _Worker]] = {}
+        results: dict[int, R] = {}
+
+        def next_task(worker: _Worker) -> None:
+            if waiting:
+                index = waiting.popleft()
+                busy[worker.pipe] = index, worker
+                worker.give(send(tasks[index]))
+
+        try:
+            for worker in self._workers:
+                next_task(worker)
+            while busy:
+                for pipe in wait([worker.pipe for _, worker in busy.values()]):
+                    index, worker = busy.pop(pipe)
+                    results[index] = receive(tasks[index], worker.take(name(tasks[index])))
+                    next_task(worker)
+        except BaseException:
+            self.close()
+            raise
+        return [results[index] for index in range(len(tasks))]
+
+    def close(self) -> None:
+        """End the workers. Also happens when the crew is collected, and at exit."""
+        self._end()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _end(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    for worker in workers:
+        worker.pipe.close()
+        worker.process.terminate()
+    for worker in workers:
+        worker.process.join(5)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+    workers.clear()
+
+
+def _serve(work: Work, pipe: Connection, board: Board, inherited: list[Connection]) -> None:
+    """A worker's life: one task after another until the parent closes the pipe or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for other in inherited:  # a copy of a parent's end would keep that pipe open after the parent's death
+        other.close()
+    torch.set_num_threads(1)
+    with suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        while True:
+            header: dict[str, Any]
+            parts = board.read(json.loads(pipe.recv_bytes()))
+            try:
+                header = {"sizes": board.write(work(parts))}
+            except FedgraftError as error:
+                header = {"refused": str(error)}
+            except Exception as error:
+                header = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            pipe.send_bytes(json.dumps(header).encode())

@@ -1,0 +1,200 @@
+"""The pieces of a run that need no state: data dealt to clients, the schedule, the local rule, the algorithm."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedgraft import zoo
+from fedgraft.algorithm import Algorithm, Mixture, Moves, Protection, vary
+from fedgraft.contracts import Examples
+from fedgraft.data.partition import Partition, make_partition
+from fedgraft.data.sources import Dataset, load_dataset
+from fedgraft.data.split import stratified_split
+from fedgraft.edit.space import EditSpace, select
+from fedgraft.errors import FedgraftError
+from fedgraft.exchange.codecs import codec
+from fedgraft.experiment.config import Config
+from fedgraft.local.optimizers import adamw, sgdm
+from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
+from fedgraft.local.train import LocalRule
+from fedgraft.models.backbones import load_network
+from fedgraft.models.network import VisionNetwork
+from fedgraft.server import Federation
+
+log = logging.getLogger("fedgraft")
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The data of a run: the stores, which rows are for what, and who holds which."""
+
+    dataset: Dataset
+    train_rows: Tensor
+    validation_rows: Tensor
+    partition: Partition
+
+    def rows(self, client: int) -> Tensor:
+        """A client's training rows in the training store."""
+        return self.train_rows[torch.from_numpy(np.asarray(self.partition.train_rows(client)))]
+
+    def test_rows(self, client: int) -> Tensor:
+        """A client's own test rows in the test store."""
+        return torch.from_numpy(np.asarray(self.partition.test_rows(client)).astype(np.int64))
+
+    def histogram(self) -> np.ndarray:
+        """Training images by client and class, (K, C)."""
+        return self.partition.histogram(classes=self.classes)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.dataset.train.classes)
+
+
+def deal(config: Config) -> Deal:
+    """Load the data, hold out validation images once, and deal the rest to the clients."""
+    d, p = config.data, config.partition
+    options = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
+    dataset = load_dataset(d.source, d.path, **(options if d.source == "synthetic" else {}))
+    labels = np.asarray(dataset.train.labels)
+    train, held = stratified_split(labels, d.validation, config.seed)
+    if d.limit is not None and d.limit < len(train):
+        _, kept = stratified_split(labels[train], d.limit / len(train), config.seed)
+        train = train[kept]
+    partition = make_partition(
+        p.kind, labels[train], np.asarray(dataset.test.labels), p.clients, config.seed, **_partition_options(config)
+    )
+    return Deal(dataset, torch.from_numpy(np.asarray(train)), torch.from_numpy(np.asarray(held)), partition)
+
+
+def _partition_options(config: Config) -> dict[str, object]:
+    p = config.partition
+    own: dict[str, dict[str, object]] = {
+        "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
+        "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
+        "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},
+        "dirichlet_balanced": {"alpha": p.alpha},
+        "groups": {"groups": p.groups, "allow_uncovered": p.allow_uncovered},
+    }
+    return {**own.get(p.kind, {}), "test": p.test}
+
+
+def build_network(config: Config, classes: int) -> VisionNetwork:
+    """The pretrained trunk with a head for this many classes."""
+    m = config.model
+    return load_network(m.name, classes, config.data.image_size, m.dropout, config.seed)
+
+
+def open_space(config: Config, network: VisionNetwork) -> EditSpace:
+    """The coordinates that may move. Masks and low-rank factors are opened by their own recipes."""
+    moves = config.moves
+    last = network.depth - moves.blocks
+
+    def wanted(name: str) -> bool:
+        block = network.block_of(name)
+        head = block > network.depth
+        if not head and block < moves.freeze_blocks and moves.freeze_blocks:
+            return False
+        return {
+            "everything": True,
+            "head": head,
+            "body": not head,
+            "last_blocks": (moves.head_too if head else block >= last),
+        }[moves.kind]
+
+    if moves.freeze_blocks > network.depth:
+        raise FedgraftError(
+            f"moves.freeze_blocks is {moves.freeze_blocks}, but {config.model.name} has {network.depth} blocks"
+        )
+    return select(network, wanted)
+
+
+def schedule(config: Config) -> Schedule:
+    """The learning rate over rounds."""
+    s = config.schedule
+    options: dict[str, dict[str, object]] = {
+        "cosine": {"minimum": s.minimum, "restarts": s.restarts},
+        "linear": {"minimum": s.minimum},
+        "lambda": {"decay": s.decay},
+        "inverse": {"gamma": s.gamma, "power": s.power},
+        "step": {"at": s.at, "factor": s.factor},
+        "plateau": {"factor": s.factor, "patience": s.patience, "minimum": s.minimum},
+    }
+    made = SCHEDULES[s.kind](config.local.lr, **options.get(s.kind, {}))
+    return warmed(made, s.warmup) if s.warmup else made
+
+
+def per_round(config: Config) -> int:
+    """m = max(1, floor(C·K)), the clients of one round."""
+    return max(1, int(config.rounds.fraction * config.partition.clients + 1e-9))
+
+
+def build_federation(config: Config) -> Federation:
+    """Who takes part and how often."""
+    r = config.rounds
+    return Federation(
+        run=config.digest,
+        seed=config.seed,
+        clients=config.partition.clients,
+        per_round=per_round(config),
+        rounds=r.total,
+        schedule=schedule(config),
+        sampling=r.sampling,
+        minimum_answers=r.minimum_answers,
+        norm_bound=r.norm_bound,
+    )
+
+
+def build_local(config: Config) -> LocalRule:
+    """How a client trains."""
+    c = config.local
+    if c.optimizer == "sgdm":
+        optimizer = sgdm(c.momentum, c.weight_decay, c.nesterov, c.dampening, c.decoupled)
+    else:
+        optimizer = adamw(weight_decay=c.weight_decay)
+    return LocalRule(
+        amount=c.epochs or c.steps or 4,
+        unit="epochs" if c.epochs else "steps",
+        batch_size=c.batch_size,
+        optimizer=optimizer,
+        clip=c.clip,
+        label_smoothing=config.model.label_smoothing,
+        even_reach=c.even_reach,
+        amp=c.amp,
+    )
+
+
+def build_algorithm(config: Config) -> Algorithm:
+    """The algorithm of the config: an entry of the zoo, with the codec and the combiner that were asked for."""
+    a, m = config.algorithm, config.moves
+    options = a.model_dump(exclude={"name", "robust", "liars", "neighbours", "clip_norm"})
+    partial = m.kind == "masked" and (m.mask.per_client or m.mask.adaptive_start is not None)
+    alternate = m.kind == "lora" and m.lora.aggregate == "alternate"
+    each = m.kind == "lora" and m.lora.aggregate in {"stack", "residual"}
+    moves = Moves(m.kind, m.blocks, m.freeze_blocks, m.head_too, partial or alternate, each)
+    made = zoo.named(a.name, local=build_local(config), moves=moves, seed=config.seed, **options)
+    name = f"top_k:{config.sends.fraction!r}" if config.sends.codec == "top_k" else config.sends.codec
+    made = vary(made, sends=codec(name), protects=Protection(config.protects.kind))
+    if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
+        if isinstance(made.combine, Mixture):
+            raise FedgraftError(f"{a.name} mixes models by similarity; the robust rule {a.robust} has no place in it.")
+        made = vary(made, combine=zoo.robust_combiner(a.robust, a.liars, a.neighbours, a.clip_norm))
+    return made
+
+
+def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, rows: Tensor) -> float:
+    """‖dense gradient‖ over ‖gradient on the space‖ for one batch, both over the trunk's and the space's tensors."""
+    whole = select(network, lambda name: network.block_of(name) <= network.depth, buffers=False)
+    norms = []
+    for one in (whole, space):
+        bound = one.bind(network)
+        network.eval()
+        cross_entropy(network(examples.batch(rows), examples.entry), examples.labels[rows]).backward()
+        norms.append(float(torch.linalg.vector_norm(bound.gradient())))
+    return max(1.0, norms[0] / norms[1]) if norms[1] > 0 else 1.0
