@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from toy import INPUT, Toy, ToyNetwork
 from torch import Tensor
 
 from fedgraft import zoo
@@ -31,6 +30,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.exchange.codecs import codec
 from fedgraft.local.train import LocalRule
 from fedgraft.messages import Order, Reply, pack
+from toy import INPUT, Toy, ToyNetwork
 
 LOCAL = LocalRule(amount=3, batch_size=8)
 

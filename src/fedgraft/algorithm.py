@@ -13,6 +13,8 @@ from fedgraft.combine.mean import count_normalised, weighted_mean
 from fedgraft.combine.server_rules import ServerRule, plain
 from fedgraft.errors import FedgraftError
 from fedgraft.exchange.codecs import VALUES, Codec
+from fedgraft.exchange.ring import Segment
+from fedgraft.exchange.secure_sum import weighted_segments
 from fedgraft.local.train import LocalRule
 
 MoveKind = Literal["everything", "head", "body", "last_blocks", "masked", "lora"]
@@ -72,8 +74,9 @@ class Weigher:
     name: str
     weights: Callable[[Answers, Any], Tensor]
     wants: tuple[Observe, ...] = ()
-    from_client: bool = False
-    """The client knows its own weight, so a secure sum can carry it."""
+    own: Callable[[float, Mapping[str, float]], float] | None = None
+    """`own(share, scalars)`: the weight a client gives itself, in [0, 1], where it can know it; `share` is its number
+    of examples over the largest allowed. A secure sum then carries the weight inside."""
     needs_moving_body: bool = False
 
 
@@ -116,21 +119,26 @@ class Keeps:
 
 @dataclass(frozen=True)
 class Protection:
-    """Who may see what. Secure sums and privacy compose."""
+    """Who may see what: `clear` (the server sees every change) or `secure` (only the sum over those who stay)."""
 
     kind: Literal["clear", "secure", "zero_sum_demo"] = "clear"
-    secure: Any = None
+    limit: float = 1.0
+    """Largest absolute value of a coordinate inside the secure sum; what is beyond is cut."""
+    threshold: int | None = None
+    """Shares needed to open a lost client's masks; None: two thirds of the holders."""
+    degree: int | None = None
+    """Neighbours of a client in large cohorts; None: everyone."""
     privacy: Any = None
 
 
 def by_examples() -> Weigher:
     """Weights in proportion to the number of examples, normalised over those who answered."""
-    return Weigher("examples", lambda answers, judge: answers.examples, from_client=True)
+    return Weigher("examples", lambda answers, judge: answers.examples, own=lambda share, scalars: share)
 
 
 def uniform() -> Weigher:
     """Every client counts the same."""
-    return Weigher("uniform", lambda answers, judge: torch.ones_like(answers.examples), from_client=True)
+    return Weigher("uniform", lambda answers, judge: torch.ones_like(answers.examples), own=lambda share, s: 1.0)
 
 
 def mean() -> Combiner:
@@ -174,6 +182,14 @@ class Algorithm:
         return (*self.weigh.wants, *(self.combine.wants if isinstance(self.combine, Mixture) else ()))
 
 
+def secure_segments(algorithm: Algorithm, length: int, trained: int) -> tuple[Segment, ...]:
+    """The layout of the secure sum of this algorithm: the weighted change, the weight, what else is summed."""
+    limit = algorithm.protects.limit
+    sums = dict.fromkeys(algorithm.local.correction.sends, (trained, limit))
+    scalars = {"tau": 1e4} if algorithm.scaled_by_reach else {}
+    return weighted_segments(length, limit, sums, scalars)
+
+
 def vary(algorithm: Algorithm, **changes: Any) -> Algorithm:
     """The same algorithm with some slots replaced; keys of the local rule may be given directly."""
     local = {key: changes.pop(key) for key in list(changes) if key in LocalRule.__dataclass_fields__}
@@ -200,9 +216,25 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             "matrix for every model; choose protects.kind='clear'.",
         ),
         (
-            hidden and not a.weigh.from_client,
+            hidden and a.weigh.own is None,
             f"the server computes the weights '{a.weigh.name}' from each change, which a secure sum hides; let the "
             "client compute its own score (weigh.mode='client').",
+        ),
+        (
+            hidden and any(wanted.evidence for wanted in a.wants),
+            "clients would show the server tensors of their own beside a secure sum; choose protects.kind='clear'.",
+        ),
+        (
+            hidden and a.server.name == "fedgma",
+            "FedGMA needs the signs of each client's change, which a secure sum hides; choose protects.kind='clear'.",
+        ),
+        (
+            hidden and a.moves.partial,
+            "clients that move different coordinates cannot share one secure sum; use one common mask.",
+        ),
+        (
+            a.protects.kind == "zero_sum_demo" and bool(a.local.correction.sends),
+            f"the zero-sum demo sums one vector, and {a.local.correction.name} sends two; use protects.kind='secure'.",
         ),
         (
             hidden and a.sends.name != "values",

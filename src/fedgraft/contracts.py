@@ -69,5 +69,5 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Inputs for these rows, float32, normalised; with a generator by the training transform, else by evaluation's."""
+        """Inputs for these rows, float32, normalised: the training transform with a generator, else evaluation's."""
         ...

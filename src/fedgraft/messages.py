@@ -217,3 +217,8 @@ def pack_bits(active: Tensor) -> Tensor:
 def unpack_bits(bits: Tensor, length: int) -> Tensor:
     """The first `length` booleans of packed bytes."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=length).astype(bool))
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    """A uint8 tensor as bytes."""
+    return bytes(tensor.numpy().tobytes())

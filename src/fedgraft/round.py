@@ -17,6 +17,7 @@ from fedgraft.combine.mixture import mix, mixing_matrix
 from fedgraft.combine.server_rules import RoundInfo, sign_agreement
 from fedgraft.exchange.screening import Accepted, Expectation, Field, Offence, screen
 from fedgraft.messages import Order, Reply, unpack_bits, wire_size
+from fedgraft.secure_round import secure_sum, zero_sum_mean
 from fedgraft.server import Federation, ServerState
 
 
@@ -64,31 +65,66 @@ def run_round(
         state = replace(state, active=judge.active(state))
     cohort = server.sample(federation, state.round)
     orders = server.orders(algorithm, federation, state, cohort, judge.space)
-    replies = list(engine.exchange(orders))
+    carry = _secure if algorithm.protects.kind == "secure" and cohort else _clear
+    new, record, offences, extra = carry(algorithm, federation, state, orders, engine, judge)
+    seconds = {"exchange": record.pop("exchanged", began) - began}
+    seconds["combine"] = time.perf_counter() - began - seconds["exchange"]
+    record |= {"round": state.round + 1, "lr": server.rate(federation, state), "seconds": seconds}
+    record["dropped"] = [{"client": o.client, "reason": o.reason} for o in offences]
+    return new, RoundSummary(state.round, tuple(cohort), record, tuple(offences), extra)
+
+
+Carried = tuple[ServerState, dict[str, Any], list[Offence], dict[str, Tensor]]
+
+
+def _clear(
+    algorithm: Algorithm, federation: Federation, state: ServerState, orders: list[Order], engine: Engine, judge: Judge
+) -> Carried:
+    """The server sees every change: screen, weigh, combine."""
+    replies = list(engine.exchange(orders)) if orders else []
     exchanged = time.perf_counter()
+    cohort = [order.client for order in orders]
     accepted, offences = screen(replies, expectation(algorithm, federation, state, cohort, judge))
     answers = read(accepted, state, judge)
     record: dict[str, Any] = {}
     extra: dict[str, Tensor] = {}
-    if len(accepted) < federation.minimum_answers:
-        next_state = server.skip(state)
+    if len(accepted) < max(1, federation.minimum_answers):
+        new = server.skip(state)
         record["skipped"] = True
     else:
         weights = algorithm.weigh.weights(answers, judge)
         fold = fold_mixture if isinstance(algorithm.combine, Mixture) else fold_common
-        next_state, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
+        new, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
         if algorithm.moves.partial:
-            next_state = replace(next_state, drifts=(*state.drifts, relative_drift(record["clients"])))
+            new = replace(new, drifts=(*state.drifts, relative_drift(record["clients"])))
     counted = not isinstance(algorithm.combine, Mixture) or algorithm.combine.exchanges
-    record |= {
-        "round": state.round + 1,
-        "lr": server.rate(federation, state),
-        "bytes_down": sum(map(wire_size, orders)) if counted else 0,
-        "bytes_up": sum(size_of(r) for r in replies) if counted else 0,
-        "seconds": {"exchange": exchanged - began, "combine": time.perf_counter() - exchanged},
-        "dropped": [{"client": o.client, "reason": o.reason} for o in offences],
+    record["bytes_down"] = sum(map(wire_size, orders)) if counted else 0
+    record["bytes_up"] = sum(size_of(r) for r in replies) if counted else 0
+    record["exchanged"] = exchanged
+    return new, record, offences, extra
+
+
+def _secure(
+    algorithm: Algorithm, federation: Federation, state: ServerState, orders: list[Order], engine: Engine, judge: Judge
+) -> Carried:
+    """The server sees only the sum over those who stay."""
+    done = secure_sum(algorithm, federation, orders, engine.exchange, judge.length, judge.trained)
+    record: dict[str, Any] = {
+        "exchanged": time.perf_counter(),
+        "bytes_up": done.bytes_up,
+        "bytes_down": done.bytes_down,
     }
-    return next_state, RoundSummary(state.round, tuple(cohort), record, tuple(offences), extra)
+    offences = [
+        Offence(client, f"lost at the stage {stage!r} of the secure sum") for client, stage in done.lost.items()
+    ]
+    if done.change is None or len(done.survivors) < federation.minimum_answers:
+        return server.skip(state), {**record, "skipped": True}, offences, {}
+    rate = server.rate(federation, state)
+    info = RoundInfo(federation.clients, len(done.survivors), rate, done.sums, done.scalars)
+    new = server.fold(algorithm, state, done.change, info)
+    record["update_norm"] = float(torch.linalg.vector_norm(new.vector - state.vector))
+    record["clients"] = {"ids": list(done.survivors)}
+    return new, record, offences, {}
 
 
 def expectation(
@@ -157,7 +193,10 @@ def fold_common(
     weights: Tensor,
 ) -> tuple[ServerState, dict[str, Any], dict[str, Tensor]]:
     """One model for all: combine the changes and step."""
-    change = algorithm.combine.change(answers, weights)  # type: ignore[union-attr]
+    if algorithm.protects.kind == "zero_sum_demo":
+        change = zero_sum_mean(federation.seed, state.round, answers.clients, answers.changes)
+    else:
+        change = algorithm.combine.change(answers, weights)  # type: ignore[union-attr]
     share = weights / weights.sum()
     names = answers.scalars[0].keys()
     sums = {name: sum_unweighted([a.reply.sums[name] for a in accepted]) for name in algorithm.local.correction.sends}
@@ -168,7 +207,10 @@ def fold_common(
         clients_answered=len(accepted),
         lr=server.rate(federation, state),
         sums=sums,
-        scalars={name: float((share * torch.tensor([s[name] for s in answers.scalars])).sum()) for name in names},
+        scalars={
+            name: float((share * torch.tensor([s[name] for s in answers.scalars], dtype=torch.float64)).sum())
+            for name in names
+        },
     )
     new = server.fold(algorithm, state, change, info)
     return new, describe(answers, accepted, share, new.vector - state.vector, change), {}

@@ -30,6 +30,8 @@ class Federation:
     sampling: Literal["fixed", "poisson"] = "fixed"
     minimum_answers: int = 1
     norm_bound: float | None = None
+    largest: int = 1
+    """Most examples a client may count for; the unit of weights inside a secure sum."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates, dynamic, proximal
 from fedgraft.local.train import LocalRule
 from fedgraft.randomness import torch_stream
-from fedgraft.weigh.similarity import alignment_weights, crsm, null_level, random_weights_like
+from fedgraft.weigh.similarity import alignment_weights, crsm, null_corrected, null_level, random_weights_like
 
 
 def fedavg(local: LocalRule | None = None, moves: Moves | None = None, **options: Any) -> Algorithm:
@@ -117,9 +117,14 @@ def fedalign(
             else found
         )
 
+    def own(share: float, scalars: Mapping[str, float]) -> float:
+        scores = torch.tensor([[scalars[name] for name in names]], dtype=torch.float64)
+        score = float(null_corrected(scores.clamp(0, 1), null).mean())
+        return share * max(score, 1e-6) ** gamma
+
     observe = Observe("alignment", names, options={"layers": layers, "keep": keep, "top": top})
     wants = () if align == "server" else (observe,)
-    weigher = Weigher(f"alignment:{align}", weights, wants, from_client=align == "client", needs_moving_body=True)
+    weigher = Weigher(f"alignment:{align}", weights, wants, own if align == "client" else None, needs_moving_body=True)
     return vary(fedavg(**options), name="fedalign", weigh=weigher)
 
 

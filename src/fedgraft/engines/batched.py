@@ -40,7 +40,10 @@ def applies(algorithm: Algorithm, place: Workplace) -> str | None:
     rule, network = algorithm.local, place.network
     parts = [(part.name, part.index is None) for part in place.space.parts]
     reasons = [
-        (parts != [("head.weight", True), ("head.bias", True)] or bool(place.space.buffers), "more than a head moves"),
+        (
+            parts != [("head.weight", True), ("head.bias", True)] or bool(place.space.buffers),
+            "what moves is not exactly the weight and bias of the head",
+        ),
         (place.private is not None or algorithm.keeps.kind != "nothing", "clients keep a part of the model"),
         (place.examples.entry != network.depth, "features are not kept"),
         (rule.optimizer.name != "sgdm", f"the optimizer is {rule.optimizer.name}, not sgdm"),
@@ -84,18 +87,14 @@ class _Job:
         return len(self.steps[0])
 
 
-@dataclass(frozen=True)
 class _Stack:
-    """The heads of c clients and their gradient, each as one flat vector: all weights (c, k, d), then all biases."""
+    """The heads of c clients as one flat vector, all weights (c, k, d), then all biases (c, k, 1); a gradient alike."""
 
-    values: Tensor
-    gradient: Tensor
-    shape: tuple[int, int, int]
-
-    def parts(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (c, k, d) and biases (c, k) of a flat vector."""
-        c, k, d = self.shape
-        return flat[: c * k * d].view(c, k, d), flat[c * k * d :].view(c, k)
+    def __init__(self, values: Tensor, gradient: Tensor, shape: tuple[int, int, int]) -> None:
+        c, k, d = shape
+        self.values, self.gradient = values, gradient
+        self.weight, self.d_weight = (flat[: c * k * d].view(c, k, d) for flat in (values, gradient))
+        self.bias, self.d_bias = (flat[c * k * d :].view(c, k, 1) for flat in (values, gradient))
 
 
 class Batched:
@@ -112,7 +111,8 @@ class Batched:
 
     def exchange(self, orders: Sequence[Order]) -> list[Reply]:
         """Carry out the orders; replies in their order."""
-        together = [i for i, order in enumerate(orders) if order.action == "train" and self.reason is None]
+        able = self.reason is None
+        together = [i for i, o in enumerate(orders) if able and o.action == "train" and not o.auxiliary]
         found = dict(zip(together, self._train([orders[i] for i in together]), strict=True))
         for i, order in enumerate(orders):
             if i not in found:
@@ -150,84 +150,85 @@ class Batched:
         rule, network = self.algorithm.local, self.place.network
         c, b, d, k = len(jobs), max(job.width for job in jobs), network.width, network.classes
         buffers = self._buffers.pop() if self._buffers else {}
-        stack = _Stack(
-            _buffer(buffers, "values", c * k * (d + 1)), _buffer(buffers, "gradient", c * k * (d + 1)), (c, k, d)
-        )
-        weight, bias = stack.parts(stack.values)
+        values, gradient = (_buffer(buffers, name, c * k * (d + 1)) for name in ("values", "gradient"))
+        stack = _Stack(values, gradient, (c, k, d))
         for i, job in enumerate(jobs):
             assert job.order.vector is not None
-            weight[i] = job.order.vector[: k * d].view(k, d)
-            bias[i] = job.order.vector[k * d :]
-        state = rule.optimizer.init(stack.values.numel())
+            stack.weight[i] = job.order.vector[: k * d].view(k, d)
+            stack.bias[i] = job.order.vector[k * d :].view(k, 1)
+        state = rule.optimizer.init(values.numel())
         rate = rule.rate(float(jobs[0].order.settings["lr"]), jobs[0].examples)
         flips = [torch_stream(self.place.seed, "augment", "train", j.order.round, j.order.client) for j in jobs]
+        logits = _buffer(buffers, "logits", 2 * c * k * b).view(2, c, k, b)
         steps, losses = len(jobs[0].steps), []
         span = max(1, BUDGET // (c * b * d))
         for begin in range(0, steps, span):
-            end = min(begin + span, steps)
-            features = _buffer(buffers, "features", c * (end - begin) * b * d).view(c, end - begin, b, d)
-            labels, weights = self._gather(jobs, flips, slice(begin, end), features)
-            for j in range(end - begin):
-                losses.append(_step(stack, features[:, j], labels[:, j], weights[:, j], rule.label_smoothing))
-                rule.optimizer.step(stack.values, stack.gradient, state, rate)
+            some = slice(begin, min(begin + span, steps))
+            features = _buffer(buffers, "features", c * (some.stop - begin) * b * d).view(c, -1, b, d)
+            labels, weights = self._gather(jobs, flips, some, features)
+            for x, y, w in zip(features.unbind(1), labels.unbind(1), weights.unbind(1), strict=True):
+                losses.append(_step(stack, x, y, w, rule.label_smoothing, logits))
+                rule.optimizer.step(values, gradient, state, rate)
         means = torch.stack(losses).mean(0).tolist()
-        replies = [self._reply(job, weight[i], bias[i], means[i]) for i, job in enumerate(jobs)]
+        replies = [self._reply(job, stack.weight[i], stack.bias[i], means[i]) for i, job in enumerate(jobs)]
         self._buffers.append(buffers)
         return replies
 
     def _gather(
-        self, jobs: list[_Job], flips: list[torch.Generator], span: slice, features: Tensor
+        self, jobs: list[_Job], flips: list[torch.Generator], some: slice, features: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Fill the features (c, steps, b, d) of these steps; returns labels and weights, (c, steps, b, 1) each.
+        """Fill the features (c, steps, b, d) of some steps; returns labels and weights, (c, steps, 1, b) each.
 
         A batch that is shorter than the others is filled up with zeros of weight zero.
         """
-        c, steps, b, _ = features.shape
-        labels, weights = torch.zeros(c, steps, b, 1, dtype=torch.int64), torch.zeros(c, steps, b, 1)
+        c, steps, b, d = features.shape
+        labels, weights = torch.zeros(c, steps, b, dtype=torch.int64), torch.full((c, steps, b), 1 / b)
         for i, job in enumerate(jobs):
-            sizes = torch.tensor([len(rows) for rows in job.steps[span]])
-            rows = torch.cat(job.steps[span])
+            rows = torch.cat(job.steps[some])
             with self._reading:  # examples may compute what they have not kept yet, with the one network there is
                 values = self.place.examples.batch(rows, flips[i])
-            real = torch.arange(b) < sizes[:, None]  # (steps, b)
             if len(rows) == steps * b:
-                features[i] = values.view(steps, b, -1)
-            else:
-                features[i] = 0.0
-                features[i][real] = values
-            labels[i, :, :, 0][real] = self.place.examples.labels[rows]
-            weights[i, :, :, 0] = real / sizes[:, None]
-        return labels, weights
+                features[i] = values.view(steps, b, d)
+                labels[i] = self.place.examples.labels[rows].view(steps, b)
+                continue
+            sizes = torch.tensor([len(batch) for batch in job.steps[some]])[:, None]
+            real = torch.arange(b) < sizes  # (steps, b)
+            features[i] = 0.0
+            features[i][real] = values
+            labels[i][real] = self.place.examples.labels[rows]
+            weights[i] = real / sizes
+        return labels.unsqueeze(2), weights.unsqueeze(2)
 
     def _reply(self, job: _Job, weight: Tensor, bias: Tensor, loss: float) -> Reply:
         order = job.order
         assert order.vector is not None
-        change = torch.cat([weight.reshape(-1), bias]).sub_(order.vector)
+        change = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(order.vector)
         stream = torch_stream(self.place.seed, "encode", order.round, order.client)
         answer = Reply(order.run, order.round, order.client, order.space, job.examples)
         metrics = {"loss": loss, "steps": float(len(job.steps))}
         return replace(answer, change=self.algorithm.sends.encode(change, stream, {}), metrics=metrics)
 
 
-def _step(stack: _Stack, inputs: Tensor, labels: Tensor, weights: Tensor, smoothing: float) -> Tensor:
+def _step(stack: _Stack, inputs: Tensor, labels: Tensor, weights: Tensor, smoothing: float, room: Tensor) -> Tensor:
     """Write the gradient of each client's mean loss into the stack; returns the losses (c,).
 
-    The smoothed cross-entropy has the gradient softmax - (1 - s) onehot - s/k in the logits.
+    The smoothed cross-entropy is lse - (1 - s) logit_y - s mean(logits), its gradient softmax - (1 - s) onehot - s/k.
+    Logits are kept with classes first, (c, k, b), which makes both products run along their memory. The log of the
+    sum of exponentials comes from the largest share of the softmax, which cannot underflow.
     """
-    weight, bias = stack.parts(stack.values)
-    logits = torch.baddbmm(bias.unsqueeze(1), inputs, weight.transpose(1, 2))  # (c, b, k)
-    error = torch.log_softmax(logits, 2)
-    loss = error.gather(2, labels)  # (c, b, 1)
+    logits, error = room.unbind(0)
+    torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2), out=logits)
+    torch.softmax(logits, 1, out=error)
+    target = logits.gather(1, labels)  # (c, 1, b)
     if smoothing:
-        loss = (1 - smoothing) * loss + smoothing * error.mean(2, keepdim=True)
-    error.exp_()
+        target.mul_(1 - smoothing).add_(logits.mean(1, keepdim=True), alpha=smoothing)
+    loss = logits.amax(1, keepdim=True).sub_(error.amax(1, keepdim=True).log_()).sub_(target).mul_(weights)
     if smoothing:
-        error.sub_(smoothing / error.shape[2])
-    error.scatter_add_(2, labels, torch.full_like(weights, smoothing - 1)).mul_(weights)
-    d_weight, d_bias = stack.parts(stack.gradient)
-    torch.bmm(error.transpose(1, 2), inputs, out=d_weight)
-    torch.sum(error, 1, out=d_bias)
-    return loss.mul_(weights).sum((1, 2)).neg_()
+        error.sub_(smoothing / error.shape[1])
+    error.scatter_add_(1, labels, torch.full_like(target, smoothing - 1)).mul_(weights)
+    torch.bmm(error, inputs, out=stack.d_weight)
+    torch.sum(error, 2, keepdim=True, out=stack.d_bias)
+    return loss.sum((1, 2))
 
 
 def _buffer(buffers: dict[str, Tensor], name: str, size: int) -> Tensor:

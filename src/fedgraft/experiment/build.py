@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Answers, Combiner, Mixture, count_mean, vary
-from fedgraft.client import Workplace, hidden
+from fedgraft.client import Workplace
 from fedgraft.combine.server_rules import plain_tail
 from fedgraft.contracts import Examples
 from fedgraft.data.examples import FeatureExamples, ImageExamples
@@ -40,6 +40,7 @@ from fedgraft.experiment.parts import (
 )
 from fedgraft.messages import pack_bits
 from fedgraft.models.identity import digest
+from fedgraft.observe import hidden
 from fedgraft.randomness import torch_stream
 from fedgraft.round import Judge
 from fedgraft.server import EVERYONE, ServerState
@@ -56,7 +57,7 @@ class Setup:
         self.algorithm = build_algorithm(config)
         self.deal = deal(config)
         self.network = build_network(config, self.deal.classes)
-        self.federation = build_federation(config)
+        self.federation = build_federation(config, int(self.deal.partition.sizes().max()))
         own = (self.network.mean, self.network.std)
         statistics: Any = STATISTICS.get(config.data.normalise, own)
         self.transform = Transform(self.network.image_size, config.data.augment, *statistics)

@@ -238,6 +238,9 @@ class Sends(Section):
 class Protects(Section):
     """Who may see what."""
 
+    limit: float = Field(1.0, gt=0, description="secure: largest change of one coordinate; what is beyond is cut")
+    threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
+    degree: int | None = Field(None, ge=2, description="secure: neighbours of a client in large cohorts (even)")
     kind: Literal["clear", "secure", "zero_sum_demo"] = Field(
         "clear", description="zero_sum_demo is INSECURE, for comparison"
     )
@@ -320,7 +323,7 @@ def parse_override(word: str) -> dict[str, Any]:
     table: Any = value
     for part in reversed(key.strip().split(".")):
         table = {part: table}
-    return table  # type: ignore[no-any-return]
+    return table
 
 
 def merge(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:

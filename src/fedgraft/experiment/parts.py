@@ -135,7 +135,7 @@ def per_round(config: Config) -> int:
     return max(1, int(config.rounds.fraction * config.partition.clients + 1e-9))
 
 
-def build_federation(config: Config) -> Federation:
+def build_federation(config: Config, largest: int = 1) -> Federation:
     """Who takes part and how often."""
     r = config.rounds
     return Federation(
@@ -148,6 +148,7 @@ def build_federation(config: Config) -> Federation:
         sampling=r.sampling,
         minimum_answers=r.minimum_answers,
         norm_bound=r.norm_bound,
+        largest=largest,
     )
 
 
@@ -180,7 +181,7 @@ def build_algorithm(config: Config) -> Algorithm:
     moves = Moves(m.kind, m.blocks, m.freeze_blocks, m.head_too, partial or alternate, each)
     made = zoo.named(a.name, local=build_local(config), moves=moves, seed=config.seed, **options)
     name = f"top_k:{config.sends.fraction!r}" if config.sends.codec == "top_k" else config.sends.codec
-    made = vary(made, sends=codec(name), protects=Protection(config.protects.kind))
+    made = vary(made, sends=codec(name), protects=Protection(**config.protects.model_dump()))
     if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
         if isinstance(made.combine, Mixture):
             raise FedgraftError(f"{a.name} mixes models by similarity; the robust rule {a.robust} has no place in it.")

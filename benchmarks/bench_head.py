@@ -1,0 +1,119 @@
+"""A round of a linear head on given features (workload W1): reference engine, batched engine, and the matmul limit.
+
+The limit is the time of the round's multiplications at the rate of a large matrix product on the same cores. All
+take turns, so that a busy machine slows them alike; ratios are between the best times, medians stand beside them.
+
+    python benchmarks/bench_head.py --repeats 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fedgraft.algorithm import Algorithm, Moves
+from fedgraft.client import Workplace
+from fedgraft.data.examples import FeatureExamples
+from fedgraft.edit.space import select
+from fedgraft.engines.batched import Batched
+from fedgraft.engines.in_process import InProcess
+from fedgraft.local.train import LocalRule
+from fedgraft.messages import Order, Reply
+from fedgraft.randomness import torch_stream
+from fedgraft.zoo import fedavg
+
+SIDE = 1024
+
+
+class Head(nn.Module):
+    """A network that is only a head, for features that are given."""
+
+    depth = 1
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, classes)
+        self.width, self.classes = width, classes
+
+    def forward(self, inputs: Tensor, entry: int = 1) -> Tensor:
+        return self.head(inputs)
+
+
+def federation(given: argparse.Namespace) -> tuple[Algorithm, Workplace]:
+    """Clients with an equal share of random features each."""
+    draw = torch_stream(0, "bench")
+    network = Head(given.width, given.classes)
+    count = given.clients * given.examples
+    features = torch.randn(count, given.width, generator=draw)
+    labels = torch.randint(0, given.classes, (count,), generator=draw)
+    algorithm = fedavg(local=LocalRule(given.steps, "steps", given.batch), moves=Moves("head"))
+    place = Workplace(
+        network,  # type: ignore[arg-type]
+        select(network, lambda name: True),  # type: ignore[arg-type]
+        FeatureExamples(features, labels, 1),
+        lambda k: torch.arange(k * given.examples, (k + 1) * given.examples),
+        0,
+    )
+    return algorithm, place
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def product(threads: int) -> Callable[[], object]:
+    """A large matrix product on so many threads."""
+    a, b, out = (torch.randn(SIDE, SIDE, generator=torch_stream(0, "product")) for _ in range(3))
+
+    def work() -> None:
+        torch.set_num_threads(threads)
+        torch.mm(a, b, out=out)
+        torch.set_num_threads(1)
+
+    return work
+
+
+def main() -> None:
+    """Print seconds a round, and the ratios to the limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"clients": 100, "examples": 500, "per-round": 10, "steps": 16, "batch": 64, "width": 384, "classes": 100}
+    for name, default in {**sizes, "repeats": 3, "rounds": 5, "threads": os.cpu_count() or 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    algorithm, place = federation(given)
+    vector = place.space.gather(place.network)
+    orders = [
+        Order("bench", 0, k, "train", place.space.digest, vector, {}, {"lr": 0.1}) for k in range(given.per_round)
+    ]
+    engines = {
+        "reference, 1 thread": InProcess(algorithm, place),
+        "batched, 1 thread": Batched(algorithm, place, 1),
+        f"batched, {given.threads} threads": Batched(algorithm, place, given.threads),
+    }
+    work: dict[str, Callable[[], list[Reply]]] = {n: lambda e=e: list(e.exchange(orders)) for n, e in engines.items()}  # type: ignore[misc]
+    large = product(given.threads)
+    seconds: dict[str, list[float]] = {name: [] for name in (*work, "limit")}
+    operations = 4 * given.per_round * given.steps * given.batch * given.width * given.classes
+    for _ in range(given.repeats):
+        for _ in range(given.rounds):
+            for name, call in work.items():
+                seconds[name].append(timed(call))
+            seconds["limit"].append(timed(large) * operations / (2 * SIDE**3))
+    limit = min(seconds["limit"])
+    for name, found in seconds.items():
+        best, median = min(found), statistics.median(found)
+        print(f"{name:22} best {1e3 * best:8.2f} ms  median {1e3 * median:8.2f} ms  {best / limit:6.2f} x the limit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""An algorithm of your own: a weigher and a server rule written here, put into FedAvg's slots with `vary`.
+
+The weigher counts a client by the square root of its examples, so that large clients dominate less. The server rule
+moves only a part of the way at first and all of it later. Nothing else of the federation has to know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import fedgraft
+from fedgraft.combine.server_rules import RoundInfo, State
+
+
+def by_root() -> fedgraft.Weigher:
+    """Weights in proportion to the square root of the examples; not normalised, that is done where they are used."""
+    return fedgraft.Weigher("root", lambda answers, judge: answers.examples.sqrt(), from_client=True)
+
+
+def rising(first: float, rounds: int) -> fedgraft.ServerRule:
+    """A step that grows from `first` of the mean change to all of it over so many rounds."""
+
+    def init(size: int) -> dict[str, Tensor]:
+        return {"done": torch.zeros(1)}
+
+    def step(vector: Tensor, change: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+        share = min(1.0, first + (1 - first) * float(state["done"]) / rounds)
+        return vector + share * change, {"done": state["done"] + 1}
+
+    return fedgraft.ServerRule("rising", init, step)
+
+
+def run(algorithm_of: str, rounds: int = 4) -> float:
+    """Validation accuracy after some rounds of plain FedAvg, or of ours."""
+    config = fedgraft.load_config(
+        overrides=[
+            "model.name=tiny", "partition.kind=dirichlet", "partition.clients=6", "partition.alpha=0.3",
+            "moves.kind=everything", "local.steps=8", f"rounds.total={rounds}",
+        ]  # fmt: skip
+    )
+    setup = fedgraft.Setup(config)
+    if algorithm_of == "ours":
+        setup.algorithm = fedgraft.vary(setup.algorithm, name="ours", weigh=by_root(), server=rising(0.5, rounds))
+    fedgraft.install_head(setup)
+    setup.open()
+    state = fedgraft.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
+    engine = setup.engine()
+    with fedgraft.one_thread():
+        for _ in range(rounds):
+            state, _ = fedgraft.run_round(setup.algorithm, setup.federation, state, engine, setup.judge)
+    setup.space.scatter(state.vector, setup.network)
+    return fedgraft.evaluate(setup.network, setup.pixels, setup.deal.validation_rows).accuracy
+
+
+def main() -> None:
+    """The same federation twice: with FedAvg and with the two new parts."""
+    for name in ("fedavg", "ours"):
+        print(f"{name:8} validation accuracy {100 * run(name):.1f} %")
+    try:
+        fedgraft.vary(fedgraft.named("local_only"), server=rising(0.5, 4))
+    except fedgraft.FedgraftError as error:
+        print(f"refused: {error}")
+
+
+if __name__ == "__main__":
+    main()

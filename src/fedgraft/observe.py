@@ -1,0 +1,164 @@
+"""What a client can report besides a change: statistics for a head, sensitivities, alignment, representations.
+
+None of these trains. Each looks at the network as it is (or at the weights an order carries) and at the client's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from fedgraft.algorithm import Algorithm, Observe
+from fedgraft.contracts import Examples, Network
+from fedgraft.edit.fisher import ESTIMATORS, Scores
+from fedgraft.edit.space import select
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Order, Reply
+from fedgraft.randomness import torch_stream
+from fedgraft.weigh.similarity import svcca_basis, svcca_of_bases
+from fedgraft.workplace import Memory, Workplace, answer, features, vector_of
+
+
+def statistics(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """Step 0: the sums a closed-form head needs (ZᵀZ, ZᵀY, counts). No image and no feature leaves."""
+    rows = place.rows(order.client)
+    network, width, classes = place.network, place.network.width, place.network.classes
+    gram = torch.zeros(width + 1, width + 1, dtype=torch.float64)
+    cross = torch.zeros(width + 1, classes, dtype=torch.float64)
+    for z, labels in features(place, rows):
+        z = torch.cat([z.double(), torch.ones(len(z), 1, dtype=torch.float64)], 1)
+        gram += z.T @ z
+        cross.index_add_(1, labels, z.T)
+    network.eval()
+    return replace(answer(order, place), sums={"gram": gram, "cross": cross}), memory
+
+
+def head_gradient(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """Step 0 by probe: the sum of loss and gradient of a linear head (classes, width+1) over this client's rows."""
+    head = order.auxiliary["head"]
+    gradient, loss = torch.zeros_like(head), torch.zeros(1, dtype=head.dtype)
+    for z, labels in features(place, place.rows(order.client)):
+        z = torch.cat([z.to(head.dtype), torch.ones(len(z), 1, dtype=head.dtype)], 1)
+        logits = z @ head.T
+        loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        error = logits.softmax(1)
+        error[torch.arange(len(labels)), labels] -= 1
+        gradient += error.T @ z
+    return replace(answer(order, place), sums={"gradient": gradient, "loss": loss}), memory
+
+
+def sensitivity(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """The sums of squared gradients over a share of this client's examples, for the order's weights."""
+    scores = _scores(order, place)
+    return replace(answer(order, place), sums={"scores": scores.vector()}), memory
+
+
+def own_mask(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """A mask of the client's own, calibrated on its own examples; only its bits leave."""
+    assert place.choose_mask is not None
+    space = select(place.network, lambda name: True, buffers=False)
+    before = space.gather(place.network)
+    space.scatter(vector_of(order), place.network)
+
+    def score(round: int) -> Mapping[str, Tensor]:
+        again = replace(order, vector=space.gather(place.network), settings={**order.settings, "draw": round})
+        return _scores(again, place).mean()
+
+    mask = place.choose_mask(score)
+    space.scatter(before, place.network)
+    return replace(answer(order, place), evidence={"mask": mask.bits()}), memory
+
+
+def _scores(order: Order, place: Workplace) -> Scores:
+    """Score with the order's weights; the network gets its own back, bit for bit."""
+    s = order.settings
+    rows = place.rows(order.client)
+    stream = torch_stream(place.seed, "sensitivity", str(s["draw"]), order.client)
+    count = max(1, round(float(s["share"]) * len(rows)))
+    picked = rows[torch.randperm(len(rows), generator=stream)[:count]].sort().values
+    space = select(place.network, lambda name: True, buffers=False)
+    before = space.gather(place.network)
+    place.release()
+    space.scatter(vector_of(order), place.network)
+    estimator, labels = str(s["estimator"]), str(s["labels"])
+    batches = [
+        (place.examples.batch(part), place.examples.labels[part], place.examples.entry)
+        for part in picked.split(int(s["batch"]))
+    ]
+    found = ESTIMATORS[estimator](cast(nn.Module, place.network), batches, labels, str(s["names"]).split("\n"), stream)
+    space.scatter(before, place.network)
+    return found
+
+
+def _representation(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Pooled features of n of the client's own examples, after training."""
+    rows = place.rows(order.client)
+    stream = torch_stream(place.seed, "representation", order.round, order.client)
+    n = int(wanted.options["samples"])
+    picks = torch.cat([torch.randperm(len(rows), generator=stream) for _ in range(-(-n // len(rows)))])[:n]
+    return {}, {"representation": torch.cat([z for z, _ in features(place, rows[picks])])}
+
+
+def _probe(place: Workplace) -> Examples:
+    if place.probe is None:
+        raise FedgraftError("comparing representations needs a probe: images that every client has, row by row")
+    return place.probe
+
+
+@torch.no_grad()
+def hidden(network: Network, layers: tuple[str, ...], examples: Examples) -> list[Tensor]:
+    """Outputs of these layers for all examples, tokens averaged, (n, d) each; `early`, `middle`, `late` by default."""
+    usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
+    names = [usual.get(layer, layer) for layer in layers]
+    network.eval()
+    parts = [
+        network.activations(examples.batch(rows), names, examples.entry)
+        for rows in torch.arange(len(examples)).split(256)
+    ]
+    return [torch.cat([part[name] for part in parts]) for name in names]
+
+
+def _alignment(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """SVCCA of each layer after training with the same layer of the model the round began with; numbers only."""
+    layers, keep, top = wanted.options["layers"], int(wanted.options["keep"]), int(wanted.options["top"])
+    after = hidden(place.network, layers, _probe(place))
+    key = (order.round, layers, keep)
+    if place.reference is None or place.reference[0] != key:  # the same for every client of the round
+        values = place.space.gather(place.network)
+        place.space.scatter(vector_of(order), place.network)
+        before = [svcca_basis(x, keep) for x in hidden(place.network, layers, _probe(place))]
+        place.space.scatter(values, place.network)
+        place.reference = (key, before)
+    scores = [
+        svcca_of_bases(svcca_basis(x, keep), q, top).value for x, q in zip(after, place.reference[1], strict=True)
+    ]
+    return dict(zip(wanted.scalars, scores, strict=True)), {}
+
+
+def _probe_representation(
+    wanted: Observe, order: Order, place: Workplace
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Pooled features of the shared probe, after training."""
+    probe = _probe(place)
+    with torch.no_grad():
+        place.network.eval()
+        parts = [place.network.features(probe.batch(r), probe.entry) for r in torch.arange(len(probe)).split(256)]
+    return {}, {"probe_representation": torch.cat(parts)}
+
+
+def _labels(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The client's label histogram: an oracle that a private federation would not give away."""
+    labels = place.examples.labels[place.rows(order.client)]
+    return {}, {"labels": torch.bincount(labels, minlength=place.network.classes).float()}
+
+
+OBSERVATIONS: dict[str, Callable[[Observe, Order, Workplace], tuple[dict[str, float], dict[str, Tensor]]]] = {
+    "alignment": _alignment,
+    "representation": _representation,
+    "probe_representation": _probe_representation,
+    "labels": _labels,
+}
