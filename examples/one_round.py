@@ -1,4 +1,4 @@
-"""One round of federated averaging, step by step: four clients adapt a small ViT to handwritten digits."""
+"""One round of federated averaging, step by step: clients adapt the embedded ViT to handwritten digits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import fedgraft
 def main() -> None:
     """Build the parts from a config, make a head from the clients' sums, then run one round by hand."""
     config = fedgraft.load_config(
-        overrides=["model.name=tiny", "partition.clients=4", "moves.kind=everything", "local.epochs=1"]
+        overrides=["partition.clients=4", "moves.kind=last_blocks", "moves.blocks=1", "local.epochs=1"]
     )
     setup = fedgraft.Setup(config)
     fedgraft.install_head(setup)  # step 0: clients send sums, never images
     setup.open()  # the coordinates that may move, as one flat vector
     state = fedgraft.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
     with fedgraft.one_thread():  # the number of threads changes the last bits of a sum
-        state, summary = fedgraft.run_round(
-            setup.algorithm, setup.federation, state, setup.engine(), setup.judge
-        )
+        state, summary = fedgraft.run_round(setup.algorithm, setup.federation, state, setup.engine(), setup.judge)
     setup.space.scatter(state.vector, setup.network)
     result = fedgraft.evaluate(setup.network, setup.pixels, setup.deal.validation_rows)
     print(f"clients {summary.cohort}: {summary.record['bytes_up']:,} bytes up, {summary.record['bytes_down']:,} down")

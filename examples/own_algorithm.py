@@ -14,8 +14,13 @@ from fedgraft.combine.server_rules import RoundInfo, State
 
 
 def by_root() -> fedgraft.Weigher:
-    """Weights in proportion to the square root of the examples; not normalised, that is done where they are used."""
-    return fedgraft.Weigher("root", lambda answers, judge: answers.examples.sqrt(), from_client=True)
+    """Weights in proportion to the square root of the examples; not normalised, that is done where they are used.
+
+    `own` is the same rule as a client can apply it to itself, so that a secure sum can carry the weight.
+    """
+    return fedgraft.Weigher(
+        "root", lambda answers, judge: answers.examples.sqrt(), own=lambda share, scalars: share**0.5
+    )
 
 
 def rising(first: float, rounds: int) -> fedgraft.ServerRule:
@@ -35,8 +40,14 @@ def run(algorithm_of: str, rounds: int = 4) -> float:
     """Validation accuracy after some rounds of plain FedAvg, or of ours."""
     config = fedgraft.load_config(
         overrides=[
-            "model.name=tiny", "partition.kind=dirichlet", "partition.clients=6", "partition.alpha=0.3",
-            "moves.kind=everything", "local.steps=8", f"rounds.total={rounds}",
+            "partition.kind=dirichlet",
+            "partition.clients=6",
+            "partition.alpha=0.3",
+            "moves.kind=last_blocks",
+            "moves.blocks=1",
+            "moves.head_too=true",
+            "local.steps=8",
+            f"rounds.total={rounds}",
         ]  # fmt: skip
     )
     setup = fedgraft.Setup(config)

@@ -5,6 +5,7 @@ The images here are drawn (discs, squares and stripes of random colour), so that
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -43,8 +44,14 @@ def main() -> None:
         images = make_folder(Path(scratch) / "images")
         config = fedgraft.load_config(
             overrides=[
-                "data.source=folder", f"data.path={images}", "partition.clients=3", "rounds.total=3",
-                "rounds.fraction=1.0", "moves.kind=last_blocks", "moves.blocks=1", "moves.head_too=true",
+                "data.source=folder",
+                f"data.path={images}",
+                "partition.clients=3",
+                "rounds.total=3",
+                "rounds.fraction=1.0",
+                "moves.kind=last_blocks",
+                "moves.blocks=1",
+                "moves.head_too=true",
             ]  # fmt: skip
         )
         folder = Path(scratch) / "run"
@@ -62,13 +69,12 @@ def predict(exported: Path, image: Path) -> None:
     from transformers import AutoModelForImageClassification
 
     model = AutoModelForImageClassification.from_pretrained(exported)
-    pixels = torch.from_numpy(np.asarray(Image.open(image))).permute(2, 0, 1)[None] / 255
-    settings = (exported / "preprocessor_config.json").read_text()
-    import json
-
-    mean, std = (torch.tensor(json.loads(settings)[key]).view(3, 1, 1) for key in ("image_mean", "image_std"))
+    settings = json.loads((exported / "preprocessor_config.json").read_text())
+    pixels = np.asarray(Image.open(image), dtype=np.float32) / 255
+    inputs = (pixels - settings["image_mean"]) / settings["image_std"]  # (32, 32, 3)
     with torch.no_grad():
-        answer = int(model(pixel_values=(pixels - mean) / std).logits.argmax())
+        logits = model(pixel_values=torch.tensor(inputs, dtype=torch.float32).permute(2, 0, 1)[None]).logits
+    answer = int(logits.argmax())
     print(f"{image.parent.name} is taken for {model.config.id2label[answer]}")
 
 

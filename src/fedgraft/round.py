@@ -207,10 +207,7 @@ def fold_common(
         clients_answered=len(accepted),
         lr=server.rate(federation, state),
         sums=sums,
-        scalars={
-            name: float((share * torch.tensor([s[name] for s in answers.scalars], dtype=torch.float64)).sum())
-            for name in names
-        },
+        scalars={name: _mean(share, [s[name] for s in answers.scalars]) for name in names},
     )
     new = server.fold(algorithm, state, change, info)
     return new, describe(answers, accepted, share, new.vector - state.vector, change), {}
@@ -251,7 +248,7 @@ def describe(
     report = drift_report(answers.changes, change[: len(answers.changes[0])])
     losses = [float(a.reply.metrics.get("loss", float("nan"))) for a in accepted]
     return {
-        "train_loss": float((share * torch.tensor(losses, dtype=torch.float64)).sum()),
+        "train_loss": _mean(share, losses),
         "update_norm": float(torch.linalg.vector_norm(step)),
         "clients": {
             "ids": list(answers.clients),
@@ -263,6 +260,10 @@ def describe(
         },
         **_alignment(answers),
     }
+
+
+def _mean(share: Tensor, values: Sequence[float]) -> float:
+    return float((share * torch.tensor(values, dtype=torch.float64)).sum())
 
 
 def relative_drift(clients: Mapping[str, list[float]]) -> float:
