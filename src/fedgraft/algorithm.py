@@ -185,7 +185,8 @@ class Algorithm:
 def secure_segments(algorithm: Algorithm, length: int, trained: int) -> tuple[Segment, ...]:
     """The layout of the secure sum of this algorithm: the weighted change, the weight, what else is summed."""
     limit = algorithm.protects.limit
-    sums = dict.fromkeys(algorithm.local.correction.sends, (trained, limit))
+    # Control variates have the size of gradients, not of changes.
+    sums = dict.fromkeys(algorithm.local.correction.sends, (trained, 64 * limit))
     scalars = {"tau": 1e4} if algorithm.scaled_by_reach else {}
     return weighted_segments(length, limit, sums, scalars)
 
