@@ -62,15 +62,15 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     ),
     "privacy with weights": (
         lambda: vary(zoo.fedavg(), protects=Protection(privacy=object())),
-        "every client counts at most once",
+        "count at most once",
     ),
     "own masks with a mixture": (
         lambda: vary(zoo.fedshibu(), moves=Moves("masked", partial=True)),
-        "move different coordinates",
+        "cannot be mixed",
     ),
     "own masks with top-k": (
         lambda: vary(zoo.fedavg(), moves=Moves("masked", partial=True), sends=codec("top_k:0.1")),
-        "top-k residuals",
+        "top-k",
     ),
     "changing masks with control variates": (
         lambda: vary(zoo.scaffold(), moves=Moves("masked", partial=True)),
@@ -82,7 +82,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     ),
     "stacked factors under a secure sum": (
         lambda: vary(zoo.fedavg(), moves=Moves("lora", needs_each=True), protects=SECURE),
-        "multiply each client's factors",
+        "factors",
     ),
     "stacked factors with a server rule": (
         lambda: vary(zoo.fedadam(), moves=Moves("lora", needs_each=True)),
@@ -128,9 +128,8 @@ def test_algorithms_are_never_changed_only_varied() -> None:
 
 
 def test_a_local_rule_and_its_keys_can_be_given_together() -> None:
-    assert vary(zoo.fedavg(), local=LocalRule(9), batch_size=5).local == LocalRule(
-        9, batch_size=5, optimizer=vary(zoo.fedavg(), local=(rule := LocalRule(9))).local.optimizer, correction=rule.correction
-    ) or vary(zoo.fedavg(), local=LocalRule(9), batch_size=5).local.amount == 9
+    local = vary(zoo.fedavg(), local=LocalRule(9), batch_size=5).local
+    assert (local.amount, local.batch_size) == (9, 5)
 
 
 def test_an_unknown_algorithm_names_the_nearest() -> None:

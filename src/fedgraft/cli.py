@@ -124,8 +124,6 @@ def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None
             if central:
                 from fedgraft.experiment.centralized import run_centralized
 
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "centralized").touch()
                 summary = run_centralized(config, folder, live)
             else:
                 from fedgraft.experiment.run import run as run_federated
@@ -267,3 +265,7 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

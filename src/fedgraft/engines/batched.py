@@ -190,6 +190,7 @@ class Batched:
             if len(rows) == steps * b:
                 features[i] = values.view(steps, b, d)
                 labels[i] = self.place.examples.labels[rows].view(steps, b)
+                del values
                 continue
             sizes = torch.tensor([len(batch) for batch in job.steps[some]])[:, None]
             real = torch.arange(b) < sizes  # (steps, b)

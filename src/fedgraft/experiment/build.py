@@ -28,7 +28,7 @@ from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.config import Config
-from fedgraft.experiment.editing import Adaptive, Calibrator, Opened, masked_space, open_masked, own_active, scores_on
+from fedgraft.experiment.editing import Adaptive, Calibrator, Opened, masked_space, open_masked, own_active
 from fedgraft.experiment.parts import (
     build_algorithm,
     build_federation,
@@ -69,6 +69,7 @@ class Setup:
         self.layout: LoraLayout | None = None
         self.own: dict[int, Tensor] = {}
         self.adaptive: Adaptive | None = None
+        self.rate_factor = 1.0
 
     @property
     def space(self) -> EditSpace:
@@ -148,10 +149,8 @@ class Setup:
         if recipe.adaptive_start is not None:
             scores = saved.get("scores", None)
             if scores is None:
-                scores = scores_on(self.space, calibrator.scores(1))
-            self.adaptive = Adaptive(
-                recipe, scores, sum(torch.Size(shapes[n]).numel() for n in calibrator.scope.maskable)
-            )
+                scores = calibrator.lasting(self.space)
+            self.adaptive = Adaptive(recipe, scores, calibrator.scope)
             stored["scores"] = scores
         return stored
 
@@ -160,7 +159,7 @@ class Setup:
         rows = self.deal.validation_rows if len(self.deal.validation_rows) else self.deal.train_rows
         factor = min(cap, norm_ratio(self.network, self.space, self.plain_pixels, rows[:256]))
         log.info("update-norm matching: the learning rate is raised %.2f times", factor)
-        old = self.federation.schedule
+        old, self.rate_factor = self.federation.schedule, factor
         self.federation = replace(self.federation, schedule=lambda t, total, history: factor * old(t, total, history))
 
     def active(self, state: ServerState) -> Mapping[int, Tensor]:

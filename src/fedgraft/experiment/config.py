@@ -21,7 +21,7 @@ from fedgraft.errors import FedgraftError
 class Section(BaseModel):
     """A table of the config; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Data(Section):
@@ -307,6 +307,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise FedgraftError(f"there is no config file {path}") from None
+    except OSError as error:
+        raise FedgraftError(f"the config file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FedgraftError(f"{path} is not valid TOML: {error}") from None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +111,10 @@ class Calibrator:
         r = self.recipe
         weights = {n: p for n, p in self.network.named_parameters() if n in self.scope.maskable}
         rule = {"threshold": r.threshold, "floor": r.floor, "block_of": self.network.block_of}
-        mode = self.mode if STRATEGIES[r.strategy].source == "fisher" else oneshot()
+        if STRATEGIES[r.strategy].source != "fisher":  # the weights decide, whoever asks
+            scores = self.scores
         return calibrate(
-            scores or self.scores, r.strategy, 1 - self.sparsity, mode, scope=self.scope, weights=weights, **rule
+            scores or self.scores, r.strategy, 1 - self.sparsity, self.mode, scope=self.scope, weights=weights, **rule
         )
 
     def open(self) -> Opened:
@@ -130,8 +132,15 @@ class Calibrator:
         masks = list(own.values())
         if r.per_client:
             return Opened(union(masks), own=own)
-        merged = merge(masks, r.merge, density=1 - r.sparsity) if r.merge == "vote" else merge(masks, r.merge)
-        return Opened(merged)
+        chosen = [Mask(self.scope.restrict(mask)) for mask in masks]  # tensors trained densely have no vote
+        density = 1 - self.sparsity if r.merge == "vote" else None
+        return Opened(self.scope.expand(merge(chosen, r.merge, density=density)))
+
+    def lasting(self, space: EditSpace) -> Tensor:
+        """Scores of the first draw over a space, by which adaptive sparsity shrinks it; what is dense ranks first."""
+        always = math.inf if STRATEGIES[self.recipe.strategy].largest else -math.inf
+        dense = {name: torch.full(self.scope.shapes[name], always) for name in self.scope.dense}
+        return scores_on(space, {**self.scores(1), **dense})
 
 
 def open_masked(calibrator: Calibrator, cache: Path, identity: Sequence[str]) -> Opened:
@@ -170,9 +179,13 @@ class Adaptive:
     a resumed run comes to the same sparsity without state of its own.
     """
 
-    def __init__(self, recipe: options.Mask, scores: Tensor, maskable: int) -> None:
+    def __init__(self, recipe: options.Mask, scores: Tensor, scope: Scope) -> None:
         assert recipe.adaptive_start is not None
-        self.scores, self.maskable = scores, maskable
+        self.scores = scores
+        sizes = {name: torch.Size(shape).numel() for name, shape in scope.shapes.items()}
+        part = {name: sizes[name] // scope.shapes[name][0] * count for name, count in scope.rows.items()}
+        self.maskable = sum(part.get(name, sizes[name]) for name in scope.maskable)
+        self.dense = sum(sizes[name] for name in scope.dense)
         self.largest = STRATEGIES[recipe.strategy].largest
         self.rule = AdaptiveSparsity(recipe.adaptive_start, recipe.sparsity)
 
@@ -181,7 +194,7 @@ class Adaptive:
         state = self.rule.begin()
         for drift in drifts:
             state = self.rule.after(state, drift)
-        count = min(len(self.scores), budget(self.maskable, 1 - state.sparsity))
+        count = min(len(self.scores), self.dense + budget(self.maskable, 1 - state.sparsity))
         return choose({"space": self.scores}, k=count, largest=self.largest)["space"]
 
 

@@ -1,0 +1,141 @@
+"""Step 0: the head from sums over clients equals the head from the pooled data.
+
+Features are float32 and depend in their last bits on how many rows a batch has, hence the tolerances.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedgraft import zoo
+from fedgraft.experiment.step_zero import (
+    GRID,
+    Judgement,
+    ask,
+    features_of,
+    install,
+    probe_head,
+    ridge_head,
+    solve,
+    strongest,
+    tempered,
+)
+from toy import CLASSES, WIDTH, Toy
+
+ALL = torch.arange(120)
+CLIENTS = range(5)
+
+
+def setting() -> tuple[Toy, Tensor, Tensor, Judgement]:
+    """The toy, its clients' pooled features and labels, and a judge on other points."""
+    toy = Toy(zoo.fedavg())
+    rows = torch.cat([toy.place.rows(k) for k in CLIENTS])
+    features = features_of(toy.network, toy.examples, rows)
+    judge = Judgement(features_of(toy.network, toy.tests, torch.arange(60)), toy.tests.labels)
+    return toy, features.double(), toy.examples.labels[rows], judge
+
+
+def test_sums_over_clients_are_the_sums_over_the_pool() -> None:
+    toy, features, labels, _ = setting()
+    replies = ask(toy.engine, "toy", CLIENTS, "statistics")
+    z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
+    gram = torch.stack([r.sums["gram"] for r in replies]).sum(0)
+    cross = torch.stack([r.sums["cross"] for r in replies]).sum(0)
+    torch.testing.assert_close(gram, z.T @ z, rtol=1e-5, atol=1e-4)
+    one_hot = torch.nn.functional.one_hot(labels, CLASSES).double()
+    torch.testing.assert_close(cross, z.T @ one_hot, rtol=1e-5, atol=1e-4)
+    assert [r.client for r in replies] == list(CLIENTS)
+    assert all(set(r.sums) == {"gram", "cross"} and r.change is None and not r.evidence for r in replies)
+
+
+def test_the_ridge_head_is_scikit_learns_on_the_pool() -> None:
+    from sklearn.linear_model import Ridge
+
+    toy, features, labels, judge = setting()
+    head, penalty = ridge_head(toy.engine, "toy", CLIENTS, 0.01, judge)
+    assert penalty == 0.01 and head.shape == (CLASSES, WIDTH + 1)
+    targets = torch.nn.functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
+    strength = 0.01 * float(features.square().sum(0).mean())
+    theirs = Ridge(alpha=strength, solver="cholesky").fit(features.numpy(), targets.numpy())
+    np.testing.assert_allclose(head[:, :-1].numpy(), theirs.coef_, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(head[:, -1].numpy(), theirs.intercept_, rtol=1e-4, atol=1e-6)
+
+
+def test_a_client_that_is_left_out_is_missed() -> None:
+    """The planted bug: sums of some clients give another head."""
+    toy, _, _, judge = setting()
+    whole, _ = ridge_head(toy.engine, "toy", CLIENTS, 0.01, judge)
+    part, _ = ridge_head(toy.engine, "toy", range(4), 0.01, judge)
+    assert not torch.allclose(whole, part)
+
+
+def test_the_penalty_is_chosen_on_the_judges_points() -> None:
+    toy, _, _, judge = setting()
+    head, penalty = ridge_head(toy.engine, "toy", CLIENTS, None, judge)
+    assert penalty in GRID
+    best = max(judge(ridge_head(toy.engine, "toy", CLIENTS, p, judge)[0])[0] for p in GRID)
+    assert judge(head)[0] >= best - (best * (1 - best) / judge.count) ** 0.5
+
+
+def test_among_equals_the_strongest_penalty_wins() -> None:
+    _, _, _, judge = setting()
+    head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert strongest([(head, 0.1), (head, 1.0), (head, 0.01)], judge)[1] == 1.0
+
+
+def test_a_class_nobody_holds_stays_at_rest() -> None:
+    """Its targets are the same everywhere, so only the bias speaks of it."""
+    z = torch.randn(50, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    z = torch.cat([z - z.mean(0), torch.ones(50, 1, dtype=torch.float64)], 1)
+    labels = torch.arange(50) % 2
+    cross = z.T @ torch.nn.functional.one_hot(labels, 3).double()
+    head = solve(z.T @ z, cross, 0.1)
+    assert head[2, :-1].abs().max() < 1e-12 and float(head[2, -1]) == pytest.approx(-1 / 3)
+
+
+def test_the_probe_head_is_logistic_regression_on_the_pool() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    toy, features, labels, _ = setting()
+    decay = 0.01
+    start = torch.zeros(CLASSES, WIDTH + 1, dtype=torch.float64)
+    head = probe_head(toy.engine, "toy", CLIENTS, start, 500, decay)
+    z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1).numpy()
+    theirs = LogisticRegression(C=1 / (decay * len(z)), fit_intercept=False, tol=1e-10, max_iter=5000)
+    theirs.fit(z, labels.numpy())
+    np.testing.assert_allclose(head.numpy(), theirs.coef_, rtol=1e-2, atol=2e-3)
+
+
+def test_the_summed_gradient_is_autograds() -> None:
+    toy, features, labels, _ = setting()
+    head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    replies = ask(toy.engine, "toy", CLIENTS, "head_gradient", head=head)
+    z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
+    leaf = head.clone().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(z @ leaf.T, labels, reduction="sum")
+    loss.backward()
+    torch.testing.assert_close(torch.stack([r.sums["gradient"] for r in replies]).sum(0), leaf.grad, rtol=1e-5, atol=1e-5)
+    assert sum(float(r.sums["loss"]) for r in replies) == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
+def test_tempering_scales_and_never_worsens_the_loss() -> None:
+    toy, _, _, judge = setting()
+    head, _ = ridge_head(toy.engine, "toy", CLIENTS, 0.01, judge)
+    warm = tempered(head, judge)
+    ratio = warm / head
+    assert torch.allclose(ratio, ratio[0, 0].expand_as(ratio)) and float(ratio[0, 0]) >= 1
+    assert judge(warm)[1] <= judge(head)[1] and judge(warm)[0] == judge(head)[0]
+
+
+def test_the_installed_head_classifies_and_the_trunk_keeps_its_bits() -> None:
+    toy, _, _, judge = setting()
+    trunk = {n: p.detach().clone() for n, p in toy.network.named_parameters() if not n.startswith("head")}
+    before = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
+    head, _ = ridge_head(toy.engine, "toy", CLIENTS, None, judge)
+    install(toy.network, head)
+    after = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
+    assert after == pytest.approx(judge(head)[0], abs=1e-9) and after > before
+    assert all(torch.equal(p, trunk[n]) for n, p in toy.network.named_parameters() if n in trunk)
