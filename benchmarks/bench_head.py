@@ -1,8 +1,7 @@
 """A round of a linear head on given features (workload W1): reference engine, batched engine, and the matmul limit.
 
 The limit is the time of the round's multiplications at the rate of a large matrix product on the same cores. All
-take turns, so that a busy machine slows them alike; ratios are between the best times. Processor time, which other
-programs disturb less, stands beside the time on the clock.
+take turns, so that a busy machine slows them alike; ratios are between the best times, medians stand beside them.
 
     python benchmarks/bench_head.py --repeats 3
 """
@@ -33,6 +32,13 @@ from fedgraft.zoo import fedavg
 SIDE = 1024
 
 
+class Given(FeatureExamples):
+    """Features in memory that go straight to where they are used."""
+
+    def batch_into(self, rows: Tensor, generator: torch.Generator | None, out: Tensor) -> None:
+        torch.index_select(self.features, 0, rows, out=out)
+
+
 class Head(nn.Module):
     """A network that is only a head, for features that are given."""
 
@@ -58,18 +64,18 @@ def federation(given: argparse.Namespace) -> tuple[Algorithm, Workplace]:
     place = Workplace(
         network,  # type: ignore[arg-type]
         select(network, lambda name: True),  # type: ignore[arg-type]
-        FeatureExamples(features, labels, 1),
+        Given(features, labels, 1),
         lambda k: torch.arange(k * given.examples, (k + 1) * given.examples),
         0,
     )
     return algorithm, place
 
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of one call: on the clock, and of processors."""
-    begin, spent = time.perf_counter(), time.process_time()
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
     work()
-    return time.perf_counter() - begin, time.process_time() - spent
+    return time.perf_counter() - begin
 
 
 def product(threads: int) -> Callable[[], object]:
@@ -101,21 +107,25 @@ def main() -> None:
         "batched, 1 thread": Batched(algorithm, place, 1),
         f"batched, {given.threads} threads": Batched(algorithm, place, given.threads),
     }
-    large = product(given.threads)
+    limits = {n: product(n) for n in sorted({1, given.threads})}
     scale = 4 * given.per_round * given.steps * given.batch * given.width * given.classes / (2 * SIDE**3)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*engines, "limit")}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    least: dict[int, list[float]] = {n: [] for n in limits}
     for _ in range(given.repeats * given.rounds):
         for name, engine in engines.items():
-            found[name].append(timed(lambda engine=engine: list(engine.exchange(orders))))  # type: ignore[misc]
-        wall, cpu = timed(large)
-        found["limit"].append((scale * wall, scale * cpu))
-    best = [min(times) for times in zip(*found["limit"], strict=True)]
-    for name, pairs in found.items():
-        walls, cpus = zip(*pairs, strict=True)
-        print(
-            f"{name:20} clock: best {1e3 * min(walls):7.2f} ms, median {1e3 * statistics.median(walls):7.2f} ms, "
-            f"{min(walls) / best[0]:5.2f} x limit; processors: {1e3 * min(cpus):7.2f} ms, {min(cpus) / best[1]:5.2f} x limit"
-        )
+            seconds[name].append(timed(lambda engine=engine: list(engine.exchange(orders))))  # type: ignore[misc]
+        for n, large in limits.items():
+            least[n].append(scale * timed(large))
+    for n, found in least.items():
+        show(f"limit, {n} threads", found, {})
+    for name, found in seconds.items():
+        show(name, found, least)
+
+
+def show(name: str, found: list[float], limits: dict[int, list[float]]) -> None:
+    """One line: best and median time, and how often the best limit fits into the best time."""
+    ratios = "".join(f"  {min(found) / min(limit):5.2f} x limit of {n}" for n, limit in limits.items())
+    print(f"{name:20} best {1e3 * min(found):7.2f} ms  median {1e3 * statistics.median(found):7.2f} ms{ratios}")
 
 
 if __name__ == "__main__":

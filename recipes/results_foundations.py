@@ -94,7 +94,7 @@ def write(runs: dict[str, Config], results: dict[str, dict], root: Path, out: Pa
 
 PAGE = """# Foundations: probe, head-only FedAvg, full fine-tuning
 
-Command: `python recipes/results_foundations.py --data FOLDER` (CIFAR-100; `nano`, 32 px, frozen trunk unless said).
+Command: `python recipes/results_foundations.py --data FOLDER` (CIFAR-100; `nano`, 32 px).
 Three seeds (0, 1, 2): each is its own validation split, partition, cohort schedule and head. Mean ± standard deviation.
 Best round by validation (5,000 images held out of train); the test set is used once per run.
 

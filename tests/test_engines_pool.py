@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -306,3 +307,31 @@ def test_moves_of_the_head_alone_work_too() -> None:
     with toy.engine:  # type: ignore[attr-defined]
         toy.run(2)
     assert same(everything(toy), everything(reference))
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_with_two_workers_and_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From config to checkpoint: rounds, personal evaluation, client memories; the models must have moved."""
+    from safetensors.torch import load_file
+
+    from fedgraft.experiment.config import load
+    from fedgraft.experiment.run import run
+
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    words = [
+        "data.source=digits", "data.limit=160", "partition.clients=4", "rounds.fraction=0.5", "rounds.total=2",
+        "local.steps=2", "local.batch_size=8", "moves.kind=last_blocks", "moves.blocks=1", "moves.head_too=true",
+        "algorithm.name=scaffold", "personal.evaluate=end",
+    ]  # fmt: skip
+    found = []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        summary = run(load(None, [*words, f"workers={workers}"]), folder, console=False)
+        files = sorted((folder / "checkpoints").glob("round-*.safetensors"))
+        found.append((summary["test"], summary["personal"], [load_file(file) for file in files]))
+    assert multiprocessing.active_children() == []
+    (test, personal, ours), (other_test, other_personal, theirs) = found
+    assert test == other_test and personal == other_personal
+    assert len(ours) == len(theirs) and all(same(one, two) for one, two in zip(ours, theirs, strict=True))
+    assert any(name.startswith("memory/") for name in ours[-1])
+    assert not torch.equal(ours[0]["vector"], ours[-1]["vector"])

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch.nn.functional import linear
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.client import Memory, Workplace, handle
+from fedgraft.contracts import Examples
 from fedgraft.local.train import batches
 from fedgraft.messages import Order, Reply
 from fedgraft.randomness import torch_stream
@@ -33,6 +35,15 @@ CHUNK = 5
 """Clients stacked in one product: enough to hide the cost of a call, few enough to stay near the processor."""
 BUDGET = 1 << 24
 """Floats of features that one chunk gathers at a time (64 MB)."""
+
+
+@runtime_checkable
+class Placing(Protocol):
+    """Examples that can also write a batch into memory that is there already."""
+
+    def batch_into(self, rows: Tensor, generator: torch.Generator | None, out: Tensor) -> None:
+        """What `batch` gives, written to `out`."""
+        ...
 
 
 def applies(algorithm: Algorithm, place: Workplace) -> str | None:
@@ -185,17 +196,17 @@ class Batched:
         labels, weights = torch.zeros(c, steps, b, dtype=torch.int64), torch.full((c, steps, b), 1 / b)
         for i, job in enumerate(jobs):
             rows = torch.cat(job.steps[some])
+            whole = len(rows) == steps * b
+            room = features[i].view(-1, d) if whole else torch.empty(len(rows), d)
             with self._reading:  # examples may compute what they have not kept yet, with the one network there is
-                values = self.place.examples.batch(rows, flips[i])
-            if len(rows) == steps * b:
-                features[i] = values.view(steps, b, d)
+                _read(self.place.examples, rows, flips[i], room)
+            if whole:
                 labels[i] = self.place.examples.labels[rows].view(steps, b)
-                del values
                 continue
             sizes = torch.tensor([len(batch) for batch in job.steps[some]])[:, None]
             real = torch.arange(b) < sizes  # (steps, b)
             features[i] = 0.0
-            features[i][real] = values
+            features[i][real] = room
             labels[i][real] = self.place.examples.labels[rows]
             weights[i] = real / sizes
         return labels.unsqueeze(2), weights.unsqueeze(2)
@@ -230,6 +241,14 @@ def _step(stack: _Stack, inputs: Tensor, labels: Tensor, weights: Tensor, smooth
     torch.bmm(error, inputs, out=stack.d_weight)
     torch.sum(error, 2, keepdim=True, out=stack.d_bias)
     return loss.sum((1, 2))
+
+
+def _read(examples: Examples, rows: Tensor, flips: torch.Generator, room: Tensor) -> None:
+    """Put the training inputs of these rows into `room`, without a copy between where the examples can do that."""
+    if isinstance(examples, Placing):
+        examples.batch_into(rows, flips, room)
+    else:
+        room.copy_(examples.batch(rows, flips))
 
 
 def _buffer(buffers: dict[str, Tensor], name: str, size: int) -> Tensor:

@@ -39,7 +39,7 @@ def as_central(config: Config) -> Config:
     table = config.model_dump(mode="json", exclude_none=True)
     table = merge(table, {"moves": moves, "partition": {"kind": "iid", "clients": 1}, "rounds": {"fraction": 1.0}})
     table["local"].pop("steps", None)
-    table = merge(table, {"local": {"epochs": 1}, "rounds": {"total": c.epochs}})
+    table = merge(table, {"local": {"epochs": 1}, "rounds": {"total": c.epochs}, "algorithm": {"name": "fedavg"}})
     if c.kind == "ridge":
         table = merge(table, {"model": {"head": "ridge"}})
     return validate(table)
@@ -51,6 +51,7 @@ def run_centralized(
     """Train on everything in one place; returns the summary. Resumes like a federated run."""
     config = as_central(config)
     record = RunFolder.create(folder, to_toml(config), config.digest)
+    (record.path / "centralized").touch()  # tells `fedgraft resume` what kind of run this is
     if record.status == "finished":
         return record.summary()
     with record.writing(console=console), one_thread():

@@ -112,22 +112,14 @@ def _federated(setup: Setup, first: Tensor, rate: float, rounds: int) -> Iterato
     """The common model after each round; None once a client's answer had to be refused."""
     federation = replace(setup.federation, schedule=constant(rate * setup.rate_factor))
     state = server.start(setup.algorithm, first, setup.space.trained)
-    with closing(_Engine(setup)) as engine:
+    engine = setup.engine()
+    try:
         for _ in range(rounds):
-            state, summary = run_round(setup.algorithm, federation, state, engine.engine, setup.judge)
-            broken = summary.offences or not math.isfinite(summary.record.get("train_loss", math.nan))
+            state, summary = run_round(setup.algorithm, federation, state, engine, setup.judge)
+            broken = summary.offences or not math.isfinite(summary.record.get("train_loss", 0.0))
             yield None if broken else state.vector
-
-
-class _Engine:
-    """An engine whose workers, if it has any, end with the probe."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.engine = setup.engine()
-
-    def close(self) -> None:
-        """End the workers."""
-        getattr(self.engine, "close", lambda: None)()
+    finally:
+        setup.close()  # workers, where there are any, end with the probe
 
 
 def _central(setup: Setup, first: Tensor, rate: float, epochs: int) -> Iterator[Tensor | None]:

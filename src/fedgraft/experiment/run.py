@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgraft import server
 from fedgraft.algorithm import Mixture
-from fedgraft.experiment import step_zero
+from fedgraft.experiment import figures, step_zero
 from fedgraft.experiment.build import Setup, warnings_for
 from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, to_toml
@@ -125,6 +125,7 @@ class _Run:
             summary = self._finish(state)
             track.summary = summary
         self.record.finish(summary)
+        self._draw()
         write_report(self.record.path, partition=setup.deal.histogram(), classes=setup.deal.dataset.train.classes)
         return summary
 
@@ -190,9 +191,16 @@ class _Run:
     def measure(self, vector: Tensor) -> Evaluation:
         """The common model on the validation images (on the clients' training images where there are none)."""
         setup = self.setup
-        setup.space.scatter(vector, setup.network)
+        self._show(vector)
         rows = setup.deal.validation_rows
         return evaluate(setup.network, setup.examples, rows if len(rows) else setup.deal.train_rows)
+
+    def _show(self, vector: Tensor) -> None:
+        """Put the common model into the network; a head that clients keep to themselves stands at its start."""
+        place = self.setup.place
+        if place.private is not None and place.private_start is not None:
+            place.private.scatter(place.private_start, self.setup.network)
+        self.setup.space.scatter(vector, self.setup.network)
 
     def personal(self, state: ServerState) -> dict[str, float]:
         """Every client's accuracy on its own test images: mean, spread, before and after fine-tuning."""
@@ -233,7 +241,7 @@ class _Run:
         """The test set, once, with the best model by validation."""
         setup = self.setup
         best = self.best.vector if self.best.vector is not None else state.vector
-        setup.space.scatter(best, setup.network)
+        self._show(best)
         rows = torch.arange(len(setup.deal.dataset.test.labels))
         test = evaluate(setup.network, setup.tests, rows)
         summary: dict[str, Any] = {
@@ -249,6 +257,17 @@ class _Run:
         if self.config.personal.evaluate != "never":
             summary["personal"] = self.personal(state)
         return summary
+
+    def _draw(self) -> None:
+        """The figures of one run: accuracy, loss, and who holds what."""
+        folder, lines = self.record.path / "figures", self.record.metrics()
+        folder.mkdir(exist_ok=True)
+        for key, label, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
+            found = [(line["round"], factor * line[key]) for line in lines if line.get(key) is not None]
+            series = {self.config.name: ([x for x, _ in found], [y for _, y in found], None)}
+            figures.curves(folder / f"{key}.png", series, xlabel="round", ylabel=label)
+        if self.config.partition.clients <= 1000:
+            figures.draw("client_classes", folder / "client_classes.png", self.setup.deal.histogram())
 
     def _save(self, state: ServerState) -> None:
         tensors: dict[str, Tensor] = {"vector": state.vector}

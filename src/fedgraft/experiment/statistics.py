@@ -65,7 +65,7 @@ def paired(base: Sequence[float], others: Mapping[str, Sequence[float]]) -> list
                 f"{name} has {len(values)} seeds and the base {len(base)}; a paired test needs the same"
             )
         gaps = np.asarray(values, dtype=float) - np.asarray(base, dtype=float)
-        p = float(ttest_rel(values, base).pvalue) if len(gaps) > 1 and gaps.std() > 0 else 1.0 if gaps.any() else 1.0
+        p = float(ttest_rel(values, base).pvalue) if len(gaps) > 1 and gaps.std() > 0 else 1.0
         found.append(Difference(name, summarise(gaps.tolist()), p))
     return _holm(found)
 
@@ -92,10 +92,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """The same table for a paper."""
-    body = [
-        " & ".join(str(cell).replace("%", r"\%").replace("_", r"\_").replace("±", r"$\pm$") for cell in row)
-        for row in rows
-    ]
-    head = " & ".join(str(cell).replace("%", r"\%").replace("_", r"\_") for cell in header)
-    inner = " \\\\\n".join([head + r" \\ \midrule", *body]).replace(r"\midrule \\", r"\midrule")
-    return f"\\begin{{tabular}}{{{'l' + 'r' * (len(header) - 1)}}}\n\\toprule\n{inner} \\\\\n\\bottomrule\n\\end{{tabular}}\n"
+
+    def line(cells: Sequence[object]) -> str:
+        plain = (str(c).replace("%", r"\%").replace("_", r"\_").replace("±", r"$\pm$") for c in cells)
+        return " & ".join(plain) + r" \\"
+
+    columns = "l" + "r" * (len(header) - 1)
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", line(header), r"\midrule", *map(line, rows)]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])

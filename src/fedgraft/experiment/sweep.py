@@ -49,15 +49,15 @@ def run_many(
         nonlocal done
         label, config = item
         folder = folder_of(config, root)
-        summary = finished(folder)
+        summary = finished(folder) or _start(config, folder, label in central)
         if summary is None:
-            summary = _start(config, folder, label in central) or failed.setdefault(label, _last_words(folder)) and {}
+            failed[label] = _last_words(folder)
+            summary = {}
         done += 1
         left = (time.monotonic() - began) / done * (len(runs) - done)
-        score = (summary or {}).get("test", {}).get("accuracy")
-        shown = "failed" if score is None else f"test {100 * score:.2f} %"
+        shown = f"test {100 * summary['test']['accuracy']:.2f} %" if summary else "failed"
         report(f"[{done}/{len(runs)}] {label}: {shown}; about {left / 60:.0f} min left")
-        return label, summary or {}
+        return label, summary
 
     with ThreadPoolExecutor(processes) as pool:
         results = dict(pool.map(one, runs.items()))
