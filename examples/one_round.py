@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import fedgraft
 
+WORDS = ["partition.clients=4", "moves.kind=last_blocks", "moves.blocks=1", "local.lr=0.002", "local.clip=1.0"]
+
 
 def main() -> None:
     """Build the parts from a config, make a head from the clients' sums, then run one round by hand."""
-    config = fedgraft.load_config(
-        overrides=["partition.clients=4", "moves.kind=last_blocks", "moves.blocks=1", "local.epochs=1"]
-    )
-    setup = fedgraft.Setup(config)
-    fedgraft.install_head(setup)  # step 0: clients send sums, never images
-    setup.open()  # the coordinates that may move, as one flat vector
-    state = fedgraft.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
+    setup = fedgraft.Setup(fedgraft.load_config(overrides=WORDS))
     with fedgraft.one_thread():  # the number of threads changes the last bits of a sum
+        fedgraft.install_head(setup)  # step 0: clients send sums, never images
+        setup.open()  # the coordinates that may move, as one flat vector
+        state = fedgraft.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
         state, summary = fedgraft.run_round(setup.algorithm, setup.federation, state, setup.engine(), setup.judge)
     setup.space.scatter(state.vector, setup.network)
     result = fedgraft.evaluate(setup.network, setup.pixels, setup.deal.validation_rows)

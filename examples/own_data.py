@@ -14,6 +14,18 @@ from PIL import Image
 
 import fedgraft
 
+WORDS = [
+    "data.source=folder",
+    "partition.clients=3",
+    "rounds.total=3",
+    "rounds.fraction=1.0",
+    "moves.kind=last_blocks",
+    "moves.blocks=1",
+    "moves.head_too=true",
+    "local.lr=0.002",
+    "local.clip=1.0",
+]
+
 
 def draw(kind: str, rng: np.random.Generator, size: int = 32) -> Image.Image:
     """One picture of this kind: a shape in one colour on a darker ground, with noise."""
@@ -42,18 +54,7 @@ def main() -> None:
     """Make a folder, adapt the embedded `nano` ViT to it, export the result and load it without fedgraft."""
     with tempfile.TemporaryDirectory() as scratch:
         images = make_folder(Path(scratch) / "images")
-        config = fedgraft.load_config(
-            overrides=[
-                "data.source=folder",
-                f"data.path={images}",
-                "partition.clients=3",
-                "rounds.total=3",
-                "rounds.fraction=1.0",
-                "moves.kind=last_blocks",
-                "moves.blocks=1",
-                "moves.head_too=true",
-            ]  # fmt: skip
-        )
+        config = fedgraft.load_config(overrides=[*WORDS, f"data.path={images}"])
         folder = Path(scratch) / "run"
         summary = fedgraft.run(config, folder, console=False)
         print(f"test accuracy {100 * summary['test']['accuracy']:.1f} %, {summary['bytes_up']:,} bytes sent up")

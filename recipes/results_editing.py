@@ -22,7 +22,7 @@ RATES = {
     "least_sensitive": (0.1, 1.0, 10.0),
     "lora": (0.03, 0.1, 0.3),
 }
-"""Tried learning rates by method; masks that are not named use the dense ones times three, because fewer weights move."""
+"""Tried learning rates by method; masks that are not named use the dense ones times three: fewer weights move."""
 
 
 def base(data: str, rounds: int) -> Config:
@@ -141,10 +141,11 @@ def write(
 
 PAGE = """# Editing: dense, sparse and low-rank, IID and not
 
-Command: `python recipes/results_editing.py --data FOLDER --rounds {rounds}` (CIFAR-100, `nano`). 100 clients, 10 a round,
-4 steps of 32 images, {rounds} rounds, momentum 0.9, cosine. The head comes from step 0 (summed logistic regression) and
-stays frozen, so only the trunk differs. Sparsity 0.9 means that 90 % of the coordinates of the blocks are frozen. Learning
-rates were chosen on validation with seed 0 and a third of the rounds; the table has seeds 1, 2, 3: mean ± standard deviation.
+Command: `python recipes/results_editing.py --data FOLDER --rounds {rounds}` (CIFAR-100, `nano`). 100 clients, 10 a
+round, 4 steps of 32 images, {rounds} rounds, momentum 0.9, cosine. The head comes from step 0 (summed logistic
+regression) and stays frozen, so only the trunk differs. Sparsity 0.9 means that 90 % of the coordinates of the blocks
+are frozen. Learning rates were chosen on validation with seed 0 and a third of the rounds; the table has seeds 1, 2, 3:
+mean ± standard deviation.
 
 {parts}
 ![IID](editing-iid.png)

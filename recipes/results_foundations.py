@@ -103,7 +103,7 @@ Best round by validation (5,000 images held out of train); the test set is used 
 - `probe`: all training images in one place, linear head, 15 epochs after an L-BFGS start.
 - `head N`: FedAvg on the head alone from a random head; 100 clients with exactly N classes each, 10 a round, 4 steps of
   64 images, 500 rounds, lr 0.03 falling as a cosine, momentum 0.9.
-- `full 10`: FedAvg on all 2.7 million weights, N_c=10, from a probe head; 10 rounds only, 4 steps of 32 images, lr 0.01.
+- `full 10`: FedAvg on all 2.7 million weights, N_c=10, from a probe head; 10 rounds, 4 steps of 32 images, lr 0.01.
 
 ![accuracy](foundations-accuracy.png)
 ![loss](foundations-loss.png)

@@ -98,6 +98,10 @@ def test_every_limit_has_its_sentence(word: str, parts: tuple[str, ...]) -> None
     assert all(part in text for part in parts), text
 
 
+def test_groups_need_their_labels() -> None:
+    assert "needs the labels of each group" in sentence("partition.kind=groups")
+
+
 def test_steps_and_epochs_exclude_each_other() -> None:
     assert "local.steps or local.epochs, not both" in sentence("local.steps=4", "local.epochs=1")
 
@@ -128,7 +132,10 @@ def test_words_are_toml_values_or_plain_text(word: str, table: dict[str, Any]) -
 def test_later_words_win_and_tables_join() -> None:
     config = load(None, ["local.lr=0.1", "local.momentum=0.5", "local.lr=0.2"])
     assert (config.local.lr, config.local.momentum) == (0.2, 0.5)
-    assert merge({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "b": {"z": 1}}) == {"a": {"x": 1, "y": 3}, "b": {"z": 1}}
+    assert merge({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "b": {"z": 1}}) == {
+        "a": {"x": 1, "y": 3},
+        "b": {"z": 1},
+    }
 
 
 def test_words_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_workers_start_late_and_again_after_close() -> None:
 
 
 def pids(crew: Crew) -> list[int]:
-    return [int(bytes(part)) for part in crew.map([0] * 2, lambda t: [], lambda t, p: bytes(p[0]), str)]  # type: ignore[arg-type]
+    return [int(bytes(part)) for part in crew.map([0] * 2, lambda t: [], lambda t, p: bytes(p[0]), str)]
 
 
 def alive(pid: int) -> bool:
@@ -230,10 +230,14 @@ def test_no_worker_outlives_an_interrupted_or_killed_parent(ending: signal.Signa
             Path({str(tmp_path / "idle")!r}).touch()
             time.sleep(30)
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE)
+    code = textwrap.dedent(script)
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True)
     waited_for = tmp_path / ("pids" if ending is signal.SIGINT else "idle")
     until(lambda: waited_for.exists() and len((tmp_path / "pids").read_text().split()) >= 2)
-    parent.send_signal(ending)
+    if ending is signal.SIGINT:
+        os.killpg(parent.pid, ending)  # Ctrl-C reaches the workers, too
+    else:
+        parent.send_signal(ending)
     parent.communicate(timeout=30)
     found = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     until(lambda: not any(map(alive, found)))

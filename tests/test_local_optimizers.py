@@ -122,7 +122,9 @@ def test_decay_outside_the_mask_would_be_noticed() -> None:
     for name, parameter in network.named_parameters():
         parameter.grad.mul_(mask[name])  # type: ignore[union-attr]
     torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.1).step()
-    moved = [name for name, t in network.state_dict().items() if not torch.equal(t[~mask[name]], before[name][~mask[name]])]
+    moved = [
+        name for name, t in network.state_dict().items() if not torch.equal(t[~mask[name]], before[name][~mask[name]])
+    ]
     assert moved
 
 

@@ -135,14 +135,21 @@ def toy(name: str = "fedavg", **options: Any) -> Toy:
 
 
 def federation(**options: Any) -> Federation:
-    fields: dict[str, Any] = {"run": "r", "seed": 1, "clients": 20, "per_round": 5, "rounds": 9, "schedule": constant(0.1)}
+    fields: dict[str, Any] = {
+        "run": "r",
+        "seed": 1,
+        "clients": 20,
+        "per_round": 5,
+        "rounds": 9,
+        "schedule": constant(0.1),
+    }
     return Federation(**fields | options)
 
 
 def test_cohorts_are_sorted_distinct_and_drawn_from_seed_and_round_alone() -> None:
     f = federation()
     cohorts = [sample(f, t) for t in range(200)]
-    assert all(c == sorted(set(c)) and len(c) == 5 and 0 <= c[0] and c[-1] < 20 for c in cohorts)
+    assert all(c == sorted(set(c)) and len(c) == 5 and c[0] >= 0 and c[-1] < 20 for c in cohorts)
     assert cohorts == [sample(f, t) for t in range(200)]
     assert cohorts[:9] != [sample(replace(f, seed=2), t) for t in range(9)]
     counts = torch.bincount(torch.tensor(cohorts).view(-1), minlength=20)
@@ -162,7 +169,9 @@ def test_sampling_a_few_of_many_costs_little() -> None:
 def test_streams_differ_by_purpose_and_place_and_repeat() -> None:
     seeds = {derive(1, "a", 2, 3), derive(1, "b", 2, 3), derive(1, "a", 3, 2), derive(2, "a", 2, 3), derive(1, "a", 23)}
     assert len(seeds) == 5 and all(0 <= s < 2**63 for s in seeds)
-    assert torch.equal(torch.rand(3, generator=torch_stream(1, "x", 2)), torch.rand(3, generator=torch_stream(1, "x", 2)))
+    assert torch.equal(
+        torch.rand(3, generator=torch_stream(1, "x", 2)), torch.rand(3, generator=torch_stream(1, "x", 2))
+    )
     assert (numpy_stream(1, "x").random(3) == numpy_stream(1, "x").random(3)).all()
 
 

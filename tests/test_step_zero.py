@@ -117,7 +117,9 @@ def test_the_summed_gradient_is_autograds() -> None:
     leaf = head.clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(z @ leaf.T, labels, reduction="sum")
     loss.backward()
-    torch.testing.assert_close(torch.stack([r.sums["gradient"] for r in replies]).sum(0), leaf.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.stack([r.sums["gradient"] for r in replies]).sum(0), leaf.grad, rtol=1e-5, atol=1e-5
+    )
     assert sum(float(r.sums["loss"]) for r in replies) == pytest.approx(float(loss.detach()), rel=1e-6)
 
 

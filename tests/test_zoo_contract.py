@@ -296,7 +296,9 @@ def equal_to_fedavg(special: Callable[[], Algorithm], base: str = "fedavg", **op
 
     def check() -> None:
         ours = run(special(), **options)
-        theirs = run(vary(named(base)(), weigh=special().weigh if options.get("weigh") else named(base)().weigh), **options)
+        theirs = run(
+            vary(named(base)(), weigh=special().weigh if options.get("weigh") else named(base)().weigh), **options
+        )
         assert torch.equal(ours.state.vector, theirs.state.vector)
         assert all(torch.equal(v, theirs.state.vector) for v in ours.state.personal.values())
 
@@ -409,7 +411,10 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "scaffold": [scaffold_of_one_client_starts_as_sgd],
     "feddyn": [feddyn_without_alpha],
     "fednova": [close_to_fedavg(named("fednova")), close_to_fedavg(named("fednova"), **FULL)],  # T36
-    "fedgma": [equal_to_fedavg(named("fedgma", agreement=0.0)), equal_to_fedavg(named("fedgma", agreement=0.0, hard=True))],
+    "fedgma": [
+        equal_to_fedavg(named("fedgma", agreement=0.0)),
+        equal_to_fedavg(named("fedgma", agreement=0.0, hard=True)),
+    ],
     "fedavgm": [equal_to_fedavg(named("fedavgm", beta1=0.0))],
     "fedadam": [close_to_fedavg(named("fedadam", beta2=0.0, **HUGE))],
     "fedyogi": [close_to_fedavg(named("fedyogi", beta2=0.0, **HUGE))],
@@ -500,7 +505,9 @@ def test_order_notices_arrival_order_summation(monkeypatch: pytest.MonkeyPatch) 
         place = {reply.client: i for i, reply in enumerate(replies)}
         return sorted(accepted, key=lambda a: place[a.reply.client]), offences
 
-    row = Row(lambda: vary(named("fedavg")(), combine=Combiner("arrival", as_they_come)), {"clients": 6, "per_round": 6})
+    row = Row(
+        lambda: vary(named("fedavg")(), combine=Combiner("arrival", as_they_come)), {"clients": 6, "per_round": 6}
+    )
     client_order_is_irrelevant(row)  # sorted by client id even this sum is in order
     monkeypatch.setattr(round_module, "screen", unsorted)
     with pytest.raises(AssertionError):
@@ -628,7 +635,9 @@ def test_a_control_variate_that_is_never_kept_is_noticed() -> None:
     forgetful = replace(correction, finish=lambda v, c, r: replace(correction.finish(v, c, r), memory={}))
     row = Row(lambda: vary(named("scaffold")(), correction=forgetful), FULL)
     with pytest.raises(AssertionError):
-        assert_same_bits({"vector": outcome(row)["vector"]}, {"vector": outcome(Row(named("scaffold"), FULL))["vector"]})
+        assert_same_bits(
+            {"vector": outcome(row)["vector"]}, {"vector": outcome(Row(named("scaffold"), FULL))["vector"]}
+        )
 
 
 def test_plain_corrections_are_free() -> None:

@@ -13,6 +13,7 @@ from fedgraft.combine.mean import count_normalised, weighted_mean
 from fedgraft.combine.server_rules import ServerRule, plain
 from fedgraft.errors import FedgraftError
 from fedgraft.exchange.codecs import VALUES, Codec
+from fedgraft.exchange.privacy import AdaptiveClip, Mechanism
 from fedgraft.exchange.ring import Segment
 from fedgraft.exchange.secure_sum import weighted_segments
 from fedgraft.local.train import LocalRule
@@ -118,6 +119,18 @@ class Keeps:
 
 
 @dataclass(frozen=True)
+class Privacy:
+    """Client-level differential privacy: changes are clipped, their sum is noised, the denominator is fixed."""
+
+    mechanism: Mechanism
+    clip: float = 1.0
+    """Largest norm of a change; with `adaptive` where the bound starts."""
+    adaptive: AdaptiveClip | None = None
+    key: bytes = b""
+    """Key of the noise; whoever knows it can take the noise off."""
+
+
+@dataclass(frozen=True)
 class Protection:
     """Who may see what: `clear` (the server sees every change) or `secure` (only the sum over those who stay)."""
 
@@ -128,7 +141,7 @@ class Protection:
     """Shares needed to open a lost client's masks; None: two thirds of the holders."""
     degree: int | None = None
     """Neighbours of a client in large cohorts; None: everyone."""
-    privacy: Any = None
+    privacy: Privacy | None = None
 
 
 def by_examples() -> Weigher:
@@ -188,6 +201,8 @@ def secure_segments(algorithm: Algorithm, length: int, trained: int) -> tuple[Se
     # Control variates have the size of gradients, not of changes.
     sums = dict.fromkeys(algorithm.local.correction.sends, (trained, 64 * limit))
     scalars = {"tau": 1e4} if algorithm.scaled_by_reach else {}
+    if algorithm.protects.privacy is not None and algorithm.protects.privacy.adaptive is not None:
+        scalars["within"] = 1.0
     return weighted_segments(length, limit, sums, scalars)
 
 
@@ -202,6 +217,7 @@ def vary(algorithm: Algorithm, **changes: Any) -> Algorithm:
 def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
     """Each rule: is it broken, and one sentence why it is one."""
     hidden = a.protects.kind != "clear"
+    private = a.protects.privacy is not None
     mixture = isinstance(a.combine, Mixture)
     reach = a.local.optimizer.reach
     head_only = a.moves.kind == "head"
@@ -281,7 +297,15 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             "server rule, or lora.aggregate='frozen_a' or 'alternate'.",
         ),
         (
-            a.protects.privacy is not None and (mixture or a.weigh.name != "uniform"),
+            private and not (isinstance(a.combine, Combiner) and a.combine.name == "mean"),
+            f"the privacy account covers a clipped sum with noise, and {a.combine.name} is something else.",
+        ),
+        (
+            private and bool(a.local.correction.sends or a.wants or a.scaled_by_reach or a.sends.name != "values"),
+            "under privacy a client sends its clipped change and nothing else; choose a plainer algorithm and codec.",
+        ),
+        (
+            private and (mixture or a.weigh.name != "uniform"),
             "the privacy account needs every client to count at most once: use uniform weights and one common model.",
         ),
     ]

@@ -156,12 +156,12 @@ def find_lr(
 
     typer.echo(f"{'rate':>10}  {'accuracy':>9}  {'loss':>9}")
     found = find_rate(config_of(words), numbers(rates, "--rates"), rounds, central, lambda p: typer.echo(_row(p)))
-    typer.echo(f"{'start':>10}  {100 * found.start.accuracy:7.2f} %  {found.start.loss:9.4f}")
+    typer.echo(f"{'start':>10}  {100 * found.start.accuracy:7.2f} %  {found.start.loss:9.4g}")
     typer.echo(f"best on validation: local.lr={found.best.rate:g}")
     if found.at_edge:
-        typer.echo("it is the last of the rates tried; look beyond it with --rates.")
+        typer.echo("it lies at the edge of the rates tried; look beyond it with --rates.")
 
 
 def _row(probe: Probe) -> str:
     end = "  diverged" if probe.diverged else ""
-    return f"{probe.rate:>10g}  {100 * probe.accuracy:7.2f} %  {probe.loss:9.4f}{end}"
+    return f"{probe.rate:>10g}  {100 * probe.accuracy:7.2f} %  {probe.loss:9.4g}{end}"

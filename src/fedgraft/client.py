@@ -16,6 +16,7 @@ from torch import Tensor
 from fedgraft.algorithm import Algorithm, secure_segments
 from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.errors import FedgraftError
+from fedgraft.exchange.privacy import clip
 from fedgraft.exchange.secure_client import as_tensor
 from fedgraft.exchange.secure_sum import STAGES, Identity, Plan, SecureClient, SecureRefusal, weighted_input
 from fedgraft.local.corrections import Correction, proximal
@@ -88,6 +89,11 @@ def _outcome(order: Order, algorithm: Algorithm, place: Workplace, memory: Memor
         evidence |= tensors
     if algorithm.keeps.kind == "model":
         kept["personal"] = _train_personal(order, algorithm, place, memory)
+    privacy = algorithm.protects.privacy
+    if privacy is not None:
+        change, within = clip(change, float(order.settings["clip"]))
+        if privacy.adaptive is not None:
+            scalars["within"] = float(within)
     return Outcome(change, result, scalars, evidence, kept)
 
 
@@ -101,7 +107,8 @@ def _train(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory)
         sums=done.result.closing.sums,
         scalars=done.scalars,
         evidence=done.evidence,
-        metrics={"loss": done.result.loss, "steps": float(done.result.steps)},
+        # Losses are not part of the privacy account, so a private client keeps them to itself.
+        metrics={} if algorithm.protects.privacy else {"loss": done.result.loss, "steps": float(done.result.steps)},
     )
     return reply, done.memory
 
@@ -126,7 +133,7 @@ def _secure(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory
         assert algorithm.weigh.own is not None
         share = min(1.0, len(place.rows(order.client)) / float(order.settings["largest"]))
         weight = min(1.0, max(0.0, algorithm.weigh.own(share, done.scalars)))
-        sent = {"tau": done.scalars["tau"]} if algorithm.scaled_by_reach else {}
+        sent = {name: done.scalars[name] for name in ("tau", "within") if name in done.scalars}
         values = weighted_input(done.change, weight, done.result.closing.sums, sent)
         return plan.ring.encode(values, torch_stream(place.seed, "secure rounding", order.round, order.client))
 

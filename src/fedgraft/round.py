@@ -15,6 +15,7 @@ from fedgraft.algorithm import Algorithm, Answers, Mixture
 from fedgraft.combine.mean import drift_report, sum_unweighted, weighted_mean
 from fedgraft.combine.mixture import mix, mixing_matrix
 from fedgraft.combine.server_rules import RoundInfo, sign_agreement
+from fedgraft.exchange.privacy import clip, sensitivity
 from fedgraft.exchange.screening import Accepted, Expectation, Field, Offence, screen
 from fedgraft.messages import Order, Reply, unpack_bits, wire_size
 from fedgraft.secure_round import secure_sum, zero_sum_mean
@@ -65,7 +66,7 @@ def run_round(
         state = replace(state, active=judge.active(state))
     cohort = server.sample(federation, state.round)
     orders = server.orders(algorithm, federation, state, cohort, judge.space)
-    carry = _secure if algorithm.protects.kind == "secure" and cohort else _clear
+    carry = _secure if algorithm.protects.kind == "secure" and len(cohort) > 1 else _clear
     new, record, offences, extra = carry(algorithm, federation, state, orders, engine, judge)
     seconds = {"exchange": record.pop("exchanged", began) - began}
     seconds["combine"] = time.perf_counter() - began - seconds["exchange"]
@@ -88,7 +89,10 @@ def _clear(
     answers = read(accepted, state, judge)
     record: dict[str, Any] = {}
     extra: dict[str, Tensor] = {}
-    if len(accepted) < max(1, federation.minimum_answers):
+    if algorithm.protects.privacy is not None:  # an empty round releases noise too: who was there is private
+        within = sum(a.reply.scalars.get("within", 0.0) for a in accepted)
+        new = fold_private(algorithm, state, answers.changes, within, len(accepted), len(state.vector))
+    elif len(accepted) < max(1, federation.minimum_answers):
         new = server.skip(state)
         record["skipped"] = True
     else:
@@ -119,12 +123,43 @@ def _secure(
     ]
     if done.change is None or len(done.survivors) < federation.minimum_answers:
         return server.skip(state), {**record, "skipped": True}, offences, {}
-    rate = server.rate(federation, state)
-    info = RoundInfo(federation.clients, len(done.survivors), rate, done.sums, done.scalars)
-    new = server.fold(algorithm, state, done.change, info)
+    count = len(done.survivors)
+    if algorithm.protects.privacy is not None:
+        total, within = done.change.double() * count, done.scalars.get("within", 0.0) * count
+        new = fold_private(algorithm, state, [total.float()], within, count, len(total), done.step)
+    else:
+        info = RoundInfo(federation.clients, count, server.rate(federation, state), done.sums, done.scalars)
+        new = server.fold(algorithm, state, done.change, info)
     record["update_norm"] = float(torch.linalg.vector_norm(new.vector - state.vector))
     record["clients"] = {"ids": list(done.survivors)}
     return new, record, offences, {}
+
+
+def fold_private(
+    algorithm: Algorithm,
+    state: ServerState,
+    changes: Sequence[Tensor],
+    within: float,
+    answered: int,
+    length: int,
+    step: float | None = None,
+) -> ServerState:
+    """The clipped sum with noise, over the fixed denominator. `step`: the sum came hidden, rounded in such steps."""
+    privacy = algorithm.protects.privacy
+    assert privacy is not None
+    total = torch.zeros(length, dtype=torch.float64)
+    for change in changes:  # what arrives in the clear is clipped again: a client may not have done it
+        total += change.double() if step is not None else clip(change, state.clip)[0].double()
+    reach = sensitivity(state.clip, 1.0, step or 0.0, length)
+    mechanism = privacy.mechanism
+    if privacy.adaptive is not None:
+        mechanism = replace(mechanism, noise=privacy.adaptive.change_noise)
+    change = mechanism.release(total, reach, privacy.key, state.round)
+    info = RoundInfo(mechanism.population, max(1, round(mechanism.expected)))
+    bound = state.clip
+    if privacy.adaptive is not None:
+        bound = privacy.adaptive.update(state.clip, within, answered, privacy.key, state.round)
+    return replace(server.fold(algorithm, state, change, info), clip=bound)
 
 
 def expectation(
@@ -146,10 +181,15 @@ def expectation(
         length=_sent_length(state, cohort, judge),
         codec=algorithm.sends,
         sums={name: Field((judge.trained,)) for name in algorithm.local.correction.sends},
-        scalars=[*scalars, *(["tau"] if algorithm.scaled_by_reach else [])],
+        scalars=[*scalars, *(["tau"] if algorithm.scaled_by_reach else []), *_within(algorithm)],
         evidence=evidence,
         norm_bound=federation.norm_bound,
     )
+
+
+def _within(algorithm: Algorithm) -> list[str]:
+    privacy = algorithm.protects.privacy
+    return ["within"] if privacy is not None and privacy.adaptive is not None else []
 
 
 def read(accepted: Sequence[Accepted], state: ServerState, judge: Judge) -> Answers:

@@ -34,6 +34,8 @@ class SecureSum:
     scalars: Mapping[str, float] = field(default_factory=dict)
     survivors: tuple[int, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)
+    step: float = 0.0
+    """Distance of neighbouring numbers in the sum."""
     bytes_up: int = 0
     bytes_down: int = 0
 
@@ -73,6 +75,7 @@ def secure_sum(
         return done
     change, sums, scalars = weighted_mean(result)
     done.change, done.sums, done.scalars = change, sums, scalars
+    done.step = plan.ring.step("change")
     done.survivors, done.lost = tuple(result.survivors), dict(result.lost)
     return done
 

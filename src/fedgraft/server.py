@@ -49,13 +49,16 @@ class ServerState:
     """Which coordinates may move this round, as packed bits: by client, or for `EVERYONE`. Empty: all of them."""
     drifts: tuple[float, ...] = ()
     """Mean drift of the clients relative to their change, by round, for adaptive sparsity."""
+    clip: float = 0.0
+    """Under privacy: the bound on the norm of a change in the coming round."""
     losses: tuple[float, ...] = ()
     """Validation losses so far, for the plateau schedule."""
 
 
 def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
     """The state before round 0."""
-    return ServerState(0, vector.clone(), algorithm.server.init(len(vector)))
+    privacy = algorithm.protects.privacy
+    return ServerState(0, vector.clone(), algorithm.server.init(len(vector)), clip=privacy.clip if privacy else 0.0)
 
 
 def sample(federation: Federation, round: int) -> list[int]:
@@ -85,6 +88,8 @@ def orders(
 ) -> list[Order]:
     """One training order per client of the cohort."""
     settings: dict[str, Scalar] = {"lr": rate(federation, state)}
+    if algorithm.protects.privacy is not None:
+        settings["clip"] = state.clip
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}
     made = []
     for k in cohort:

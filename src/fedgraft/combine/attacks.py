@@ -91,10 +91,11 @@ def flip_labels(labels: Tensor, classes: int, shift: int | None = None) -> Tenso
     return classes - 1 - labels if shift is None else (labels + shift) % classes
 
 
-def stamp(images: Tensor, size: int = 3, value: float | None = None) -> Tensor:
+def stamp(images: Tensor, size: int = 3, value: float | Tensor | None = None) -> Tensor:
     """A copy of images (..., H, W) with a square trigger in the lower right corner.
 
-    `value` defaults to white: 255 for uint8, 1 for floating point. Give it for normalised images.
+    `value` defaults to white: 255 for uint8, 1 for floating point. Give it for normalised images, by channel
+    (C, 1, 1) if need be.
     """
     height, width = images.shape[-2:]
     if not 0 < size <= min(height, width):

@@ -24,6 +24,7 @@ from fedgraft.edit.lora import attach
 from fedgraft.edit.lora_combine import LoraLayout, combine_lora, lora_layout
 from fedgraft.edit.masks import Mask
 from fedgraft.edit.space import EditSpace, select
+from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
@@ -269,8 +270,12 @@ class Setup:
             s.digest, self.place.sent, s.trained, n.width, n.classes, self.active if partial else None, self.align
         )
 
-    def engine(self, place: Workplace | None = None) -> InProcess | Pool:
+    def engine(self, place: Workplace | None = None) -> InProcess | Pool | Batched:
         """An engine for this run's clients: worker processes where the config asks for more than one."""
+        if self.config.engine == "batched" and place is None:
+            batched = Batched(self.algorithm, self.place)
+            log.info("batched engine: %s", batched.reason or "all clients of a round in one product")
+            return batched
         if self.config.workers == 1:
             return InProcess(self.algorithm, place or self.place)
         pool = Pool(self.algorithm, place or self.place, self.config.workers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, merge, to_toml, validate
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.report import write_report
-from fedgraft.experiment.run import Best, Followers, Progress, Silent, install_head, one_thread
+from fedgraft.experiment.run import Best, Followers, Progress, Silent, install_head, is_finished, one_thread
 from fedgraft.local.evaluate import evaluate
 from fedgraft.local.train import train
 from fedgraft.randomness import torch_stream
@@ -50,23 +51,24 @@ def run_centralized(
 ) -> dict[str, Any]:
     """Train on everything in one place; returns the summary. Resumes like a federated run."""
     config = as_central(config)
-    record = RunFolder.create(folder, to_toml(config), config.digest)
-    (record.path / "centralized").touch()  # tells `fedgraft resume` what kind of run this is
-    if record.status == "finished":
-        return record.summary()
-    with record.writing(console=console), one_thread():
-        summary = _Central(config, record, progress or Silent()).go()
-        record.finish(summary)
-        write_report(record.path)
-        return summary
+    with one_thread():
+        setup = None if is_finished(folder) else Setup(config)
+        record = RunFolder.create(folder, to_toml(config), config.digest)
+        (record.path / "centralized").touch()  # tells `fedgraft resume` what kind of run this is
+        if setup is None:
+            return record.summary()
+        with record.writing(console=console), closing(setup):
+            summary = _Central(setup, record, progress or Silent()).go()
+            record.finish(summary)
+            write_report(record.path)
+            return summary
 
 
 class _Central:
     """One centralised run. State: the vector, the optimizer's buffers, the epoch, the losses, the best so far."""
 
-    def __init__(self, config: Config, record: RunFolder, progress: Progress) -> None:
-        self.config, self.record, self.progress = config, record, progress
-        self.setup = Setup(config)
+    def __init__(self, setup: Setup, record: RunFolder, progress: Progress) -> None:
+        self.setup, self.config, self.record, self.progress = setup, setup.config, record, progress
         self.epoch, self.losses, self.best, self.spent = 0, [], Best(), 0.0  # type: ignore[var-annotated]
         rows = self.setup.deal.validation_rows
         self.judged = rows if len(rows) else self.setup.deal.train_rows

@@ -57,6 +57,12 @@ class Partition(Section):
     allow_uncovered: bool = Field(False, description="allow classes that nobody holds")
     test: Literal["shard", "all_of_my_classes"] = Field("shard", description="each client's own test images")
 
+    @model_validator(mode="after")
+    def _named_groups(self) -> Partition:
+        if self.kind == "groups" and not self.groups:
+            raise ValueError("kind='groups' needs the labels of each group, for example groups=[[0,1,2],[3,4,5]]")
+        return self
+
 
 class Model(Section):
     """The pretrained network and its head."""
@@ -196,6 +202,9 @@ class AlgorithmChoice(Section):
     top: int = Field(20, ge=1, description="fedalign: correlations averaged")
     probe: int = Field(256, ge=16, description="fedalign, probe_cka: shared probe images, from validation")
     layers: tuple[str, ...] = Field(("early", "middle", "late"), description="fedalign: hidden layers by name")
+    weigh: Literal["default", "examples", "uniform"] = Field(
+        "default", description="how much a client counts; default: as the algorithm says"
+    )
     robust: Literal[
         "mean", "median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip"
     ] = Field("mean", description="how changes are combined")
@@ -235,12 +244,24 @@ class Sends(Section):
     fraction: float = Field(0.01, gt=0, le=1, description="top_k: share of the coordinates sent")
 
 
+class Privacy(Section):
+    """Client-level differential privacy. Give a target epsilon, or the noise itself."""
+
+    epsilon: float | None = Field(None, gt=0, description="the run stops before it would exceed this")
+    noise: float | None = Field(None, gt=0, description="noise multiplier; default: what the target needs")
+    delta: float | None = Field(None, gt=0, lt=1, description="default: a tenth of 1 / clients")
+    clip: float = Field(1.0, gt=0, description="largest norm of a client's change")
+    adaptive: bool = Field(False, description="let the bound follow the median of the norms")
+    secret: bool = Field(False, description="noise from the system's entropy, not repeatable; else from the seed")
+
+
 class Protects(Section):
     """Who may see what."""
 
     limit: float = Field(1.0, gt=0, description="secure: largest change of one coordinate; what is beyond is cut")
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
     degree: int | None = Field(None, ge=2, description="secure: neighbours of a client in large cohorts (even)")
+    privacy: Privacy | None = Field(None, description="client-level differential privacy; a table of its own")
     kind: Literal["clear", "secure", "zero_sum_demo"] = Field(
         "clear", description="zero_sum_demo is INSECURE, for comparison"
     )
@@ -266,6 +287,10 @@ class Config(Section):
     name: str = Field("run", min_length=1, max_length=80, pattern=r"^[A-Za-z0-9._-]+$")
     seed: int = Field(0, ge=0)
     device: str = Field("cpu", description="cpu, cuda, cuda:0")
+    engine: Literal["reference", "batched"] = Field(
+        "reference",
+        description="batched: all clients of a linear head in one product; agrees within 1e-6, not to the bit",
+    )
     workers: int = Field(
         1, ge=1, description="processes that train clients side by side; same bytes whatever the number"
     )

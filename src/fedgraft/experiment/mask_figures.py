@@ -48,7 +48,6 @@ def figures_of_runs(runs: Sequence[Path], out: Path, suffix: str = ".png") -> li
         *_overlaps(seen, out, suffix),
         *_accuracies(seen, out, suffix),
     ]
-    return made
 
 
 def _see(folder: RunFolder) -> Seen:
@@ -66,9 +65,7 @@ def label_of(config: Config) -> str:
     if moves.kind != "masked":
         return f"last {moves.blocks} blocks" if moves.kind == "last_blocks" else moves.kind
     start = moves.mask.adaptive_start
-    sparsity = (
-        f"{100 * moves.mask.sparsity:g} %" if start is None else f"{100 * start:g}-{100 * moves.mask.sparsity:g} %"
-    )
+    sparsity = f"{'' if start is None else f'{100 * start:g}-'}{100 * moves.mask.sparsity:g} %"
     return f"{moves.mask.strategy.replace('_', ' ')} {sparsity}{' own' if moves.mask.per_client else ''}"
 
 
@@ -99,6 +96,8 @@ def _densities(seen: Sequence[Seen], out: Path, suffix: str) -> list[Path]:
         return []
     layers = {s.label: _percent(s, lambda n, s=s: layer_name(s.network, n), s.network.block_of) for s in seen}  # type: ignore[misc]
     kinds = {s.label: _percent(s, s.network.layer_kind, s.network.layer_kind) for s in seen}
+    moving = {kind for group in kinds.values() for kind, share in group.items() if share}
+    kinds = {label: {k: share for k, share in group.items() if k in moving} for label, group in kinds.items()}
     by_kind = {"title": "Share of coordinates that move, by kind of tensor", "xlabel": "kind of tensor"}
     return [
         draw("layer_density", out / f"density_by_layer{suffix}", layers),
@@ -124,15 +123,13 @@ def _overlaps(seen: Sequence[Seen], out: Path, suffix: str) -> list[Path]:
         if s.own:
             own = {name: Mask({"space": bits}) for name, bits in s.own.items()}
             file = out / f"overlap_of_clients_{s.folder.path.name}{suffix}"
-            made.append(_overlap(file, own, f"Overlap of the clients' masks: {s.label}"))
+            made.append(_overlap(file, own, "Overlap of the clients' masks"))
     return made
 
 
 def _overlap(file: Path, masks: Mapping[str, Mask], title: str) -> Path:
-    labels = (list(masks), list(masks))
-    return draw(
-        "mask_overlap", file, overlap(list(masks.values())).numpy(), labels=labels, title=title, xlabel="", ylabel=""
-    )
+    texts: dict[str, Any] = {"title": title, "xlabel": "", "ylabel": "", "labels": (list(masks), list(masks))}
+    return draw("mask_overlap", file, overlap(list(masks.values())).numpy(), **texts)
 
 
 def _accuracies(seen: Sequence[Seen], out: Path, suffix: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +12,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Mixture, Moves, Protection, vary
+from fedgraft.algorithm import Algorithm, Mixture, Moves, Privacy, Protection, by_examples, uniform, vary
 from fedgraft.contracts import Examples
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.sources import Dataset, load_dataset
 from fedgraft.data.split import stratified_split
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.errors import FedgraftError
+from fedgraft.exchange.accounting import Budget, noise_for
 from fedgraft.exchange.codecs import codec
+from fedgraft.exchange.privacy import AdaptiveClip, Mechanism, check_combination, secret_key, simulation_key
 from fedgraft.experiment.config import Config
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
@@ -171,17 +174,55 @@ def build_local(config: Config) -> LocalRule:
     )
 
 
+def build_privacy(config: Config) -> Privacy | None:
+    """The private mechanism of this run, with the noise that its target needs; wrong combinations are refused."""
+    p = config.protects.privacy
+    if p is None:
+        return None
+    uses = (
+        "uniform"
+        if config.algorithm.weigh == "uniform" or config.algorithm.name in {"scaffold", "feddyn"}
+        else "examples"
+    )
+    check_combination(uses, config.rounds.sampling, private_delta(config), config.partition.clients)
+    if p.epsilon is None and p.noise is None:
+        raise FedgraftError("protects.privacy needs a target epsilon or a noise multiplier")
+    q = per_round(config) / config.partition.clients
+    noise = p.noise or noise_for(float(p.epsilon or 0), q, config.rounds.total, private_delta(config))
+    mechanism = Mechanism(noise, q, config.partition.clients)
+    key = secret_key() if p.secret else simulation_key(config.seed)
+    return Privacy(mechanism, p.clip, AdaptiveClip(mechanism) if p.adaptive else None, key)
+
+
+def private_delta(config: Config) -> float:
+    """The delta of the account."""
+    p = config.protects.privacy
+    return p.delta if p is not None and p.delta is not None else 0.1 / config.partition.clients
+
+
+def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:
+    """The account after so many rounds; without a target it is kept, but ends nothing."""
+    p, privacy = config.protects.privacy, algorithm.protects.privacy
+    if p is None or privacy is None:
+        return None
+    m = privacy.mechanism
+    return Budget(p.epsilon or math.inf, private_delta(config), m.probability, m.noise, config.rounds.total, spent)
+
+
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of the config: an entry of the zoo, with the codec and the combiner that were asked for."""
     a, m = config.algorithm, config.moves
-    options = a.model_dump(exclude={"name", "robust", "liars", "neighbours", "clip_norm"})
+    options = a.model_dump(exclude={"name", "weigh", "robust", "liars", "neighbours", "clip_norm"})
     partial = m.kind == "masked" and (m.mask.per_client or m.mask.adaptive_start is not None)
     alternate = m.kind == "lora" and m.lora.aggregate == "alternate"
     each = m.kind == "lora" and m.lora.aggregate in {"stack", "residual"}
     moves = Moves(m.kind, m.blocks, m.freeze_blocks, m.head_too, partial or alternate, each)
     made = zoo.named(a.name, local=build_local(config), moves=moves, seed=config.seed, **options)
     name = f"top_k:{config.sends.fraction!r}" if config.sends.codec == "top_k" else config.sends.codec
-    made = vary(made, sends=codec(name), protects=Protection(**config.protects.model_dump()))
+    if a.weigh != "default":
+        made = vary(made, weigh=by_examples() if a.weigh == "examples" else uniform())
+    protects = Protection(**config.protects.model_dump(exclude={"privacy"}), privacy=build_privacy(config))
+    made = vary(made, sends=codec(name), protects=protects)
     if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
         if isinstance(made.combine, Mixture):
             raise FedgraftError(f"{a.name} mixes models by similarity; the robust rule {a.robust} has no place in it.")

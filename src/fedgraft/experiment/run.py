@@ -15,10 +15,12 @@ from torch import Tensor
 
 from fedgraft import server
 from fedgraft.algorithm import Mixture
+from fedgraft.exchange.privacy import NOT_COVERED
 from fedgraft.experiment import figures, step_zero
 from fedgraft.experiment.build import Setup, warnings_for
 from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, to_toml
+from fedgraft.experiment.parts import budget
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.report import write_report
 from fedgraft.experiment.trackers import Tracker, tracker
@@ -92,22 +94,27 @@ class Followers:
 
 def run(config: Config, folder: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
     """Run a config in its folder, from the beginning or from its last good checkpoint; returns the summary."""
-    record = RunFolder.create(folder, to_toml(config), config.digest)
-    if record.status == "finished":
-        log.info("%s is already finished", folder)
-        return record.summary()
-    with record.writing(console=console), one_thread():
-        running = _Run(config, record, progress or Silent())
-        with closing(running.setup):  # no worker process outlives the run
-            return running.go()
+    with one_thread():
+        # Everything that can be refused is refused before a folder exists.
+        setup = None if is_finished(folder) else Setup(config)
+        record = RunFolder.create(folder, to_toml(config), config.digest)
+        if setup is None:
+            log.info("%s is already finished", folder)
+            return record.summary()
+        with record.writing(console=console), closing(setup):  # no worker process outlives the run
+            return _Run(setup, record, progress or Silent()).go()
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds a finished run."""
+    return (folder / "run.json").exists() and RunFolder.open(folder).status == "finished"
 
 
 class _Run:
     """The state of one running run, so that its steps can be read one by one."""
 
-    def __init__(self, config: Config, record: RunFolder, progress: Progress) -> None:
-        self.config, self.record, self.progress = config, record, progress
-        self.setup = Setup(config)
+    def __init__(self, setup: Setup, record: RunFolder, progress: Progress) -> None:
+        self.setup, self.config, self.record, self.progress = setup, setup.config, record, progress
         self.best = Best()
         self.totals = {"bytes_up": 0, "bytes_down": 0}
         self.spent = 0.0
@@ -146,6 +153,12 @@ class _Run:
     def _rounds(self, state: ServerState, track: Followers) -> ServerState:
         r = self.config.rounds
         while state.round < r.total and not (r.patience and self.best.stale >= r.patience):
+            account = budget(self.config, self.setup.algorithm, state.round)
+            if account is not None and not account.can_spend():
+                log.warning(
+                    "stopped after %d rounds: the next one would exceed epsilon %g", state.round, account.target
+                )
+                break
             began = time.perf_counter()
             remembered = dict(self.engine.memory)
             try:
@@ -254,6 +267,12 @@ class _Run:
             "seconds": self.spent,
             "edited": {"coordinates": setup.space.trained, "of": sum(p.numel() for p in setup.network.parameters())},
         }
+        account = budget(self.config, setup.algorithm, state.round)
+        if account is not None:
+            summary["privacy"] = {
+                "epsilon": account.epsilon, "delta": account.delta, "noise": account.noise, "rounds": account.spent,
+                "not_covered": list(NOT_COVERED), "repeatable_noise": not self.config.protects.privacy.secret,  # type: ignore[union-attr]
+            }  # fmt: skip
         if self.config.personal.evaluate != "never":
             summary["personal"] = self.personal(state)
         return summary
@@ -279,7 +298,8 @@ class _Run:
         if self.best.vector is not None:
             tensors["best/vector"] = self.best.vector
         meta = {
-            "losses": list(state.losses), "drifts": list(state.drifts), "totals": self.totals, "seconds": self.spent,
+            "losses": list(state.losses), "clip": state.clip, "drifts": list(state.drifts),
+            "totals": self.totals, "seconds": self.spent,
             "best": {"accuracy": self.best.accuracy, "round": self.best.round, "stale": self.best.stale},
             "space": self.setup.space.digest,
         }  # fmt: skip
@@ -308,7 +328,7 @@ class _Run:
                 self.engine.memory[int(client)] = kept | {what: tensor}
         state = ServerState(
             found.round, tensors["vector"], rule, personal,
-            drifts=tuple(meta["drifts"]), losses=tuple(meta["losses"]),
+            drifts=tuple(meta["drifts"]), clip=float(meta["clip"]), losses=tuple(meta["losses"]),
         )  # fmt: skip
         log.info("resumed after round %d", state.round)
         return state

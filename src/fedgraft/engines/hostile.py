@@ -1,0 +1,198 @@
+"""Any engine with some clients lying: the tool of attack experiments, never of a real federation.
+
+Liars train like the others; then their changes are replaced by an attack that may look at every honest change of the
+round, or they train on poisoned examples, or both (a boosted backdoor). Everything else they report (numbers of
+examples, control variates, representations) stays as trained. All of it is drawn from (seed, round) or (seed, client).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedgraft.algorithm import Algorithm
+from fedgraft.client import Memory, Workplace
+from fedgraft.combine.attacks import ATTACKS, attack, flip_labels, stamp
+from fedgraft.contracts import Examples
+from fedgraft.errors import FedgraftError
+from fedgraft.exchange.codecs import decode
+from fedgraft.messages import Order, Reply, unpack_bits
+from fedgraft.randomness import numpy_stream, torch_stream
+from fedgraft.round import spread
+
+DATA_ATTACKS = {"label_flip": "", "backdoor": "", "backdoor_boosted": "scaling"}
+"""Attacks on the liars' examples, each with the attack on changes that follows it."""
+NAMES = (*ATTACKS, *DATA_ATTACKS)
+
+
+class Carrier(Protocol):
+    """An engine that shows its parts: all that run in this process do."""
+
+    algorithm: Algorithm
+    place: Workplace
+    memory: dict[int, Memory]
+
+    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply]:
+        """Carry out the orders."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """A backdoor: `share` of a liar's examples carry a white square in the corner and the label `target`."""
+
+    target: int = 0
+    share: float = 0.5
+    size: int = 3
+    white: float | Tensor = 1.0
+    """What white is in the network's input, a number or (channels, 1, 1); normalised images have their own."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """A copy of the inputs (B, C, H, W) with the square."""
+        return stamp(inputs, self.size, self.white)
+
+
+@dataclass
+class Hostile:
+    """An engine whose `liars` follow `attack`: a name in `NAMES`, with the attack's own numbers in `options`.
+
+    A data attack gives the wrapped engine a workplace in which the liars hold other rows; do not use its old one
+    at the same time, because both drive one network.
+    """
+
+    engine: Carrier
+    liars: frozenset[int]
+    attack: str
+    seed: int = 0
+    trigger: Trigger = field(default_factory=Trigger)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.attack not in NAMES:
+            raise FedgraftError(f"there is no attack {self.attack!r}; choose one of {', '.join(NAMES)}.")
+        if self._on_changes and self.engine.algorithm.protects.kind == "secure":
+            raise FedgraftError(
+                f"the attack {self.attack} rewrites changes, and inside a secure sum nobody sees one; "
+                "use label_flip or backdoor, or protects.kind='clear'."
+            )
+        if self.attack in DATA_ATTACKS and self.liars:
+            self.engine.place = poisoned(self.engine.place, self.liars, self.attack, self.seed, self.trigger)
+
+    @property
+    def memory(self) -> dict[int, Memory]:
+        """What each client keeps; it belongs to the checkpoint."""
+        return self.engine.memory
+
+    @memory.setter
+    def memory(self, kept: dict[int, Memory]) -> None:
+        self.engine.memory = kept
+
+    @property
+    def _on_changes(self) -> str:
+        return DATA_ATTACKS.get(self.attack, self.attack)
+
+    def exchange(self, orders: Sequence[Order]) -> list[Reply]:
+        """Carry out the orders; replies of liars to training orders carry the attack."""
+        replies = list(self.engine.exchange(orders))
+        asked = {order.client: order for order in orders if order.action == "train"}
+        lying = [reply for reply in replies if reply.client in self.liars and reply.client in asked]
+        if not lying or not self._on_changes:
+            return replies
+        honest = [reply for reply in replies if reply.client not in self.liars and reply.client in asked]
+        false = self._lies([self._read(r, asked[r.client]) for r in honest], lying, asked)
+        return [false.get(reply.client, reply) for reply in replies]
+
+    def _lies(self, honest: list[Tensor], lying: list[Reply], asked: Mapping[int, Order]) -> dict[int, Reply]:
+        """The liars' replies with their changes replaced, encoded as the algorithm asks."""
+        own = torch.stack([self._read(reply, asked[reply.client]) for reply in lying])  # (f, k)
+        # With fewer than two honest clients to look at, what the liars computed themselves is all they know.
+        known = torch.stack(honest) if len(honest) > 1 else torch.cat([*(h[None] for h in honest), own])
+        known = known if len(known) > 1 else known.repeat(2, 1)  # a spread needs two
+        stream = torch_stream(self.seed, "attack", self.attack, lying[0].round)
+        sent = attack(self._on_changes, known, len(own), stream, own=own, **self.options)
+        codec = self.engine.algorithm.sends
+        made = {}
+        for reply, change in zip(lying, sent, strict=True):
+            active = self._active(asked[reply.client])
+            wanted = change if active is None else change[active]
+            made[reply.client] = replace(reply, change=codec.encode(wanted.contiguous(), stream, None))
+        return made
+
+    def _active(self, order: Order) -> Tensor | None:
+        """Which coordinates this client may move; None: all of them."""
+        bits = order.auxiliary.get("active")
+        return None if bits is None else unpack_bits(bits, self.engine.place.space.trained)
+
+    def _read(self, reply: Reply, order: Order) -> Tensor:
+        """The change of an honest reply over the whole space."""
+        assert reply.change is not None
+        change = decode(reply.change, self.engine.algorithm.sends, reply.change.length)
+        active = self._active(order)
+        return change if active is None else spread(change, active)
+
+
+def choose_liars(clients: int, share: float, seed: int) -> frozenset[int]:
+    """round(share · K) clients, drawn from the seed."""
+    if not 0 <= share < 0.5:
+        raise FedgraftError(f"the share of liars is {share}; against half or more of the clients no rule can help.")
+    drawn = numpy_stream(seed, "liars").permutation(clients)[: round(share * clients)]
+    return frozenset(int(client) for client in drawn)
+
+
+class PoisonedExamples:
+    """Examples followed by poisoned copies of some of them; the originals keep their rows, so nobody else sees one."""
+
+    def __init__(self, clean: Examples, source: Tensor, labels: Tensor, stamped: Tensor, trigger: Trigger) -> None:
+        self.clean, self.trigger, self.entry = clean, trigger, clean.entry
+        self.source = torch.cat([torch.arange(len(clean)), source])
+        self.labels = torch.cat([clean.labels, labels])
+        self.stamped = torch.cat([torch.zeros(len(clean), dtype=torch.bool), stamped])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Inputs for these rows; the trigger comes after the training transform, so it stays in its corner."""
+        inputs = self.clean.batch(self.source[rows], generator)
+        marked = self.stamped[rows]
+        if bool(marked.any()):
+            inputs = inputs.clone()
+            inputs[marked] = self.trigger(inputs[marked])
+        return inputs
+
+
+def poisoned(place: Workplace, liars: Collection[int], attack: str, seed: int, trigger: Trigger) -> Workplace:
+    """The same workplace, where the liars hold poisoned copies of their rows."""
+    if attack != "label_flip" and place.examples.entry:
+        raise FedgraftError(
+            "a backdoor is a pattern of pixels, and this run starts from kept features; set data.cache_features=false."
+        )
+    begin, held, parts = len(place.examples), dict[int, Tensor](), []
+    for client in sorted(liars):
+        rows = place.rows(client)
+        parts.append((rows, *_poison(place, rows, attack, torch_stream(seed, "poison", client), trigger)))
+        held[client] = torch.arange(begin, begin + len(rows))
+        begin += len(rows)
+    source, labels, stamped = (torch.cat(column) for column in zip(*parts, strict=True))
+    examples = PoisonedExamples(place.examples, source, labels, stamped, trigger)
+    place.release()
+    honest = place.rows
+    made = replace(place, examples=examples, rows=lambda k: held[k] if k in held else honest(k))
+    made.release()
+    return made
+
+
+def _poison(
+    place: Workplace, rows: Tensor, attack: str, stream: torch.Generator, trigger: Trigger
+) -> tuple[Tensor, Tensor]:
+    """Labels of a liar's rows, and which of them carry the trigger."""
+    labels, stamped = place.examples.labels[rows].clone(), torch.zeros(len(rows), dtype=torch.bool)
+    if attack == "label_flip":
+        return flip_labels(labels, place.network.classes), stamped
+    stamped[torch.randperm(len(rows), generator=stream)[: round(trigger.share * len(rows))]] = True
+    labels[stamped] = trigger.target
+    return labels, stamped
