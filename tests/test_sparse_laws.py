@@ -6,7 +6,6 @@ The check reads the very network that lived through the run, bit by bit, against
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,34 @@ from fedgraft.edit.space import Bound, masked
 from fedgraft.experiment import build
 from fedgraft.experiment import run as running
 from fedgraft.experiment.build import Setup
-from fedgraft.experiment.config import load, to_toml
+from fedgraft.experiment.config import Config, load
 from fedgraft.experiment.edit_files import base_of
 from fedgraft.experiment.record import RunFolder
-from fedgraft.experiment.run import Silent, one_thread
 from fedgraft.models.network import VisionNetwork
 
-WORDS = (
-    "model.name=tiny data.source=digits data.image_size=16 data.limit=120 partition.clients=3 model.ridge=1.0 "
-    "rounds.fraction=1.0 rounds.total=3 rounds.evaluate_every=1 rounds.checkpoint_every=10 local.steps=3 "
-    "local.batch_size=16 local.lr=0.02 local.momentum=0.9 local.weight_decay=0.01 moves.kind=masked "
-    "moves.mask.sparsity=0.9 moves.mask.samples=48 moves.mask.rounds=2 personal.evaluate=always "
-    "personal.finetune_epochs=1"
-).split()
+WORDS = [
+    "model.name=tiny",
+    "data.source=digits",
+    "data.image_size=16",
+    "data.limit=120",
+    "partition.clients=3",
+    "model.ridge=1.0",
+    "rounds.fraction=1.0",
+    "rounds.total=3",
+    "rounds.evaluate_every=1",
+    "rounds.checkpoint_every=10",
+    "local.steps=3",
+    "local.batch_size=16",
+    "local.lr=0.02",
+    "local.momentum=0.9",
+    "local.weight_decay=0.01",
+    "moves.kind=masked",
+    "moves.mask.sparsity=0.9",
+    "moves.mask.samples=48",
+    "moves.mask.rounds=2",
+    "personal.evaluate=always",
+    "personal.finetune_epochs=1",
+]
 OPTIMIZERS = {
     "sgdm": ["local.optimizer=sgdm"],
     "nesterov": ["local.nesterov=true"],
@@ -51,15 +65,19 @@ def quiet_place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 def carry_out(folder: Path, *words: str) -> Setup:
     """A whole run; returns its parts, with the network as the run leaves it."""
-    config = load(None, [*WORDS, *words])
-    record = RunFolder.create(folder, to_toml(config), config.digest)
-    with record.writing(console=False), one_thread():
-        one = running._Run(config, record, Silent())
-        with closing(one.setup):
-            one.go()
-    lines = record.metrics()
-    assert record.status == "finished" and not any(line["dropped"] for line in lines)
-    return one.setup
+    kept: list[Setup] = []
+
+    def keeping(config: Config) -> Setup:
+        kept.append(Setup(config))
+        return kept[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "Setup", keeping)
+        running.run(load(None, [*WORDS, *words]), folder, console=False)
+    record = RunFolder.open(folder)
+    assert record.status == "finished" and not any(line["dropped"] for line in record.metrics())
+    (setup,) = kept
+    return setup
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -130,7 +148,9 @@ def test_options_keep_the_law(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
 def test_low_rank_runs_leave_the_base_alone(mode: str, tmp_path: Path) -> None:
-    setup = carry_out(tmp_path, "moves.kind=lora", "moves.lora.rank=2", f"moves.lora.aggregate={mode}", "local.lr=0.001")
+    setup = carry_out(
+        tmp_path, "moves.kind=lora", "moves.lora.rank=2", f"moves.lora.aggregate={mode}", "local.lr=0.001"
+    )
     start = {name: bits(p) for name, p in base_of(setup).named_parameters()}
     targets = {f"{name}.weight" for name in lora.adapted(setup.network)}
     assert len(targets) == 4  # Q and V of two blocks

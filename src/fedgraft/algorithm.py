@@ -53,6 +53,8 @@ class Answers:
     start: Tensor | None = None
     """The common model the round began with."""
     round: int = 0
+    dropped: int = 0
+    """Clients whose reply was refused: liars that need not be withstood any more."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _outcome(order: Order, algorithm: Algorithm, place: Workplace, memory: Memor
         bound = place.bind(place.space)
         bound.load(start)
         result = _fit(order, place, bound, algorithm.local, memory, "train")
-        change = (bound.values - start)[: place.sent]
+        change = (bound.values.cpu() - start)[: place.sent]
     kept |= result.closing.memory
     scalars: dict[str, float] = {}
     if algorithm.scaled_by_reach:
@@ -163,7 +163,7 @@ def _train_active(order: Order, algorithm: Algorithm, place: Workplace) -> tuple
     bound = place.bind(place.space.restrict(active))
     start = bound.values.clone()
     result = _fit(order, place, bound, algorithm.local, {}, "train")
-    return bound.values - start, result
+    return (bound.values - start).cpu(), result
 
 
 def _train_with_private_part(
@@ -179,11 +179,11 @@ def _train_with_private_part(
         bound = place.bind(place.private)
         bound.load(own)
         _fit(order, place, bound, algorithm.local, {}, "private")
-        kept["private"] = bound.values.clone()
+        kept["private"] = bound.values.clone().cpu()
         bound = place.bind(place.space)
         bound.load(vector_of(order))
         result = _fit(order, place, bound, algorithm.local, kept, "train")
-        return bound.values, result
+        return bound.values.cpu(), result
     joint = EditSpace((*place.space.parts, *place.private.parts), (*place.space.buffers, *place.private.buffers))
     values = joint.gather(place.network)
     bound = place.bind(joint)
@@ -200,7 +200,7 @@ def _train_personal(order: Order, algorithm: Algorithm, place: Workplace, memory
     bound.load(memory.get("personal", common))
     rule = replace(algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.keeps.pull))
     _fit(order, place, bound, rule, {}, "personal")
-    return bound.values.clone()
+    return bound.values.clone().cpu()
 
 
 def proximal_to(anchor: Tensor, pull: float) -> Correction:

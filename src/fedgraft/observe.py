@@ -84,9 +84,10 @@ def _scores(order: Order, place: Workplace) -> Scores:
     before = space.gather(place.network)
     place.release()
     space.scatter(vector_of(order), place.network)
+    device = next(place.network.parameters()).device
     estimator, labels = str(s["estimator"]), str(s["labels"])
     batches = [
-        (place.examples.batch(part), place.examples.labels[part], place.examples.entry)
+        (place.examples.batch(part).to(device), place.examples.labels[part].to(device), place.examples.entry)
         for part in picked.split(int(s["batch"]))
     ]
     found = ESTIMATORS[estimator](cast(nn.Module, place.network), batches, labels, str(s["names"]).split("\n"), stream)
@@ -115,11 +116,12 @@ def hidden(network: Network, layers: tuple[str, ...], examples: Examples) -> lis
     usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
     names = [usual.get(layer, layer) for layer in layers]
     network.eval()
+    device = next(network.parameters()).device
     parts = [
-        network.activations(examples.batch(rows), names, examples.entry)
+        network.activations(examples.batch(rows).to(device), names, examples.entry)
         for rows in torch.arange(len(examples)).split(256)
     ]
-    return [torch.cat([part[name] for part in parts]) for name in names]
+    return [torch.cat([part[name].cpu() for part in parts]) for name in names]
 
 
 def _alignment(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -144,9 +146,13 @@ def _probe_representation(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Pooled features of the shared probe, after training."""
     probe = _probe(place)
+    device = next(place.network.parameters()).device
     with torch.no_grad():
         place.network.eval()
-        parts = [place.network.features(probe.batch(r), probe.entry) for r in torch.arange(len(probe)).split(256)]
+        parts = [
+            place.network.features(probe.batch(r).to(device), probe.entry).cpu()
+            for r in torch.arange(len(probe)).split(256)
+        ]
     return {}, {"probe_representation": torch.cat(parts)}
 
 

@@ -84,10 +84,11 @@ def vector_of(order: Order) -> Tensor:
 @torch.inference_mode()
 def _feature_batches(place: Workplace, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     place.network.eval()
+    device = next(place.network.parameters()).device
     out = []
     for picked in rows.split(512):
-        z = place.network.features(place.examples.batch(picked), place.examples.entry)
-        out.append((z, place.examples.labels[picked]))
+        z = place.network.features(place.examples.batch(picked).to(device), place.examples.entry)
+        out.append((z.cpu(), place.examples.labels[picked]))
     return out
 
 

@@ -141,6 +141,7 @@ def _mixture(similarity: str, constant: float, samples: int, absent: str, probe:
     sources: dict[str, tuple[str, tuple[Observe, ...]]] = {
         "constant": ("", ()),
         "label_histogram": ("labels", (Observe("labels", (), {"labels": ("classes",)}),)),
+        "groups": ("labels", (Observe("labels", (), {"labels": ("classes",)}),)),
         "probe_cka": (
             "probe_representation",
             (Observe("probe_representation", (), {"probe_representation": (probe, "width")}),),
@@ -206,18 +207,27 @@ ZOO: dict[str, Callable[..., Algorithm]] = {
 
 def robust_combiner(name: str, liars: int = 0, neighbours: bool = False, clip: float | None = None) -> Combiner:
     """A rule that withstands liars, with optional clipping and nearest-neighbour mixing before it."""
-    takes_liars = name in {"krum", "multi_krum", "bulyan"}
-    rule = robust.combiner("mean" if name == "norm_clip" else name, **({"liars": liars} if takes_liars else {}))
+    clips = clip is not None or name == "norm_clip"
+    _robust_rule(name, liars, 2 * liars + 1)  # a name that does not exist is refused now, not in the first round
+
+    def change(answers: Answers, weights: Tensor) -> Tensor:
+        stack = torch.stack(list(answers.changes))
+        # Screening has caught some already: that many fewer are left among the replies.
+        left = max(0, liars - answers.dropped)
+        steps = [*([robust.clip_norms(clip)] if clips else []), *([robust.nearest_mixing(left)] if neighbours else [])]
+        return robust.prepared(_robust_rule(name, left, len(stack)), *steps)(stack, weights)
+
+    label = "+".join([*(["clip"] if clips else []), *(["nnm"] if neighbours else []), name])
+    return Combiner(label, change, linear=False)
+
+
+def _robust_rule(name: str, liars: int, replies: int) -> robust.Combiner:
+    """The rule against so many liars among so many replies."""
     if name == "trimmed_mean":  # cut as many on each side as there may be liars
-        rule = lambda stack, weights: robust.trimmed_mean(liars / len(stack))(stack, weights)  # noqa: E731
-    steps: list[robust.Prepare] = []
-    if clip is not None or name == "norm_clip":
-        steps.append(robust.clip_norms(clip))
-    if neighbours:
-        steps.append(robust.nearest_mixing(liars))
-    full = robust.prepared(rule, *steps) if steps else rule
-    label = "+".join([*(["clip"] if steps and name == "norm_clip" else []), *(["nnm"] if neighbours else []), name])
-    return Combiner(label, lambda answers, weights: full(torch.stack(list(answers.changes)), weights), linear=False)
+        robust.need(replies, 2 * liars + 1, "the trimmed mean", liars)
+        return robust.trimmed_mean(liars / replies)
+    takes_liars = name in {"krum", "multi_krum", "bulyan"}
+    return robust.combiner("mean" if name == "norm_clip" else name, **({"liars": liars} if takes_liars else {}))
 
 
 def named(name: str, **options: Any) -> Algorithm:

@@ -17,8 +17,8 @@ from torch import Tensor
 from fedgraft.combine.mean import CHUNK, accumulate, chunks, normalised
 from fedgraft.errors import FedgraftError
 
-Rows = Tensor | np.ndarray | Sequence[Tensor]
-"""m vectors of length k, as a stack, a memory-mapped array or a list."""
+Rows = Tensor | np.ndarray | Sequence[Tensor] | Callable[[slice], Tensor]
+"""m vectors of length k, as a stack, a memory-mapped array, a list, or a function that gives one piece of all."""
 
 
 def mixing_matrix(similarity: Tensor, examples: Tensor | None = None) -> Tensor:
@@ -57,7 +57,17 @@ def mix(anchor: Tensor, offsets: Rows, mixing: Tensor, out: np.ndarray | None = 
     return result
 
 
+def moved(anchor: Tensor, offsets: Rows, weights: Tensor, chunk: int = CHUNK) -> Tensor:
+    """The next anchor: anchor + weighted mean of the offsets, piece by piece, with the bits of `weighted_mean`."""
+    shares, result = normalised(weights), torch.empty_like(anchor)
+    for piece in chunks(len(anchor), chunk):
+        result[piece] = anchor[piece] + accumulate(_piece(offsets, piece), shares).to(torch.float32)
+    return result
+
+
 def _piece(rows: Rows, piece: slice) -> Tensor:
+    if callable(rows):
+        return rows(piece)
     if isinstance(rows, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(rows[:, piece]))
     return rows[:, piece] if isinstance(rows, Tensor) else torch.stack([row[piece] for row in rows])

@@ -44,11 +44,21 @@ def squared_distances(stack: Tensor) -> Tensor:
     return distances.fill_diagonal_(0)
 
 
-def _need(clients: int, least: int, rule: str, liars: int) -> None:
+class TooFew(FedgraftError):
+    """Too few replies for a rule to withstand so many liars; `least` would do."""
+
+    def __init__(self, sentence: str, least: int) -> None:
+        super().__init__(sentence)
+        self.least = least
+
+
+def need(clients: int, least: int, rule: str, liars: int) -> None:
+    """Refuse to combine fewer replies than the rule's promise needs."""
     if liars < 0 or clients < least:
-        raise FedgraftError(
+        raise TooFew(
             f"{rule} against {liars} lying clients needs at least {least} replies and got {clients}; "
-            "ask more clients per round or expect fewer liars."
+            "ask more clients per round or expect fewer liars.",
+            least,
         )
 
 
@@ -113,7 +123,7 @@ def krum(liars: int) -> Combiner:
     """The one change whose m - f - 2 nearest neighbours are closest."""
 
     def combine(stack: Tensor, weights: Tensor) -> Tensor:
-        _need(len(stack), 2 * liars + 3, "Krum", liars)
+        need(len(stack), 2 * liars + 3, "Krum", liars)
         stack = finite_rows(stack)
         return stack[int(krum_scores(squared_distances(stack), liars).argmin())].clone()
 
@@ -124,7 +134,7 @@ def multi_krum(liars: int, keep: int | None = None) -> Combiner:
     """The plain mean of the `keep` changes (default m - f) with the best Krum scores."""
 
     def combine(stack: Tensor, weights: Tensor) -> Tensor:
-        _need(len(stack), 2 * liars + 3, "multi-Krum", liars)
+        need(len(stack), 2 * liars + 3, "multi-Krum", liars)
         count = len(stack) - liars if keep is None else keep
         if not 1 <= count <= len(stack):
             raise FedgraftError(f"multi-Krum cannot keep {count} of {len(stack)} changes; choose between 1 and all.")
@@ -141,7 +151,7 @@ def bulyan(liars: int) -> Combiner:
 
     def combine(stack: Tensor, weights: Tensor) -> Tensor:
         m = len(stack)
-        _need(m, 4 * liars + 3, "Bulyan", liars)
+        need(m, 4 * liars + 3, "Bulyan", liars)
         stack = finite_rows(stack)
         distances, left, chosen = squared_distances(stack), list(range(m)), []
         for _ in range(m - 2 * liars):
@@ -221,7 +231,7 @@ def nearest_mixing(liars: int) -> Prepare:
 
     def prepare(stack: Tensor) -> Tensor:
         m = len(stack)
-        _need(m, 2 * liars + 1, "nearest-neighbour mixing", liars)
+        need(m, 2 * liars + 1, "nearest-neighbour mixing", liars)
         stack = finite_rows(stack)
         nearest = squared_distances(stack).argsort(dim=1, stable=True)[:, : m - liars]
         mixing = torch.zeros(m, m, dtype=torch.float64).scatter_(1, nearest, 1 / (m - liars))

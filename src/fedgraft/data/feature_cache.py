@@ -181,8 +181,9 @@ class CachedExamples:
     def _compute(self, view: int, rows: slice) -> Tensor:
         pixels = self.examples.pixels(torch.arange(rows.start, rows.stop))
         with torch.no_grad(), _evaluating(self.network):
-            inputs = self.examples.transform.view(pixels, mirrored=bool(view))
-            return self.network.features(inputs, 0, self.entry).float().contiguous()
+            device = next(self.network.parameters()).device
+            inputs = self.examples.transform.view(pixels, mirrored=bool(view)).to(device)
+            return self.network.features(inputs, 0, self.entry).float().cpu().contiguous()
 
 
 @contextmanager

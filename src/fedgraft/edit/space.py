@@ -131,9 +131,11 @@ class Bound:
     def __init__(self, space: EditSpace, network: Network) -> None:
         self.space = space
         self.network = network
-        self.values = space.gather(network)
-        self._gradient = torch.zeros(space.trained)
         self._tensors = _tensors(network)
+        device = next(iter(self._tensors.values())).device
+        self.values = space.gather(network).to(device)
+        self._gradient = torch.zeros(space.trained, device=device)
+        self._index = {p.name: p.index.to(device) for p in space.parts if p.index is not None}
         trained = {part.name for part in space.parts}
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name in trained)
@@ -173,7 +175,7 @@ class Bound:
             elif part.index is None:
                 out.copy_(tensor.grad.view(-1))
             else:
-                torch.index_select(tensor.grad.view(-1), 0, part.index, out=out)
+                torch.index_select(tensor.grad.view(-1), 0, self._index[part.name], out=out)
             tensor.grad = None
         return self._gradient
 
@@ -228,11 +230,11 @@ def _tensors(network: Network) -> dict[str, nn.Parameter | Tensor]:
 
 def _read(part: Part, tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
-    return flat if part.index is None else flat[part.index]
+    return flat if part.index is None else flat[part.index.to(flat.device)]
 
 
 def _write(part: Part, tensor: Tensor, values: Tensor) -> None:
     if part.index is None:
         tensor.data.copy_(values.view(part.shape))
     else:
-        tensor.data.view(-1).index_copy_(0, part.index, values)
+        tensor.data.view(-1).index_copy_(0, part.index.to(tensor.device), values.to(tensor.device))

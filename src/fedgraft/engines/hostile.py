@@ -19,7 +19,7 @@ from fedgraft.client import Memory, Workplace
 from fedgraft.combine.attacks import ATTACKS, attack, flip_labels, stamp
 from fedgraft.contracts import Examples
 from fedgraft.errors import FedgraftError
-from fedgraft.exchange.codecs import decode
+from fedgraft.exchange.codecs import BadPayload, decode
 from fedgraft.messages import Order, Reply, unpack_bits
 from fedgraft.randomness import numpy_stream, torch_stream
 from fedgraft.round import spread
@@ -99,38 +99,44 @@ class Hostile:
         """Carry out the orders; replies of liars to training orders carry the attack."""
         replies = list(self.engine.exchange(orders))
         asked = {order.client: order for order in orders if order.action == "train"}
-        lying = [reply for reply in replies if reply.client in self.liars and reply.client in asked]
-        if not lying or not self._on_changes:
+        if not self._on_changes or not asked:
             return replies
-        honest = [reply for reply in replies if reply.client not in self.liars and reply.client in asked]
-        false = self._lies([self._read(r, asked[r.client]) for r in honest], lying, asked)
-        return [false.get(reply.client, reply) for reply in replies]
+        trained = {r.client: self._read(r, asked[r.client]) for r in replies if r.client in asked}
+        seen = {client: change for client, change in sorted(trained.items()) if change is not None}
+        false = self._lies(seen, replies[0].round) if self.liars & seen.keys() else {}
+        return [self._send(r, asked[r.client], false[r.client]) if r.client in false else r for r in replies]
 
-    def _lies(self, honest: list[Tensor], lying: list[Reply], asked: Mapping[int, Order]) -> dict[int, Reply]:
-        """The liars' replies with their changes replaced, encoded as the algorithm asks."""
-        own = torch.stack([self._read(reply, asked[reply.client]) for reply in lying])  # (f, k)
+    def _lies(self, changes: Mapping[int, Tensor], round: int) -> dict[int, Tensor]:
+        """What the liars among these clients send instead."""
+        lying = [client for client in changes if client in self.liars]
+        own = torch.stack([changes[client] for client in lying])  # (f, k)
+        honest = [change for client, change in changes.items() if client not in self.liars]
         # With fewer than two honest clients to look at, what the liars computed themselves is all they know.
-        known = torch.stack(honest) if len(honest) > 1 else torch.cat([*(h[None] for h in honest), own])
+        known = torch.stack(honest if len(honest) > 1 else list(changes.values()))
         known = known if len(known) > 1 else known.repeat(2, 1)  # a spread needs two
-        stream = torch_stream(self.seed, "attack", self.attack, lying[0].round)
+        stream = torch_stream(self.seed, "attack", self.attack, round)
         sent = attack(self._on_changes, known, len(own), stream, own=own, **self.options)
-        codec = self.engine.algorithm.sends
-        made = {}
-        for reply, change in zip(lying, sent, strict=True):
-            active = self._active(asked[reply.client])
-            wanted = change if active is None else change[active]
-            made[reply.client] = replace(reply, change=codec.encode(wanted.contiguous(), stream, None))
-        return made
+        return dict(zip(lying, sent, strict=True))
+
+    def _send(self, reply: Reply, order: Order, change: Tensor) -> Reply:
+        """The reply with another change, encoded as the algorithm asks."""
+        active = self._active(order)
+        wanted = (change if active is None else change[active]).contiguous()
+        stream = torch_stream(self.seed, "encode attack", order.round, order.client)
+        return replace(reply, change=self.engine.algorithm.sends.encode(wanted, stream, None))
 
     def _active(self, order: Order) -> Tensor | None:
         """Which coordinates this client may move; None: all of them."""
         bits = order.auxiliary.get("active")
         return None if bits is None else unpack_bits(bits, self.engine.place.space.trained)
 
-    def _read(self, reply: Reply, order: Order) -> Tensor:
-        """The change of an honest reply over the whole space."""
+    def _read(self, reply: Reply, order: Order) -> Tensor | None:
+        """The change of a reply over the whole space; None for a client whose training diverged."""
         assert reply.change is not None
-        change = decode(reply.change, self.engine.algorithm.sends, reply.change.length)
+        try:
+            change = decode(reply.change, self.engine.algorithm.sends, reply.change.length)
+        except BadPayload:
+            return None
         active = self._active(order)
         return change if active is None else spread(change, active)
 

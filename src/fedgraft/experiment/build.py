@@ -35,6 +35,7 @@ from fedgraft.experiment.parts import (
     build_federation,
     build_network,
     deal,
+    device_named,
     norm_ratio,
     open_space,
     per_round,
@@ -57,7 +58,7 @@ class Setup:
         self.config = config
         self.algorithm = build_algorithm(config)
         self.deal = deal(config)
-        self.network = build_network(config, self.deal.classes)
+        self.network = build_network(config, self.deal.classes).to(device_named(config.device))
         self.federation = build_federation(config, int(self.deal.partition.sizes().max()))
         own = (self.network.mean, self.network.std)
         statistics: Any = STATISTICS.get(config.data.normalise, own)

@@ -117,7 +117,7 @@ class _Central:
             torch_stream(seed, "shuffle", "epoch", epoch), torch_stream(seed, "augment", "epoch", epoch),
             state=self.state,
         )  # fmt: skip
-        self.vector, self.epoch = bound.values.clone(), epoch + 1
+        self.vector, self.epoch = bound.values.clone().cpu(), epoch + 1
         line = {"round": self.epoch, "lr": rate, "train_loss": result.loss, "steps": result.steps}
         self._judge(line)
         seconds = time.perf_counter() - began

@@ -289,7 +289,7 @@ class Config(Section):
     device: str = Field("cpu", description="cpu, cuda, cuda:0")
     engine: Literal["reference", "batched"] = Field(
         "reference",
-        description="batched: all clients of a linear head in one product; agrees within 1e-6, not to the bit",
+        description="batched: all clients of a linear head in one product; equal within 1e-6",
     )
     workers: int = Field(
         1, ge=1, description="processes that train clients side by side; same bytes whatever the number"

@@ -94,6 +94,17 @@ def build_network(config: Config, classes: int) -> VisionNetwork:
     return load_network(m.name, classes, config.data.image_size, m.dropout, config.seed)
 
 
+def device_named(name: str) -> torch.device:
+    """The device of this name, if this machine has it."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise FedgraftError(f"the device {name!r} cannot be used here ({reason}); set device=cpu.") from None
+    return device
+
+
 def open_space(config: Config, network: VisionNetwork) -> EditSpace:
     """The coordinates that may move. Masks and low-rank factors are opened by their own recipes."""
     moves = config.moves
@@ -237,6 +248,8 @@ def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, row
     for one in (whole, space):
         bound = one.bind(network)
         network.eval()
-        cross_entropy(network(examples.batch(rows), examples.entry), examples.labels[rows]).backward()
+        device = next(network.parameters()).device
+        logits = network(examples.batch(rows).to(device), examples.entry)
+        cross_entropy(logits, examples.labels[rows].to(device)).backward()
         norms.append(float(torch.linalg.vector_norm(bound.gradient())))
     return max(1.0, norms[0] / norms[1]) if norms[1] > 0 else 1.0

@@ -111,4 +111,5 @@ def install(network: Network, head: Tensor) -> None:
 def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     """Pooled features of these rows."""
     network.eval()
-    return torch.cat([network.features(examples.batch(part), examples.entry) for part in rows.split(512)])
+    device = next(network.parameters()).device
+    return torch.cat([network.features(examples.batch(p).to(device), examples.entry).cpu() for p in rows.split(512)])

@@ -35,10 +35,11 @@ class Evaluation:
 def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int = 512) -> Evaluation:
     """Evaluate on these rows in evaluation mode, with the evaluation transform."""
     network.eval()
+    device = next(network.parameters()).device
     loss, right, near = 0.0, 0, 0
     for picked in rows.split(batch_size):
         labels = examples.labels[picked]
-        logits = network(examples.batch(picked), examples.entry).float()
+        logits = network(examples.batch(picked).to(device), examples.entry).float().cpu()
         loss += float(cross_entropy(logits, labels, reduction="sum"))
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices
         right += int((best[:, 0] == labels).sum())

@@ -97,16 +97,16 @@ def train(
     """Train the flat vector on these rows; the network follows it. Buffers are read back at the end."""
     network.train()
     values = flat.values[: flat.trained]
-    state = rule.optimizer.init(flat.trained) if state is None else state
-    context = rule.correction.prepare(values.clone(), auxiliary or {}, memory or {})
+    device = values.device
+    state = move(rule.optimizer.init(flat.trained), device) if state is None else state
+    context = rule.correction.prepare(values.clone(), move(auxiliary or {}, device), move(memory or {}, device))
     losses, rates = [], []
     scale = 2.0**16 if rule.amp == "float16" else 1.0
     for step, picked in enumerate(batches(rows, rule, shuffle)):
-        inputs = examples.batch(picked, augment)
+        inputs = examples.batch(picked, augment).to(device, non_blocking=True)
         with torch.autocast(inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None):
-            loss = cross_entropy(
-                network(inputs, examples.entry), examples.labels[picked], label_smoothing=rule.label_smoothing
-            )
+            labels = examples.labels[picked].to(device)
+            loss = cross_entropy(network(inputs, examples.entry), labels, label_smoothing=rule.label_smoothing)
         (loss * scale).backward()
         gradient = flat.gradient()
         losses.append(loss.detach())
@@ -124,9 +124,14 @@ def train(
         flat.push()
     flat.pull_buffers()
     reach = _reach(rule, rates)
-    return Trained(
-        state, float(torch.stack(losses).mean()), len(losses), reach, rule.correction.finish(values, context, reach)
-    )
+    closing = rule.correction.finish(values, context, reach)
+    closing = Closing(move(closing.memory, "cpu"), move(closing.sums, "cpu"))
+    return Trained(state, float(torch.stack(losses).mean()), len(losses), reach, closing)
+
+
+def move(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors on this device; those already there are not copied."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _reach(rule: LocalRule, rates: list[float]) -> float:

@@ -206,6 +206,15 @@ def constant(representations: Representations, c: float = 1.0) -> Tensor:
     return torch.full((len(representations),) * 2, c, dtype=torch.float64).fill_diagonal_(1)
 
 
+def groups(counts: Representations) -> Tensor:
+    """1 for clients that hold a class in common, else 0: with groups of separate classes, within a group and across.
+
+    An oracle, like every similarity of label counts.
+    """
+    held = torch.stack(list(counts)).to(torch.float64) > 0  # (m, classes)
+    return (held.double() @ held.double().T > 0).double().fill_diagonal_(1)
+
+
 SIMILARITIES: Mapping[str, Callable[..., Tensor]] = {
     "cka_linear": _signed(_signature_linear),
     "cka_rbf": _signed(lambda x, fraction=1.0: _centred(_rbf(x, fraction))),
@@ -213,6 +222,7 @@ SIMILARITIES: Mapping[str, Callable[..., Tensor]] = {
     "covariance": _signed(_signature_covariance),  # needs neither paired rows nor equal numbers of them
     "probe_cka": _signed(_signature_linear),  # rows are one shared probe: compares networks, not data
     "label_histogram": _signed(lambda counts: counts),  # an oracle: clients tell how many of each class they hold
+    "groups": groups,
     "rsa": _signed(_signature_rsa),
     "constant": constant,
 }
