@@ -291,7 +291,8 @@ def write_card(args: argparse.Namespace, state: dict) -> None:
         teacher = f" and pooled features of {args.teacher.name} at {args.teacher_side} px"
     start = f"an earlier version ({args.init.name})" if args.init else "scratch"
     val = "" if state["val"] is None else f"Top-1 on the held-out validation images: {state['val']:.1%}.\n"
-    flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if isinstance(v, int | float))
+    numbers = {k: v for k, v in vars(args).items() if type(v) in (int, float)}
+    flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in numbers.items())
     (args.out / "CARD.md").write_text(
         f"# {args.out.name}\n\nA plain `ViTModel`: {SIDE} px, patch 8, {vit:,} weights, stored in half precision "
         f"(load with `dtype=torch.float32`).\nInput: RGB scaled to [0, 1], ImageNet mean and deviation.\n\n"

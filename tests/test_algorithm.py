@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         "corrects towards one common model",
     ),
     "privacy with weights": (
-        lambda: vary(zoo.fedavg(), protects=Protection(privacy=object())),
+        lambda: vary(zoo.fedavg(), protects=Protection(privacy=cast(Any, object()))),
         "count at most once",
     ),
     "own masks with a mixture": (
@@ -108,7 +108,7 @@ def test_close_relatives_of_the_illegal_ones_are_allowed() -> None:
     vary(zoo.scaffold(), protects=SECURE)
     vary(zoo.fedalign(align="client"), protects=SECURE)
     vary(zoo.scaffold(local=LocalRule(optimizer=sgdm(0.9, nesterov=True))))
-    vary(zoo.fedavg(), protects=Protection(privacy=object()), weigh=uniform())
+    vary(zoo.fedavg(), protects=Protection(privacy=cast(Any, object())), weigh=uniform())
     vary(zoo.fedprox(), moves=Moves("masked", partial=True))
     vary(zoo.fedshibu(), correction=proximal(0.1))
     vary(zoo.fedavg(), combine=zoo.robust_combiner("krum", 1), correction=dynamic(0.1))

@@ -29,8 +29,8 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
 
 TINY = [
     "data.source=digits", "data.limit=120", "model.name=tiny", "partition.clients=4", "partition.kind=classes",
-    "partition.classes_per_client=5", "local.steps=2", "local.batch_size=8", "rounds.total=3", "rounds.evaluate_every=1",
-    "rounds.checkpoint_every=1", "name=tiny",
+    "partition.classes_per_client=5", "local.steps=2", "local.batch_size=8", "rounds.total=3",
+    "rounds.evaluate_every=1", "rounds.checkpoint_every=1", "name=tiny",
 ]  # fmt: skip
 
 
@@ -193,9 +193,7 @@ def test_evaluate_on_a_folder_of_ones_own(finished: Path, fedgraft: Command, tmp
     refused(fedgraft("evaluate", finished, "--data", tmp_path / "nowhere"))
 
 
-def test_export_is_a_transformers_folder_with_the_runs_accuracy(
-    finished: Path, fedgraft: Command, tmp_path: Path
-) -> None:
+def test_export_is_a_transformers_folder(finished: Path, fedgraft: Command, tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
     target = tmp_path / "model"
@@ -218,7 +216,6 @@ def test_resume_finishes_an_interrupted_run(finished: Path, fedgraft: Command, t
     shown = fedgraft("show", broken)
     assert "interrupted" in shown.out and "fedgraft resume" in shown.out
     assert fedgraft("resume", broken, "-q").code == 0
-    assert (broken / "checkpoints" / newest.name.split("-")[0]).parent.is_dir()
     vectors = [sorted((f / "checkpoints").glob("*.safetensors"))[-1] for f in (broken, finished)]
     from safetensors.torch import load_file
 

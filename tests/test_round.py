@@ -207,8 +207,11 @@ def test_the_new_model_is_the_weighted_mean_of_the_changes() -> None:
         orders(t.algorithm, t.federation, t.state, sample(t.federation, 0), t.space.digest)
     ))  # fmt: skip
     total = sum(r.examples for r in replies)
-    mean = sum(r.examples / total * r.change.arrays["values"].double() for r in replies)  # type: ignore[union-attr,misc]
-    torch.testing.assert_close(t.run(1).vector, before + mean.float(), rtol=1e-6, atol=1e-8)  # type: ignore[union-attr]
+    mean = torch.zeros(t.space.size, dtype=torch.float64)
+    for r in replies:
+        assert r.change is not None
+        mean += r.examples / total * r.change.arrays["values"]
+    torch.testing.assert_close(t.run(1).vector, before + mean.float(), rtol=1e-6, atol=1e-8)
 
 
 def test_a_client_starts_from_its_own_model_where_it_has_one() -> None:
@@ -356,7 +359,7 @@ def test_evaluation_before_and_after_fine_tuning_does_not_change_what_follows() 
     plain.run(3)
     for _ in range(3):
         watched.run(1)
-        settings = {"finetune_epochs": 2, "finetune_part": "head", "finetune_lr": 0.05, "lr": 0.05}
+        settings: dict[str, Any] = {"finetune_epochs": 2, "finetune_part": "head", "finetune_lr": 0.05, "lr": 0.05}
         asked = [
             Order("toy", watched.state.round, k, "evaluate", watched.space.digest, watched.state.vector, {}, settings)
             for k in range(5)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ def config(*words: str) -> Config:
 
 @contextmanager
 def without_pictures() -> Iterator[None]:
-    """Reports and figures are made when the bytes are long decided; leaving them out makes a run four times as quick."""
+    """Reports and figures are made when the bytes are decided; without them a run is several times as quick."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (run_module, centralized):
             patch.setattr(module, "write_report", lambda *a, **k: None)
@@ -72,9 +73,9 @@ def final(folder: Path) -> dict[str, Tensor]:
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(a[k].view(-1).view(torch.uint8), b[k].view(-1).view(torch.uint8)) for k in a
-    )
+    """Equal bit for bit, also where a value is not a number."""
+    raw = [{name: t.contiguous().view(-1).view(torch.uint8) for name, t in tensors.items()} for tensors in (a, b)]
+    return a.keys() == b.keys() and all(torch.equal(raw[0][name], raw[1][name]) for name in a)
 
 
 def completed(folder: Path, *words: str) -> dict[str, Tensor]:
@@ -206,8 +207,7 @@ def test_half_a_round_that_stays_in_the_memory_would_be_noticed(
     real = run_module._Run._save
 
     def careless(self: Any, state: Any) -> None:
-        order = [t for t in self.engine.memory.values()]
-        for kept in order:
+        for kept in self.engine.memory.values():
             for name in kept:
                 kept[name] = kept[name] + 1e-3  # as if the half round had gone into it
         real(self, state)
@@ -347,6 +347,8 @@ def _forked(work: Callable[[], Any], prepare: Callable[[], None] = lambda: None,
             work()
             os._exit(0)
         except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
             os._exit(1)
     if wait is not None:
         time.sleep(wait)
@@ -367,7 +369,7 @@ def _every_write(action: Callable[[int, int, memoryview], int]) -> None:
         number += 1
         return action(number, descriptor, memoryview(data)) or real(descriptor, data)
 
-    os.write = write  # type: ignore[assignment]
+    os.write = write
 
 
 def _killed_while_writing(moment: int, chosen: Config, folder: Path) -> bool:
@@ -413,7 +415,7 @@ def _in_place() -> Iterator[None]:
         os.close(descriptor)
         return path
 
-    def load_latest(folder: Path, config_digest: str | None = None) -> checkpoint.Checkpoint | None:
+    def load_latest(folder: Path, *conditions: Any) -> checkpoint.Checkpoint | None:
         if not (folder / "state.safetensors").is_file():
             return None
         head = json.loads((folder / "meta.json").read_text())
@@ -431,8 +433,8 @@ def _no_round() -> Iterator[None]:
     """Another naive one: whole files, but the bare weights; resuming starts to count again."""
     real = checkpoint.load_latest
 
-    def load_latest(folder: Path, config_digest: str | None = None) -> checkpoint.Checkpoint | None:
-        found = real(folder, config_digest)
+    def load_latest(folder: Path, *conditions: Any) -> checkpoint.Checkpoint | None:
+        found = real(folder, *conditions)
         unfinished = found is not None and found.round < 6
         return checkpoint.Checkpoint(0, found.tensors, found.meta, None, found.path) if found and unfinished else found
 

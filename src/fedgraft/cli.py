@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft import cli_attack
 from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -253,6 +254,9 @@ def options() -> None:
 
     for line in describe_options():
         typer.echo(line)
+
+
+app.command()(cli_attack.attack)
 
 
 def main() -> None:

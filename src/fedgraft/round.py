@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedgraft import server
 from fedgraft.algorithm import Algorithm, Answers, Mixture
-from fedgraft.combine.mean import drift_report, sum_unweighted, weighted_mean
-from fedgraft.combine.mixture import mix, mixing_matrix
+from fedgraft.combine.mean import drift_report, sum_unweighted
+from fedgraft.combine.mixture import mix, mixing_matrix, moved
+from fedgraft.combine.robust import TooFew
 from fedgraft.combine.server_rules import RoundInfo, sign_agreement
 from fedgraft.exchange.privacy import clip, sensitivity
 from fedgraft.exchange.screening import Accepted, Expectation, Field, Offence, screen
@@ -27,6 +29,17 @@ class Engine(Protocol):
 
     def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, Reply | bytes]]:
         """Deliver the orders and return what came back."""
+        ...
+
+
+@runtime_checkable
+class Shelf(Protocol):
+    """Personal models kept elsewhere than in memory: a mapping that makes the next one itself."""
+
+    def renewed(
+        self, round: int, clients: Sequence[int], fill: Callable[[np.ndarray], object], keep: bool
+    ) -> Mapping[int, Tensor]:
+        """The models after this round; `fill` writes those of the clients, (m, k). Others are kept or forgotten."""
         ...
 
 
@@ -86,7 +99,8 @@ def _clear(
     exchanged = time.perf_counter()
     cohort = [order.client for order in orders]
     accepted, offences = screen(replies, expectation(algorithm, federation, state, cohort, judge))
-    answers = read(accepted, state, judge)
+    refused = {offence.client for offence in offences} - {a.reply.client for a in accepted}
+    answers = replace(read(accepted, state, judge), dropped=len(refused))
     record: dict[str, Any] = {}
     extra: dict[str, Tensor] = {}
     if algorithm.protects.privacy is not None:  # an empty round releases noise too: who was there is private
@@ -98,8 +112,13 @@ def _clear(
     else:
         weights = algorithm.weigh.weights(answers, judge)
         fold = fold_mixture if isinstance(algorithm.combine, Mixture) else fold_common
-        new, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
-        if algorithm.moves.partial:
+        try:
+            new, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
+        except TooFew as error:
+            if error.least > federation.per_round:  # even a full cohort would be too small
+                raise
+            new, record = server.skip(state), {"skipped": True}
+        if algorithm.moves.partial and "skipped" not in record:
             new = replace(new, drifts=(*state.drifts, relative_drift(record["clients"])))
     counted = not isinstance(algorithm.combine, Mixture) or algorithm.combine.exchanges
     record["bytes_down"] = sum(map(wire_size, orders)) if counted else 0
@@ -264,18 +283,23 @@ def fold_mixture(
     """One model per client: each answering client's model becomes its row's mixture of all of them."""
     assert isinstance(algorithm.combine, Mixture)
     matrix = mixing_matrix(algorithm.combine.similarity(answers), answers.examples)
-    anchor = state.vector
-    offsets = [
-        (server.model_of(state, k) - anchor) + change
-        for k, change in zip(answers.clients, answers.changes, strict=True)
-    ]
-    mixed = mix(anchor, offsets, matrix)
-    personal = {
-        **(state.personal if algorithm.combine.absent_keep else {}),
-        **dict(zip(answers.clients, mixed, strict=True)),
-    }
+    anchor, keep = state.vector, algorithm.combine.absent_keep
+    models = [server.model_of(state, k) for k in answers.clients]
+
+    def offsets(piece: slice) -> Tensor:  # (m, piece): made as they are needed, because all of them may be large
+        pairs = zip(models, answers.changes, strict=True)
+        return torch.stack([(model[piece] - anchor[piece]) + change[piece] for model, change in pairs])
+
+    personal: Mapping[int, Tensor]
+    if isinstance(state.personal, Shelf):
+        personal = state.personal.renewed(
+            state.round, answers.clients, lambda room: mix(anchor, offsets, matrix, room), keep
+        )
+    else:
+        mixed = mix(anchor, offsets, matrix)
+        personal = {**(state.personal if keep else {}), **dict(zip(answers.clients, mixed, strict=True))}
     share = weights / weights.sum()
-    common = anchor + weighted_mean(offsets, weights)
+    common = moved(anchor, offsets, weights)
     # The anchor follows the mean: a client that never took part starts from what the others have, not from the past.
     new = replace(state, round=state.round + 1, vector=common, personal=personal)
     return new, describe(answers, accepted, share, common - anchor, common - anchor), {"mixing": matrix}

@@ -7,7 +7,7 @@ examples, control variates, representations) stays as trained. All of it is draw
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -69,6 +69,8 @@ class Hostile:
     attack: str
     seed: int = 0
     trigger: Trigger = field(default_factory=Trigger)
+    marked: Examples | None = None
+    """The examples with the trigger, row by row, where they enter the network behind the pixels (kept features)."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,7 +82,13 @@ class Hostile:
                 "use label_flip or backdoor, or protects.kind='clear'."
             )
         if self.attack in DATA_ATTACKS and self.liars:
-            self.engine.place = poisoned(self.engine.place, self.liars, self.attack, self.seed, self.trigger)
+            self.engine.place = self._poisoned(self.engine.place)
+
+    def _poisoned(self, place: Workplace) -> Workplace:
+        copies = {k: make_copies(place, k, self.attack, self.seed, self.trigger) for k in sorted(self.liars)}
+        if self.attack == "label_flip":
+            return poisoned(place, copies, None)
+        return poisoned(place, copies, self.marked or Triggered(place.examples, self.trigger))
 
     @property
     def memory(self) -> dict[int, Memory]:
@@ -149,56 +157,78 @@ def choose_liars(clients: int, share: float, seed: int) -> frozenset[int]:
     return frozenset(int(client) for client in drawn)
 
 
+class Triggered:
+    """Every example with the trigger. It comes after the training transform, so it stays in its corner."""
+
+    def __init__(self, clean: Examples, trigger: Trigger) -> None:
+        if clean.entry:
+            raise FedgraftError(
+                "a backdoor is a pattern of pixels, and this run starts from kept features; set "
+                "data.cache_features=false or give the features of the marked images."
+            )
+        self.clean, self.trigger, self.labels, self.entry = clean, trigger, clean.labels, clean.entry
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Inputs for these rows, each with the trigger."""
+        return self.trigger(self.clean.batch(rows, generator))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Poisoned copies of one liar's rows: where they come from, what they claim to be, which carry the trigger."""
+
+    source: Tensor
+    labels: Tensor
+    marked: Tensor
+    """bool."""
+
+
 class PoisonedExamples:
     """Examples followed by poisoned copies of some of them; the originals keep their rows, so nobody else sees one."""
 
-    def __init__(self, clean: Examples, source: Tensor, labels: Tensor, stamped: Tensor, trigger: Trigger) -> None:
-        self.clean, self.trigger, self.entry = clean, trigger, clean.entry
-        self.source = torch.cat([torch.arange(len(clean)), source])
-        self.labels = torch.cat([clean.labels, labels])
-        self.stamped = torch.cat([torch.zeros(len(clean), dtype=torch.bool), stamped])
+    def __init__(self, clean: Examples, copies: Sequence[Copies], triggered: Examples | None) -> None:
+        self.clean, self.triggered, self.entry = clean, triggered, clean.entry
+        self.source = torch.cat([torch.arange(len(clean)), *(c.source for c in copies)])
+        self.labels = torch.cat([clean.labels, *(c.labels for c in copies)])
+        self.marked = torch.cat([torch.zeros(len(clean), dtype=torch.bool), *(c.marked for c in copies)])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Inputs for these rows; the trigger comes after the training transform, so it stays in its corner."""
-        inputs = self.clean.batch(self.source[rows], generator)
-        marked = self.stamped[rows]
-        if bool(marked.any()):
+        """Inputs for these rows, with the trigger where a copy carries it."""
+        source, marked = self.source[rows], self.marked[rows]
+        inputs = self.clean.batch(source, generator)
+        if self.triggered is not None and bool(marked.any()):
             inputs = inputs.clone()
-            inputs[marked] = self.trigger(inputs[marked])
+            inputs[marked] = self.triggered.batch(source[marked], generator)
         return inputs
 
 
-def poisoned(place: Workplace, liars: Collection[int], attack: str, seed: int, trigger: Trigger) -> Workplace:
-    """The same workplace, where the liars hold poisoned copies of their rows."""
-    if attack != "label_flip" and place.examples.entry:
-        raise FedgraftError(
-            "a backdoor is a pattern of pixels, and this run starts from kept features; set data.cache_features=false."
-        )
-    begin, held, parts = len(place.examples), dict[int, Tensor](), []
-    for client in sorted(liars):
-        rows = place.rows(client)
-        parts.append((rows, *_poison(place, rows, attack, torch_stream(seed, "poison", client), trigger)))
-        held[client] = torch.arange(begin, begin + len(rows))
-        begin += len(rows)
-    source, labels, stamped = (torch.cat(column) for column in zip(*parts, strict=True))
-    examples = PoisonedExamples(place.examples, source, labels, stamped, trigger)
+def poisoned(place: Workplace, copies: Mapping[int, Copies], triggered: Examples | None) -> Workplace:
+    """The same workplace, where these clients hold poisoned copies of their rows."""
+    begin, held = len(place.examples), dict[int, Tensor]()
+    for client, made in copies.items():
+        held[client] = torch.arange(begin, begin + len(made.source))
+        begin += len(made.source)
     place.release()
     honest = place.rows
-    made = replace(place, examples=examples, rows=lambda k: held[k] if k in held else honest(k))
-    made.release()
-    return made
+    examples = PoisonedExamples(place.examples, list(copies.values()), triggered)
+    other = replace(place, examples=examples, rows=lambda k: held[k] if k in held else honest(k))
+    other.release()
+    return other
 
 
-def _poison(
-    place: Workplace, rows: Tensor, attack: str, stream: torch.Generator, trigger: Trigger
-) -> tuple[Tensor, Tensor]:
-    """Labels of a liar's rows, and which of them carry the trigger."""
-    labels, stamped = place.examples.labels[rows].clone(), torch.zeros(len(rows), dtype=torch.bool)
+def make_copies(place: Workplace, client: int, attack: str, seed: int, trigger: Trigger) -> Copies:
+    """A liar's rows with labels flipped, or a share of them with the trigger and its label."""
+    rows = place.rows(client)
+    labels, marked = place.examples.labels[rows].clone(), torch.zeros(len(rows), dtype=torch.bool)
     if attack == "label_flip":
-        return flip_labels(labels, place.network.classes), stamped
-    stamped[torch.randperm(len(rows), generator=stream)[: round(trigger.share * len(rows))]] = True
-    labels[stamped] = trigger.target
-    return labels, stamped
+        return Copies(rows, flip_labels(labels, place.network.classes), marked)
+    order = torch.randperm(len(rows), generator=torch_stream(seed, "poison", client))
+    marked[order[: round(trigger.share * len(rows))]] = True
+    labels[marked] = trigger.target
+    return Copies(rows, labels, marked)

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,14 @@ def load(path: Path, config_digest: str | None = None) -> Checkpoint:
     return Checkpoint(head["round"], tensors, head["meta"], head["best"], path)
 
 
-def load_latest(folder: Path, config_digest: str | None = None) -> Checkpoint | None:
-    """The newest good checkpoint of this config, or None; damaged and foreign ones are named in a warning."""
-    return _first_good(sorted(listing(folder), key=_round, reverse=True), config_digest)
+def load_latest(
+    folder: Path, config_digest: str | None = None, check: Callable[[Checkpoint], None] | None = None
+) -> Checkpoint | None:
+    """The newest good checkpoint of this config, or None; damaged and foreign ones are named in a warning.
+
+    `check` may refuse one with `BadCheckpoint`, for example because a file beside it that it names is damaged.
+    """
+    return _first_good(sorted(listing(folder), key=_round, reverse=True), config_digest, check)
 
 
 def load_best(folder: Path, config_digest: str | None = None) -> Checkpoint | None:
@@ -200,11 +205,16 @@ def _ranking(paths: Iterable[Path]) -> list[tuple[Path, float]]:
     return sorted(ranked, key=lambda item: (-item[1], _round(item[0])))
 
 
-def _first_good(candidates: Iterable[Path], config_digest: str | None) -> Checkpoint | None:
+def _first_good(
+    candidates: Iterable[Path], config_digest: str | None, check: Callable[[Checkpoint], None] | None = None
+) -> Checkpoint | None:
     skipped: list[str] = []
     for path in candidates:
         try:
-            return replace(load(path, config_digest), skipped=tuple(skipped))
+            found = load(path, config_digest)
+            if check is not None:
+                check(found)
+            return replace(found, skipped=tuple(skipped))
         except BadCheckpoint as error:
             log.warning("skipped: %s", error)
             skipped.append(path.name)

@@ -187,8 +187,9 @@ class AlgorithmChoice(Section):
     hard: bool = Field(False, description="fedgma: AND mask instead of the soft one")
     pull: float = Field(0.1, ge=0, description="ditto")
     similarity: Literal[
-        "cka_linear", "cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa"
-    ] = Field("cka_linear", description="fedshibu, fedavg_crsm")
+        "cka_linear", "cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "groups", "constant",
+        "rsa",
+    ] = Field("cka_linear", description="fedshibu, fedavg_crsm; groups: 1 with a class in common, else 0")  # fmt: skip
     constant: float = Field(1.0, ge=0, le=1, description="similarity=constant: c")
     samples: int = Field(64, ge=4, description="similarity: images each client represents itself by")
     absent: Literal["keep", "mean"] = Field("keep", description="mixtures: model of clients outside the cohort")
@@ -225,6 +226,9 @@ class Rounds(Section):
     checkpoint_every: int = Field(5, ge=1)
     minimum_answers: int = Field(1, ge=1, description="fewer good answers: the round is skipped")
     norm_bound: float | None = Field(None, gt=0, description="refuse changes of a larger norm")
+    personal_memory_mb: float = Field(
+        2000, ge=0, description="mixtures: keep the clients' models on disk when they need more; same results"
+    )
 
 
 class Personal(Section):
@@ -279,6 +283,9 @@ class Track(Section):
     """Optional trackers beside the run folder."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    mixing_rounds: tuple[int, ...] = Field(
+        (), description="mixtures: rounds whose mixing matrix is kept and drawn (default: first, middle, last)"
+    )
 
 
 class Config(Section):
@@ -313,6 +320,7 @@ class Config(Section):
         """Identity of everything that decides the result (not the name, trackers, workers or caches)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["data"].pop("cache_features")
+        kept["rounds"].pop("personal_memory_mb")
         return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

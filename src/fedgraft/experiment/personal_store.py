@@ -44,6 +44,11 @@ class _Shelf:
         """The rows of a file, (m, k); private pages, so that nothing that reads them can write to the file."""
         return np.memmap(self.path(round), np.float32, "c").reshape(-1, self.length)
 
+    def present(self) -> frozenset[int]:
+        """Rounds that have a file."""
+        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return frozenset(int(named[1]) for named in names if named)
+
     def digest(self, round: int) -> str:
         """Identity of a file, after everything in it has reached the disk."""
         if round not in self.digests:
@@ -88,7 +93,7 @@ class PersonalStore(Mapping[int, Tensor]):
             round = int(name)
             if not shelf.path(round).is_file() or shelf.digest(round) != digest:
                 raise BadCheckpoint(f"the personal models of round {round} are missing or damaged; use an earlier one.")
-        shelf.pinned = frozenset(int(name) for name in saved["files"])
+        shelf.pinned = shelf.present()  # other checkpoints may need the rest, until `release` has looked
         table = {int(client): (int(where[0]), int(where[1])) for client, where in saved["table"].items()}
         return cls(shelf, table, {round: shelf.open(round) for round in {r for r, _ in table.values()}})
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,9 +206,9 @@ class RunFolder:
         bound = {**meta, "config_digest": self.config_digest}
         return checkpoint.save(self.checkpoints, round, tensors, bound, best=best)
 
-    def resume(self) -> Checkpoint | None:
+    def resume(self, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
         """The newest good checkpoint, with the metrics cut back to its round; None means from the beginning."""
-        found = checkpoint.load_latest(self.checkpoints, self.config_digest)
+        found = checkpoint.load_latest(self.checkpoints, self.config_digest, check)
         self.rewind(None if found is None else found.round)
         return found
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from fedgraft import server
 from fedgraft.algorithm import Mixture
 from fedgraft.exchange.privacy import NOT_COVERED
-from fedgraft.experiment import figures, step_zero
+from fedgraft.experiment import figures, representation_figures, step_zero
 from fedgraft.experiment.build import Setup, warnings_for
 from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, to_toml
 from fedgraft.experiment.parts import budget
+from fedgraft.experiment.personal_store import PersonalStore
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.report import write_report
 from fedgraft.experiment.trackers import Tracker, tracker
@@ -122,7 +123,7 @@ class _Run:
     def go(self) -> dict[str, Any]:
         """Everything from the first round that is not done yet to the report."""
         config, setup = self.config, self.setup
-        found = self.record.resume()
+        found = self.record.resume(self._check)
         with Followers(config, self.record.path, 0 if found is None else found.round) as track:
             state = self._begin() if found is None else self._restore(found)
             for text in warnings_for(config, setup):
@@ -145,6 +146,10 @@ class _Run:
         state = server.start(
             self.setup.algorithm, self.setup.space.gather(self.setup.network), self.setup.space.trained
         )
+        megabytes = self.setup.federation.clients * len(state.vector) * 4 / 1e6
+        if isinstance(self.setup.algorithm.combine, Mixture) and megabytes > self.config.rounds.personal_memory_mb:
+            log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
+            state = replace(state, personal=PersonalStore.create(self.record.path / "personal", len(state.vector)))
         self.spent += time.perf_counter() - began
         log.info("step 0 (%s head) took %.1f s", self.config.model.head, self.spent)
         self._save(state)
@@ -169,6 +174,7 @@ class _Run:
                 self.engine.memory = remembered  # half a round must not leave traces in the clients' memories
                 self._save(state)
                 raise
+            representation_figures.keep_mixing(self.record.path, self.config, summary)
             for offence in summary.offences:
                 log.warning("round %d: client %d dropped: %s", state.round, offence.client, offence.reason)
             line = dict(summary.record)
@@ -287,11 +293,14 @@ class _Run:
             figures.curves(folder / f"{key}.png", series, xlabel="round", ylabel=label)
         if self.config.partition.clients <= 1000:
             figures.draw("client_classes", folder / "client_classes.png", self.setup.deal.histogram())
+        representation_figures.draw_all(self.record.path, lines, self.config.partition.clients)
 
     def _save(self, state: ServerState) -> None:
         tensors: dict[str, Tensor] = {"vector": state.vector}
         tensors |= {f"rule/{key}": value for key, value in state.rule.items()}
-        tensors |= {f"personal/{k}": value for k, value in state.personal.items()}
+        stored = state.personal.sealed() if isinstance(state.personal, PersonalStore) else {}
+        if not stored:
+            tensors |= {f"personal/{k}": value for k, value in state.personal.items()}
         tensors |= {f"memory/{k}/{key}": v for k, kept in self.engine.memory.items() for key, v in kept.items()}
         tensors["head/weight"], tensors["head/bias"] = self.setup.head_start
         tensors |= {f"edit/{key}": value for key, value in self.stored.items()}
@@ -304,7 +313,16 @@ class _Run:
             "space": self.setup.space.digest,
         }  # fmt: skip
         at_best = self.best.accuracy if self.best.round == state.round else None
-        self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
+        self.record.save_checkpoint(state.round, tensors, {**meta, "personal": stored} if stored else meta, best=at_best)
+        if isinstance(state.personal, PersonalStore):
+            state.personal.release(self.record.checkpoints)
+
+    def _check(self, found: Checkpoint) -> None:
+        """Open the personal models on disk that a checkpoint names, or refuse it."""
+        self.shelf: PersonalStore | None = None
+        if "personal" in found.meta:
+            length = len(found.tensors["vector"])
+            self.shelf = PersonalStore.restore(self.record.path / "personal", length, found.meta["personal"])
 
     def _restore(self, found: Checkpoint) -> ServerState:
         """The state a checkpoint holds; the head of step 0 goes back into the network first."""
@@ -327,7 +345,7 @@ class _Run:
                 kept = dict(self.engine.memory.get(int(client), {}))
                 self.engine.memory[int(client)] = kept | {what: tensor}
         state = ServerState(
-            found.round, tensors["vector"], rule, personal,
+            found.round, tensors["vector"], rule, personal if self.shelf is None else self.shelf,
             drifts=tuple(meta["drifts"]), clip=float(meta["clip"]), losses=tuple(meta["losses"]),
         )  # fmt: skip
         log.info("resumed after round %d", state.round)

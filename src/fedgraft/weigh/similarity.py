@@ -211,7 +211,7 @@ def groups(counts: Representations) -> Tensor:
 
     An oracle, like every similarity of label counts.
     """
-    held = torch.stack(list(counts)).to(torch.float64) > 0  # (m, classes)
+    held = torch.stack([c.reshape(-1) for c in counts]) > 0  # (m, classes)
     return (held.double() @ held.double().T > 0).double().fill_diagonal_(1)
 
 

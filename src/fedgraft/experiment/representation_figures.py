@@ -1,0 +1,111 @@
+"""Figures about representations, from what a run leaves: alignment by client and layer, and mixing matrices.
+
+Alignment stands in every line of metrics.jsonl (FedAlignAvg with scores of the clients): its distribution by layer
+(F22), by client and layer (F23), and its distance to one over rounds (F24). Of a mixture (FedSHIBU) the matrices of a
+few rounds are kept as small files beside the figures and drawn side by side (F27).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedgraft.experiment import figures
+from fedgraft.experiment.checkpoint import write_atomic
+from fedgraft.experiment.config import Config
+from fedgraft.round import RoundSummary
+
+Lines = Sequence[Mapping[str, Any]]
+_MOST_CLIENTS = 200  # a larger matrix is a picture of nothing
+
+
+def draw_all(run: Path, lines: Lines, clients: int) -> list[Path]:
+    """Every figure of this module that the run has data for, into its folder of figures."""
+    folder = run / "figures"
+    folder.mkdir(exist_ok=True)
+    aligned = [line for line in lines if line.get("alignment")]
+    drawn = []
+    if aligned:
+        drawn = [
+            figures.draw("F22", folder / "svcca_layers.png", by_layer(aligned)),
+            _client_map(folder / "svcca_clients.png", aligned),
+            figures.draw("F24", folder / "drift.png", drift(aligned)),
+        ]
+    if kept := read_mixing(run, clients):
+        drawn.append(figures.draw("F27", folder / "mixing.png", kept))
+    return drawn
+
+
+def by_layer(lines: Lines) -> dict[str, list[float]]:
+    """The latest score of every client that ever answered, by layer."""
+    latest = _latest(lines)
+    layers = next(iter(latest.values())).keys()
+    return {layer: [scores[layer] for scores in latest.values()] for layer in layers}
+
+
+def _latest(lines: Lines) -> dict[int, dict[str, float]]:
+    """Scores by client and layer, each client's from the last round it took part in; clients in order."""
+    found: dict[int, dict[str, float]] = {}
+    for line in lines:
+        for place, client in enumerate(line["clients"]["ids"]):
+            found[client] = {layer: scores[place] for layer, scores in line["alignment"].items()}
+    return dict(sorted(found.items()))
+
+
+def _client_map(path: Path, lines: Lines) -> Path:
+    latest = dict(list(_latest(lines).items())[:_MOST_CLIENTS])
+    layers = list(next(iter(latest.values())))
+    matrix = [[scores[layer] for layer in layers] for scores in latest.values()]
+    return figures.draw("F23", path, matrix, labels=(list(latest), layers))
+
+
+def drift(lines: Lines) -> dict[str, tuple[list[int], list[float], list[float]]]:
+    """1 - SVCCA by layer over rounds: the mean over the round's clients, and their standard deviation."""
+    rounds = [line["round"] for line in lines]
+    series = {}
+    for layer in lines[0]["alignment"]:
+        scores = [np.asarray(line["alignment"][layer], dtype=float) for line in lines]
+        series[layer] = (rounds, [float(1 - s.mean()) for s in scores], [float(s.std()) for s in scores])
+    return series
+
+
+def shown_rounds(config: Config) -> set[int]:
+    """Rounds (counted from one) whose mixing matrix is kept."""
+    total = config.rounds.total
+    return set(config.track.mixing_rounds) or {1, (total + 1) // 2, total}
+
+
+def keep_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
+    """Store the mixing matrix of a round that is to be shown; a resumed run writes the same bytes again."""
+    number = summary.round + 1
+    if "mixing" not in summary.extra or number not in shown_rounds(config):
+        return
+    ids = torch.tensor(summary.record["clients"]["ids"])
+    tensors = {"mixing": summary.extra["mixing"].float().contiguous(), "clients": ids}
+    path = _mixing_file(run, number)
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, [safetensors.torch.save(tensors)])
+
+
+def _mixing_file(run: Path, number: int) -> Path:
+    return run / "figures" / f"crsm-round-{number:06d}.safetensors"
+
+
+def read_mixing(run: Path, clients: int) -> dict[str, Tensor]:
+    """The kept matrices by round. Cohorts differ from round to round, so each is shown among all clients, with gaps."""
+    found = {}
+    for path in sorted((run / "figures").glob("crsm-round-*.safetensors")):
+        tensors = safetensors.torch.load(path.read_bytes())
+        matrix, ids = tensors["mixing"], tensors["clients"]
+        if clients <= _MOST_CLIENTS:
+            full = torch.full((clients, clients), torch.nan)
+            full[ids[:, None], ids[None, :]] = matrix
+            matrix = full
+        found[f"round {int(path.stem.rsplit('-', 1)[1])}"] = matrix
+    return found
