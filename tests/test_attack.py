@@ -83,13 +83,14 @@ def test_cells_do_not_leave_traces_in_each_other() -> None:
     assert again == after
 
 
-@pytest.mark.parametrize("words", [[], ["moves.kind=everything"], ["data.cache_features=false"]])
-def test_a_boosted_backdoor_succeeds_against_the_mean(words: list[str]) -> None:
-    """With kept features and from pixels; the plain mean gives way and the honest model does not have it."""
-    settings = config("rounds.total=8", "local.lr=0.1", "model.head=random", *words)
+@pytest.mark.parametrize("kept", ["true", "false"])
+def test_a_boosted_backdoor_succeeds_against_the_mean(kept: str) -> None:
+    """With kept features and from pixels; the honest model does not have it, and the attacked one still works."""
+    settings = config("rounds.total=8", "local.lr=0.01", f"data.cache_features={kept}")
     found = by_name(attack_table(settings, ["backdoor_boosted"], ["mean"], 0.3, report=quiet))
     honest, attacked = found["mean", HONEST].backdoor, found["mean", "backdoor_boosted"].backdoor
     assert honest is not None and attacked is not None and attacked > honest + 0.3
+    assert (found["mean", "backdoor_boosted"].accuracy or 0) > 0.3  # not a model that says the target to everything
 
 
 def test_kept_features_and_pixels_agree() -> None:
@@ -109,7 +110,7 @@ def test_worker_processes_give_the_same_table() -> None:
 
 def test_a_rule_that_cannot_work_says_why_and_the_others_go_on() -> None:
     cells = by_name(attack_table(config(), ["zero"], ["bulyan", "mean"], 0.3, report=quiet))
-    assert cells["bulyan", "zero"].accuracy is None and "needs at least 15 replies" in cells["bulyan", "zero"].note
+    assert cells["bulyan", "zero"].accuracy is None and "needs at least 11 replies" in cells["bulyan", "zero"].note
     assert cells["mean", "zero"].accuracy is not None
 
 
@@ -117,7 +118,11 @@ def test_partitions_by_word() -> None:
     assert dealt(config(), "dirichlet:0.5").partition.alpha == 0.5
     assert dealt(config(), "classes:3").partition.classes_per_client == 3
     assert dealt(config("algorithm.robust=krum"), "iid").algorithm.robust == "mean"
-    for word, sentence in {"iid:3": "takes no number", "shards:x": "needs a number", "shard:3": "takes no number"}.items():
+    for word, sentence in {
+        "iid:3": "takes no number",
+        "shards:x": "needs a number",
+        "shard:3": "takes no number",
+    }.items():
         with pytest.raises(FedgraftError, match=sentence):
             dealt(config(), word)
     with pytest.raises(FedgraftError, match=r"partition\.kind"):

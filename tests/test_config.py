@@ -180,7 +180,7 @@ def test_the_folder_gives_the_config_back(tmp_path: Path) -> None:
     assert from_folder(tmp_path) == config
 
 
-@pytest.mark.parametrize("word", ["name=other", "track.trackers=['wandb']", "workers=3", "data.cache_features=false"])
+@pytest.mark.parametrize("word", ["name=other", "track.trackers=['wandb']", "workers=3"])
 def test_what_does_not_decide_the_result_is_not_in_the_digest(word: str) -> None:
     assert load(None, [word]) != Config() and load(None, [word]).digest == Config().digest
 

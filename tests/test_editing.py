@@ -323,7 +323,7 @@ def test_low_rank_runs_to_a_plain_model(mode: str, tmp_path: Path) -> None:
 
 
 def test_central_runs_use_the_same_mask(tmp_path: Path) -> None:
-    words = [*WORDS, "centralized.kind=finetune", "centralized.epochs=2", "local.steps=none"]
+    words = [*WORDS, "centralized.kind=finetune", "centralized.epochs=2"]
     summary = run_centralized(load(None, words), tmp_path / "run", console=False)
     setup = finished.adapted(tmp_path / "run")
     assert setup.mask is not None and summary["edited"]["coordinates"] == setup.mask.count

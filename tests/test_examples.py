@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 import fedgraft
 
@@ -99,12 +101,12 @@ def test_importing_fedgraft_is_light(what: str, loaded: str, tmp_path: Path) -> 
     assert python("-c", HEAVY.format(what), cwd=tmp_path).stdout.strip() == loaded
 
 
+@pytest.mark.filterwarnings("ignore:.*click.*:DeprecationWarning")
 def test_commands_named_in_the_documents_exist() -> None:
-    from typer.main import get_command
-
     from fedgraft.cli import app
 
-    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    known = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}
+    known |= {group.name for group in app.registered_groups if isinstance(group.name, str)}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     named = {word for page in pages for word in re.findall(r"^fedgraft ([a-z-]+)", page.read_text(), re.MULTILINE)}
     assert named and named <= known, named - known
@@ -123,3 +125,43 @@ def test_the_config_page_is_what_the_command_prints() -> None:
     block = re.findall(r"```\n(.*?)```", page, re.DOTALL)[0]
     missing = [line for line in describe_options() if line and line not in block.splitlines()]
     assert not missing, f"run `fedgraft options` again for docs/config.md; first difference: {missing[0]}"
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def all_keys(section: type[BaseModel], prefix: str = "") -> set[str]:
+    """Every config key and table by its full name, optional tables included."""
+    found: set[str] = set()
+    for name, info in section.model_fields.items():
+        inner = [t for t in (info.annotation, *get_args(info.annotation)) if isinstance(t, type)]
+        found.add(prefix + name)
+        for kind in inner:
+            if issubclass(kind, BaseModel):
+                found |= all_keys(kind, f"{prefix}{name}.")
+    return found
+
+
+def strange_words(text: str) -> list[str]:
+    """Config keys and source files that a document names in backticks or commands and that do not exist."""
+    from fedgraft.experiment.config import Config
+
+    keys, package = all_keys(Config), ROOT / "src/fedgraft"
+    quoted = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^fedgraft [^#\n]+", text, re.MULTILINE)
+    words = [word for piece in quoted for word in re.findall(r"[A-Za-z_][\w./*-]*", piece)]
+    roots = (ROOT, ROOT / "src", package, package / "engines", package / "experiment", ROOT / "tests")
+    files = [w for w in words if w.endswith(".py") and not any(list(root.glob(w)) for root in roots)]
+    dotted = [w for w in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", w) and not w.endswith((".py", ".md"))]
+    return files + [w for w in dotted if w.partition(".")[0] in keys and w not in keys]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_documents_name_options_and_files_that_exist(page: Path) -> None:
+    assert not strange_words(page.read_text())
+
+
+def test_a_wrong_name_is_noticed() -> None:
+    assert strange_words("`local.speed=3`, `local.lr`, `round.py`, `edit/nothing.py`") == [
+        "edit/nothing.py",
+        "local.speed",
+    ]

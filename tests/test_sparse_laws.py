@@ -128,8 +128,12 @@ def test_frozen_coordinates_keep_their_bits(strategy: str, optimizer: str, tmp_p
 @pytest.mark.parametrize("head_too", [False, True])
 @pytest.mark.parametrize("kind", ["per_client=true", "adaptive_start=0.5", "merge=vote", "merge=union"])
 def test_other_masks_keep_the_law(kind: str, head_too: bool, tmp_path: Path) -> None:
-    setup = carry_out(tmp_path, f"moves.mask.{kind}", f"moves.head_too={str(head_too).lower()}")
+    words = [f"moves.mask.{kind}", f"moves.head_too={str(head_too).lower()}"]
+    setup = carry_out(tmp_path / "alone", *words)
     assert setup.mask is not None and faults(setup, setup.mask) == []
+    if head_too:
+        carry_out(tmp_path / "pool", *words, "workers=2")
+        assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
     assert ("head.weight" in setup.mask) == head_too
 
 
@@ -141,9 +145,10 @@ def test_options_keep_the_law(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
 def test_low_rank_runs_leave_the_base_alone(mode: str, tmp_path: Path) -> None:
-    setup = carry_out(
-        tmp_path, "moves.kind=lora", "moves.lora.rank=2", f"moves.lora.aggregate={mode}", "local.lr=0.001"
-    )
+    words = ["moves.kind=lora", "moves.lora.rank=2", f"moves.lora.aggregate={mode}", "local.lr=0.001"]
+    setup = carry_out(tmp_path / "alone", *words)
+    carry_out(tmp_path / "pool", *words, "workers=2")
+    assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
     start = {name: bits(p) for name, p in base_of(setup).named_parameters()}
     targets = {f"{name}.weight" for name in lora.adapted(setup.network)}
     assert len(targets) == 4  # Q and V of two blocks

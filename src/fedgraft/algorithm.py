@@ -227,7 +227,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             hidden and isinstance(a.combine, Combiner) and not a.combine.linear,
             f"a secure sum shows the server only the sum, and {a.combine.name} needs each client's change; "
-            "choose protects.kind='clear' or combine='mean'.",
+            "choose protects.kind='clear' or algorithm.robust='mean'.",
         ),
         (
             hidden and mixture,
@@ -237,7 +237,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             hidden and a.weigh.own is None,
             f"the server computes the weights '{a.weigh.name}' from each change, which a secure sum hides; let the "
-            "client compute its own score (weigh.mode='client').",
+            "client compute its own score (algorithm.align='client').",
         ),
         (
             hidden and any(wanted.evidence for wanted in a.wants),
@@ -249,7 +249,8 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         ),
         (
             hidden and a.moves.partial,
-            "clients that move different coordinates cannot share one secure sum; use one common mask.",
+            "clients that move different coordinates cannot share one secure sum; use one common mask "
+            "(moves.mask.per_client=false).",
         ),
         (
             a.protects.kind == "zero_sum_demo" and bool(a.local.correction.sends),
@@ -279,7 +280,8 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         ),
         (
             a.keeps.kind == "head" and head_only,
-            "the head cannot be both the part that is shared and the part that each client keeps; set moves='body'.",
+            "the head cannot be both the part that is shared and the part that each client keeps; "
+            "set moves.kind='body'.",
         ),
         (
             mixture and bool(a.local.correction.receives),
@@ -296,7 +298,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             a.moves.needs_each and (hidden or mixture or a.server.name != "plain"),
             "stacked and exact low-rank averaging multiply each client's factors; use clear sums and the plain "
-            "server rule, or lora.aggregate='frozen_a' or 'alternate'.",
+            "server rule, or moves.lora.aggregate='frozen_a'.",
         ),
         (
             private and not (isinstance(a.combine, Combiner) and a.combine.name == "mean"),

@@ -133,8 +133,10 @@ def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None
     except KeyboardInterrupt:
         typer.echo(f"\ninterrupted; the state is saved. Continue with: fedgraft resume {folder}", err=True)
         raise typer.Exit(130) from None
-    display.results(console, config.name, summary)
-    console.quiet = False
+    finally:
+        console.quiet = False
+    if not quiet:
+        display.results(console, config.name, summary)
     display.path_line(console, folder)
 
 

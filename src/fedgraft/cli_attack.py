@@ -41,10 +41,10 @@ def attack(
     report = (lambda line: None) if quiet else typer.echo
     cells = attack_table(config, names(attacks), names(rules), liars, names(partitions), report)
     note = (
-        f"{config.algorithm.name} on {config.data.source} with {config.model.name}: {config.partition.clients} clients, "
-        f"{100 * liars:g} % of them lying, {config.rounds.total} rounds, seed {config.seed}. Test accuracy of the last "
-        "model; the worst drop is against the same rule without liars; backdoor: stamped images of other classes that "
-        "become the target."
+        f"{config.algorithm.name} on {config.data.source} with {config.model.name}: {config.partition.clients} "
+        f"clients, {100 * liars:g} % of them lying, {config.rounds.total} rounds, seed {config.seed}. Test accuracy of "
+        "the last model; the worst drop is against the same rule without liars; backdoor: stamped images of other "
+        "classes that become the target."
     )
     for path in write(cells, out, note):
         typer.echo(path)

@@ -20,7 +20,7 @@ from fedgraft.combine.server_rules import RoundInfo, sign_agreement
 from fedgraft.exchange.privacy import clip, sensitivity
 from fedgraft.exchange.screening import Accepted, Expectation, Field, Offence, screen
 from fedgraft.messages import Order, Reply, unpack_bits, wire_size
-from fedgraft.secure_round import secure_sum, zero_sum_mean
+from fedgraft.secure_round import SecureSum, secure_sum, zero_sum_mean
 from fedgraft.server import Federation, ServerState
 
 
@@ -79,7 +79,7 @@ def run_round(
         state = replace(state, active=judge.active(state))
     cohort = server.sample(federation, state.round)
     orders = server.orders(algorithm, federation, state, cohort, judge.space)
-    carry = _secure if algorithm.protects.kind == "secure" and len(cohort) > 1 else _clear
+    carry = _secure if algorithm.protects.kind == "secure" else _clear
     new, record, offences, extra = carry(algorithm, federation, state, orders, engine, judge)
     seconds = {"exchange": record.pop("exchanged", began) - began}
     seconds["combine"] = time.perf_counter() - began - seconds["exchange"]
@@ -131,21 +131,23 @@ def _secure(
     algorithm: Algorithm, federation: Federation, state: ServerState, orders: list[Order], engine: Engine, judge: Judge
 ) -> Carried:
     """The server sees only the sum over those who stay."""
-    done = secure_sum(algorithm, federation, orders, engine.exchange, judge.length, judge.trained)
-    record: dict[str, Any] = {
-        "exchanged": time.perf_counter(),
-        "bytes_up": done.bytes_up,
-        "bytes_down": done.bytes_down,
-    }
-    offences = [
-        Offence(client, f"lost at the stage {stage!r} of the secure sum") for client, stage in done.lost.items()
-    ]
-    if done.change is None or len(done.survivors) < federation.minimum_answers:
-        return server.skip(state), {**record, "skipped": True}, offences, {}
+    # One client cannot hide in a sum of its own, so it is not asked.
+    hidden = len(orders) > 1
+    done = (
+        secure_sum(algorithm, federation, orders, engine.exchange, judge.length, judge.trained)
+        if hidden
+        else SecureSum()
+    )
+    record: dict[str, Any] = {"bytes_up": done.bytes_up, "bytes_down": done.bytes_down}
+    record["exchanged"] = time.perf_counter()
+    offences = [Offence(client, f"lost at stage {stage!r} of the secure sum") for client, stage in done.lost.items()]
     count = len(done.survivors)
     if algorithm.protects.privacy is not None:
-        total, within = done.change.double() * count, done.scalars.get("within", 0.0) * count
-        new = fold_private(algorithm, state, [total.float()], within, count, len(total), done.step)
+        total = torch.zeros(judge.length) if done.change is None else done.change * count
+        within = done.scalars.get("within", 0.0) * count
+        new = fold_private(algorithm, state, [total], within, count, judge.length, done.step)
+    elif done.change is None or count < federation.minimum_answers:
+        return server.skip(state), {**record, "skipped": True}, offences, {}
     else:
         info = RoundInfo(federation.clients, count, server.rate(federation, state), done.sums, done.scalars)
         new = server.fold(algorithm, state, done.change, info)

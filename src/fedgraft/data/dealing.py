@@ -166,6 +166,8 @@ def deal_groups(
     allow_uncovered: bool = False,
 ) -> Dealt:
     """Explicit groups of labels; the rows of a group are dealt, stratified, to the clients of that group."""
+    if not groups:
+        raise FedgraftError("the partition 'groups' needs at least one group of labels.")
     heads = even_sizes(clients, len(groups)).tolist() if clients_per_group is None else list(clients_per_group)
     _check_groups(labels, clients, groups, heads, allow_uncovered)
     owner = np.full(len(labels), -1, dtype=np.int64)

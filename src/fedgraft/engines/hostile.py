@@ -88,7 +88,8 @@ class Hostile:
         copies = {k: make_copies(place, k, self.attack, self.seed, self.trigger) for k in sorted(self.liars)}
         if self.attack == "label_flip":
             return poisoned(place, copies, None)
-        return poisoned(place, copies, self.marked or Triggered(place.examples, self.trigger))
+        marked = Triggered(place.examples, self.trigger) if self.marked is None else self.marked
+        return poisoned(place, copies, marked)
 
     @property
     def memory(self) -> dict[int, Memory]:
@@ -166,7 +167,9 @@ class Triggered:
                 "a backdoor is a pattern of pixels, and this run starts from kept features; set "
                 "data.cache_features=false or give the features of the marked images."
             )
-        self.clean, self.trigger, self.labels, self.entry = clean, trigger, clean.labels, clean.entry
+        self.clean, self.trigger = clean, trigger
+        self.labels: Tensor = clean.labels
+        self.entry: int = clean.entry
 
     def __len__(self) -> int:
         return len(self.clean)

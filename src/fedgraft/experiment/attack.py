@@ -30,8 +30,9 @@ from fedgraft.errors import FedgraftError
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.config import Config, merge, validate
 from fedgraft.experiment.report import write_tables
-from fedgraft.experiment.run import install_head, one_thread
+from fedgraft.experiment.run import one_thread
 from fedgraft.experiment.statistics import table
+from fedgraft.experiment.step_zero import install_head
 from fedgraft.local.evaluate import evaluate
 from fedgraft.round import run_round
 
@@ -117,8 +118,9 @@ class Field:
                 "there are no rules to compare; choose another algorithm."
             )
         self.start = self.setup.space.gather(self.setup.network)
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.setup.transform.mean, self.setup.transform.std))
-        self.trigger = Trigger(size=max(2, self.setup.transform.image_size // 8), white=(1 - mean) / std)
+        view = self.setup.transform
+        mean, std = torch.tensor(view.mean).view(3, 1, 1), torch.tensor(view.std).view(3, 1, 1)
+        self.trigger = Trigger(size=max(2, view.image_size // 8), white=(1 - mean) / std)
 
     def algorithm(self, rule: str) -> Algorithm:
         """The config's algorithm with this rule in place of the mean."""

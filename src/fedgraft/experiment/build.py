@@ -98,6 +98,7 @@ class Setup:
             self.algorithm = vary(self.algorithm, server=plain_tail(self.algorithm.server, self.space.trained))
         if self.config.moves.match_norm is not None:
             self._match_norm(self.config.moves.match_norm)
+        self.close()  # workers of step 0 and of calibration hold the network as it was before
         return stored
 
     def _open_lora(self) -> None:
@@ -301,4 +302,9 @@ def warnings_for(config: Config, setup: Setup) -> list[str]:
     found += stats["notes"]
     if isinstance(setup.algorithm.combine, Mixture) and m < config.partition.clients:
         found.append("with partial participation only the cohort's models are mixed; the others wait")
+    hides = config.protects.kind == "secure" or config.protects.privacy is not None
+    if hides and config.model.head != "random":
+        found.append("step 0 sums feature statistics in the clear, unprotected; model.head='random' avoids it")
+    if hides and config.moves.kind == "masked" and config.moves.mask.strategy.endswith("sensitive"):
+        found.append("the mask is calibrated from sensitivities summed in the clear, outside the protection")
     return found

@@ -26,7 +26,7 @@ from fedgraft.edit.masks import Mask, union
 from fedgraft.edit.scope import Scope, resolve
 from fedgraft.edit.space import EditSpace, masked, select
 from fedgraft.errors import FedgraftError
-from fedgraft.experiment import config as options
+from fedgraft.experiment import options
 from fedgraft.messages import Order, Reply
 from fedgraft.models.network import VisionNetwork
 from fedgraft.round import Engine

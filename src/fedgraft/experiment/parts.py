@@ -228,6 +228,7 @@ def build_algorithm(config: Config) -> Algorithm:
     alternate = m.kind == "lora" and m.lora.aggregate == "alternate"
     each = m.kind == "lora" and m.lora.aggregate in {"stack", "residual"}
     moves = Moves(m.kind, m.blocks, m.freeze_blocks, m.head_too, partial or alternate, each)
+    options = {key: value for key, value in options.items() if value is not None}
     made = zoo.named(a.name, local=build_local(config), moves=moves, seed=config.seed, **options)
     name = f"top_k:{config.sends.fraction!r}" if config.sends.codec == "top_k" else config.sends.codec
     if a.weigh != "default":
@@ -237,6 +238,12 @@ def build_algorithm(config: Config) -> Algorithm:
     if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
         if isinstance(made.combine, Mixture):
             raise FedgraftError(f"{a.name} mixes models by similarity; the robust rule {a.robust} has no place in it.")
+        if each or (m.kind == "masked" and m.mask.per_client and m.mask.fill == "count"):
+            option, plain = ("moves.lora.aggregate", "mean") if each else ("moves.mask.fill", "zero")
+            raise FedgraftError(
+                f"{option} decides here how changes are combined, and the robust rule {a.robust} would be ignored; "
+                f"choose algorithm.robust='mean' or {option}={plain!r}."
+            )
         made = vary(made, combine=zoo.robust_combiner(a.robust, a.liars, a.neighbours, a.clip_norm))
     return made
 

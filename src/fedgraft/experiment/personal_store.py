@@ -3,7 +3,7 @@
 Each round that mixes writes one file with the new rows of its cohort, (m, k) float32, which never changes again; a
 client's model is a row of the last such file it is in. A store is therefore a value: a table client -> (file, row) over
 files that stay as they are. A checkpoint holds the table and the digest of every file it names, so resuming from any
-checkpoint sees exactly its rows, whatever was written later. See docs/decisions/personal-store.md.
+checkpoint sees exactly its rows, whatever was written later. See docs/decisions/11-personal-store.md.
 """
 
 from __future__ import annotations

@@ -74,12 +74,20 @@ def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, t
     return _write(Path(path), title, "\n".join(body), {"charts": compare_charts(lines), "maps": []})
 
 
-def write_tables(path: Path | str, title: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], note: str = "") -> Path:
+def write_tables(
+    path: Path | str, title: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], note: str = ""
+) -> Path:
     """Write a page of tables, each a list of rows under a heading, with all their numbers as one CSV file."""
     text = _csv([{"table": name, **row} for name, rows in tables.items() for row in rows])
     link = _csv_link(f"{Path(path).stem}.csv", text)
     sections = [_section(html.escape(name), _grid(rows)) for name, rows in tables.items()]
-    body = [_header(title, "finished", link), "<main>", f"<p>{html.escape(note)}</p>" if note else "", *sections, "</main>"]
+    body = [
+        _header(title, "finished", link),
+        "<main>",
+        f"<p>{html.escape(note)}</p>" if note else "",
+        *sections,
+        "</main>",
+    ]
     return _write(Path(path), title, "\n".join(body), {"charts": [], "maps": []})
 
 

@@ -24,6 +24,7 @@ from fedgraft.experiment.parts import budget
 from fedgraft.experiment.personal_store import PersonalStore
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.report import write_report
+from fedgraft.experiment.step_zero import install_head
 from fedgraft.experiment.trackers import Tracker, tracker
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.messages import Order, Reply
@@ -140,7 +141,7 @@ class _Run:
     def _begin(self) -> ServerState:
         """Step 0, then the state before round 0."""
         began = time.perf_counter()
-        install_head(self.setup)
+        start = install_head(self.setup)
         self.stored = self.setup.open()
         self.engine = self.setup.engine()
         state = server.start(
@@ -150,6 +151,8 @@ class _Run:
         if isinstance(self.setup.algorithm.combine, Mixture) and megabytes > self.config.rounds.personal_memory_mb:
             log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
             state = replace(state, personal=PersonalStore.create(self.record.path / "personal", len(state.vector)))
+        if start is not None:  # the model that nobody has trained yet is a candidate too
+            self.best = Best(start.accuracy, 0, 0, state.vector)
         self.spent += time.perf_counter() - began
         log.info("step 0 (%s head) took %.1f s", self.config.model.head, self.spent)
         self._save(state)
@@ -164,44 +167,44 @@ class _Run:
                     "stopped after %d rounds: the next one would exceed epsilon %g", state.round, account.target
                 )
                 break
-            began = time.perf_counter()
-            remembered = dict(self.engine.memory)
+            before = dict(self.engine.memory), self.best, self.totals, self.spent
             try:
-                new, summary = run_round(
-                    self.setup.algorithm, self.setup.federation, state, self.engine, self.setup.judge
-                )
-            except KeyboardInterrupt:
-                self.engine.memory = remembered  # half a round must not leave traces in the clients' memories
+                state = self._one_round(state, track)
+            except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
+                self.engine.memory, self.best, self.totals, self.spent = before
                 self._save(state)
                 raise
-            representation_figures.keep_mixing(self.record.path, self.config, summary)
-            for offence in summary.offences:
-                log.warning("round %d: client %d dropped: %s", state.round, offence.client, offence.reason)
-            line = dict(summary.record)
-            last = new.round == r.total
-            if last or (r.evaluate_every and new.round % r.evaluate_every == 0):
-                new = self._validate(new, line)
-            self.totals = {key: self.totals[key] + int(line[key]) for key in self.totals}
-            self.spent += time.perf_counter() - began
-            state = new
-            self.record.append(line)
-            track.log(line)
-            self.progress.update(line)
-            if last or state.round % r.checkpoint_every == 0:
+            if state.round == r.total or state.round % r.checkpoint_every == 0:
                 self._save(state)
         return state
+
+    def _one_round(self, state: ServerState, track: Followers) -> ServerState:
+        """One round, its evaluation if one is due, and its line in the record."""
+        began, r = time.perf_counter(), self.config.rounds
+        new, summary = run_round(self.setup.algorithm, self.setup.federation, state, self.engine, self.setup.judge)
+        representation_figures.keep_mixing(self.record.path, self.config, summary)
+        for offence in summary.offences:
+            log.warning("round %d: client %d dropped: %s", new.round, offence.client, offence.reason)
+        line = dict(summary.record)
+        if new.round == r.total or (r.evaluate_every and new.round % r.evaluate_every == 0):
+            new = self._validate(new, line)
+        self.totals = {key: self.totals[key] + int(line[key]) for key in self.totals}
+        self.spent += time.perf_counter() - began
+        self.record.append(line)
+        track.log(line)
+        self.progress.update(line)
+        return new
 
     def _validate(self, state: ServerState, line: dict[str, Any]) -> ServerState:
         """Measure on validation images, remember the best, and let clients test themselves where asked."""
         began = time.perf_counter()
         result = self.measure(state.vector)
         line |= {"accuracy": result.accuracy, "loss": result.loss, "top5": result.top5}
-        better = result.accuracy > self.best.accuracy + (self.config.rounds.min_delta if self.best.stale else 0)
-        self.best = (
-            Best(result.accuracy, state.round, 0, state.vector)
-            if better
-            else replace(self.best, stale=self.best.stale + 1)
-        )
+        best = self.best
+        stale = 0 if result.accuracy > best.accuracy + self.config.rounds.min_delta else best.stale + 1
+        if result.accuracy > best.accuracy:
+            best = Best(result.accuracy, state.round, 0, state.vector)
+        self.best = replace(best, stale=stale)
         if self.config.personal.evaluate == "always":
             line["personal"] = self.personal(state)
         line["seconds"] = {**line["seconds"], "evaluate": time.perf_counter() - began}
@@ -313,7 +316,8 @@ class _Run:
             "space": self.setup.space.digest,
         }  # fmt: skip
         at_best = self.best.accuracy if self.best.round == state.round else None
-        self.record.save_checkpoint(state.round, tensors, {**meta, "personal": stored} if stored else meta, best=at_best)
+        meta |= {"personal": stored} if stored else {}
+        self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
         if isinstance(state.personal, PersonalStore):
             state.personal.release(self.record.checkpoints)
 
@@ -350,25 +354,6 @@ class _Run:
         )  # fmt: skip
         log.info("resumed after round %d", state.round)
         return state
-
-
-def install_head(setup: Setup) -> None:
-    """Step 0: give the network a head made from the clients' sums, or leave it at its random start."""
-    m, network = setup.config.model, setup.network
-    if m.head == "random":
-        return
-    engine = setup.engine(setup.trunk_place)
-    clients = range(setup.federation.clients)
-    rows = setup.deal.validation_rows if len(setup.deal.validation_rows) else setup.deal.train_rows[:1000]
-    features = step_zero.features_of(network, setup.trunk_place.examples, rows)
-    judge = step_zero.Judgement(features, setup.pixels.labels[rows])
-    head, penalty = step_zero.ridge_head(engine, setup.federation.run, clients, m.ridge, judge)
-    head = step_zero.tempered(head, judge)
-    if m.head == "probe":
-        head = step_zero.probe_head(engine, setup.federation.run, clients, torch.zeros_like(head), m.probe_steps)
-    step_zero.install(network, head)
-    accuracy, loss = judge(head)
-    log.info("step 0: %s head, penalty %g: validation accuracy %.4f, loss %.4f", m.head, penalty, accuracy, loss)
 
 
 def describe(setup: Setup) -> str:
