@@ -108,6 +108,16 @@ def test_worker_processes_give_the_same_table() -> None:
     assert one == two
 
 
+def test_the_batched_engine_gives_nearly_the_same_table() -> None:
+    attacks = ["scaling", "label_flip", "backdoor"]
+    one, two = (
+        attack_table(config(f"engine={kind}"), attacks, ["median"], 0.15, report=quiet)
+        for kind in ("reference", "batched")
+    )
+    for a, b in zip(one, two, strict=True):
+        assert a.accuracy == pytest.approx(b.accuracy, abs=0.01) and a.backdoor == pytest.approx(b.backdoor, abs=0.01)
+
+
 def test_a_rule_that_cannot_work_says_why_and_the_others_go_on() -> None:
     cells = by_name(attack_table(config(), ["zero"], ["bulyan", "mean"], 0.3, report=quiet))
     assert cells["bulyan", "zero"].accuracy is None and "needs at least 11 replies" in cells["bulyan", "zero"].note

@@ -32,7 +32,7 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
     from fedgraft import cli_edit
 
 WORDS = [
-    "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=60",
+    "model.name=tiny", "model.head=random", "data.source=digits", "data.image_size=16", "data.limit=60",
     "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "rounds.evaluate_every=1", "local.steps=2",
     "local.batch_size=16", "local.lr=0.02", "moves.mask.sparsity=0.9", "moves.mask.samples=60", "moves.mask.rounds=2",
 ]  # fmt: skip
@@ -44,6 +44,7 @@ KINDS = {
     "own": ["moves.kind=masked", "moves.mask.per_client=true"],
     "lora": ["moves.kind=lora", "moves.lora.rank=2", "local.lr=0.005"],
     "stack": ["moves.kind=lora", "moves.lora.rank=2", "moves.lora.aggregate=stack", "local.lr=0.005"],
+    "ridge": ["moves.kind=head", "model.head=ridge", "local.lr=1e-6"],
     "other_trunk": ["moves.kind=body", "seed=1", "local.lr=0.002"],
 }
 APP = typer.Typer()
@@ -62,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for kind, words in KINDS.items():
             running.run(load(None, [*WORDS, *words]), root / kind, console=False)
             if kind != "own":
-                task_file.save(edit_of_run(root / kind), root / f"{kind}.edit")
+                task_file.save(edit_of_run(root / kind, last=kind == "ridge"), root / f"{kind}.edit")
     return root
 
 
@@ -126,7 +127,7 @@ def test_an_applied_edit_is_the_exported_run(kind: str, runs: Path, tmp_path: Pa
 def test_edits_are_bound_to_the_trunk_or_to_the_whole(runs: Path) -> None:
     scopes = {kind: task_file.load(runs / f"{kind}.edit").scope for kind in KINDS if kind != "own"}
     trunk = dict.fromkeys(("body", "masked", "lora", "stack", "other_trunk"), "backbone.")
-    assert scopes == {**trunk, "head": "", "masked_head": ""}
+    assert scopes == {**trunk, "head": "", "masked_head": "", "ridge": ""}
     sizes = {kind: (runs / f"{kind}.edit").stat().st_size for kind in ("body", "masked")}
     assert sizes["masked"] < sizes["body"] / 5
     network = load_network("tiny", 7, 16)  # the same trunk under another head
@@ -140,6 +141,7 @@ def test_a_trunk_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None
     assert load_network(tmp_path / "a", None).classes == 4
     sentence = refused("edit", "apply", runs / "masked.edit", *named, "--to", tmp_path / "b")
     assert "--classes" in sentence and "run folder" in sentence
+    call("edit", "apply", runs / "head.edit", *named, "--to", tmp_path / "drawn")  # a head drawn from the same seed
     call("edit", "apply", runs / "lora.edit", "--model", runs / "body", "--to", tmp_path / "c")  # another run's head
     edited = load_network(tmp_path / "c", None)
     call("edit", "apply", runs / "lora.edit", "--model", runs / "body", "--to", tmp_path / "d", "--scale", "0")
@@ -156,7 +158,7 @@ def test_bases_that_do_not_fit(runs: Path, tmp_path: Path) -> None:
     call("edit", "apply", runs / "masked.edit", "--model", runs / "masked", "--to", tmp_path / "once")
     twice = refused("edit", "apply", runs / "masked.edit", "--model", tmp_path / "once", *to)
     assert "unedited" in twice
-    head = refused("edit", "apply", runs / "head.edit", "--model", "tiny", "--image-size", "16", *to)
+    head = refused("edit", "apply", runs / "ridge.edit", "--model", "tiny", "--image-size", "16", *to)
     assert "was made for the base" in head  # the head of step 0 belongs to its base
     assert "different bases" in refused(
         "edit", "add", runs / "masked.edit", runs / "other_trunk.edit", "--to", tmp_path / "x"
@@ -198,6 +200,13 @@ def test_adding_and_negating(runs: Path, tmp_path: Path) -> None:
     assert "3 scales" in refused("edit", "add", runs / "masked.edit", "--scales", "1,2,3", "--to", tmp_path / "no")
     call("edit", "add", runs / "masked.edit", tmp_path / "minus.edit", "--to", tmp_path / "zero.edit")
     assert not task_file.load(tmp_path / "zero.edit").values.any()
+
+
+def test_an_empty_edit_is_refused(runs: Path, tmp_path: Path) -> None:
+    sentence = refused("edit", "save", runs / "ridge", tmp_path / "none.edit")  # nothing beat the head of step 0
+    assert "began with" in sentence and "--last" in sentence and not (tmp_path / "none.edit").exists()
+    call("edit", "save", runs / "ridge", tmp_path / "last.edit", "--last")
+    assert task_file.load(tmp_path / "last.edit").values.any()
 
 
 def test_inspecting_and_halving(runs: Path, tmp_path: Path) -> None:

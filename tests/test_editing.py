@@ -300,7 +300,13 @@ def test_update_norms_are_matched() -> None:
 
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
 def test_low_rank_runs_to_a_plain_model(mode: str, tmp_path: Path) -> None:
-    lora = ["moves.kind=lora", "moves.lora.rank=2", f"moves.lora.aggregate={mode}", "local.lr=0.005"]
+    lora = [
+        "moves.kind=lora",
+        "moves.lora.rank=2",
+        f"moves.lora.aggregate={mode}",
+        "local.lr=0.005",
+        "model.head=random",
+    ]
     summary = running.run(load(None, [*WORDS, *lora, "moves.head_too=true"]), tmp_path / "run", console=False)
     setup = finished.adapted(tmp_path / "run")
     images = setup.plain_pixels.batch(setup.deal.train_rows[:24])

@@ -62,6 +62,8 @@ def carry_out(folder: Path, *words: str) -> Setup:
     record = RunFolder.open(folder)
     assert record.status == "finished" and not any(line["dropped"] for line in record.metrics())
     (setup,) = kept
+    # The best model may be the start, and a pool trains elsewhere: look at the last one, in the network that lived on.
+    setup.space.scatter(final_vector(folder), setup.network)
     return setup
 
 

@@ -36,12 +36,17 @@ def numbers(text: str, option: str) -> list[float]:
 
 
 @app.command()
-def save(run: Run, file: File, half: Half = False) -> None:
-    """Save what a run did to its base (by its best model) as an edit file."""
+def save(
+    run: Run,
+    file: File,
+    half: Half = False,
+    last: Annotated[bool, typer.Option("--last", help="of the last round, not the best on validation")] = False,
+) -> None:
+    """Save what a run did to its base as an edit file."""
     from fedgraft.edit import task_file
     from fedgraft.experiment.edit_files import edit_of_run
 
-    edit = edit_of_run(run)
+    edit = edit_of_run(run, last)
     size = task_file.save(edit, file, half)
     typer.echo(f"written: {file}  ({size:,} bytes, {edit.space.size:,} coordinates, base {edit.base})")
 

@@ -23,6 +23,7 @@ from fedgraft.algorithm import Algorithm, Mixture, vary
 from fedgraft.combine.robust import COMBINERS, TooFew
 from fedgraft.contracts import Examples
 from fedgraft.data.examples import FeatureExamples, ImageExamples
+from fedgraft.engines.batched import Batched
 from fedgraft.engines.hostile import NAMES, Hostile, Trigger, choose_liars
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
@@ -145,10 +146,8 @@ class Field:
         setup = self.setup
         setup.place.release()
         setup.space.scatter(self.start, setup.network)
-        place = replace(setup.place)
-        workers = self.config.workers
-        carrier = InProcess(algorithm, place) if workers == 1 else Pool(algorithm, place, workers)
-        engine: InProcess | Pool | Hostile = carrier
+        carrier = self._carrier(algorithm)
+        engine: InProcess | Pool | Batched | Hostile = carrier
         if attack != HONEST:
             marked = self.marked if "backdoor" in attack and setup.entry else None
             engine = Hostile(carrier, self.liars, attack, self.config.seed, self.trigger, marked)
@@ -160,6 +159,13 @@ class Field:
             if isinstance(carrier, Pool):
                 carrier.close()
         return state.vector
+
+    def _carrier(self, algorithm: Algorithm) -> InProcess | Pool | Batched:
+        """The engine the config asks for, with a workplace of its own, which an attack may exchange."""
+        place, workers = replace(self.setup.place), self.config.workers
+        if self.config.engine == "batched":
+            return Batched(algorithm, place)
+        return InProcess(algorithm, place) if workers == 1 else Pool(algorithm, place, workers)
 
     @cached_property
     def marked(self) -> Examples:

@@ -21,8 +21,7 @@ from fedgraft.experiment.build import Setup
 from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, merge, to_toml, validate
 from fedgraft.experiment.record import RunFolder
-from fedgraft.experiment.report import write_report
-from fedgraft.experiment.run import Best, Followers, Progress, Silent, install_head, is_finished, one_thread
+from fedgraft.experiment.run import Best, Followers, Progress, Silent, install_head, is_finished, one_thread, publish
 from fedgraft.local.evaluate import evaluate
 from fedgraft.local.train import train
 from fedgraft.randomness import torch_stream
@@ -60,8 +59,8 @@ def run_centralized(
         with record.writing(console=console), closing(setup):
             summary = _Central(setup, record, progress or Silent()).go()
             record.finish(summary)
-            write_report(record.path)
-            return summary
+        publish(record, setup)
+        return summary
 
 
 class _Central:

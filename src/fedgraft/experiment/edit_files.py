@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fedgraft.edit import lora, task, task_file
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.task import Edit
 from fedgraft.errors import FedgraftError
+from fedgraft.experiment import checkpoint
 from fedgraft.experiment.adapted import adapted
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.parts import build_network
+from fedgraft.experiment.record import RunFolder
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
@@ -46,15 +49,30 @@ def plain_space(setup: Setup, base: VisionNetwork) -> EditSpace:
     return select(base, lambda name: name in names, buffers=False)
 
 
-def edit_of_run(folder: Path, name: str = "") -> Edit:
-    """What a run did to its base, by its best model on validation; low-rank factors count as merged."""
+def edit_of_run(folder: Path, last: bool = False) -> Edit:
+    """What a run did to its base, by its best model on validation or its last; low-rank factors count as merged."""
     setup = adapted(folder)
+    if last:
+        setup.space.scatter(_last_vector(folder), setup.network)
     base = base_of(setup)
     space = plain_space(setup, base)
     if setup.layout is not None:
         lora.merge(setup.network)
     scope = TRUNK if all(part.name.startswith(TRUNK) for part, _, _ in space.ranges) else ""
-    return task.capture(name or folder.resolve().name, base, space, space.gather(setup.network), scope)
+    edit = task.capture(folder.resolve().name, base, space, space.gather(setup.network), scope)
+    if not edit.values.any():
+        raise FedgraftError(
+            f"the {'last' if last else 'best'} model of {folder} is the one it began with, so there is no edit to save"
+            + ("." if last else "; --last takes the model of its last round.")
+        )
+    return edit
+
+
+def _last_vector(folder: Path) -> Tensor:
+    record = RunFolder.open(folder)
+    found = checkpoint.load_latest(record.checkpoints, record.config_digest)
+    assert found is not None  # `adapted` has read it
+    return found.tensors["vector"]
 
 
 @dataclass(frozen=True)

@@ -98,13 +98,34 @@ def run(config: Config, folder: Path, progress: Progress | None = None, console:
     """Run a config in its folder, from the beginning or from its last good checkpoint; returns the summary."""
     with one_thread():
         # Everything that can be refused is refused before a folder exists.
-        setup = None if is_finished(folder) else Setup(config)
+        done = is_finished(folder)
+        setup = None if done and (folder / "report.html").exists() else Setup(config)
         record = RunFolder.create(folder, to_toml(config), config.digest)
-        if setup is None:
+        if done:
             log.info("%s is already finished", folder)
+            if setup is not None:
+                publish(record, setup)
             return record.summary()
+        assert setup is not None
         with record.writing(console=console), closing(setup):  # no worker process outlives the run
-            return _Run(setup, record, progress or Silent()).go()
+            summary = _Run(setup, record, progress or Silent()).go()
+        publish(record, setup)
+        return summary
+
+
+def publish(record: RunFolder, setup: Setup) -> None:
+    """The figures of a finished run - accuracy, loss, who holds what - and its report."""
+    folder, lines, held = record.path / "figures", record.metrics(), setup.deal.histogram()
+    folder.mkdir(exist_ok=True)
+    for key, label, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
+        found = [(line["round"], factor * line[key]) for line in lines if line.get(key) is not None]
+        if found:
+            series = {setup.config.name: ([x for x, _ in found], [y for _, y in found], None)}
+            figures.curves(folder / f"{key}.png", series, xlabel="round", ylabel=label)
+    if len(held) <= 1000:
+        figures.draw("client_classes", folder / "client_classes.png", held)
+    representation_figures.draw_all(record.path, lines, setup.config.partition.clients)
+    write_report(record.path, partition=held, classes=setup.deal.dataset.train.classes)
 
 
 def is_finished(folder: Path) -> bool:
@@ -134,8 +155,6 @@ class _Run:
             summary = self._finish(state)
             track.summary = summary
         self.record.finish(summary)
-        self._draw()
-        write_report(self.record.path, partition=setup.deal.histogram(), classes=setup.deal.dataset.train.classes)
         return summary
 
     def _begin(self) -> ServerState:
@@ -285,18 +304,6 @@ class _Run:
         if self.config.personal.evaluate != "never":
             summary["personal"] = self.personal(state)
         return summary
-
-    def _draw(self) -> None:
-        """The figures of one run: accuracy, loss, and who holds what."""
-        folder, lines = self.record.path / "figures", self.record.metrics()
-        folder.mkdir(exist_ok=True)
-        for key, label, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
-            found = [(line["round"], factor * line[key]) for line in lines if line.get(key) is not None]
-            series = {self.config.name: ([x for x, _ in found], [y for _, y in found], None)}
-            figures.curves(folder / f"{key}.png", series, xlabel="round", ylabel=label)
-        if self.config.partition.clients <= 1000:
-            figures.draw("client_classes", folder / "client_classes.png", self.setup.deal.histogram())
-        representation_figures.draw_all(self.record.path, lines, self.config.partition.clients)
 
     def _save(self, state: ServerState) -> None:
         tensors: dict[str, Tensor] = {"vector": state.vector}
