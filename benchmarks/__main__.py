@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark in turn, each in a process of its own. Words choose some: `python -m benchmarks head`."""
+"""`make bench`: every benchmark in turn, each in its own process. Words choose some: `python -m benchmarks head`."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def kills(count: int) -> str:
             found = kill_check(max(4, count // 10), Path(folder), way=way)
         naive.append(f"naive writer `{way}`: {found.identical} of {max(4, count // 10)} identical")
     return (
-        f"{report.identical} of {count} resumed runs bit-identical ({report.kills} killed, {report.while_writing} of them "
-        f"in the middle of a write); {'; '.join(naive)}"
+        f"{report.identical} of {count} resumed runs bit-identical ({report.kills} killed, {report.while_writing} of "
+        f"them in the middle of a write); {'; '.join(naive)}"
     )
 
 
