@@ -39,7 +39,7 @@ WORDS = [
 KINDS = {
     "head": ["moves.kind=head"],
     "body": ["moves.kind=body", "local.lr=0.002"],
-    "masked": ["moves.kind=masked"],
+    "masked": ["moves.kind=masked", "moves.mask.strategy=most_sensitive"],
     "masked_head": ["moves.kind=masked", "moves.head_too=true", "moves.mask.strategy=random"],
     "own": ["moves.kind=masked", "moves.mask.per_client=true"],
     "lora": ["moves.kind=lora", "moves.lora.rank=2", "local.lr=0.005"],
@@ -58,8 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDGRAFT_CACHE", str(root / "cache"))
-        patch.setattr(running, "write_report", lambda *a, **k: None)
-        patch.setattr(running._Run, "_draw", lambda self: None, raising=False)
+        patch.setattr(running, "publish", lambda *a, **k: None)
         for kind, words in KINDS.items():
             running.run(load(None, [*WORDS, *words]), root / kind, console=False)
             if kind != "own":
@@ -269,8 +268,7 @@ def test_a_probe_is_the_beginning_of_the_run(words: list[str], runs: Path, tmp_p
     config = load(None, [*WORDS, "moves.kind=body", *words, "local.lr=0.001"])
     (probe,) = find_rate(config, [0.001], 2).probes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "write_report", lambda *a, **k: None)
-        patch.setattr(running._Run, "_draw", lambda self: None, raising=False)
+        patch.setattr(running, "publish", lambda *a, **k: None)
         running.run(config, tmp_path / "run", console=False)
     line = running.RunFolder.open(tmp_path / "run").metrics()[-1]
     assert (probe.accuracy, probe.loss) == (line["accuracy"], line["loss"])

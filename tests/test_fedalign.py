@@ -229,7 +229,6 @@ def test_the_server_scores_a_distorted_change_lower() -> None:
 
 @pytest.mark.parametrize("align", ["client", "server", "random"])
 def test_each_mode_runs_from_a_config(tmp_path: Path, align: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedgraft.experiment.run.write_report", lambda *a, **k: None)
-    monkeypatch.setattr("fedgraft.experiment.run._Run._draw", lambda *a, **k: None)
+    monkeypatch.setattr("fedgraft.experiment.run.publish", lambda *a, **k: None)
     summary = run(load(None, [*TINY, f"algorithm.align={align}"]), tmp_path / "run", console=False)
     assert summary["rounds"] == 1

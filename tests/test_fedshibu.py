@@ -178,8 +178,7 @@ def test_mixing_within_groups_is_fedbabu_in_each_group() -> None:
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("fedgraft.experiment.run.write_report", lambda *a, **k: None)
-    monkeypatch.setattr("fedgraft.experiment.run._Run._draw", lambda *a, **k: None)
+    monkeypatch.setattr("fedgraft.experiment.run.publish", lambda *a, **k: None)
     yield
 
 

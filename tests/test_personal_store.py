@@ -142,8 +142,7 @@ def test_disk_and_memory_give_the_same_bits(tmp_path: Path, similarity: str, abs
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(run_module, "write_report", lambda *a, **k: None)
-    monkeypatch.setattr(run_module._Run, "_draw", lambda *a, **k: None)
+    monkeypatch.setattr(run_module, "publish", lambda *a, **k: None)
     yield
 
 
@@ -185,8 +184,7 @@ def killed(folder: Path, round: int, moment: str) -> None:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Tensor], dict]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDGRAFT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-        patch.setattr(run_module, "write_report", lambda *a, **k: None)
-        patch.setattr(run_module._Run, "_draw", lambda *a, **k: None)
+        patch.setattr(run_module, "publish", lambda *a, **k: None)
         folder = tmp_path_factory.mktemp("unbroken")
         summary = run(load(None, TINY), folder, console=False)
         assert not (folder / "personal").exists()

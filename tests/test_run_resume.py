@@ -52,8 +52,7 @@ def without_pictures() -> Iterator[None]:
     """Reports and figures are made when the bytes are decided; without them a run is several times as quick."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (run_module, centralized):
-            patch.setattr(module, "write_report", lambda *a, **k: None)
-        patch.setattr(run_module._Run, "_draw", lambda *a, **k: None)
+            patch.setattr(module, "publish", lambda *a, **k: None)
         yield
 
 

@@ -44,8 +44,7 @@ OPTIMIZERS = {
 def quiet_place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of the session's own; no figures and no report, which play no part here."""
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path_factory.getbasetemp() / "sparse-cache"))
-    monkeypatch.setattr(running, "write_report", lambda *a, **k: None)
-    monkeypatch.setattr(running._Run, "_draw", lambda self: None, raising=False)
+    monkeypatch.setattr(running, "publish", lambda *a, **k: None)
 
 
 def carry_out(folder: Path, *words: str) -> Setup:
