@@ -14,7 +14,7 @@ import torch
 
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import attack as module
-from fedgraft.experiment.attack import HONEST, RULES, Cell, Field, attack_table, dealt, summary_rows, write
+from fedgraft.experiment.attack import HONEST, RULES, Arena, Cell, attack_table, dealt, summary_rows, write
 from fedgraft.experiment.config import Config, load
 from fedgraft.experiment.run import one_thread, run
 
@@ -70,8 +70,8 @@ def test_an_honest_cell_is_the_run_of_the_same_config(tmp_path: Path) -> None:
     last = load_latest(tmp_path / "run" / "checkpoints")
     assert last is not None
     with one_thread():
-        field = Field(dealt(settings, "stratified"), 0.2)
-        assert torch.equal(field._run(field.algorithm("mean"), HONEST), last.tensors["vector"])
+        arena = Arena(dealt(settings, "stratified"), 0.2)
+        assert torch.equal(arena._run(arena.algorithm("mean"), HONEST), last.tensors["vector"])
 
 
 def test_cells_do_not_leave_traces_in_each_other() -> None:

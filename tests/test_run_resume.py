@@ -475,3 +475,16 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
     assert f"fedgraft resume {folder}" in errors and "Traceback" not in errors
     found = checkpoint.load_latest(folder / "checkpoints")
     assert found is not None and found.round >= 3 and record.RunFolder.open(folder).status == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_tracker_changes_no_bit(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    plain, followed = config(), config("track.trackers=['tensorboard']")
+    assert plain.digest == followed.digest
+    run(plain, tmp_path / "plain", console=False)
+    run(followed, tmp_path / "followed", console=False)
+    assert any((tmp_path / "followed").glob("tensorboard/*"))
+    one, other = _ending(tmp_path / "plain"), _ending(tmp_path / "followed")
+    assert one is not None and other is not None and one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedgraft import cli_attack
+from fedgraft import cli_attack, cli_edit
+from fedgraft.cli_words import Words, config_of
 from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -31,23 +32,7 @@ app = typer.Typer(
     ),
 )
 
-Words = Annotated[
-    list[str] | None, typer.Argument(help="a TOML file or preset name first, then key=value words", show_default=False)
-]
 Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")]
-
-
-def _config(words: list[str] | None) -> Config:
-    """The config that these words describe."""
-    from fedgraft import presets
-    from fedgraft.experiment.config import load
-
-    first, *rest = words or [""]
-    if "=" in first or not first:
-        return load(None, [w for w in (words or []) if w])
-    if Path(first).suffix == ".toml" or Path(first).exists():
-        return load(Path(first), rest)
-    return load(None, rest, presets.table(first))
 
 
 def _folder(config: Config, folder: Path | None, fresh: bool) -> Path:
@@ -71,7 +56,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
     """Run a federated adaptation: clients train, only changes travel, one model (or one each) comes out."""
-    config = _config(words)
+    config = config_of(words)
     if dry_run:
         from fedgraft.experiment.plan import plan
 
@@ -91,7 +76,7 @@ def centralized(
     """Train with all data in one place: centralized.kind=probe, finetune or ridge. The baseline."""
     from fedgraft.experiment.centralized import as_central
 
-    config = as_central(_config(words))
+    config = as_central(config_of(words))
     base = folder or Path("runs") / f"{config.name}-central-{config.digest}"
     _carry_out(config, _folder(config, base, fresh), quiet, central=True)
 
@@ -198,7 +183,7 @@ def partition(
 
     from fedgraft.experiment.partition_view import show_partition
 
-    show_partition(_config(words), out, rich.get_console())
+    show_partition(config_of(words), out, rich.get_console())
 
 
 @app.command()
@@ -259,6 +244,8 @@ def options() -> None:
 
 
 app.command()(cli_attack.attack)
+app.command("find-lr")(cli_edit.find_lr)
+app.add_typer(cli_edit.app, name="edit")
 
 
 def main() -> None:

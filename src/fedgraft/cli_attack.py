@@ -34,7 +34,7 @@ def attack(
 
     Every cell is a federation of rounds.total rounds. Bulyan needs 4f+3 replies a round: with 20 % liars, at least 15.
     """
-    from fedgraft.cli_edit import config_of
+    from fedgraft.cli_words import config_of
     from fedgraft.experiment.attack import attack_table, write
 
     config = config_of(words)

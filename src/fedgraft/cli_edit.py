@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli_words import config_of
 from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
-    from fedgraft.experiment.config import Config
     from fedgraft.experiment.lr_finder import Probe
 
 app = typer.Typer(
@@ -132,19 +132,6 @@ def figures(
 
     for path in figures_of_runs(runs, out):
         typer.echo(path)
-
-
-def config_of(words: list[str] | None) -> Config:
-    """The config that words describe: a TOML file or preset name first, then key=value."""
-    from fedgraft import presets
-    from fedgraft.experiment.config import load
-
-    first, *rest = words or [""]
-    if "=" in first or not first:
-        return load(None, [word for word in words or [] if word])
-    if Path(first).suffix == ".toml" or Path(first).exists():
-        return load(Path(first), rest)
-    return load(None, rest, presets.table(first))
 
 
 def find_lr(

@@ -271,6 +271,8 @@ def fold_common(
         scalars={name: _mean(share, [s[name] for s in answers.scalars]) for name in names},
     )
     new = server.fold(algorithm, state, change, info)
+    if server.EVERYONE in state.active:  # what rests this round does not move, whatever a server rule remembers of it
+        new = replace(new, vector=torch.where(answers.active[0], new.vector, state.vector))
     return new, describe(answers, accepted, share, new.vector - state.vector, change), {}
 
 

@@ -237,4 +237,4 @@ def _write(part: Part, tensor: Tensor, values: Tensor) -> None:
     if part.index is None:
         tensor.data.copy_(values.view(part.shape))
     else:
-        tensor.data.view(-1).index_copy_(0, part.index.to(tensor.device), values.to(tensor.device))
+        tensor.data.view(-1).scatter_(0, part.index.to(tensor.device), values.to(tensor.device))

@@ -73,11 +73,11 @@ def attack_table(
     cells: list[Cell] = []
     with one_thread():
         for partition in partitions or (config.partition.kind,):
-            field = Field(dealt(config, partition), share)
-            with closing(field.setup):
+            arena = Arena(dealt(config, partition), share)
+            with closing(arena.setup):
                 for rule in rules:
                     for attack in (HONEST, *attacks):
-                        cells.append(field.cell(partition, rule, attack))
+                        cells.append(arena.cell(partition, rule, attack))
                         report(_line(cells[-1]))
     return cells
 
@@ -103,7 +103,7 @@ def dealt(config: Config, partition: str) -> Config:
     return validate(merge(config.model_dump(mode="json"), {"partition": options, "algorithm": plain}))
 
 
-class Field:
+class Arena:
     """One partition with its liars: everything cells have in common."""
 
     def __init__(self, config: Config, share: float) -> None:

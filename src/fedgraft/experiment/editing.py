@@ -187,7 +187,13 @@ class Adaptive:
         self.maskable = sum(part.get(name, sizes[name]) for name in scope.maskable)
         self.dense = sum(sizes[name] for name in scope.dense)
         self.largest = STRATEGIES[recipe.strategy].largest
-        self.rule = AdaptiveSparsity(recipe.adaptive_start, recipe.sparsity)
+        self.rule = AdaptiveSparsity(
+            recipe.adaptive_start,
+            recipe.sparsity,
+            recipe.adaptive_step,
+            recipe.adaptive_drift,
+            recipe.adaptive_patience,
+        )
 
     def active(self, drifts: Sequence[float]) -> Tensor:
         """Booleans over the space after rounds with these drifts."""

@@ -46,7 +46,8 @@ def bars(
         axes.margins(y=0.12)
         dress(axes, xlabel, ylabel)
         if len(groups) > 1:
-            figure.legend(loc="outside upper right", ncols=min(4, len(groups)))
+            columns = 2 if figure.get_figwidth() < 8 else 4
+            figure.legend(loc="outside lower center", ncols=min(columns, len(groups)))
     return Path(path)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -99,9 +99,27 @@ class Mask(Section):
     fill: Literal["count", "zero"] = Field(
         "count", description="per_client: how coordinates few clients train are averaged"
     )
+    adaptive_step: float = Field(0.1, gt=0, lt=1, description="adaptive: how much the sparsity rises at a time")
+    adaptive_drift: float = Field(0.5, gt=0, description="adaptive: relative drift below which a round counts as calm")
+    adaptive_patience: int = Field(2, ge=1, description="adaptive: calm rounds in a row before it rises")
     adaptive_start: float | None = Field(
         None, ge=0, lt=1, description="start at this sparsity and rise to the other as the clients' drift calms down"
     )
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return "true" if value is True else value  # on the command line, true is also a TOML value
+
+    @model_validator(mode="after")
+    def _own_masks(self) -> Mask:
+        if self.per_client and self.merge != "score_mean":
+            raise ValueError("masks of the clients' own (per_client) are kept, not merged; leave merge at score_mean")
+        if self.per_client and self.adaptive_start is not None:
+            raise ValueError("adaptive sparsity shrinks one common mask; leave per_client off")
+        if self.adaptive_start is not None and self.adaptive_start > self.sparsity:
+            raise ValueError("adaptive_start is where the sparsity starts, so it cannot be above sparsity")
+        return self
 
 
 class Lora(Section):
