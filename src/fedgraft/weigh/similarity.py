@@ -211,7 +211,8 @@ def groups(counts: Representations) -> Tensor:
 
     An oracle, like every similarity of label counts.
     """
-    held = torch.stack([c.reshape(-1) for c in counts]) > 0  # (m, classes)
+    flat = torch.stack([c.reshape(-1) for c in counts])  # (m, classes)
+    held = (flat > 0) & flat.isfinite().all(1, keepdim=True)  # nonsense is like nobody
     return (held.double() @ held.double().T > 0).double().fill_diagonal_(1)
 
 
