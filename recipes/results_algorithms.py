@@ -18,8 +18,9 @@ from typing import Any
 
 import safetensors.torch
 
+from fedgraft.engines.hostile import NAMES
 from fedgraft.experiment import figures
-from fedgraft.experiment.attack import HONEST, Cell, attack_table
+from fedgraft.experiment.attack import HONEST, RULES, Cell, attack_table
 from fedgraft.experiment.attack import write as write_cells
 from fedgraft.experiment.config import Config, validate
 from fedgraft.experiment.statistics import paired, summarise, table
@@ -27,14 +28,6 @@ from fedgraft.experiment.sweep import curve, folder_of, run_many, vary
 
 TUNING_SEED = 0
 SIMILARITIES = ("cka_linear", "cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram")
-ATTACKS = (
-    "sign_flip", "scaling", "gaussian", "ipm", "alie", "mimic", "zero", "nan", "inf", "label_flip", "backdoor",
-    "backdoor_boosted",
-)  # fmt: skip
-RULES = (
-    "mean", "norm_clip", "median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "nnm+median",
-    "nnm+trimmed_mean",
-)  # fmt: skip
 Results = Mapping[str, dict[str, Any]]
 
 
@@ -52,7 +45,7 @@ class Plan:
     shards: tuple[int, ...] = (2, 5, 10)
     rates: tuple[float, ...] = (0.003, 0.01, 0.03)
     similarities: tuple[str, ...] = SIMILARITIES
-    attacks: tuple[str, ...] = ATTACKS
+    attacks: tuple[str, ...] = NAMES
     rules: tuple[str, ...] = RULES
     clients: int = 100
     probe: int = 256
@@ -66,8 +59,7 @@ def tiny(plan: Plan) -> Plan:
     digits = {"source": "digits", "limit": 400, "image_size": 16, "validation": 0.3}
     return replace(
         plan, cifar10=digits, cifar100=digits, nano="tiny", resnet="resnet18:width=4,norm=group", seeds=(1, 2),
-        rounds=2,
-        classes=(5,), shards=(2,), rates=(0.01,), similarities=("cka_linear", "label_histogram"),
+        rounds=2, classes=(5,), shards=(2,), rates=(0.01,), similarities=("cka_linear", "label_histogram"),
         attacks=("scaling", "backdoor_boosted"), rules=("mean", "median"), clients=10, probe=64,
     )  # fmt: skip
 
@@ -98,7 +90,7 @@ def align_study(plan: Plan) -> str:
     """The learning rate is FedAvg's best, chosen with another seed: the methods differ only in their weights."""
     base = {n: vary(align_base(plan), partition__classes_per_client=n) for n in plan.classes}
     tries = {f"{n}/{r}": vary(c, seed=TUNING_SEED, local__lr=r) for n, c in base.items() for r in plan.rates}
-    best = best_rates(run_many(tries, plan.runs, plan.processes), lambda s: s["validation"]["accuracy"])
+    best = best_rates(tries, plan)
     runs = {
         f"{n}/{name}/{seed}": vary(c, seed=seed, local__lr=best[str(n)], algorithm=options)
         for n, c in base.items() for name, options in ALIGN.items() for seed in plan.seeds
@@ -114,13 +106,8 @@ def align_study(plan: Plan) -> str:
         )
         lines[n] = last
     series = over({m: {n: lines[n][m] for n in plan.classes} for m in ALIGN})
-    figures.draw(
-        "F19",
-        plan.out / "algorithms-align.png",
-        series,
-        title="Alignment weights by classes per client",
-        ylabel="validation accuracy (%)",
-    )
+    texts = {"title": "Alignment weights by classes per client", "ylabel": "validation accuracy (%)"}
+    figures.draw("F19", plan.out / "algorithms-align.png", series, **texts)
     shown = folder_of(runs[f"{plan.classes[-1]}/FedAlignAvg/{plan.seeds[0]}"], plan.runs)
     for name in ("svcca_layers", "svcca_clients", "drift"):
         shutil.copy(shown / "figures" / f"{name}.png", plan.out / f"algorithms-{name}.png")
@@ -177,7 +164,7 @@ def personal_study(plan: Plan) -> str:
         f"{s}/{r}": vary(c, seed=TUNING_SEED, local__lr=r, algorithm={"name": "fedbabu"})
         for s, c in base.items() for r in plan.rates
     }  # fmt: skip
-    best = best_rates(run_many(tries, plan.runs, plan.processes), lambda s: s["personal"]["finetuned_mean"])
+    best = best_rates(tries, plan)
     base = {s: vary(c, local__lr=best[str(s)]) for s, c in base.items()}
     sizing = {
         f"{s}/{k}": vary(c, seed=TUNING_SEED, algorithm={"name": "fedshibu", "similarity": k})
@@ -217,13 +204,13 @@ def _personal(results: Results, s: int, methods: Mapping[str, Any], plan: Plan, 
 
 def verdict(scores: Mapping[str, list[float]], similarities: Sequence[str]) -> str:
     """Each similarity against a constant of its size: what is left is what similarity itself is worth."""
+    gaps = {k: [a - b for a, b in zip(scores[k], scores[matched(k)], strict=True)] for k in similarities}
     rows = []
-    for similarity in similarities:
-        (gap,) = paired(scores[matched(similarity)], {similarity: scores[similarity]})
+    for gap in paired([0.0] * len(gaps[similarities[0]]), gaps):  # all of them at once, so that p is corrected
         d = gap.difference
-        said = "more" if d.low > 0 else "less" if d.high < 0 else "no difference to be seen"
-        rows.append([similarity, f"{d.mean:+.2f} [{d.low:+.2f}, {d.high:+.2f}]", said])
-    return table(["similarity", "minus the constant of its size, 95 % interval", "so similarity gives"], rows)
+        said = "no difference to be seen" if gap.p >= 0.05 else "more" if d.mean > 0 else "less"
+        rows.append([gap.name, f"{d.mean:+.2f} [{d.low:+.2f}, {d.high:+.2f}]", f"{gap.p:.3f}", said])
+    return table(["similarity", "minus the constant of its size, 95 % interval", "p (Holm)", "so it gives"], rows)
 
 
 # ---- groups and attacks ----------------------------------------------------------------------------------------------
@@ -282,32 +269,36 @@ def attack_study(plan: Plan) -> str:
 def _attack_row(cells: Mapping[int, list[Cell]], partition: str, rule: str, plan: Plan) -> list[object]:
     """Means over seeds; the worst attack is the one with the largest mean drop."""
 
-    def values(attack: str, field: str) -> list[float]:
-        here = [
-            c for found in cells.values() for c in found if (c.partition, c.rule, c.attack) == (partition, rule, attack)
-        ]
-        return [100 * getattr(c, field) for c in here if getattr(c, field) is not None]
+    def values(attack: str, field: str) -> dict[int, float]:
+        named = {(s, c.partition, c.rule, c.attack): getattr(c, field) for s, found in cells.items() for c in found}
+        mine = {seed: named[seed, partition, rule, attack] for seed in cells}
+        return {seed: 100 * value for seed, value in mine.items() if value is not None}
 
     honest = values(HONEST, "accuracy")
-    if not honest:
-        return [rule, "–", "–", "–", "–", "–"]
-    drops = {a: [h - v for h, v in zip(honest, values(a, "accuracy"), strict=False)] for a in plan.attacks}
-    drops = {a: gaps for a, gaps in drops.items() if gaps}
-    worst = max(drops, key=lambda a: summarise(drops[a]).mean)
-    doors = [values(a, "backdoor") for a in plan.attacks if "backdoor" in a]
-    door = max((summarise(d) for d in doors if d), key=lambda s: s.mean)
-    return [rule, summarise(honest), summarise(drops[worst]), worst, summarise(values(HONEST, "backdoor")), door]
+    under = {attack: values(attack, "accuracy") for attack in plan.attacks}
+    if not honest or any(found.keys() != honest.keys() for found in under.values()):
+        return [rule, "–", "–", "–", "–", "–"]  # a cell that could not run may have been the worst
+    drops = {attack: [honest[seed] - found[seed] for seed in honest] for attack, found in under.items()}
+    worst = max(drops, key=lambda attack: summarise(drops[attack]).mean)
+    doors = [summarise(list(values(a, "backdoor").values())) for a in plan.attacks if "backdoor" in a]
+    plain = summarise(list(values(HONEST, "backdoor").values()))
+    door = max(doors, key=lambda s: s.mean, default="–")
+    return [rule, summarise(list(honest.values())), summarise(drops[worst]), worst, plain, door]
 
 
 # ---- tables and the page ---------------------------------------------------------------------------------------------
 
 
-def best_rates(tried: Results, score: Any) -> dict[str, float]:
-    """By setting the learning rate with the best score; labels are `setting/rate`."""
+def best_rates(tries: Mapping[str, Config], plan: Plan) -> dict[str, float]:
+    """By setting the learning rate that is best on validation after the last round; labels are `setting/rate`.
+
+    The best round would not do: where training harms, that is the start, whatever the rate. Nor would test images.
+    """
+    run_many(tries, plan.runs, plan.processes)
     best: dict[str, tuple[float, float]] = {}
-    for label, summary in tried.items():
+    for label, config in tries.items():
         setting, rate = label.split("/")
-        best[setting] = max(best.get(setting, (-1.0, 0.0)), (score(summary), float(rate)))
+        best[setting] = max(best.get(setting, (-1.0, 0.0)), (_last(folder_of(config, plan.runs)), float(rate)))
     return {setting: rate for setting, (_, rate) in best.items()}
 
 
@@ -353,21 +344,26 @@ def main() -> None:
     plan.out.mkdir(parents=True, exist_ok=True)
     parts = {name: STUDIES[name](plan) for name in options.studies.split(",")}
     texts = {name: parts.get(name, "Not run.") for name in STUDIES}
-    (plan.out / "algorithms.md").write_text(PAGE.format(rounds=plan.rounds, seeds=len(plan.seeds), **texts))
+    notice = "\n**A trial on digits with a drawn network: these numbers mean nothing.**\n" if options.tiny else ""
+    facts = {"rounds": plan.rounds, "seeds": len(plan.seeds), "attacks": len(plan.attacks), "notice": notice}
+    facts["rates"] = ", ".join(map(str, plan.rates))
+    (plan.out / "algorithms.md").write_text(PAGE.format(**facts, **texts))
 
 
 PAGE = """# Algorithms: similarity, alignment and liars
 
 Command: `python recipes/results_algorithms.py --cifar10 FILE --cifar100 FILE --rounds {rounds}`. {seeds} seeds; mean ±
 standard deviation; differences are paired by seed with Student's 95 % interval, p-values corrected by Holm within a
-table. Learning rates were chosen with seed 0, which is not used below.
-
+table, not over the page. With so few seeds intervals are wide: "no difference to be seen" does not mean that there is
+none. In the first two studies the learning rate is the best of {rates} by validation after the last round, with seed 0, which is not used
+below; it is chosen for the baseline (FedAvg, FedBABU) and used for all, so the others may have a better one. Groups and
+liars use one rate that was not tuned.
+{notice}
 ## Does alignment weighting help?
 
-The tested model is the best by validation, the start from step 0 included.
-
 FedAvg, FedAlignAvg (the client computes its score) and the control: the same weights dealt to other clients at
-random. CIFAR-100, `nano`, the whole trunk trains, the head comes from step 0.
+random. CIFAR-100, `nano`, the whole trunk trains, the head comes from step 0. The tested model is the best by
+validation, the start included.
 
 {align}
 
@@ -396,7 +392,8 @@ knowing *who* is similar is worth. CIFAR-10, ResNet-18 of width 16, ten clients 
 ## Liars
 
 15 clients, three of them lying (20 %), the head on `nano`. The worst drop is the largest mean loss of accuracy over
-all attacks, against the same rule without liars; backdoor success is the share of stamped images of other classes
+{attacks} attacks, against the same rule without liars; being the largest of so many, it holds some noise as well.
+Backdoor success is the share of stamped images of other classes
 that become the target, reported apart because an attack can have one without the other.
 
 {attack}

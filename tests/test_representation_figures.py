@@ -35,8 +35,15 @@ LINES = [
 ]
 
 
-def test_every_client_counts_with_its_latest_score() -> None:
-    assert by_layer(LINES) == {"early": [1.0, 0.9, 0.7], "late": [0.6, 0.5, 0.3]}
+def test_every_client_counts_with_its_mean_over_rounds() -> None:
+    found = by_layer(LINES)
+    assert found["early"] == pytest.approx([1.0, 0.9, 0.75]) and found["late"] == pytest.approx([0.6, 0.5, 0.35])
+
+
+def test_a_last_round_at_rate_zero_does_not_hide_the_differences() -> None:
+    """The broken variant would show each client's last score, and those are all 1 at the end of a cosine."""
+    found = by_layer([*LINES, line(3, [0, 1, 2], early=[1.0] * 3, late=[1.0] * 3)])
+    assert len(set(found["late"])) == 3
 
 
 def test_drift_is_one_minus_the_mean_score_of_a_round() -> None:
@@ -50,7 +57,9 @@ def test_each_figure_gets_its_own_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(figures, "draw", lambda kind, path, data, **options: seen.update({kind: (data, options)}))
     draw_all(tmp_path, LINES, 3)
     assert seen.keys() == {"F22", "F23", "F24"}
-    assert seen["F23"] == ([[1.0, 0.6], [0.9, 0.5], [0.7, 0.3]], {"labels": ([0, 1, 2], ["early", "late"])})
+    matrix, options = seen["F23"]
+    np.testing.assert_allclose(matrix, [[1.0, 0.6], [0.9, 0.5], [0.75, 0.35]])
+    assert options == {"labels": ([0, 1, 2], ["early", "late"])}
 
 
 def test_a_run_without_such_numbers_gets_no_such_figures(tmp_path: Path) -> None:

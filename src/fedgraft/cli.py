@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedgraft import cli_attack, cli_edit
+from fedgraft import cli_attack, cli_edit, cli_sweep
 from fedgraft.cli_words import Words, config_of
 from fedgraft.errors import FedgraftError
 
@@ -245,6 +245,8 @@ def options() -> None:
 
 app.command()(cli_attack.attack)
 app.command("find-lr")(cli_edit.find_lr)
+app.command()(cli_sweep.sweep)
+app.command()(cli_sweep.watch)
 app.add_typer(cli_edit.app, name="edit")
 
 

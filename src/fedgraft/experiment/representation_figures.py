@@ -43,26 +43,33 @@ def draw_all(run: Path, lines: Lines, clients: int) -> list[Path]:
 
 
 def by_layer(lines: Lines) -> dict[str, list[float]]:
-    """The latest score of every client that ever answered, by layer."""
-    latest = _latest(lines)
-    layers = next(iter(latest.values())).keys()
-    return {layer: [scores[layer] for scores in latest.values()] for layer in layers}
+    """The mean score of every client that ever answered, by layer."""
+    means = by_client(lines)
+    layers = next(iter(means.values())).keys()
+    return {layer: [scores[layer] for scores in means.values()] for layer in layers}
 
 
-def _latest(lines: Lines) -> dict[int, dict[str, float]]:
-    """Scores by client and layer, each client's from the last round it took part in; clients in order."""
-    found: dict[int, dict[str, float]] = {}
+def by_client(lines: Lines) -> dict[int, dict[str, float]]:
+    """Scores by client and layer, clients in order, each the mean over the rounds the client took part in.
+
+    The last round alone would say nothing where the learning rate ends at zero: every score is then 1.
+    """
+    found: dict[int, list[dict[str, float]]] = {}
     for line in lines:
         for place, client in enumerate(line["clients"]["ids"]):
-            found[client] = {layer: scores[place] for layer, scores in line["alignment"].items()}
-    return dict(sorted(found.items()))
+            scores = {layer: values[place] for layer, values in line["alignment"].items()}
+            found.setdefault(client, []).append(scores)
+    return {
+        client: {layer: sum(s[layer] for s in rounds) / len(rounds) for layer in rounds[0]}
+        for client, rounds in sorted(found.items())
+    }
 
 
 def _client_map(path: Path, lines: Lines) -> Path:
-    latest = dict(list(_latest(lines).items())[:_MOST_CLIENTS])
-    layers = list(next(iter(latest.values())))
-    matrix = [[scores[layer] for layer in layers] for scores in latest.values()]
-    return figures.draw("F23", path, matrix, labels=(list(latest), layers))
+    means = dict(list(by_client(lines).items())[:_MOST_CLIENTS])
+    layers = list(next(iter(means.values())))
+    matrix = [[scores[layer] for layer in layers] for scores in means.values()]
+    return figures.draw("F23", path, matrix, labels=(list(means), layers))
 
 
 def drift(lines: Lines) -> dict[str, tuple[list[int], list[float], list[float]]]:

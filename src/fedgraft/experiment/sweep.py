@@ -133,7 +133,9 @@ def run_many(
 
     def next_run() -> tuple[str, Worker] | None:
         label = next(left, None)
-        return label and (label, Worker(runs[label], folder_of(runs[label], root), label in central))
+        if label is None:
+            return None
+        return label, Worker(runs[label], folder_of(runs[label], root), label in central)
 
     def ended(label: str, worker: Worker) -> None:
         if summary := finished(worker.folder):
