@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 WORDS ?= demo --fresh
+# More words for pip, for example where to find the CPU build of torch (see the README).
+PIP_ARGS ?=
 
 .PHONY: run test check lint bench reliability setup clean
 
@@ -13,7 +15,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "fedgraft needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
 	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib src >/dev/null 2>&1
 	touch $(STAMP)
 

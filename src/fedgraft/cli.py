@@ -90,8 +90,11 @@ def resume(
     from fedgraft.experiment.config import from_folder
     from fedgraft.experiment.record import RunFolder
 
-    RunFolder.open(run)
-    _carry_out(from_folder(run), run, quiet, central=(run / "centralized").exists())
+    record = RunFolder.open(run)
+    config = from_folder(run)
+    if record.config_digest != config.digest:
+        raise FedgraftError(f"{run / 'config.toml'} was changed since the run began; restore it, or start a new run")
+    _carry_out(config, run, quiet, central=(run / "centralized").exists())
 
 
 def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None:
@@ -103,7 +106,8 @@ def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None
 
     console = rich.get_console()
     console.quiet = quiet
-    if folder.exists() and (folder / "run.json").exists() and RunFolder.open(folder).status == "finished":
+    known = RunFolder.open(folder) if (folder / "run.json").exists() else None
+    if known is not None and known.status == "finished" and known.config_digest == config.digest:
         console.print("this config was run before; --fresh runs it again.")
     try:
         with display.LiveProgress(console) as live:
@@ -116,7 +120,9 @@ def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None
 
                 summary = run_federated(config, folder, live)
     except KeyboardInterrupt:
-        typer.echo(f"\ninterrupted; the state is saved. Continue with: fedgraft resume {folder}", err=True)
+        saved = (folder / "run.json").exists()
+        then = f"the state is saved. Continue with: fedgraft resume {folder}" if saved else "nothing was done yet."
+        typer.echo(f"\ninterrupted; {then}", err=True)
         raise typer.Exit(130) from None
     finally:
         console.quiet = False
@@ -148,11 +154,13 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
     from fedgraft.experiment.record import RunFolder
 
     folder, console = RunFolder.open(run), rich.get_console()
-    console.print(f"{run}: {folder.status} {folder.reason}", highlight=False)
+    console.print(f"{run}: {folder.status} {folder.reason}", highlight=False, markup=False)
     if summary := folder.summary():
         display.results(console, run.name, summary)
     elif lines := folder.metrics():
-        console.print(f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}", highlight=False)
+        console.print(
+            f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}", highlight=False, markup=False
+        )
     console.print(folder.config_text, highlight=False, markup=False)
 
 
@@ -260,6 +268,9 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        typer.echo(f"fedgraft: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

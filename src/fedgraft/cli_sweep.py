@@ -37,6 +37,7 @@ def sweep(
     """Try many settings and choose by validation; started again, it goes on where it stood."""
     import rich
     from rich.table import Table
+    from rich.text import Text
 
     from fedgraft.experiment.search import Plan, Search
     from fedgraft.experiment.search_space import parse_axis
@@ -52,9 +53,11 @@ def sweep(
         typer.echo("\ninterrupted; the runs are saved. The same command goes on from here.", err=True)
         raise typer.Exit(130) from None
     header, cells = rows(found)
-    table = Table(*header)
+    table = Table()
+    for name in header:
+        table.add_column(name, no_wrap=name.endswith("(%)"), overflow="fold")
     for row in cells:
-        table.add_row(*row, style="bold green" if row[-1] == "best" else None)
+        table.add_row(*map(Text, row), style="bold green" if row[-1] == "best" else None)
     rich.get_console().print(table)
     if (first := best(found)) is not None:
         typer.echo(f"best on validation: {first.label}")

@@ -111,9 +111,12 @@ def deal_dirichlet(
     for _ in range(tries):
         share = rng.dirichlet(np.full(clients, float(alpha)), size=len(present)) * counts[:, None]  # (C, K)
         given = largest_remainder(share, counts, np.zeros_like(share))
-        if given.sum(axis=0).min() >= min_size:
+        small = int((given.sum(axis=0) < min_size).sum())
+        if small == 0:
             cls, client = np.nonzero(given)
             return Dealt(deal_edges(labels, present[cls], client, given[cls, client], rng))
+        if tries * (1 - small / clients) ** clients < 1e-3:  # with so many too small, no draw will do
+            break
     raise FedgraftError(
         f"in {tries} draws with alpha={alpha} some of the {clients} clients always had fewer than {min_size} rows; "
         "lower min_size, raise alpha, or use 'dirichlet_balanced', whose clients are of equal size."

@@ -26,7 +26,10 @@ def adapted(folder: Path) -> Setup:
         raise FedgraftError(
             f"{folder} has no good checkpoint yet; let it run, or resume it with: fedgraft resume {folder}"
         )
-    setup = Setup(from_folder(folder))
+    config = from_folder(folder)
+    if config.digest != record.config_digest:
+        raise FedgraftError(f"{folder / 'config.toml'} was changed since the run began; restore it, or run it anew")
+    setup = Setup(config)
     tensors = found.tensors
     step_zero.install(setup.network, torch.cat([tensors["head/weight"], tensors["head/bias"][:, None]], 1))
     setup.open({n.removeprefix("edit/"): t for n, t in tensors.items() if n.startswith("edit/")})

@@ -34,12 +34,14 @@ from fedgraft.experiment.parts import (
     build_algorithm,
     build_federation,
     build_network,
+    check_blocks,
     deal,
     device_named,
     norm_ratio,
     open_space,
     per_round,
 )
+from fedgraft.experiment.trackers import require
 from fedgraft.messages import pack_bits
 from fedgraft.models.identity import digest
 from fedgraft.observe import hidden
@@ -59,6 +61,8 @@ class Setup:
         self.algorithm = build_algorithm(config)
         self.deal = deal(config)
         self.network = build_network(config, self.deal.classes).to(device_named(config.device))
+        check_blocks(config, self.network)
+        require(config.track.trackers)
         self.federation = build_federation(config, int(self.deal.partition.sizes().max()))
         own = (self.network.mean, self.network.std)
         statistics: Any = STATISTICS.get(config.data.normalise, own)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fedgraft import zoo
 from fedgraft.client import give_stream
 from fedgraft.experiment import step_zero
 from fedgraft.experiment.build import Setup
@@ -32,6 +33,7 @@ log = logging.getLogger("fedgraft")
 def as_central(config: Config) -> Config:
     """The same config with one client that holds everything, trained for whole epochs."""
     c = config.centralized
+    zoo.named(config.algorithm.name)  # it plays no part here, but a name that does not exist is a mistake
     moves = {"probe": {"kind": "head"}, "ridge": {"kind": "head"}, "finetune": {}}[c.kind]
     kind = config.moves.kind
     if c.kind == "finetune" and kind == "head":
@@ -51,11 +53,15 @@ def run_centralized(
     """Train on everything in one place; returns the summary. Resumes like a federated run."""
     config = as_central(config)
     with one_thread():
-        setup = None if is_finished(folder) else Setup(config)
+        done = is_finished(folder)
+        setup = None if done and (folder / "report.html").exists() else Setup(config)
         record = RunFolder.create(folder, to_toml(config), config.digest)
         (record.path / "centralized").touch()  # tells `fedgraft resume` what kind of run this is
-        if setup is None:
+        if done:
+            if setup is not None:
+                publish(record, setup)
             return record.summary()
+        assert setup is not None
         with record.writing(console=console), closing(setup):
             summary = _Central(setup, record, progress or Silent()).go()
             record.finish(summary)

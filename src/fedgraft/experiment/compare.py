@@ -19,8 +19,9 @@ def compare_runs(runs: Sequence[Path], out: Path) -> tuple[list[RunInfo], list[P
     out.mkdir(parents=True, exist_ok=True)
     series = {}
     for folder in folders:
+        name = folder.path.name if folder.path.name not in series else str(folder.path)
         lines = [line for line in folder.metrics() if line.get("accuracy") is not None]
-        series[folder.path.name] = ([x["round"] for x in lines], [100 * x["accuracy"] for x in lines], None)
+        series[name] = ([x["round"] for x in lines], [100 * x["accuracy"] for x in lines], None)
     figure = out / "accuracy.png"
     figures.curves(figure, series, xlabel="round", ylabel="validation accuracy (%)")
     page = out / "comparison.html"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -32,7 +33,7 @@ class LiveProgress:
 
     def start(self, total: int, done: int, text: str) -> None:
         """Begin; `done` rounds were finished before."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False)
         self.task = self.bar.add_task("", total=total, completed=done, what="round", numbers="")
         self.bar.start()
 
@@ -56,7 +57,7 @@ def size(count: float) -> str:
 
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     """The final table of a run."""
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=escape(title), show_header=False, title_justify="left")
     rows = [
         ("validation accuracy", _percent(summary.get("validation", {}).get("accuracy"))),
         ("test accuracy", _percent(summary.get("test", {}).get("accuracy"))),
@@ -83,8 +84,8 @@ def runs_table(console: Console, infos: list[Any]) -> None:
     table = Table("run", "status", "round", "best val", "test", "sent", "seconds")
     for info in infos:
         table.add_row(
-            info.name, info.status, str(info.round), _percent(info.best), _percent(info.test), size(info.bytes or 0),
-            f"{info.seconds or 0:.0f}",
+            escape(info.name), info.status, str(info.round), _percent(info.best), _percent(info.test),
+            size(info.bytes or 0), f"{info.seconds or 0:.0f}",
         )  # fmt: skip
     console.print(table)
 
@@ -95,6 +96,6 @@ def _percent(value: float | None) -> str:
 
 def path_line(console: Console, folder: Path, report: bool = True) -> None:
     """Where to look next."""
-    console.print(f"run folder  {folder}", highlight=False, soft_wrap=True)
+    console.print(f"run folder  {folder}", highlight=False, soft_wrap=True, markup=False)
     if report and (folder / "report.html").exists():
-        console.print(f"report      {folder / 'report.html'}", highlight=False, soft_wrap=True)
+        console.print(f"report      {folder / 'report.html'}", highlight=False, soft_wrap=True, markup=False)

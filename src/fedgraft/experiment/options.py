@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -24,7 +24,9 @@ class Data(Section):
     source: Literal["digits", "cifar10", "cifar100", "folder", "synthetic"] = "digits"
     path: str | None = Field(None, description="file or folder with the data; else the usual places, then the Hub")
     validation: float = Field(0.1, ge=0, lt=1, description="share of the training images held out, stratified")
-    image_size: int | None = Field(None, ge=4, description="pixels the network sees; default: what it was trained on")
+    image_size: int | None = Field(
+        None, ge=4, le=4096, description="pixels the network sees; default: what it was trained on"
+    )
     augment: tuple[Literal["flip", "crop", "resized_crop", "jitter", "randaugment"], ...] = Field(
         (), description="training transforms, in this order; evaluation never augments"
     )
@@ -179,7 +181,7 @@ class Schedule(Section):
     decay: float = Field(0.99, gt=0, le=1, description="lambda: factor per round")
     gamma: float = Field(0.1, gt=0, description="inverse")
     power: float = Field(0.5, gt=0, description="inverse")
-    at: tuple[float, ...] = Field((0.5, 0.75), description="step: fractions of the run")
+    at: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field((0.5, 0.75), description="step: fractions of the run")
     factor: float = Field(0.1, gt=0, lt=1, description="step, plateau")
     patience: int = Field(3, ge=0, description="plateau: evaluations to wait")
     warmup: int = Field(0, ge=0, description="rounds of linear rise, once per run")

@@ -27,4 +27,4 @@ def show_partition(config: Config, out: Path | None, console: Console) -> None:
     matrix = dealt.partition.histogram(labels, dealt.classes)
     path = out or Path(f"partition-{config.partition.kind}-{config.partition.clients}.png")
     figures.draw("client_classes", path, matrix)
-    console.print(f"heat map    {path}", highlight=False)
+    console.print(f"heat map    {path}", highlight=False, markup=False)

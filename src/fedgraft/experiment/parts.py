@@ -66,6 +66,11 @@ def deal(config: Config) -> Deal:
     options = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
     dataset = load_dataset(d.source, d.path, **(options if d.source == "synthetic" else {}))
     labels = np.asarray(dataset.train.labels)
+    strange = [label for group in p.groups for label in group if not 0 <= label < len(dataset.train.classes)]
+    if strange:
+        raise FedgraftError(
+            f"partition.groups names the label {strange[0]}, and there are {len(dataset.train.classes)}"
+        )
     train, held = stratified_split(labels, d.validation, config.seed)
     if d.limit is not None and d.limit < len(train):
         _, kept = stratified_split(labels[train], d.limit / len(train), config.seed)
@@ -105,6 +110,15 @@ def device_named(name: str) -> torch.device:
     return device
 
 
+def check_blocks(config: Config, network: VisionNetwork) -> None:
+    """Refuse more blocks than the network has."""
+    moves = config.moves
+    wanted = {"freeze_blocks": moves.freeze_blocks, "blocks": moves.blocks if moves.kind == "last_blocks" else 0}
+    for name, count in wanted.items():
+        if count > network.depth:
+            raise FedgraftError(f"moves.{name} is {count}, but {config.model.name} has {network.depth} blocks")
+
+
 def open_space(config: Config, network: VisionNetwork) -> EditSpace:
     """The coordinates that may move. Masks and low-rank factors are opened by their own recipes."""
     moves = config.moves
@@ -122,10 +136,6 @@ def open_space(config: Config, network: VisionNetwork) -> EditSpace:
             "last_blocks": (moves.head_too if head else block >= last),
         }[moves.kind]
 
-    if moves.freeze_blocks > network.depth:
-        raise FedgraftError(
-            f"moves.freeze_blocks is {moves.freeze_blocks}, but {config.model.name} has {network.depth} blocks"
-        )
     return select(network, wanted)
 
 

@@ -260,7 +260,7 @@ class RunFolder:
             return {}
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise FedgraftError(f"{path} is damaged: it is not JSON; delete it or restore the run folder.") from error
 
     def _write_json(self, name: str, value: Any) -> None:
@@ -290,7 +290,7 @@ def describe(run: RunFolder, lines: Sequence[Mapping[str, Any]] | None = None, r
         path=run.path,
         status=run.status,
         round=lines[-1].get("round") if lines else None,
-        best=max(scores, default=None),
+        best=(summary.get("validation") or {}).get("accuracy", max(scores, default=None)),
         test=(summary.get("test") or {}).get("accuracy"),
         bytes=sum((line.get("bytes_up") or 0) + (line.get("bytes_down") or 0) for line in lines),
         seconds=float(summary.get("seconds") or seconds),

@@ -61,9 +61,9 @@ class Trial:
 
 def parse_axis(word: str) -> Axis:
     """`local.lr=0.01,0.1`, `partition.kind=iid,classes`, or a range such as `local.lr=log:0.001:0.1`."""
-    key, equals, text = word.partition("=")
+    key, _, text = word.partition("=")
     if key not in known_keys():
-        validate(parse_override(f"{key}=0" if equals else word))  # says which option is nearest
+        validate(parse_override(f"{key or word}=0"))  # says which option is nearest
     if not text:
         raise FedgraftError(f"--over {word} names no values; write for example --over local.lr=0.01,0.1.")
     if key == "seed":
@@ -132,7 +132,7 @@ def optuna_settings(axes: Sequence[Axis], seed: int, wanted: int, trials: Sequen
         raise MissingExtra("optuna", "sweep", "--search optuna") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     kinds = {axis.key: _distribution(axis) for axis in axes}
-    asked, known = 0, len(trials)
+    asked, known = 0, -1
     while True:
         asked, known = (asked + 1 if known == len(trials) else 0), len(trials)
         # A new study each time: the proposal depends on the trials alone, so a resumed search needs no other state.

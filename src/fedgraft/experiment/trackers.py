@@ -7,10 +7,11 @@ alone. Nothing leaves the machine unless the environment asks for it (`WANDB_MOD
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -188,6 +189,13 @@ def tracker(name: str, folder: Path) -> Tracker:
     if name not in TRACKERS:
         raise FedgraftError(f"there is no tracker {name!r}; choose none, {', '.join(TRACKERS)}.")
     return Careful(TRACKERS[name](folder), name)
+
+
+def require(names: Iterable[str]) -> None:
+    """Refuse a tracker whose package is not installed, before anything is written."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtra(name, name, f"the tracker {name!r}")
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

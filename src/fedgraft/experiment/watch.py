@@ -36,6 +36,7 @@ def watch(folder: Path, console: Console, once: bool = False, every: float = 1.0
         while run.status == "running":
             time.sleep(every)
             live.update(frame(run, console.width), refresh=True)
+        live.update(frame(run, console.width), refresh=True)  # how it ended
 
 
 def frame(run: RunFolder, width: int = 80) -> RenderableType:

@@ -30,8 +30,8 @@ def cosine(lr: float, minimum: float = 0.0, restarts: int = 0) -> Schedule:
 
 
 def linear(lr: float, minimum: float = 0.0) -> Schedule:
-    """A straight line down from lr to the minimum."""
-    return lambda t, total, history: minimum + (lr - minimum) * max(0, max(1, total - 1) - t) / max(1, total - 1)
+    """A straight line down from lr; it would reach the minimum one position after the last, so none is idle."""
+    return lambda t, total, history: minimum + (lr - minimum) * max(0, total - t) / max(1, total)
 
 
 def exponential(lr: float, decay: float = 0.99) -> Schedule:
