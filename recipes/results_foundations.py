@@ -76,11 +76,15 @@ def write(runs: dict[str, Config], results: dict[str, dict], root: Path, out: Pa
         test = summarise([100 * results[f"{name}/{s}"]["test"]["accuracy"] for s in SEEDS])
         held = summarise([100 * results[f"{name}/{s}"]["validation"]["accuracy"] for s in SEEDS])
         sent = results[f"{name}/0"]["bytes_up"] + results[f"{name}/0"]["bytes_down"]
-        rows.append([name, held, test, f"{sent / 1e6:.1f}"])
+        seen = [dict(zip(*curve(folder_of(runs[f"{name}/{s}"], root)), strict=True)) for s in SEEDS]
+        early = summarise([100 * s[50] for s in seen]) if all(50 in s for s in seen) else ""
+        last = summarise([100 * list(s.values())[-1] for s in seen])
+        rounds = ", ".join(str(results[f"{name}/{s}"]["best_round"]) for s in SEEDS)
+        rows.append([name, early, last, held, rounds, test, f"{sent / 1e6:.1f}"])
         if name.startswith("head"):
             curves = [curve(folder_of(runs[f"{name}/{s}"], root)) for s in SEEDS]
             lost = [curve(folder_of(runs[f"{name}/{s}"], root), "loss") for s in SEEDS]
-            label = name.removeprefix("head ").replace("IID", "IID")
+            label = name.removeprefix("head ")
             label = label if label == "IID" else f"N_c={label}"
             stats = [summarise([100 * c[1][i] for c in curves]) for i in range(len(curves[0][0]))]
             series[label] = (curves[0][0], [s.mean for s in stats], [s.std for s in stats])
@@ -88,9 +92,14 @@ def write(runs: dict[str, Config], results: dict[str, dict], root: Path, out: Pa
             losses[label] = (lost[0][0], [s.mean for s in mean], [s.std for s in mean])
     figures.draw("F8", out / "foundations-accuracy.png", series, title="Head-only FedAvg by classes per client")
     figures.draw("F9", out / "foundations-loss.png", losses, title="Head-only FedAvg by classes per client")
-    text = PAGE.format(table=table(["run", "validation (%)", "test (%)", "MB up and down"], rows))
+    text = PAGE.format(table=table(HEADER, rows))
     (out / "foundations.md").write_text(text)
 
+
+HEADER = [
+    "run", "validation, round 50 (%)", "validation, last round (%)", "validation, best (%)", "best round by seed",
+    "test of the best (%)", "MB up and down",
+]  # fmt: skip
 
 PAGE = """# Foundations: probe, head-only FedAvg, full fine-tuning
 
@@ -103,7 +112,9 @@ Best round by validation (5,000 images held out of train); the test set is used 
 - `probe`: all training images in one place, linear head, 15 epochs after an L-BFGS start.
 - `head N`: FedAvg on the head alone from a random head; 100 clients with exactly N classes each, 10 a round, 4 steps of
   64 images, 500 rounds, lr 0.03 falling as a cosine, momentum 0.9.
+- The fewer classes a client holds, the slower the head learns: the gap is widest early and closes as the rate falls.
 - `full 10`: FedAvg on all 2.7 million weights, N_c=10, from a probe head; 10 rounds, 4 steps of 32 images, lr 0.01.
+  A best round of 0 is the model of step 0: then these few rounds did not improve on the probe head.
 
 ![accuracy](foundations-accuracy.png)
 ![loss](foundations-loss.png)

@@ -45,7 +45,7 @@ def made(path: Path, lines: list[dict[str, Any]], **state: Any) -> RunFolder:
 def shown(run: RunFolder, width: int = 80) -> str:
     text = io.StringIO()
     Console(file=text, width=width).print(frame(run, width))
-    return text.getvalue()
+    return text.getvalue().replace("\u00a0", " ")  # which keeps a client and its loss on one line
 
 
 def rows_lit(drawn: list[str], column: int) -> list[int]:

@@ -142,7 +142,7 @@ def _clients(lines: Sequence[Mapping[str, Any]]) -> RenderableType | None:
         return None
     top = max(found.values())
     shown = sorted(found, key=lambda client: -found[client])[:_CLIENTS]
-    words = [f"#{client} {_BLOCKS[_eighth(found[client], top)]} {found[client]:.3g}" for client in shown]
+    words = [f"#{client}\u00a0{_BLOCKS[_eighth(found[client], top)]}\u00a0{found[client]:.3g}" for client in shown]
     more = f"  and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
     return _row("client losses", "  ".join(words) + more)
 
