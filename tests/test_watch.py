@@ -150,6 +150,12 @@ def test_it_fits_narrow_and_wide_terminals(tmp_path: Path, width: int) -> None:
     assert max(map(len, shown(run, width).splitlines())) <= width
 
 
+@pytest.mark.parametrize("loss", [0.6343, 1.2345678e-05, -1.2345678e-05, 137.25, 1.0])
+def test_no_number_cuts_a_curve_off(tmp_path: Path, loss: float) -> None:
+    run = made(tmp_path / "r", [line(n, accuracy=0.5, loss=loss * n) for n in range(1, 4)], status="interrupted")
+    assert "…" not in shown(run, 80) and "…" not in shown(run, 110)
+
+
 def test_a_torn_last_line_does_no_harm(tmp_path: Path) -> None:
     run = made(tmp_path / "r", [line(1), line(2)], status="interrupted")
     with run.metrics_path.open("a") as file:

@@ -44,7 +44,7 @@ def frame(run: RunFolder, width: int = 80) -> RenderableType:
     config, lines, status = from_folder(run.path), run.metrics(), run.status
     central = (run.path / "centralized").exists()
     total = config.centralized.epochs if central else config.rounds.total
-    width = max(20, min(width, 110) - 26)
+    width = max(20, min(width, 110) - 31)  # beside the border, labels, and numbers such as 1.234e-05
     parts: list[RenderableType] = [_progress(lines, ("epoch" if central else "round", total), status, width)]
     for key, label, colour, factor in (
         ("accuracy", "validation %", "green", 100.0), ("loss", "validation loss", "magenta", 1.0),
@@ -173,5 +173,5 @@ def _ending(run: RunFolder, status: str) -> RenderableType | None:
 
 def _row(label: str, text: str) -> RenderableType:
     row = Table.grid(padding=(0, 1))
-    row.add_row(label.rjust(15), Text(text))
+    row.add_row(label.rjust(15), Text(text, overflow="fold"))  # a long path is folded, not cut off
     return row
