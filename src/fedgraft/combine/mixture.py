@@ -7,8 +7,6 @@ similarity gives every client the same bits, and the same bits as the plain mean
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -71,49 +69,3 @@ def _piece(rows: Rows, piece: slice) -> Tensor:
     if isinstance(rows, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(rows[:, piece]))
     return rows[:, piece] if isinstance(rows, Tensor) else torch.stack([row[piece] for row in rows])
-
-
-def create_store(path: Path, clients: int, anchor: Tensor) -> np.memmap:
-    """A file of one personal vector per client, (K, k) float32, each starting at the anchor."""
-    store = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(clients, len(anchor)))
-    for row in range(clients):
-        store[row] = anchor.numpy()
-    return store
-
-
-def open_store(path: Path) -> np.memmap:
-    """The personal vectors in a file made by `create_store`, for reading and writing in place."""
-    try:
-        return np.lib.format.open_memmap(path, mode="r+")
-    except (OSError, ValueError) as error:
-        raise FedgraftError(f"the file of personal vectors {path} cannot be opened: {error}") from error
-
-
-def remix(
-    store: np.ndarray,
-    present: Sequence[int],
-    changes: Rows,
-    anchor: Tensor,
-    mixing: Tensor,
-    weights: Tensor,
-    absent: Literal["keep", "mean"] = "keep",
-    chunk: int = CHUNK,
-) -> Tensor:
-    """One round on stored personal vectors, in place; returns the next anchor, anchor + weighted mean of the offsets.
-
-    Clients in `present` (rows of `changes`, `mixing` and `weights`) get their mixture of (personal - anchor) + change.
-    The others keep their vector, or with absent="mean" take the next anchor as in FedBABU. Since a constant mixture
-    lands on the next anchor exactly, the next round's offsets are again the bare changes.
-    """
-    if not len(present) == len(mixing) == len(weights) or len(set(present)) != len(present):
-        raise FedgraftError("a mixture needs one distinct client, one weight and one matrix row per change.")
-    shares, rows, blend = normalised(weights), list(present), blender(mixing)
-    others = sorted(set(range(len(store))) - set(rows)) if absent == "mean" else []
-    following = torch.empty_like(anchor)
-    for piece in chunks(len(anchor), chunk):
-        offsets = torch.from_numpy(store[rows, piece]) - anchor[piece] + _piece(changes, piece)
-        following[piece] = anchor[piece] + accumulate(offsets, shares).to(torch.float32)
-        store[rows, piece] = (anchor[piece] + blend(offsets)).numpy()
-        if others:
-            store[others, piece] = following[piece].numpy()
-    return following
