@@ -464,13 +464,16 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
     folder = tmp_path / "run"
     words = [*TINY, "rounds.total=200000", "rounds.checkpoint_every=100000", "rounds.evaluate_every=0"]
     command = [sys.executable, "-c", "from fedgraft.cli import main; main()", "run", *words, "-o", str(folder), "-q"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
         for _ in range(600):
             if len(read_metrics(folder)) > 3 or process.poll() is not None:
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, errors
     assert f"fedgraft resume {folder}" in errors and "Traceback" not in errors
     found = checkpoint.load_latest(folder / "checkpoints")
