@@ -205,6 +205,8 @@ class _Run:
         for offence in summary.offences:
             log.warning("round %d: client %d dropped: %s", new.round, offence.client, offence.reason)
         line = dict(summary.record)
+        if line.get("skipped"):
+            log.warning("round %d: too few usable answers, so nothing changed", new.round)
         if new.round == r.total or (r.evaluate_every and new.round % r.evaluate_every == 0):
             new = self._validate(new, line)
         self.totals = {key: self.totals[key] + int(line[key]) for key in self.totals}
