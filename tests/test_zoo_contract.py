@@ -136,14 +136,14 @@ def outcome(row: Row, rounds: int = 3, engine: Any = None) -> dict[str, Tensor]:
     return tensors_of(toy.state, toy.engine.memory)
 
 
-_kept: dict[int, dict[str, Tensor]] = {}
+_kept: dict[int, tuple[Row, dict[str, Tensor]]] = {}  # the row is held too, so that its id stays its own
 
 
 def reference(row: Row) -> dict[str, Tensor]:
     """The row's plain outcome, computed once for all laws."""
     if id(row) not in _kept:
-        _kept[id(row)] = outcome(row)
-    return _kept[id(row)]
+        _kept[id(row)] = row, outcome(row)
+    return _kept[id(row)][1]
 
 
 # ---- the laws --------------------------------------------------------------------------------------------------------
