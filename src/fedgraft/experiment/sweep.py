@@ -7,7 +7,6 @@ waited for.
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -190,8 +189,3 @@ def curve(folder: Path, key: str = "accuracy") -> tuple[list[int], list[float]]:
     """Rounds and values of one metric of a run."""
     lines = [line for line in RunFolder.open(folder).metrics() if line.get(key) is not None]
     return [line["round"] for line in lines], [line[key] for line in lines]
-
-
-def save_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Keep the numbers of a study beside its figures."""
-    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
