@@ -37,8 +37,8 @@ T = torch.optim.lr_scheduler
     ("schedule", "make"),
     [
         (s.constant(0.4), lambda o: T.LambdaLR(o, lambda t: 1.0)),
-        (s.cosine(0.4, 0.01), lambda o: T.CosineAnnealingLR(o, T_max=19, eta_min=0.01)),
-        (s.cosine(0.4), lambda o: T.CosineAnnealingLR(o, T_max=19)),
+        (s.cosine(0.4, 0.01), lambda o: T.CosineAnnealingLR(o, T_max=20, eta_min=0.01)),
+        (s.cosine(0.4), lambda o: T.CosineAnnealingLR(o, T_max=20)),
         (s.exponential(0.4, 0.95), lambda o: T.LambdaLR(o, lambda t: 0.95**t)),
         (s.linear(0.4, 0.04), lambda o: T.LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=20)),
         (s.inverse(0.4, 0.2, 0.5), lambda o: T.LambdaLR(o, lambda t: (1 + 0.2 * t) ** -0.5)),
@@ -77,7 +77,10 @@ def test_cosine_with_restarts_begins_every_cycle_at_the_top() -> None:
 
 def test_schedules_count_over_the_run_and_end_where_they_should() -> None:
     """T29: the first rate is the full one, then it falls to the minimum; nothing restarts in between."""
-    for schedule, end in ((s.cosine(0.4, 0.01), 0.01), (s.linear(0.4, 0.01), 0.01 + 0.39 / 50)):
+    for schedule, end in (
+        (s.cosine(0.4, 0.01), 0.01 + 0.195 * (1 + math.cos(math.pi * 49 / 50))),
+        (s.linear(0.4, 0.01), 0.01 + 0.39 / 50),
+    ):
         rates = ours(schedule, 50)
         assert rates[0] == 0.4 and rates[-1] == pytest.approx(end) and rates == sorted(rates, reverse=True)
     ramp = ours(s.warmed(s.constant(1.0), 4), 8)

@@ -19,12 +19,14 @@ def constant(lr: float) -> Schedule:
 
 
 def cosine(lr: float, minimum: float = 0.0, restarts: int = 0) -> Schedule:
-    """Half a cosine from lr to the minimum; with restarts, the same in equal cycles."""
+    """Half a cosine from lr down; with restarts, the same in equal cycles.
+
+    It would reach the minimum one position after the last (PyTorch's T_max), so no round is idle.
+    """
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
         cycle = max(1, math.ceil(total / (restarts + 1)))
-        place = (t % cycle) / max(1, cycle - 1)
-        return minimum + 0.5 * (lr - minimum) * (1 + math.cos(math.pi * min(1.0, place)))
+        return minimum + 0.5 * (lr - minimum) * (1 + math.cos(math.pi * (t % cycle) / cycle))
 
     return rate
 
