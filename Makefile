@@ -34,8 +34,9 @@ check: lint
 test: lint
 	$(BIN)/python -m pytest
 
+# BENCH names some of them, for example `make bench BENCH=peers`; all take about three quarters of an hour.
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(BENCH)
 
 reliability: $(STAMP)
 	$(BIN)/python -m benchmarks.reliability

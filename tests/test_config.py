@@ -89,7 +89,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(word: str, nearest
         ("track.trackers=[\"paper\"]", ("track.trackers", "'paper'")),
         ("name=../up", ("name", "../up")),
         ("seed=-1", ("seed", "0")),
-        ("workers=0", ("workers", "1")),
+        ("workers=-1", ("workers", "0")),
         ("local=3", ("'local' is a table of options", "local.steps")),
     ],
 )  # fmt: skip

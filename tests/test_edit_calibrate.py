@@ -13,7 +13,6 @@ from fedgraft.edit.calibrate import (
     average,
     calibrate,
     energy_share,
-    mean_scores,
     merge,
     oneshot,
     progressive,
@@ -275,16 +274,13 @@ def test_federated_scores_equal_central_ones() -> None:
 
     clients = [score(rows) for rows in (slice(0, 5), slice(5, 25), slice(25, 60))]
     central = score(slice(0, 60)).mean()
-    merged = mean_scores([c.mean() for c in clients], [c.samples for c in clients])
-    added = (clients[0] + clients[1] + clients[2]).mean()
-    for found in (merged, added):
-        assert all(torch.allclose(found[n], central[n], 1e-5, 1e-9) for n in central)
+    shapes = {name: tuple(tensor.shape) for name, tensor in central.items()}
+    sent = [c.vector() for c in clients]  # as clients send them and the server adds them up
+    merged = Scores.from_vector(sent[0] + sent[1] + sent[2], shapes).mean()
+    assert all(torch.allclose(merged[n], central[n], 1e-5, 1e-9) for n in central)
     assert jaccard(choose(merged, 0.1), choose(central, 0.1)) > 0.95
-    unweighted = mean_scores([c.mean() for c in clients])
-    assert not all(torch.allclose(unweighted[n], central[n], 0.05) for n in central)
-    for bad in ([], [1.0], [-1.0, 1.0, 1.0], [0.0, 0.0, 0.0]):
-        with pytest.raises(FedgraftError):
-            mean_scores([c.mean() for c in clients], bad)
+    means = [c.mean() for c in clients]  # the planted mistake: every client counts the same
+    assert not all(torch.allclose(sum(m[n] for m in means) / 3, central[n], 0.05) for n in central)
 
 
 def bits(*rows: list[int]) -> list[Mask]:

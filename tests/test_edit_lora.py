@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.contracts import Network
-from fedgraft.edit.lora import adapted, attach, detach, dropout_stream, initial_a, merge, target_layers
-from fedgraft.edit.lora_combine import LoraLayout, Mode, combine_lora, lora_layout, lora_space
+from fedgraft.edit.lora import adapted, attach, detach, initial_a, merge, target_layers
+from fedgraft.edit.lora_combine import LoraLayout, Mode, combine_lora, lora_layout
 from fedgraft.errors import FedgraftError, MissingExtra
 from fedgraft.randomness import torch_stream
+from fedgraft.workplace import give_stream
 
 peft = pytest.importorskip("peft")
 WIDTH, CLASSES = 16, 5
@@ -94,7 +95,7 @@ def test_a_freshly_adapted_network_computes_the_same_bits_and_stays_a_network(ne
     assert attach(network, 2, 8, ["qkv", "proj", "fc1", "fc2"], seed=1) is network
     assert torch.equal(network(images), before) and torch.equal(network.features(images), features)
     assert network.block_of("backbone.layers.1.attention.q_proj.lora_A.default.weight") == 1
-    assert lora_space(network, "mean").first_block(network) == 0
+    assert lora_layout(network, "mean").space.first_block(network) == 0
     assert {network.block_of(name) for name in adapted(network)} == {0, 1}
 
 
@@ -106,7 +107,7 @@ def test_a_network_of_the_library_keeps_the_contract_and_its_entries() -> None:
     before, names = real(inputs), list(real.state_dict())
     attach(real, 2, 8, ["qkv", "proj", "fc1", "fc2"], seed=1)
     assert isinstance(real, Network) and torch.equal(real(inputs), before)
-    assert {real.block_of(part.name) for part in lora_space(real, "stack").buffers} == {0, 1}
+    assert {real.block_of(part.name) for part in lora_layout(real, "stack").space.buffers} == {0, 1}
     shake(real)
     tuned = real(inputs)
     assert not torch.allclose(tuned, before, atol=1e-3)
@@ -129,7 +130,7 @@ def test_a_is_kaiming_uniform_from_the_seed_and_the_global_generator_is_not_touc
     state = torch.get_rng_state()
     twins = [attach(copy.deepcopy(network), 4, 8, ["q", "fc2"], seed=s) for s in (1, 1, 2)]
     assert torch.equal(state, torch.get_rng_state())
-    first, second, other = (lora_space(t, "mean").gather(t) for t in twins)
+    first, second, other = (lora_layout(t, "mean").space.gather(t) for t in twins)
     assert torch.equal(first, second) and not torch.equal(first, other)
     a, b = (adapted(twins[0])["backbone.layers.0.mlp.fc2"].__getattr__(f"lora_{x}")["default"].weight for x in "AB")
     assert b.eq(0).all() and a.shape == (4, 32) and a.abs().max() <= 32**-0.5
@@ -211,7 +212,7 @@ def test_targets_by_keyword_and_glob(network: Any) -> None:
 def test_the_size_of_a_known_configuration() -> None:
     """Rank 8 on fused qkv and proj of a ViT-S: 12 * (8 * 1536 + 8 * 768) = 221,184 factors."""
     fused: Any = attach(Fused(12, 384), 8, 32, ["qkv", "proj"], seed=0)  # type: ignore[arg-type]
-    assert lora_space(fused, "mean").trained == 221_184
+    assert lora_layout(fused, "mean").space.trained == 221_184
     assert {layer.scaling for layer in lora_layout(fused, "mean").layers} == {4.0}
 
 
@@ -235,17 +236,17 @@ def test_bad_requests_are_refused_in_a_sentence(network: Any, change: dict[str, 
 
 
 def test_attaching_twice_and_taking_out_nothing_are_refused(network: Any) -> None:
-    for action in (merge, detach, lambda n: lora_space(n, "mean")):
+    for action in (merge, detach, lambda n: lora_layout(n, "mean")):
         with pytest.raises(FedgraftError, match="no LoRA adapters"):
             action(network)
     attach(network, 2, 4, ["q"], seed=0)
     with pytest.raises(FedgraftError, match="already has"):
         attach(network, 2, 4, ["k"], seed=0)
     with pytest.raises(FedgraftError, match="unknown"):
-        lora_space(network, "median")  # type: ignore[arg-type]
+        lora_layout(network, "median")  # type: ignore[arg-type]
     for name in ("nowhere", next(n for n, _ in network.named_parameters() if "lora_A" in n)):
         with pytest.raises(FedgraftError, match="cannot be trained beside"):
-            lora_space(network, "frozen_a", [name])
+            lora_layout(network, "frozen_a", [name])
 
 
 def test_a_missing_peft_says_which_extra(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +265,7 @@ def test_dropout_draws_only_from_the_given_stream(network: Any, images: Tensor) 
     state = torch.get_rng_state()
     draws = []
     for seed in (1, 1, 2):
-        dropout_stream(network, torch_stream(seed, "dropout"))
+        give_stream(network, torch_stream(seed, "dropout"))
         draws.append(network(images))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])

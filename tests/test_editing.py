@@ -31,6 +31,7 @@ from fedgraft.experiment.record import RunFolder
 from fedgraft.messages import unpack_bits
 from fedgraft.models.backbones import load_network
 from fedgraft.round import run_round
+from fedgraft.secure_round import Sums
 from fedgraft.server import EVERYONE, ServerState
 
 EAGER = ["moves.mask.adaptive_drift=1e9", "moves.mask.adaptive_patience=1"]
@@ -75,7 +76,9 @@ def calibrator(setup: Setup) -> Calibrator:
     place = Workplace(
         setup.network, select(setup.network, lambda n: True), setup.plain_pixels, setup.deal.rows, setup.config.seed
     )
-    made = Calibrator(setup.config, setup.network, InProcess(setup.algorithm, place), "run", len(setup.deal.train_rows))
+    engine, clients = InProcess(setup.algorithm, place), range(setup.federation.clients)
+    sums = Sums(engine.exchange, "run", clients, setup.network, setup.algorithm.protects)
+    made = Calibrator(setup.config, setup.network, sums, len(setup.deal.train_rows))
     place.choose_mask = lambda score: made.calibrate(score).mask
     return made
 
@@ -133,7 +136,7 @@ def test_a_mask_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ask = Calibrator.ask
     monkeypatch.setattr(Calibrator, "ask", lambda self, *a: (asked.append(a), ask(self, *a))[1])
     first = opened().mask
-    assert asked == [("sensitivity", 1), ("sensitivity", 2)]
+    assert asked == [(1,), (2,)]
     assert opened().mask == first and opened("local.lr=0.5").mask == first and len(asked) == 2
     for word in ("seed=1", "moves.mask.sparsity=0.8", "model.ridge=2.0", "partition.clients=2"):
         before = len(asked)

@@ -124,13 +124,21 @@ def wrong_order(rows: Tensor, rule: LocalRule, generator: Generator) -> Iterator
 
 
 def wrong_smoothing(step: Any) -> Any:
-    return lambda stack, x, y, weights, smoothing, room: step(stack, x, y, weights, smoothing / 2, room)
+    return lambda logits, y, weights, smoothing: step(logits, y, weights, smoothing / 2)
 
 
 def unweighted(step: Any) -> Any:
-    return lambda stack, x, y, weights, smoothing, room: step(
-        stack, x, y, torch.full_like(weights, 1 / weights.shape[2]), smoothing, room
+    return lambda logits, y, weights, smoothing: step(
+        logits, y, torch.full_like(weights, 1 / weights.shape[2]), smoothing
     )
+
+
+def forgetful(step: Any) -> Any:
+    def wrong(stack: Any, error: Tensor, inputs: Tensor, rate: float) -> None:
+        stack.d_bias.zero_()  # the velocity of the biases is lost, that of the weights is not
+        step(stack, error, inputs, rate)
+
+    return wrong
 
 
 def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +147,14 @@ def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(batched, "batches", wrong_order)
         assert difference(fedavg(), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
-        patch.setattr(batched, "_step", wrong_smoothing(batched._step))
+        patch.setattr(batched, "_error", wrong_smoothing(batched._error))
         assert difference(fedavg(label_smoothing=0.1), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
-        patch.setattr(batched, "_step", unweighted(batched._step))
+        patch.setattr(batched, "_error", unweighted(batched._error))
         assert difference(fedavg(batch_size=17), rounds=1) > 1e-4
+    with monkeypatch.context() as patch:
+        patch.setattr(batched._Stack, "step", forgetful(batched._Stack.step))
+        assert difference(fedavg(**SETTINGS["momentum"]), rounds=1) > 1e-4
 
 
 @pytest.mark.parametrize(("smoothing", "scale"), [(0.0, 1.0), (0.2, 1.0), (0.0, 1e3)])
@@ -155,8 +166,10 @@ def test_the_written_out_gradient_is_that_of_autograd(smoothing: float, scale: f
     inputs = torch.randn(c, b, d, generator=g, dtype=torch.float64)
     labels = torch.randint(0, k, (c, 1, b), generator=g)
     weights = torch.rand(c, 1, b, generator=g, dtype=torch.float64)
-    stack = batched._Stack(values.clone(), torch.zeros_like(values), (c, k, d))
-    losses = batched._step(stack, inputs, labels, weights, smoothing, torch.empty(2, c, k, b, dtype=torch.float64))
+    stack = batched._Stack(values.clone(), torch.zeros_like(values), (c, k, d), sgdm(0.0))
+    room = torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2))
+    losses = batched._error(room, labels, weights, smoothing)
+    stack.step(room, inputs, 0.0)
     leaf = values.requires_grad_()
     weight, bias = leaf[: c * k * d].view(c, k, d), leaf[c * k * d :].view(c, 1, k)
     logits = (inputs @ weight.transpose(1, 2) + bias).transpose(1, 2)  # (c, k, b)

@@ -20,7 +20,6 @@ from fedgraft.exchange.privacy import (
     check_combination,
     clip,
     gaussian,
-    sample_poisson,
     secret_key,
     sensitivity,
     simulation_key,
@@ -28,6 +27,8 @@ from fedgraft.exchange.privacy import (
 from fedgraft.exchange.ring import Ring, Segment
 
 stats = pytest.importorskip("scipy.stats")
+from fedgraft.local.schedules import constant
+from fedgraft.server import Federation, sample
 KEY = bytes(range(32))
 
 
@@ -151,16 +152,31 @@ def test_impossible_mechanisms_are_refused(bad: tuple[float, float, int]) -> Non
         Mechanism(*bad)
 
 
+def federation(clients: int, per_round: int, **options: Any) -> Federation:
+    return Federation(
+        run="", seed=1, rounds=1, clients=clients, per_round=per_round, schedule=constant(1.0), **options
+    )
+
+
+def poisson(clients: int, expected: int, round: int) -> list[int]:
+    """The cohort that a run with Poisson sampling draws."""
+    return sample(federation(clients, expected, sampling="poisson"), round)
+
+
 def test_poisson_sampling_has_independent_draws() -> None:
-    cohorts = [sample_poisson(range(50), 0.1, stream(seed)) for seed in range(2000)]
+    cohorts = [poisson(50, 5, round) for round in range(2000)]
     sizes = np.array([len(c) for c in cohorts])
     assert sizes.mean() == pytest.approx(5, abs=5 * (4.5 / 2000) ** 0.5)
     assert sizes.var() == pytest.approx(4.5, rel=0.2)  # a fixed size would have none
     assert (sizes == 0).any()
     counts = np.bincount([u for cohort in cohorts for u in cohort], minlength=50)
     assert stats.chisquare(counts).pvalue > 1e-4
-    assert sample_poisson(range(5), 1.0, stream()) == list(range(5))
-    assert sample_poisson([], 0.5, stream()) == []
+    assert all(len(set(cohort)) == len(cohort) for cohort in cohorts)
+    together = np.mean([{0, 1} <= set(cohort) for cohort in cohorts])
+    assert together == pytest.approx(0.01, abs=5 * (0.01 / 2000) ** 0.5)  # no client's draw depends on another's
+    assert poisson(5, 5, 0) == list(range(5))
+    fixed = {len(sample(federation(50, 5), r)) for r in range(20)}
+    assert fixed == {5}  # the planted mistake: a fixed size under a Poisson account
 
 
 # ---- adaptive clip --------------------------------------------------------------------------------------------------
@@ -170,7 +186,7 @@ def test_the_adaptive_bound_finds_the_quantile() -> None:
     adaptive = AdaptiveClip(Mechanism(0.5, 0.1, 1000))
     norms, bound = torch.rand(1000, generator=stream(1)).double() * 4 + 1, 30.0
     for r in range(150):
-        cohort = sample_poisson(range(1000), 0.1, stream(r))
+        cohort = poisson(1000, 100, r)
         within = sum(float(norms[u]) <= bound for u in cohort)
         bound = adaptive.update(bound, within, len(cohort), KEY, r)
     assert bound == pytest.approx(float(norms.median()), rel=0.15)

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgraft.edit.space import masked, select
-from fedgraft.local.optimizers import Optimizer, adamw, clip_, remap, sgdm
+from fedgraft.local.optimizers import Optimizer, adamw, clip_, sgdm
 from fedgraft.local.train import LocalRule, train
 from test_space import random_mask, snapshot
 from toy import ToyExamples, ToyNetwork
@@ -158,23 +156,6 @@ def test_clip_is_torchs_clip_grad_norm_on_a_dense_space() -> None:
     assert norm == pytest.approx(float(wanted), rel=1e-5)
     flat = torch.cat([p.grad.view(-1) for p in other.parameters()])  # type: ignore[union-attr]
     torch.testing.assert_close(gradient, flat, rtol=1e-4, atol=1e-6)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.sets(st.integers(0, 12)), st.sets(st.integers(0, 12)))
-def test_remap_keeps_kept_coordinates_and_forgets_the_rest(old: set[int], new: set[int]) -> None:
-    before, after = torch.tensor(sorted(old), dtype=torch.int64), torch.tensor(sorted(new), dtype=torch.int64)
-    state = {"velocity": before.float() + 1, "steps": torch.full((3 if len(before) == 1 else 1,), 7.0)}
-    moved = remap(state, before, after)
-    assert moved["velocity"].tolist() == [float(i + 1) if i in old else 0.0 for i in sorted(new)]
-    assert torch.equal(moved["steps"], state["steps"])
-
-
-def test_remap_forgets_a_coordinate_that_leaves_and_returns() -> None:
-    """T6: old momentum must not move a coordinate that was frozen in between."""
-    there, back = torch.tensor([0, 1]), torch.tensor([1])
-    state = {"velocity": torch.tensor([5.0, 6.0]), "steps": torch.ones(1)}
-    assert remap(remap(state, there, back), back, there)["velocity"].tolist() == [0.0, 6.0]
 
 
 def test_reach_is_the_displacement_under_a_constant_gradient() -> None:

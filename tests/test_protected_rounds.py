@@ -115,16 +115,16 @@ def test_a_plan_of_another_round_is_refused() -> None:
     from fedgraft.exchange.secure_sum import Plan, SecureRefusal, weighted_segments
 
     toy = Toy(secured(zoo.fedavg()))
-    order = Order("toy", 3, 0, "secure.keys", toy.space.digest)
+    order = Order("toy", 3, 0, "secure.keys", toy.space.digest, settings={"sums": "train"})
     good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
-    check_plan(good, order, toy.algorithm, toy.space.size, toy.space.trained)
+    check_plan(good, order, toy.algorithm, toy.place)
     for wrong in (
         replace(good, round=2),
         replace(good, run="other"),
         replace(good, segments=weighted_segments(toy.space.size, 9.0)),
     ):
         with pytest.raises(SecureRefusal, match="not that of round 3"):
-            check_plan(wrong, order, toy.algorithm, toy.space.size, toy.space.trained)
+            check_plan(wrong, order, toy.algorithm, toy.place)
 
 
 def test_no_noise_and_a_wide_clip_is_uniform_fedavg() -> None:

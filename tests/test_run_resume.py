@@ -1,6 +1,6 @@
 """Whole runs on a tiny network: the same bytes twice, watched or not, interrupted, killed at any moment and resumed.
 
-`kill_check` is also what `benchmarks/reliability.py` repeats hundreds of times. Runs are killed in a forked child, so
+`kill_check` is also what `benchmarks/reliability` repeats hundreds of times. Runs are killed in a forked child, so
 that a trial costs a fraction of a second and not an interpreter's start.
 """
 
@@ -30,7 +30,8 @@ from fedgraft import client
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import centralized, checkpoint, record
 from fedgraft.experiment import run as run_module
-from fedgraft.experiment.build import Setup, warnings_for
+from fedgraft.experiment.build import Setup
+from fedgraft.experiment.cautions import warnings_for
 from fedgraft.experiment.config import Config, load
 from fedgraft.experiment.record import RunFolder, read_metrics, without_timing
 from fedgraft.experiment.run import run
@@ -419,7 +420,10 @@ def _in_place() -> Iterator[None]:
             return None
         head = json.loads((folder / "meta.json").read_text())
         tensors = safetensors.torch.load((folder / "state.safetensors").read_bytes())
-        return checkpoint.Checkpoint(head["round"], tensors, head["meta"], None, folder)
+        found = checkpoint.Checkpoint(head["round"], tensors, head["meta"], None, folder)
+        for check in filter(callable, conditions):  # so that it fails for what it is, not for a step left out
+            check(found)
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "save", save)

@@ -5,6 +5,8 @@ Features are float32 and depend in their last bits on how many rows a batch has,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -23,10 +25,16 @@ from fedgraft.experiment.step_zero import (
     strongest,
     tempered,
 )
+from fedgraft.secure_round import Sums
 from toy import CLASSES, WIDTH, Toy
 
 ALL = torch.arange(120)
 CLIENTS = range(5)
+
+
+def sums(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
+    """What asks these clients of the toy for sums."""
+    return Sums(toy.engine.exchange, "toy", clients, toy.network, toy.algorithm.protects)
 
 
 def setting() -> tuple[Toy, Tensor, Tensor, Judgement]:
@@ -55,7 +63,7 @@ def test_the_ridge_head_is_scikit_learns_on_the_pool() -> None:
     from sklearn.linear_model import Ridge
 
     toy, features, labels, judge = setting()
-    head, penalty = ridge_head(toy.engine, "toy", CLIENTS, 0.01, judge)
+    head, penalty = ridge_head(sums(toy), 0.01, judge)
     assert penalty == 0.01 and head.shape == (CLASSES, WIDTH + 1)
     targets = torch.nn.functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
     strength = 0.01 * float(features.square().sum(0).mean())
@@ -67,17 +75,17 @@ def test_the_ridge_head_is_scikit_learns_on_the_pool() -> None:
 def test_a_client_that_is_left_out_is_missed() -> None:
     """The planted bug: sums of some clients give another head."""
     toy, _, _, judge = setting()
-    whole, _ = ridge_head(toy.engine, "toy", CLIENTS, 0.01, judge)
-    part, _ = ridge_head(toy.engine, "toy", range(4), 0.01, judge)
+    whole, _ = ridge_head(sums(toy), 0.01, judge)
+    part, _ = ridge_head(sums(toy, range(4)), 0.01, judge)
     assert not torch.allclose(whole, part)
 
 
 def test_the_penalty_is_chosen_on_the_judges_points() -> None:
     toy, _, _, judge = setting()
-    head, penalty = ridge_head(toy.engine, "toy", CLIENTS, None, judge)
+    head, penalty = ridge_head(sums(toy), None, judge)
     assert penalty in GRID
-    best = max(judge(ridge_head(toy.engine, "toy", CLIENTS, p, judge)[0])[0] for p in GRID)
-    assert judge(head)[0] >= best - (best * (1 - best) / judge.count) ** 0.5
+    best = max(judge([ridge_head(sums(toy), p, judge)[0]])[0][0] for p in GRID)
+    assert judge([head])[0][0] >= best - (best * (1 - best) / judge.count) ** 0.5
 
 
 def test_among_equals_the_strongest_penalty_wins() -> None:
@@ -101,7 +109,7 @@ def test_the_probe_head_is_logistic_regression_on_the_pool() -> None:
 
     toy, features, labels, _ = setting()
     decay = 0.01
-    head = probe_head(toy.engine, "toy", CLIENTS, 500, decay, damping=0.01)
+    head = probe_head(sums(toy), 500, decay, damping=0.01)
     mean, covariance = features.mean(0), torch.cov(features.T, correction=0)
     # Features behind a layer norm have a direction without any variance; the damping keeps it from being blown up.
     factor = torch.linalg.cholesky(covariance + 0.01 * covariance.diagonal().mean() * torch.eye(WIDTH).double())
@@ -129,19 +137,20 @@ def test_the_summed_gradient_is_autograds() -> None:
 
 def test_tempering_scales_and_never_worsens_the_loss() -> None:
     toy, _, _, judge = setting()
-    head, _ = ridge_head(toy.engine, "toy", CLIENTS, 0.01, judge)
+    head, _ = ridge_head(sums(toy), 0.01, judge)
     warm = tempered(head, judge)
     ratio = warm / head
     assert torch.allclose(ratio, ratio[0, 0].expand_as(ratio)) and float(ratio[0, 0]) >= 1
-    assert judge(warm)[1] <= judge(head)[1] and judge(warm)[0] == judge(head)[0]
+    (right, loss), (right_before, loss_before) = judge([warm, head])
+    assert loss <= loss_before and right == right_before
 
 
 def test_the_installed_head_classifies_and_the_trunk_keeps_its_bits() -> None:
     toy, _, _, judge = setting()
     trunk = {n: p.detach().clone() for n, p in toy.network.named_parameters() if not n.startswith("head")}
     before = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
-    head, _ = ridge_head(toy.engine, "toy", CLIENTS, None, judge)
+    head, _ = ridge_head(sums(toy), None, judge)
     install(toy.network, head)
     after = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
-    assert after == pytest.approx(judge(head)[0], abs=1e-9) and after > before
+    assert after == pytest.approx(judge([head])[0][0], abs=1e-9) and after > before
     assert all(torch.equal(p, trunk[n]) for n, p in toy.network.named_parameters() if n in trunk)

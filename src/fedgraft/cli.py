@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedgraft import cli_attack, cli_edit, cli_sweep
+from fedgraft import cli_attack, cli_deploy, cli_edit, cli_profile, cli_reproduce, cli_sweep
 from fedgraft.cli_words import Words, config_of
 from fedgraft.errors import FedgraftError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: drawing boxes would take longer than everything else
     add_completion=False,
     pretty_exceptions_enable=False,
     help=(
@@ -115,6 +116,10 @@ def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None
                 from fedgraft.experiment.centralized import run_centralized
 
                 summary = run_centralized(config, folder, live)
+            elif config.engine == "flower-sim":
+                from fedgraft.flower_apps import simulate
+
+                summary = simulate(config, folder, live)
             else:
                 from fedgraft.experiment.run import run as run_federated
 
@@ -253,9 +258,12 @@ def options() -> None:
 
 app.command()(cli_attack.attack)
 app.command("find-lr")(cli_edit.find_lr)
+app.command()(cli_profile.profile)
+app.command()(cli_reproduce.reproduce)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)
 app.add_typer(cli_edit.app, name="edit")
+app.add_typer(cli_deploy.app, name="deploy")
 
 
 def main() -> None:

@@ -17,13 +17,14 @@ from fedgraft.algorithm import Algorithm, secure_segments
 from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.errors import FedgraftError
 from fedgraft.exchange.privacy import clip
+from fedgraft.exchange.ring import Unfit
 from fedgraft.exchange.secure_client import as_tensor
-from fedgraft.exchange.secure_sum import STAGES, Identity, Plan, SecureClient, SecureRefusal, weighted_input
+from fedgraft.exchange.secure_sum import STAGES, Identity, Plan, SecureClient, SecureRefusal, series, weighted_input
 from fedgraft.local.corrections import Correction, proximal
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.local.train import LocalRule, Trained, train
 from fedgraft.messages import Order, Reply, as_bytes, unpack_bits
-from fedgraft.observe import OBSERVATIONS, head_gradient, own_mask, sensitivity, statistics
+from fedgraft.observe import OBSERVATIONS, count, head_gradient, own_mask, sensitivity, statistics, sum_segments
 from fedgraft.randomness import torch_stream
 from fedgraft.workplace import Memory, Workplace, answer, give_stream, vector_of
 
@@ -37,7 +38,8 @@ def handle(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory)
     action = ACTIONS.get(order.action)
     if action is None:
         raise FedgraftError(f"client {order.client} was asked for {order.action!r}; it knows {sorted(ACTIONS)}")
-    give_stream(place.network, torch_stream(place.seed, "layers", order.action, order.round, order.client))
+    what = str(order.settings.get("sums", order.action))  # a secure sum draws what the same work in the clear draws
+    give_stream(place.network, torch_stream(place.seed, "layers", what, order.round, order.client))
     return action(order, algorithm, place, memory)
 
 
@@ -114,44 +116,66 @@ def _train(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory)
 
 
 def _secure(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
-    """One stage of the secure sum. Training happens when it is time to mask; nothing of it leaves in the clear."""
+    """One stage of the secure sum. The work is done when it is time to mask; nothing of it leaves in the clear."""
     stage = order.action.partition(".")[2]
-    kept = dict(memory)
-    plan = Plan.from_bytes(as_bytes(order.auxiliary["plan"] if stage == "keys" else memory["secure.plan"]))
-    identity = Identity.from_bytes(as_bytes(memory["identity"])) if "identity" in memory else Identity.fresh()
-    if stage == "keys":
-        check_plan(plan, order, algorithm, place.sent, place.space.trained)
-        peer = SecureClient(plan, order.client, identity)
-        kept["secure.plan"] = as_tensor(plan.to_bytes())
-    else:
-        peer = SecureClient.resume(plan, order.client, identity, as_bytes(memory["secure.state"]))
-    data = {key.removeprefix("data:"): t for key, t in order.auxiliary.items() if key.startswith("data:")}
-
-    def words() -> np.ndarray:
-        done = _outcome(order, algorithm, place, memory)
-        kept.update(done.memory)
-        assert algorithm.weigh.own is not None
-        share = min(1.0, len(place.rows(order.client)) / float(order.settings["largest"]))
-        weight = min(1.0, max(0.0, algorithm.weigh.own(share, done.scalars)))
-        sent = {name: done.scalars[name] for name in ("tau", "within") if name in done.scalars}
-        values = weighted_input(done.change, weight, done.result.closing.sums, sent)
-        return plan.ring.encode(values, torch_stream(place.seed, "secure rounding", order.round, order.client))
-
+    kept = {name: t for name, t in memory.items() if name not in {"secure.state", "secure.plan"}}
+    evidence: dict[str, Tensor] = {}
     try:
-        evidence = peer.answer(stage, data, words if stage == "masked" else None)
-    except SecureRefusal as refusal:  # an empty answer: to the server this client is lost
+        peer = _peer(stage, order, algorithm, place, memory)
+        data = {key.removeprefix("data:"): t for key, t in order.auxiliary.items() if key.startswith("data:")}
+
+        def words() -> np.ndarray:
+            values, after = _summand(order, algorithm, place, memory)
+            kept.update({name: t for name, t in after.items() if name not in {"secure.state", "secure.plan"}})
+            stream = torch_stream(place.seed, "secure rounding", order.round, order.client)
+            return peer.plan.ring.encode(values, stream)
+
+        try:
+            evidence = peer.answer(stage, data, words if stage == "masked" else None)
+        finally:  # whoever refuses remembers it, and stays out of this sum
+            kept["identity"] = as_tensor(peer.identity.to_bytes())
+            if stage != "unmask":  # after that the round's keys have done their work
+                kept |= {"secure.state": as_tensor(peer.state()), "secure.plan": as_tensor(peer.plan.to_bytes())}
+    except (SecureRefusal, Unfit) as refusal:  # an empty answer: to the server this client is lost
         log.warning("client %d leaves the secure sum: %s", order.client, refusal)
-        evidence = {}
-    kept |= {"secure.state": as_tensor(peer.state()), "identity": as_tensor(identity.to_bytes())}
-    if stage == "unmask":  # the round's keys have done their work
-        del kept["secure.state"], kept["secure.plan"]
     return Reply(order.run, order.round, order.client, order.space, 0, evidence=evidence), kept
 
 
-def check_plan(plan: Plan, order: Order, algorithm: Algorithm, length: int, trained: int) -> None:
-    """A client takes part only in the sum that its own order describes."""
-    segments = secure_segments(algorithm, length, trained)
-    if plan.run.partition("#")[0] != order.run or plan.round != order.round or plan.segments != segments:
+def _peer(stage: str, order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> SecureClient:
+    """This client as it stands at the beginning of a stage."""
+    identity = Identity.from_bytes(as_bytes(memory["identity"])) if "identity" in memory else Identity.fresh()
+    if stage == "keys":
+        plan = Plan.from_bytes(as_bytes(order.auxiliary["plan"]))
+        check_plan(plan, order, algorithm, place)
+        return SecureClient(plan, order.client, identity)
+    if "secure.state" not in memory:
+        raise SecureRefusal(f"the stage {stage!r} of a secure sum was asked for before it began")
+    plan = Plan.from_bytes(as_bytes(memory["secure.plan"]))
+    return SecureClient.resume(plan, order.client, identity, as_bytes(memory["secure.state"]))
+
+
+def _summand(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[dict[str, Tensor], Memory]:
+    """What this client adds to the secure sum: its weighted change, or the sums that the order asks for."""
+    action = str(order.settings["sums"])
+    if action != "train":
+        reply, after = ACTIONS[action](replace(order, action=action), algorithm, place, memory)
+        return dict(reply.sums), after
+    done = _outcome(order, algorithm, place, memory)
+    assert algorithm.weigh.own is not None
+    share = min(1.0, len(place.rows(order.client)) / float(order.settings["largest"]))
+    weight = min(1.0, max(0.0, algorithm.weigh.own(share, done.scalars)))
+    sent = {name: done.scalars[name] for name in ("tau", "within") if name in done.scalars}
+    return weighted_input(done.change, weight, done.result.closing.sums, sent), done.memory
+
+
+def check_plan(plan: Plan, order: Order, algorithm: Algorithm, place: Workplace) -> None:
+    """A client takes part only in the sum that its own order describes, and in none that is not made for hiding."""
+    action = str(order.settings["sums"])
+    if action == "train":
+        segments = secure_segments(algorithm, place.sent, place.space.trained)
+    else:
+        segments = sum_segments(action, place.network, order.settings)
+    if (plan.run, plan.round, plan.segments) != (series(order.run, action), order.round, segments):
         raise SecureRefusal(f"client {order.client}: the plan of the secure sum is not that of round {order.round}")
 
 
@@ -253,6 +277,7 @@ ACTIONS: dict[str, Callable[[Order, Algorithm, Workplace, Memory], tuple[Reply, 
     "evaluate": _evaluate,
     "statistics": statistics,
     "head_gradient": head_gradient,
+    "count": count,
     "sensitivity": sensitivity,
     "own_mask": own_mask,
     **{f"secure.{stage}": _secure for stage in STAGES},

@@ -19,6 +19,8 @@ from torch import Tensor
 from fedgraft.errors import FedgraftError
 
 Scalar = int | float | str | bool
+HEADER_BYTES = 1 << 16
+"""Longest header of a message whose size is limited: parsed JSON takes up to thirty times its bytes."""
 
 
 class BadMessage(FedgraftError):
@@ -152,6 +154,8 @@ def unpack(kind: type[M], data: bytes | bytearray | memoryview, limit: int | Non
         raise BadMessage(f"message of {len(view)} bytes is over the limit of {limit}")
     if len(view) < 8 or (length := int.from_bytes(view[:8], "little")) > len(view) - 8:
         raise BadMessage("message is shorter than it says")
+    if limit is not None and length > HEADER_BYTES:
+        raise BadMessage(f"message has a header of {length} bytes; {HEADER_BYTES} are allowed")
     try:
         entries = json.loads(bytes(view[8 : 8 + length]))
         plain = json.loads(entries.pop("__metadata__")["fedgraft"])

@@ -5,8 +5,9 @@ None of these trains. Each looks at the network as it is (or at the weights an o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -17,10 +18,50 @@ from fedgraft.contracts import Examples, Network
 from fedgraft.edit.fisher import ESTIMATORS, Scores
 from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, Reply
+from fedgraft.exchange.ring import Segment
+from fedgraft.local.evaluate import evaluate
+from fedgraft.messages import Order, Reply, Scalar
 from fedgraft.randomness import torch_stream
 from fedgraft.weigh.similarity import svcca_basis, svcca_of_bases
 from fedgraft.workplace import Memory, Workplace, answer, features, vector_of
+
+
+@dataclass(frozen=True)
+class Summand:
+    """What one named tensor of an answer looks like, and how a secure sum of it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    limit: float
+    step: float
+
+
+def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    """The sums that an action answers with; server and clients work them out from what both know.
+
+    Limits lie far beyond what data gives, steps far below what matters: see docs/decisions/12-secure-step-zero.md.
+    """
+    side, classes = network.width + 1, network.classes
+
+    def linear(*shape: int) -> Summand:
+        return Summand(shape, torch.float64, 2.0**40, 2.0**-33)
+
+    if action == "statistics":
+        return {"gram": linear(side, side), "cross": linear(side, classes)}
+    if action == "head_gradient":
+        return {"gradient": linear(classes, side), "loss": linear(1), "count": linear(1)}
+    if action == "sensitivity":
+        names = set(str(settings["names"]).split("\n"))
+        size = sum(p.numel() for name, p in network.named_parameters() if name in names)
+        return {"scores": Summand((size + 1,), torch.float32, 2.0**23, 2.0**-50)}
+    raise FedgraftError(f"the answers to {action!r} are not sums")
+
+
+def sum_segments(action: str, network: Network, settings: Mapping[str, Scalar]) -> tuple[Segment, ...]:
+    """The layout of a secure sum of an action's answers."""
+    return tuple(
+        Segment(name, math.prod(s.shape), s.limit, s.step) for name, s in summands(action, network, settings).items()
+    )
 
 
 def statistics(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
@@ -38,17 +79,56 @@ def statistics(order: Order, algorithm: Algorithm, place: Workplace, memory: Mem
 
 
 def head_gradient(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
-    """Step 0 by probe: the sum of loss and gradient of a linear head (classes, width+1) over this client's rows."""
-    head = order.auxiliary["head"]
+    """Step 0 by probe: loss and gradient of a linear head (classes, width+1) summed over this client's rows."""
+    head, rows = order.auxiliary["head"], place.rows(order.client)
     gradient, loss = torch.zeros_like(head), torch.zeros(1, dtype=head.dtype)
-    for z, labels in features(place, place.rows(order.client)):
+    for z, labels in features(place, rows):
         z = torch.cat([z.to(head.dtype), torch.ones(len(z), 1, dtype=head.dtype)], 1)
         logits = z @ head.T
         loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         error = logits.softmax(1)
         error[torch.arange(len(labels)), labels] -= 1
         gradient += error.T @ z
-    return replace(answer(order, place), sums={"gradient": gradient, "loss": loss}), memory
+    count = torch.full((1,), float(len(rows)), dtype=head.dtype)
+    return replace(answer(order, place), sums={"gradient": gradient, "loss": loss, "count": count}), memory
+
+
+def count(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+    """How models do on images the client holds out or tests on: right, among the first five, sum of losses, images.
+
+    The models are the order's, or heads (n, classes, width+1) on the untouched trunk. Only these numbers leave.
+    """
+    test = order.settings.get("split") == "test"
+    examples = place.tests if test else place.examples
+    of = place.test_rows if test else place.held
+    rows = of(order.client) if of is not None else torch.empty(0, dtype=torch.int64)
+    if "heads" in order.auxiliary:
+        counts = _count_heads(order.auxiliary["heads"], place, rows)
+    else:
+        place.release()
+        if place.private is not None and place.private_start is not None:
+            place.private.scatter(place.private_start, place.network)
+        place.space.scatter(vector_of(order), place.network)
+        assert examples is not None
+        found = evaluate(place.network, examples, rows)
+        numbers = [found.accuracy, found.top5, found.loss, 1.0]
+        counts = torch.tensor([numbers], dtype=torch.float64) * len(rows)
+        counts[:, :2] = counts[:, :2].round()
+    return replace(answer(order, place), sums={"counts": counts}), memory
+
+
+def _count_heads(heads: Tensor, place: Workplace, rows: Tensor) -> Tensor:
+    """The counts of each head, (n, 4)."""
+    counts = torch.zeros(len(heads), 4, dtype=torch.float64)
+    for z, labels in features(place, rows):
+        z = torch.cat([z.double(), torch.ones(len(z), 1, dtype=torch.float64)], 1)
+        for i, head in enumerate(heads):
+            logits = z @ head.T
+            best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+            right, near = (best[:, 0] == labels).sum(), (best == labels[:, None]).any(1).sum()
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            counts[i] += torch.tensor([float(right), float(near), float(loss), len(labels)], dtype=torch.float64)
+    return counts
 
 
 def sensitivity(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:

@@ -27,8 +27,8 @@ from fedgraft.server import Federation, ServerState
 class Engine(Protocol):
     """Where orders are carried out. Answers may be missing, late, doubled or hostile; their order does not matter."""
 
-    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, Reply | bytes]]:
-        """Deliver the orders and return what came back."""
+    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, Reply | bytes | str]]:
+        """Deliver the orders and return what came back; (client, sentence) says why a client did not answer."""
         ...
 
 
@@ -88,6 +88,22 @@ def run_round(
     return new, RoundSummary(state.round, tuple(cohort), record, tuple(offences), extra)
 
 
+def sort_out(
+    arrivals: Iterable[Reply | tuple[int, Reply | bytes | str]],
+) -> tuple[list[Reply | tuple[int, Reply | bytes]], list[Offence]]:
+    """What came, apart from the sentences about who did not answer."""
+    replies: list[Reply | tuple[int, Reply | bytes]] = []
+    absent = []
+    for arrival in arrivals:
+        if not isinstance(arrival, tuple):
+            replies.append(arrival)
+        elif isinstance(arrival[1], str):
+            absent.append(Offence(arrival[0], arrival[1]))
+        else:
+            replies.append((arrival[0], arrival[1]))
+    return replies, absent
+
+
 Carried = tuple[ServerState, dict[str, Any], list[Offence], dict[str, Tensor]]
 
 
@@ -95,7 +111,7 @@ def _clear(
     algorithm: Algorithm, federation: Federation, state: ServerState, orders: list[Order], engine: Engine, judge: Judge
 ) -> Carried:
     """The server sees every change: screen, weigh, combine."""
-    replies = list(engine.exchange(orders)) if orders else []
+    replies, absent = sort_out(engine.exchange(orders)) if orders else ([], [])
     exchanged = time.perf_counter()
     cohort = [order.client for order in orders]
     accepted, offences = screen(replies, expectation(algorithm, federation, state, cohort, judge))
@@ -124,7 +140,7 @@ def _clear(
     record["bytes_down"] = sum(map(wire_size, orders)) if counted else 0
     record["bytes_up"] = sum(size_of(r) for r in replies) if counted else 0
     record["exchanged"] = exchanged
-    return new, record, offences, extra
+    return new, record, [*offences, *absent], extra  # who is silent is no liar, so only now is it counted
 
 
 def _secure(
@@ -351,4 +367,9 @@ def _alignment(answers: Answers) -> dict[str, Any]:
 def size_of(reply: Reply | tuple[int, Reply | bytes]) -> int:
     """Bytes of one answer on the wire."""
     message = reply[1] if isinstance(reply, tuple) else reply
-    return wire_size(message) if isinstance(message, Reply) else len(message)
+    if not isinstance(message, Reply):
+        return len(message)
+    try:
+        return wire_size(message)
+    except (AttributeError, KeyError, TypeError):  # a malformed object has no wire form; screening has dropped it
+        return 0

@@ -1,28 +1,41 @@
-"""A round whose changes the server never sees: the stages of the secure sum as orders and replies of an engine.
+"""Sums whose summands the server never sees: the stages of the secure sum as orders and replies of an engine.
 
-The server keeps the sum over those who stay; below the threshold the round ends with nothing changed and the run
-goes on. The zero-sum scheme of the documents is here too, for comparison. It is INSECURE.
+A round's changes, the statistics of step 0 and the scores of a mask all go this way. The server keeps the sum over
+those who stay. `Sums` asks for sums outside the rounds, hidden or in the clear. The zero-sum scheme of the documents
+is here too, for comparison. It is INSECURE.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedgraft.algorithm import Algorithm, secure_segments
+from fedgraft.algorithm import Algorithm, Protection, secure_segments
+from fedgraft.contracts import Network
+from fedgraft.errors import FedgraftError
+from fedgraft.exchange.ring import Segment
+from fedgraft.exchange.screening import Expectation, Field, screen
 from fedgraft.exchange.secure_plan import Data
 from fedgraft.exchange.secure_server import Outbox
-from fedgraft.exchange.secure_sum import Plan, SecureAbort, SecureServer, drive, weighted_mean
-from fedgraft.messages import Order, Reply, wire_size
+from fedgraft.exchange.secure_sum import Plan, SecureAbort, SecureServer, SumResult, drive, series, weighted_mean
+from fedgraft.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
+from fedgraft.observe import sum_segments, summands
 from fedgraft.server import Federation
 
 log = logging.getLogger("fedgraft")
 
 Exchange = Callable[[Sequence[Order]], Iterable[object]]
+ANSWERS: Mapping[str, set[str]] = {
+    "keys": {"advert"}, "shares": {"boxes", "commitment"}, "masked": {"masked"}, "consistency": {"signature"},
+    "unmask": {"shares"},
+}  # fmt: skip
+"""The tensors of a reply by stage. No two are alike, so an answer to an earlier stage is not taken for one to this."""
+_GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together would be over so many bytes
 
 
 @dataclass
@@ -40,50 +53,150 @@ class SecureSum:
     bytes_down: int = 0
 
 
+class Courier:
+    """Carries the stages of one secure sum over an engine, and counts the bytes."""
+
+    def __init__(self, protects: Protection, orders: Sequence[Order], exchange: Exchange) -> None:
+        self.protects, self.exchange = protects, exchange
+        self.orders = {order.client: order for order in orders}
+        self.lost: Mapping[int, str] = {}
+        self.up = self.down = 0
+
+    def total(self, segments: tuple[Segment, ...]) -> SumResult:
+        """The sum of what the orders ask for; raises `SecureAbort` when too few clients are left."""
+        first, clients = next(iter(self.orders.values())), tuple(sorted(self.orders))
+        degree = self.protects.degree
+        degree = None if degree is None or degree >= len(clients) - 1 else degree
+        name = series(first.run, str(first.settings["sums"]))
+        server = SecureServer(Plan(name, first.round, clients, segments, degree, self.protects.threshold))
+        try:
+            return drive(server, partial(self._ask, server))
+        finally:
+            self.lost = dict(server.lost)
+
+    def _ask(self, server: SecureServer, stage: str, outbox: Outbox) -> Iterator[tuple[int, Data]]:
+        """The first answer of each client to this stage, as they come."""
+        asked = [stage_order(self.orders[k], stage, data) for k, data in sorted(outbox.items())]
+        self.down += sum(map(wire_size, asked))
+        size, seen = server.largest(stage), set[int]()
+        group = max(_GROUP, _HELD // size)  # an engine may hold all answers until the last is there
+        for begin in range(0, len(asked), group):
+            for arrival in self.exchange(asked[begin : begin + group]):
+                reply = self._read(stage, arrival, size + HEADER_BYTES)
+                if reply is not None and reply.client in outbox and reply.client not in seen:
+                    seen.add(reply.client)
+                    self.up += wire_size(reply)
+                    yield reply.client, dict(reply.evidence)
+
+    def _read(self, stage: str, arrival: object, limit: int) -> Reply | None:
+        """An arrival as an answer to this stage of this sum; None for what is late, foreign, or not even a message."""
+        sender, reply = arrival if isinstance(arrival, tuple) else (None, arrival)
+        if isinstance(reply, bytes | bytearray):
+            try:
+                reply = unpack(Reply, reply, limit)
+            except BadMessage:
+                return None
+        order = self.orders.get(reply.client) if isinstance(reply, Reply) and type(reply.client) is int else None
+        if order is None or (sender is not None and sender != order.client):
+            return None
+        same = (reply.run, reply.round, reply.space) == (order.run, order.round, order.space)
+        return reply if same and set(reply.evidence) == ANSWERS[stage] else None
+
+
+def stage_order(order: Order, stage: str, data: Data) -> Order:
+    """An order as one stage of a secure sum; the model travels only when it is time to work on it."""
+    own = dict(order.auxiliary) if stage == "masked" else {}
+    tensors: dict[str, Tensor] = {("plan" if key == "plan" else f"data:{key}"): t for key, t in data.items()}
+    vector = order.vector if stage == "masked" else None
+    return replace(order, action=f"secure.{stage}", vector=vector, auxiliary={**own, **tensors})
+
+
 def secure_sum(
     algorithm: Algorithm, federation: Federation, orders: Sequence[Order], exchange: Exchange, length: int, trained: int
 ) -> SecureSum:
     """Carry the training orders through the five stages; a round with too few clients gives no change."""
-    done = SecureSum()
-    p = algorithm.protects
-    segments = secure_segments(algorithm, length, trained)
-    clients = tuple(order.client for order in orders)
-    degree = None if p.degree is None or p.degree >= len(clients) - 1 else p.degree
-    plan = Plan(orders[0].run, orders[0].round, clients, segments, degree, p.threshold)
-    by_client = {order.client: order for order in orders}
-
-    def ask(stage: str, outbox: Outbox) -> dict[int, Data]:
-        asked = [_stage_order(by_client[k], stage, data, federation.largest) for k, data in sorted(outbox.items())]
-        done.bytes_down += sum(map(wire_size, asked))
-        answers: dict[int, Data] = {}
-        for reply in exchange(asked):
-            message = reply[1] if isinstance(reply, tuple) else reply
-            if isinstance(message, Reply) and message.client in outbox and message.client not in answers:
-                done.bytes_up += wire_size(message)
-                answers[message.client] = dict(message.evidence)
-        return answers
-
-    server = SecureServer(plan)
+    told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
+    asked = [replace(order, settings={**order.settings, **told}) for order in orders]
+    courier = Courier(algorithm.protects, asked, exchange)
     try:
-        result = drive(server, ask)
+        result = courier.total(secure_segments(algorithm, length, trained))
+        change, sums, scalars = weighted_mean(result)
     except SecureAbort as error:
-        log.warning("round %d: the secure sum was given up, nothing was changed: %s", plan.round, error)
-        done.lost = dict(server.lost)
-        return done
-    change, sums, scalars = weighted_mean(result)
-    done.change, done.sums, done.scalars = change, sums, scalars
-    done.step = plan.ring.step("change")
-    done.survivors, done.lost = tuple(result.survivors), dict(result.lost)
-    return done
+        log.warning("round %d: the secure sum was given up, nothing was changed: %s", orders[0].round, error)
+        return SecureSum(lost=courier.lost, bytes_up=courier.up, bytes_down=courier.down)
+    step = algorithm.protects.limit / ((2**31 - 1) // len(orders))
+    return SecureSum(change, sums, scalars, result.survivors, courier.lost, step, courier.up, courier.down)
 
 
-def _stage_order(order: Order, stage: str, data: Data, largest: int) -> Order:
-    """The training order of one client as one stage; the model travels only when it is time to train."""
-    own = dict(order.auxiliary) if stage == "masked" else {}
-    tensors: dict[str, Tensor] = {("plan" if key == "plan" else f"data:{key}"): t for key, t in data.items()}
-    vector = order.vector if stage == "masked" else None
-    settings = {**order.settings, "largest": largest}
-    return replace(order, action=f"secure.{stage}", vector=vector, auxiliary={**own, **tensors}, settings=settings)
+class Sums:
+    """Asks all clients for sums outside the rounds: through the secure sum where the run has one, else in the clear.
+
+    A client that does not answer, or answers nonsense, is named, left out of this sum, and not asked again.
+    """
+
+    def __init__(self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, protects: Protection):
+        self.exchange, self.run, self.network, self.protects = exchange, run, network, protects
+        self.clients = tuple(clients)
+        self.lost: dict[int, str] = {}
+        self.asked = 0
+
+    def ask(
+        self,
+        action: str,
+        vector: Tensor | None = None,
+        settings: Mapping[str, Scalar] | None = None,
+        **auxiliary: Tensor,
+    ) -> dict[str, Tensor]:
+        """The answers of all clients to this action, added up by name; float64."""
+        hidden = self.protects.kind == "secure"
+        told: dict[str, Scalar] = {**(settings or {}), **({"sums": action} if hidden else {})}
+        # Sums outside the rounds are counted where they are hidden: clients serve each number once.
+        number, space = (self.asked, action) if hidden else (-1, "")
+        orders = [Order(self.run, number, k, action, space, vector, auxiliary, told) for k in self.clients]
+        self.asked += 1
+        total, lost = (self._hidden if hidden else self._clear)(action, orders)
+        for client, reason in lost.items():
+            log.warning("client %d is left out of the sums of %s: %s", client, action, reason)
+        self.lost |= lost
+        self.clients = tuple(k for k in self.clients if k not in lost)
+        return total
+
+    def _hidden(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
+        if len(orders) < 2:
+            raise FedgraftError(f"a secure sum of {action} needs at least two clients, and {len(orders)} is there.")
+        courier = Courier(self.protects, orders, self.exchange)
+        try:
+            result = courier.total(sum_segments(action, self.network, orders[0].settings))
+        except SecureAbort as error:
+            raise FedgraftError(f"the secure sum of {action} was given up and nothing was revealed: {error}") from error
+        shapes = {name: s.shape for name, s in summands(action, self.network, orders[0].settings).items()}
+        # Whoever fell silent after its summand was in stays in the sum, and may be there again next time.
+        lost = {k: f"lost at stage {stage!r}" for k, stage in courier.lost.items() if k not in result.survivors}
+        return {name: result.sums[name].view(shape) for name, shape in shapes.items()}, lost
+
+    def _clear(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
+        wanted = summands(action, self.network, orders[0].settings) if orders else {}
+        fields = {name: Field(s.shape, s.dtype) for name, s in wanted.items()}
+        arrivals = list(self.exchange(orders))
+        replies = [a for a in arrivals if not (isinstance(a, tuple) and isinstance(a[1], str))]
+        expected = Expectation(self.run, -1, frozenset(self.clients), sums=fields)
+        accepted, offences = screen(replies, expected)  # type: ignore[arg-type]
+        if not accepted:
+            raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to sum.")
+        there = {a.reply.client for a in accepted}
+        reasons = {o.client: o.reason for o in offences}
+        lost = {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}
+        return {name: _added([a.reply.sums[name] for a in accepted]) for name in fields}, lost
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in client order, float64. Long float32 vectors are added one by one: a stack would double them all."""
+    if parts[0].dtype == torch.float64:
+        return torch.stack(list(parts)).sum(0)
+    total = parts[0].double()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
 
 
 def zero_sum_mean(seed: int, round: int, clients: Sequence[int], changes: Sequence[Tensor]) -> Tensor:

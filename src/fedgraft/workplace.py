@@ -42,6 +42,8 @@ class Workplace:
     """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
     sends_buffers: bool = True
     """Whether the tail of the vector (batch-norm statistics) is part of a change; base weights under LoRA are not."""
+    held: Callable[[int], Tensor] | None = None
+    """Rows of `examples` that a client trains on never: those it measures the common model on."""
     _bound: dict[str, Bound] = field(default_factory=dict)
     _active: str = ""
 

@@ -2,8 +2,8 @@
 
 FedAvg, FedAvgM (Hsu et al. 2019), FedAdam / FedYogi / FedAdagrad (Reddi et al. 2021), the server halves of SCAFFOLD
 (Karimireddy et al. 2020), FedDyn (Acar et al. 2021) and FedNova (Wang et al. 2020), and FedGMA (Tenison et al. 2023).
-Vectors hold active coordinates only, so server state cannot reach a frozen one; `remap` keeps that true when the
-space changes and `only_active` when a subset is frozen for a while.
+Vectors hold active coordinates only, so server state cannot reach a frozen one; where a subset rests for a round, the
+round itself keeps it in place.
 """
 
 from __future__ import annotations
@@ -155,19 +155,6 @@ def fednova(lr: float = 1.0) -> ServerRule:
     return ServerRule("fednova", _zeros(), step, ("tau",))
 
 
-def local_length(steps: int, beta: float = 0.0) -> float:
-    """|a|_1 of FedNova: the displacement of `steps` local SGD steps per unit of gradient, with momentum `beta`."""
-    return float(steps) if beta == 0 else (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
-
-
-def fednova_weights(weights: Tensor, lengths: Tensor) -> tuple[Tensor, float]:
-    """FedNova on plain changes, when the server knows every |a_k|_1: the weights p_k / |a_k|_1 to average with, and
-    the `tau` that makes it whole. Equal lengths give the weights back and 1, so FedAvg to the bit."""
-    shares = normalised(weights)
-    relative = lengths.to(torch.float64) / lengths.max()
-    return shares / relative, float((shares * relative).sum() * (shares / relative).sum())
-
-
 def sign_agreement(changes: Iterable[Tensor], weights: Tensor) -> Tensor:
     """|sum p_k sign(change_k)| per coordinate, in [0, 1]: how far clients agree on the direction."""
     return accumulate((change.sign() for change in changes), normalised(weights)).abs().to(torch.float32)
@@ -184,17 +171,6 @@ def fedgma(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> Server
     return ServerRule("fedgma", _zeros(), step, ("agreement",))
 
 
-def only_active(rule: ServerRule, active: Tensor) -> ServerRule:
-    """The same rule where `active` is True; elsewhere the vector keeps its bits and the state is cleared."""
-
-    def step(x: Tensor, change: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
-        moved, new = rule.step(x, change, state, info)
-        cleared = {name: torch.where(active, t, 0) if t.ndim else t for name, t in new.items()}
-        return torch.where(active, moved, x), cleared
-
-    return ServerRule(rule.name, rule.init, step, rule.needs)
-
-
 def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
     """The rule on the first `trained` coordinates; the rest (batch-norm statistics) takes the plain mean."""
 
@@ -205,24 +181,6 @@ def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
         return torch.cat([moved, x[trained:] + change[trained:]]), new
 
     return ServerRule(rule.name, lambda size: rule.init(trained), step, rule.needs)
-
-
-def remap(state: State, old_positions: Tensor, new_positions: Tensor) -> State:
-    """Carry state to another space: shared coordinates keep theirs, new ones start at zero, others are forgotten.
-
-    Positions are the sorted places of the coordinates in one common numbering, for example the whole network's.
-    """
-    at = torch.searchsorted(old_positions, new_positions).clamp(max=max(len(old_positions) - 1, 0))
-    known = old_positions[at] == new_positions if len(old_positions) else torch.zeros(len(new_positions)).bool()
-    moved = {}
-    for name, values in state.items():
-        if values.ndim and values.shape != old_positions.shape:
-            raise FedgraftError(f"server state {name!r} has {len(values)} entries, not {len(old_positions)}.")
-        moved[name] = values
-        if values.ndim:
-            moved[name] = torch.zeros(len(new_positions), dtype=values.dtype)
-            moved[name][known] = values[at[known]]
-    return moved
 
 
 SERVER_RULES: Mapping[str, Callable[..., ServerRule]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
+from fedgraft.data.given import FeatureStore
 from fedgraft.data.store import ImageStore
 from fedgraft.data.transforms import Transform
 from fedgraft.errors import FedgraftError
@@ -46,6 +47,21 @@ class FeatureExamples:
     def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
         """The stored features of these rows; there is nothing random about them."""
         return self.features[rows]
+
+
+class GivenExamples(FeatureExamples):
+    """Features as they were given, which an engine may have written straight to where it uses them."""
+
+    def batch_into(self, rows: Tensor, generator: Generator | None, out: Tensor) -> None:
+        """What `batch` gives, written to `out` (B, ...)."""
+        torch.index_select(self.features, 0, rows, out=out)
+
+
+def examples_of(store: ImageStore | FeatureStore, transform: Transform) -> ImageExamples | FeatureExamples:
+    """The examples of a store where they enter a network: images through the transform, given features as they are."""
+    if isinstance(store, ImageStore):
+        return ImageExamples(store, transform)
+    return GivenExamples(torch.from_numpy(store.features), torch.from_numpy(store.labels.copy()), 0)
 
 
 def check_rows(rows: Tensor, count: int) -> None:

@@ -25,7 +25,7 @@ from torch import Generator, Tensor
 
 from fedgraft.contracts import Network
 from fedgraft.data.augment import draw_flips
-from fedgraft.data.examples import FeatureExamples, ImageExamples, check_rows
+from fedgraft.data.examples import ImageExamples, check_rows
 from fedgraft.errors import FedgraftError
 
 BLOCK = 32
@@ -166,9 +166,11 @@ class CachedExamples:
         for view in range(1 + self._flips):
             self._fill(np.full(len(wanted), view), wanted)
 
-    def evaluation_features(self) -> FeatureExamples:
-        """All rows in the evaluation view, in memory."""
-        return FeatureExamples(self.batch(torch.arange(len(self))), self.labels, self.entry)
+    def lacking(self, rows: Tensor) -> Tensor:
+        """Those of these rows that some view is not stored of yet, or not soundly."""
+        wanted = rows.numpy()
+        blocks = {b for v in range(1 + self._flips) for _, b in self.cache.missing(np.full(len(wanted), v), wanted)}
+        return rows[torch.from_numpy(np.isin(wanted // BLOCK, list(blocks)))]
 
     def _fill(self, views: np.ndarray, rows: np.ndarray) -> None:
         if not (missing := self.cache.missing(views, rows)):

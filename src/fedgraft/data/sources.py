@@ -1,4 +1,4 @@
-"""Where images come from: `digits`, `cifar10`, `cifar100`, `folder` and `synthetic`, behind one door."""
+"""Where data comes from: `digits`, `cifar10`, `cifar100`, `folder`, `synthetic` and `features`, behind one door."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 
 from fedgraft.data.cifar import load_cifar
 from fedgraft.data.folder import list_splits, read_listing
+from fedgraft.data.given import FeatureStore, load_features
 from fedgraft.data.split import stratified_split
 from fedgraft.data.store import ImageStore, RawSplit, cached_stores, file_identity
 from fedgraft.errors import FedgraftError
 from fedgraft.randomness import numpy_stream
 
-SOURCES = ("digits", "cifar10", "cifar100", "folder", "synthetic")
+SOURCES = ("digits", "cifar10", "cifar100", "folder", "synthetic", "features")
+Store = ImageStore | FeatureStore
 _SYNTHETIC = {"classes": 10, "train": 5000, "test": 1000}
 
 
@@ -25,8 +27,8 @@ class Dataset:
     """A named pair of stores. The test store is for the last number of a run, and for nothing else."""
 
     name: str
-    train: ImageStore
-    test: ImageStore
+    train: Store
+    test: Store
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -45,10 +47,14 @@ def load_dataset(
     classes, train, test (counts).
     """
     _check(source, path, image_size, options)
+    train: Store
+    test: Store
     if source in ("cifar10", "cifar100"):
         train, test = load_cifar(source, path)
     elif source == "folder":
         train, test = _load_folder(Path(str(path)).expanduser(), image_size, seed)
+    elif source == "features":
+        train, test = load_features(Path(str(path)).expanduser())
     elif source == "digits":
         train, test = cached_stores(source, {"source": source, "size": image_size}, partial(_read_digits, image_size))
     else:
@@ -63,6 +69,8 @@ def _check(source: str, path: str | None, image_size: int, options: dict[str, in
         raise FedgraftError(f"there is no data source {source!r}; choose one of {', '.join(SOURCES)}.")
     if source == "folder" and path is None:
         raise FedgraftError("the data source 'folder' needs path=, the folder that holds one folder per class.")
+    if source == "features" and path is None:
+        raise FedgraftError("the data source 'features' needs path=, an .npz or .safetensors file with the features.")
     if source in ("digits", "synthetic") and path is not None:
         raise FedgraftError(f"the data source {source!r} is built in and takes no path, but path is {path!r}.")
     if image_size < 1:
@@ -75,7 +83,7 @@ def _check(source: str, path: str | None, image_size: int, options: dict[str, in
         raise FedgraftError(f"the option {small[0]!r} of the data source {source!r} must be positive.")
 
 
-def _limited(store: ImageStore, limit: int | None) -> ImageStore:
+def _limited(store: Store, limit: int | None) -> Store:
     if limit is None or limit >= len(store):
         return store
     if limit < 1:

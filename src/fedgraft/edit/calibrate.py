@@ -178,20 +178,6 @@ def negligible_counts(scores: Mapping[str, Tensor], mask: Mask) -> dict[str, int
     return {name: count for name, count in counts.items() if count}
 
 
-def mean_scores(scores: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """The clients' scores averaged by weight (numbers of samples); `choose` then gives the `score_mean` merge."""
-    shares = [1.0] * len(scores) if weights is None else list(weights)
-    if not scores or len(shares) != len(scores) or min(shares) < 0 or sum(shares) <= 0:
-        raise FedgraftError(f"{len(scores)} score sets cannot be averaged with weights {shares}")
-    total = {name: torch.zeros_like(tensor) for name, tensor in scores[0].items()}
-    for one, share in zip(scores, shares, strict=True):
-        if one.keys() != total.keys():
-            raise FedgraftError("score sets of different parameters cannot be averaged")
-        for name, tensor in total.items():
-            tensor.add_(one[name], alpha=share / sum(shares))
-    return total
-
-
 def merge(
     masks: Sequence[Mask],
     how: str,

@@ -43,7 +43,7 @@ class StreamDropout(nn.Module):
         if not self.training:
             return x
         if self.generator is None:
-            raise FedgraftError("LoRA dropout has no random stream; call dropout_stream(network, generator) first")
+            raise FedgraftError("LoRA dropout has no random stream; give it a generator first (`give_stream`)")
         kept = torch.rand(x.shape, generator=self.generator) >= self.p  # x.shape
         return x * kept.to(x) / (1.0 - self.p)
 
@@ -113,13 +113,6 @@ def adapted(network: Network) -> dict[str, Any]:
     """The adapted layers by the name they have in the plain network, in the network's order."""
     names = [name.removesuffix(A_SUFFIX) for name, _ in network.named_parameters() if name.endswith(A_SUFFIX)]
     return {name: network.get_submodule(name) for name in names}
-
-
-def dropout_stream(network: Network, generator: torch.Generator | None) -> None:
-    """Let every adapter's dropout draw from this generator, for example one of (seed, round, client)."""
-    for layer in adapted(network).values():
-        if isinstance(layer.lora_dropout["default"], StreamDropout):
-            layer.lora_dropout["default"].generator = generator
 
 
 def merge(network: Network) -> Network:

@@ -96,11 +96,6 @@ class LoraLayout:
         return torch.cat([initial_a(part.shape, seed, round, layer.name).view(-1) for layer, part in first])
 
 
-def lora_space(network: Network, mode: Mode, dense: Iterable[str] = ()) -> EditSpace:
-    """The edit space of an adapted network: its factors, and tensors in `dense` (the head) as a whole."""
-    return lora_layout(network, mode, dense).space
-
-
 def lora_layout(network: Network, mode: Mode, dense: Iterable[str] = ()) -> LoraLayout:
     """The edit space of an adapted network under one of the five rules, with the map of its factors."""
     if mode not in get_args(Mode):

@@ -12,7 +12,6 @@ how many threads there are. Memory is bounded by a few chunks, however many clie
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,9 @@ from torch.nn.functional import linear
 from fedgraft.algorithm import Algorithm
 from fedgraft.client import Memory, Workplace, handle
 from fedgraft.contracts import Examples
+from fedgraft.engines.choice import cores
+from fedgraft.engines.pool import Preparable, prepare_features
+from fedgraft.local.optimizers import Optimizer
 from fedgraft.local.train import batches
 from fedgraft.messages import Order, Reply
 from fedgraft.randomness import torch_stream
@@ -99,13 +101,32 @@ class _Job:
 
 
 class _Stack:
-    """The heads of c clients as one flat vector, all weights (c, k, d), then all biases (c, k, 1); a gradient alike."""
+    """The heads of c clients as one flat vector, all weights (c, k, d), then all biases (c, k, 1).
 
-    def __init__(self, values: Tensor, gradient: Tensor, shape: tuple[int, int, int]) -> None:
+    A second vector of that shape takes the gradients. Where the optimizer is plain momentum it is the velocity itself:
+    the product that makes the gradient adds it to the decayed velocity, so that no pass over memory is spent on it.
+    """
+
+    def __init__(self, values: Tensor, gradient: Tensor, shape: tuple[int, int, int], optimizer: Optimizer) -> None:
         c, k, d = shape
-        self.values, self.gradient = values, gradient
+        self.values, self.gradient, self.optimizer = values, gradient, optimizer
         self.weight, self.d_weight = (flat[: c * k * d].view(c, k, d) for flat in (values, gradient))
         self.bias, self.d_bias = (flat[c * k * d :].view(c, k, 1) for flat in (values, gradient))
+        self.fused = optimizer.heavy_ball is not None
+        self.decay = optimizer.heavy_ball or 0.0
+        self.state = {} if self.fused else optimizer.init(values.numel())
+        if self.fused:
+            gradient.zero_()
+
+    def step(self, error: Tensor, inputs: Tensor, rate: float) -> None:
+        """One step along the gradients that these errors (c, k, b) at the logits mean."""
+        torch.baddbmm(self.d_weight, error, inputs, beta=self.decay, out=self.d_weight)  # beta 0 overwrites
+        if self.fused:
+            self.d_bias.mul_(self.decay).add_(error.sum(2, keepdim=True))
+            self.values.sub_(self.gradient, alpha=rate)
+        else:
+            torch.sum(error, 2, keepdim=True, out=self.d_bias)
+            self.optimizer.step(self.values, self.gradient, self.state, rate)
 
 
 class Batched:
@@ -114,7 +135,7 @@ class Batched:
     def __init__(self, algorithm: Algorithm, place: Workplace, threads: int | None = None) -> None:
         self.algorithm, self.place = algorithm, place
         self.memory: dict[int, Memory] = {}
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or cores()
         self.reason = applies(algorithm, place)
         """Why orders are carried out one by one, if they are."""
         self._reading = threading.Lock()
@@ -137,6 +158,8 @@ class Batched:
         if not orders:
             return []
         jobs = [self._job(i, order) for i, order in enumerate(orders)]
+        if isinstance(self.place.examples, Preparable) and torch.get_num_threads() == 1:
+            prepare_features(self.place.examples, torch.cat([rows for job in jobs for rows in job.steps]), self.threads)
         jobs.sort(key=lambda job: (len(job.steps), float(job.order.settings["lr"]), job.width, job.place))
         chunks = []
         for _, group in groupby(jobs, key=lambda job: (len(job.steps), job.order.settings["lr"])):
@@ -162,15 +185,14 @@ class Batched:
         c, b, d, k = len(jobs), max(job.width for job in jobs), network.width, network.classes
         buffers = self._buffers.pop() if self._buffers else {}
         values, gradient = (_buffer(buffers, name, c * k * (d + 1)) for name in ("values", "gradient"))
-        stack = _Stack(values, gradient, (c, k, d))
+        stack = _Stack(values, gradient, (c, k, d), rule.optimizer)
         for i, job in enumerate(jobs):
             assert job.order.vector is not None
             stack.weight[i] = job.order.vector[: k * d].view(k, d)
             stack.bias[i] = job.order.vector[k * d :].view(k, 1)
-        state = rule.optimizer.init(values.numel())
         rate = rule.rate(float(jobs[0].order.settings["lr"]), jobs[0].examples)
         flips = [torch_stream(self.place.seed, "augment", "train", j.order.round, j.order.client) for j in jobs]
-        logits = _buffer(buffers, "logits", 2 * c * k * b).view(2, c, k, b)
+        room = _buffer(buffers, "logits", c * k * b).view(c, k, b)
         steps, losses = len(jobs[0].steps), []
         span = max(1, BUDGET // (c * b * d))
         for begin in range(0, steps, span):
@@ -178,8 +200,9 @@ class Batched:
             features = _buffer(buffers, "features", c * (some.stop - begin) * b * d).view(c, -1, b, d)
             labels, weights = self._gather(jobs, flips, some, features)
             for x, y, w in zip(features.unbind(1), labels.unbind(1), weights.unbind(1), strict=True):
-                losses.append(_step(stack, x, y, w, rule.label_smoothing, logits))
-                rule.optimizer.step(values, gradient, state, rate)
+                torch.baddbmm(stack.bias, stack.weight, x.transpose(1, 2), out=room)
+                losses.append(_error(room, y, w, rule.label_smoothing))
+                stack.step(room, x, rate)
         means = torch.stack(losses).mean(0).tolist()
         replies = [self._reply(job, stack.weight[i], stack.bias[i], means[i]) for i, job in enumerate(jobs)]
         self._buffers.append(buffers)
@@ -221,26 +244,23 @@ class Batched:
         return replace(answer, change=self.algorithm.sends.encode(change, stream, {}), metrics=metrics)
 
 
-def _step(stack: _Stack, inputs: Tensor, labels: Tensor, weights: Tensor, smoothing: float, room: Tensor) -> Tensor:
-    """Write the gradient of each client's mean loss into the stack; returns the losses (c,).
+def _error(logits: Tensor, labels: Tensor, weights: Tensor, smoothing: float) -> Tensor:
+    """Turn logits (c, k, b) into the gradient of each client's mean loss by them, in place; returns the losses (c,).
 
     The smoothed cross-entropy is lse - (1 - s) logit_y - s mean(logits), its gradient softmax - (1 - s) onehot - s/k.
-    Logits are kept with classes first, (c, k, b), which makes both products run along their memory. The log of the
-    sum of exponentials comes from the largest share of the softmax, which cannot underflow.
+    Logits are kept with classes first, which makes both products run along their memory. The largest logit is taken
+    off first, so no exponential overflows and their sum cannot underflow.
     """
-    logits, error = room.unbind(0)
-    torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2), out=logits)
-    torch.softmax(logits, 1, out=error)
+    logits.sub_(logits.amax(1, keepdim=True))
     target = logits.gather(1, labels)  # (c, 1, b)
     if smoothing:
         target.mul_(1 - smoothing).add_(logits.mean(1, keepdim=True), alpha=smoothing)
-    loss = logits.amax(1, keepdim=True).sub_(error.amax(1, keepdim=True).log_()).sub_(target).mul_(weights)
+    total = logits.exp_().sum(1, keepdim=True)
+    logits.mul_(weights / total)
     if smoothing:
-        error.sub_(smoothing / error.shape[1])
-    error.scatter_add_(1, labels, torch.full_like(target, smoothing - 1)).mul_(weights)
-    torch.bmm(error, inputs, out=stack.d_weight)
-    torch.sum(error, 2, keepdim=True, out=stack.d_bias)
-    return loss.sum((1, 2))
+        logits.sub_(weights * (smoothing / logits.shape[1]))
+    logits.scatter_add_(1, labels, weights * (smoothing - 1))
+    return total.log_().sub_(target).mul_(weights).sum((1, 2))
 
 
 def _read(examples: Examples, rows: Tensor, flips: torch.Generator, room: Tensor) -> None:

@@ -36,8 +36,8 @@ class Carrier(Protocol):
     place: Workplace
     memory: dict[int, Memory]
 
-    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply]:
-        """Carry out the orders."""
+    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, str]]:
+        """Carry out the orders; (client, sentence) says why a client did not answer."""
         ...
 
 
@@ -104,16 +104,18 @@ class Hostile:
     def _on_changes(self) -> str:
         return DATA_ATTACKS.get(self.attack, self.attack)
 
-    def exchange(self, orders: Sequence[Order]) -> list[Reply]:
+    def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
         """Carry out the orders; replies of liars to training orders carry the attack."""
-        replies = list(self.engine.exchange(orders))
+        arrivals = list(self.engine.exchange(orders))
         asked = {order.client: order for order in orders if order.action == "train"}
         if not self._on_changes or not asked:
-            return replies
-        trained = {r.client: self._read(r, asked[r.client]) for r in replies if r.client in asked}
-        seen = {client: change for client, change in sorted(trained.items()) if change is not None}
-        false = self._lies(seen, replies[0].round) if self.liars & seen.keys() else {}
-        return [self._send(r, asked[r.client], false[r.client]) if r.client in false else r for r in replies]
+            return arrivals
+        replies = {a.client: a for a in arrivals if isinstance(a, Reply) and a.client in asked}
+        trained = {client: self._read(reply, asked[client]) for client, reply in sorted(replies.items())}
+        seen = {client: change for client, change in trained.items() if change is not None}
+        lies = self._lies(seen, orders[0].round) if self.liars & seen.keys() else {}
+        false = {client: self._send(replies[client], asked[client], change) for client, change in lies.items()}
+        return [false.get(a.client, a) if isinstance(a, Reply) else a for a in arrivals]
 
     def _lies(self, changes: Mapping[int, Tensor], round: int) -> dict[int, Tensor]:
         """What the liars among these clients send instead."""

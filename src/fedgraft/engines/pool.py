@@ -9,7 +9,7 @@ clients remember stays here; it travels with the order and comes back with the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,25 +31,31 @@ class Pool:
     outside the space must not change while they live; after changing some (a new head), call `close`.
     """
 
-    def __init__(self, algorithm: Algorithm, place: Workplace, workers: int) -> None:
+    def __init__(self, algorithm: Algorithm, place: Workplace, workers: int, deadline: float | None = None) -> None:
         if workers < 1:
             raise FedgraftError(f"a pool needs at least one worker, not {workers}.")
-        self.algorithm, self.place, self.workers = algorithm, place, workers
+        self.algorithm, self.place, self.workers, self.deadline = algorithm, place, workers, deadline
         self.memory: dict[int, Memory] = {}
         self._crew: Crew | None = None
         self._seen: object = None
 
-    def exchange(self, orders: Sequence[Order]) -> list[Reply]:
-        """Carry out the orders; replies in their order. Memories change only when all have succeeded."""
+    def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
+        """Carry out the orders; replies in their order. Memories change only when none has failed.
+
+        A client that takes longer than the deadline has not answered: its worker is killed, its memory stays as it was.
+        """
         if len({order.client for order in orders}) < len(orders):
             raise FedgraftError("a client can carry out only one order at a time; send its orders one after another.")
         try:
-            answers = self._ready().map(orders, self._send, _receive, lambda o: f"client {o.client} in round {o.round}")
+            answers = self._ready().map(
+                orders, self._send, _receive, lambda o: f"client {o.client} in round {o.round}", self.deadline
+            )
         except BaseException:
             self.close()
             raise
-        self.memory |= {reply.client: kept for reply, kept in answers if kept}
-        return [reply for reply, _ in answers]
+        self.memory |= {found[0].client: found[1] for found in answers if found is not None and found[1]}
+        late = f"no answer within {self.deadline} s"
+        return [(o.client, late) if found is None else found[0] for o, found in zip(orders, answers, strict=True)]
 
     def close(self) -> None:
         """End the workers; the next exchange starts new ones."""
@@ -91,8 +97,13 @@ def _receive(order: Order, parts: Parts) -> tuple[Reply, Memory]:
     return unpack(Reply, parts[0]), unpack(Reply, parts[1]).evidence if len(parts) > 1 else {}
 
 
+@runtime_checkable
 class Preparable(Protocol):
     """Examples that keep what they compute in a file all processes share."""
+
+    def lacking(self, rows: Tensor) -> Tensor:
+        """The rows that still have to be computed."""
+        ...
 
     def prepare(self, rows: Tensor | None = None) -> None:
         """Compute and store every view of these rows."""
@@ -101,6 +112,9 @@ class Preparable(Protocol):
 
 def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
     """Fill the feature cache for these rows with so many processes; the stored bytes do not depend on their number."""
+    rows = examples.lacking(rows)
+    if not len(rows):
+        return
     ordered = rows.unique()  # sorted
     groups = ordered.split(torch.unique_consecutive(ordered // ALIGNED, return_counts=True)[1].tolist())
     if workers == 1 or len(groups) < 2:

@@ -9,10 +9,12 @@ whoever is free. Nothing is pickled: workers are forks, so they already have the
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import signal
 import tempfile
+import time
 import traceback
 import warnings
 import weakref
@@ -111,21 +113,35 @@ class Crew:
                 f"worker processes compute on one thread, and this one computes on {torch.get_num_threads()}, "
                 "which gives other bits; call torch.set_num_threads(1) before."
             )
+        self._work = work
         self._workers: list[_Worker] = []
         # The pid keeps a fork that inherits this object from ending its siblings.
         self._end = weakref.finalize(self, _end, self._workers, os.getpid())
-        context = get_context("fork")
         for _ in range(workers):
-            mine, theirs = context.Pipe()
-            board = Board()
-            others = [worker.pipe for worker in self._workers]
-            process = context.Process(target=_serve, args=(work, theirs, board, [mine, *others]), daemon=True)
-            with warnings.catch_warnings():
-                # Python 3.12 warns of any fork beside threads; a worker takes no lock that a thread here may hold.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            theirs.close()
-            self._workers.append(_Worker(process, mine, board))
+            self._hire()
+
+    def _hire(self) -> _Worker:
+        """One more worker."""
+        context = get_context("fork")
+        mine, theirs = context.Pipe()
+        board = Board()
+        others = [worker.pipe for worker in self._workers]
+        process = context.Process(target=_serve, args=(self._work, theirs, board, [mine, *others]), daemon=True)
+        with warnings.catch_warnings():
+            # Python 3.12 warns of any fork beside threads; a worker takes no lock that a thread here may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        self._workers.append(_Worker(process, mine, board))
+        return self._workers[-1]
+
+    def _replace(self, late: _Worker) -> _Worker:
+        """Kill a worker that hangs and put another in its place."""
+        late.process.kill()
+        late.process.join()
+        late.pipe.close()
+        self._workers.remove(late)
+        return self._hire()
 
     def map(
         self,
@@ -133,14 +149,17 @@ class Crew:
         send: Callable[[T], Sequence[bytes]],
         receive: Callable[[T, Parts], R],
         name: Callable[[T], str],
-    ) -> list[R]:
+        deadline: float | None = None,
+    ) -> list[R | None]:
         """Carry out the tasks, each by the next free worker; results in the order of the tasks.
 
         `send` makes a task's bytes when its turn comes, `receive` reads its answer at once. Any error, Ctrl-C
-        included, ends the crew: what is under way is of no use any more.
+        included, ends the crew: what is under way is of no use any more. A task that takes longer than `deadline`
+        seconds gives None; its worker is killed and another one goes on.
         """
         waiting = deque(range(len(tasks)))
         busy: dict[object, tuple[int, _Worker]] = {}
+        ends: dict[object, float] = {}
         results: dict[int, R] = {}
 
         def next_task(worker: _Worker) -> None:
@@ -148,19 +167,25 @@ class Crew:
                 index = waiting.popleft()
                 busy[worker.pipe] = index, worker
                 worker.give(send(tasks[index]))
+                ends[worker.pipe] = math.inf if deadline is None else time.monotonic() + deadline
 
         try:
-            for worker in self._workers:
+            for worker in list(self._workers):
                 next_task(worker)
             while busy:
-                for pipe in wait([worker.pipe for _, worker in busy.values()]):
+                first = min(ends[pipe] for pipe in busy)
+                left = None if deadline is None else max(0.0, first - time.monotonic())
+                for pipe in wait([worker.pipe for _, worker in busy.values()], left):
                     index, worker = busy.pop(pipe)
                     results[index] = receive(tasks[index], worker.take(name(tasks[index])))
                     next_task(worker)
+                for late in [pipe for pipe in busy if ends[pipe] <= time.monotonic()]:
+                    _, worker = busy.pop(late)
+                    next_task(self._replace(worker))
         except BaseException:
             self.close()
             raise
-        return [results[index] for index in range(len(tasks))]
+        return [results.get(index) for index in range(len(tasks))]
 
     def close(self) -> None:
         """End the workers. Also happens when the crew is collected, and at exit."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,12 +103,6 @@ class Mechanism:
         if self.noise > 0:
             noisy = noisy + gaussian(len(total), key, "sum", round_) * (self.noise * sensitivity)
         return (noisy / self.expected).float()
-
-
-def sample_poisson(clients: Sequence[int], probability: float, generator: torch.Generator) -> list[int]:
-    """Each client independently with the given probability; the cohort's size varies and may be zero."""
-    drawn = torch.rand(len(clients), dtype=torch.float64, generator=generator) < probability
-    return [client for client, taken in zip(clients, drawn.tolist(), strict=True) if taken]
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,15 @@
 The step is chosen from the number of clients so that their sum cannot leave [-(2^31 - 1), 2^31 - 1]: it never wraps,
 and a sum in the ring is the sum of the integers. Rounding is stochastic, so the error has mean zero; it is under one
 step per client. The generator is the caller's: same seed, same bytes.
+
+A segment with a step of its own is finer than one word can be. Its numbers are integers of several digits, one word
+each, with room in every word for the carries of all clients; they are rounded to the nearest, and one that does not
+fit is refused, not cut.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +23,11 @@ from torch import Tensor
 from fedgraft.errors import FedgraftError
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
+_PIECE = 1 << 20  # numbers turned into digits at a time
+
+
+class Unfit(FedgraftError):
+    """Numbers that cannot be put into this ring: not finite, of another length, or beyond the limit of digits."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +37,14 @@ class Segment:
     name: str
     length: int
     limit: float
+    step: float | None = None
+    """Given: a power of two; entries are its multiples, spread over as many words as the limit needs."""
 
     def __post_init__(self) -> None:
         if not (self.length >= 0 and 0 < self.limit < float("inf")):
             raise FedgraftError(f"segment {self.name!r} of a secure sum needs a length and a positive finite limit")
+        if self.step is not None and not (0 < self.step < self.limit and math.frexp(self.step)[0] == 0.5):
+            raise FedgraftError(f"segment {self.name!r} of a secure sum needs a step that is a power of two")
 
 
 @dataclass(frozen=True)
@@ -50,24 +64,39 @@ class Ring:
         """The integer that stands for a segment's limit: `clients * level` is still below 2^31."""
         return (2**31 - 1) // self.clients
 
+    @property
+    def digit(self) -> int:
+        """Bits of one digit: the sum of all clients' digits is below 2^32, so no carry is lost."""
+        return 32 - (self.clients - 1).bit_length()
+
+    def words(self, segment: Segment) -> int:
+        """Words for one number of a segment; the uppermost digit keeps a bit for the sign."""
+        if segment.step is None:
+            return 1
+        return -(-(math.frexp(segment.limit / segment.step)[1] + 1) // self.digit)
+
     @cached_property
     def length(self) -> int:
         """Number of 32-bit words."""
-        return sum(s.length for s in self.segments)
+        return sum(s.length * self.words(s) for s in self.segments)
 
     def step(self, name: str) -> float:
         """Distance of neighbouring numbers in a segment."""
-        return next(s.limit for s in self.segments if s.name == name) / self.level
+        segment = next(s for s in self.segments if s.name == name)
+        return segment.limit / self.level if segment.step is None else segment.step
 
     def encode(self, values: Mapping[str, Tensor], generator: torch.Generator) -> Words:
         """Float vectors as words, two's complement; refuses values that are not finite and other shapes."""
         if set(values) != {s.name for s in self.segments}:
-            raise FedgraftError(f"a secure sum of {[s.name for s in self.segments]} was given {sorted(values)}")
+            raise Unfit(f"a secure sum of {[s.name for s in self.segments]} was given {sorted(values)}")
         words = np.empty(self.length, dtype=np.uint32)
         for segment, span in self._spans():
             x = values[segment.name].detach().double().view(-1)
             if len(x) != segment.length or not bool(torch.isfinite(x.sum())):
-                raise FedgraftError(f"segment {segment.name!r} of a secure sum has a wrong length or is not finite")
+                raise Unfit(f"segment {segment.name!r} of a secure sum has a wrong length or is not finite")
+            if segment.step is not None:
+                self._digits(x, segment, words[span].reshape(-1, segment.length))
+                continue
             scaled = x * (self.level / segment.limit)
             # Clamping comes last: it is what keeps the sum of all clients from wrapping, whatever the input.
             scaled.add_(torch.rand(len(x), generator=generator)).floor_().clamp_(-self.level, self.level)
@@ -80,11 +109,36 @@ class Ring:
 
     def decode(self, total: Words) -> dict[str, Tensor]:
         """A sum of at most `clients` encoded vectors as float64 vectors by segment."""
-        signed = torch.from_numpy(np.ascontiguousarray(total).view(np.int32)).double()
-        return {s.name: signed[span] * (s.limit / self.level) for s, span in self._spans()}
+        signed = np.ascontiguousarray(total).view(np.int32)
+        found = {}
+        for s, span in self._spans():
+            if s.step is None:
+                found[s.name] = torch.from_numpy(signed[span]).double() * (s.limit / self.level)
+                continue
+            *lower, top = total[span].reshape(-1, s.length)
+            value = torch.from_numpy(top.view(np.int32)).double()
+            for digits in reversed(lower):
+                value = value.mul_(2.0**self.digit).add_(torch.from_numpy(digits.astype(np.float64)))
+            found[s.name] = value * s.step
+        return found
+
+    def _digits(self, x: Tensor, segment: Segment, planes: np.ndarray) -> None:
+        """Write the digits of x (n,), lowest first, into planes (words, n). Every operation is exact in float64."""
+        assert segment.step is not None
+        if bool((x.abs() > segment.limit).any()):
+            raise Unfit(f"segment {segment.name!r} of a secure sum has numbers over its limit {segment.limit:g}")
+        base = 2.0**self.digit
+        for begin in range(0, len(x), _PIECE):
+            rest = (x[begin : begin + _PIECE] / segment.step).round_()
+            for plane in planes[:-1]:
+                low = rest.remainder(base)
+                plane[begin : begin + _PIECE] = low.to(torch.int64).numpy()
+                rest = (rest - low) / base
+            planes[-1, begin : begin + _PIECE] = rest.to(torch.int32).numpy().view(np.uint32)
 
     def _spans(self) -> Iterator[tuple[Segment, slice]]:
         begin = 0
         for segment in self.segments:
-            yield segment, slice(begin, begin + segment.length)
-            begin += segment.length
+            end = begin + segment.length * self.words(segment)
+            yield segment, slice(begin, end)
+            begin = end

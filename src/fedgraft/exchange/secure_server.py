@@ -8,7 +8,7 @@ both of one client, and never an input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from fedgraft.exchange.secure_keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.exchange.secure_plan import STAGES, Data, Plan, SecureAbort
 
 Outbox = dict[int, dict[str, Tensor]]
+Answers = Mapping[int, Data] | Iterable[tuple[int, Data]]
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,25 @@ class SecureServer:
         """The first message: the plan, to everyone."""
         return {u: {"plan": as_tensor(self.plan.to_bytes())} for u in self.plan.clients}
 
-    def take(self, answers: Mapping[int, Data]) -> Outbox:
-        """The answers of the present stage; returns what to send for the next one, nothing after the last."""
+    def take(self, answers: Answers) -> Outbox:
+        """The answers of the present stage, as they come; returns what to send next, nothing after the last stage."""
         stage = STAGES[self.stage]
         self.stage += 1
+        pairs = answers.items() if isinstance(answers, Mapping) else answers
+        if stage == "masked":
+            return self.masked(pairs)
         steps: dict[str, Callable[[Mapping[int, Data]], Outbox]] = {
-            "keys": self.keys, "shares": self.shares, "masked": self.masked,
-            "consistency": self.consistency, "unmask": self.unmask,
+            "keys": self.keys, "shares": self.shares, "consistency": self.consistency, "unmask": self.unmask
         }  # fmt: skip
-        return steps[stage](answers)
+        return steps[stage](dict(pairs))
+
+    def largest(self, stage: str) -> int:
+        """Most bytes of tensors that an answer to a stage can have."""
+        boxes, shares = (self.plan.holders - 1) * BOX_BYTES, self.plan.holders * shamir.SHARE_BYTES
+        return {
+            "keys": ADVERT_BYTES, "shares": boxes + KEY_BYTES, "masked": 4 * self.plan.ring.length,
+            "consistency": SIGNATURE_BYTES, "unmask": shares,
+        }[stage]  # fmt: skip
 
     def keys(self, answers: Mapping[int, Data]) -> Outbox:
         """Route the public keys to the neighbours."""
@@ -93,13 +104,16 @@ class SecureServer:
         self.boxes = {v: {u: sent[u][v] for u in self.plan.graph[v] if u in sent} for v in sent}
         return {v: self._table(v, self.boxes[v], "boxes", BOX_BYTES) for v in sent}
 
-    def masked(self, answers: Mapping[int, Data]) -> Outbox:
-        """Add up the masked inputs; from here on the survivors are fixed."""
-        fields = {"masked": (torch.uint32, (self.plan.ring.length,))}
-        for u, data in self._valid("masked", answers, self.shared, fields):
-            np.add(self.total, data["masked"].numpy(), out=self.total)
-            self.alive.append(u)
-        self._enough("masked", self.alive)
+    def masked(self, answers: Iterable[tuple[int, Data]]) -> Outbox:
+        """Add each masked input to the sum when it comes and keep none; from here on the survivors are fixed."""
+        fields, awaited = {"masked": (torch.uint32, (self.plan.ring.length,))}, set(self.shared)
+        for u, data in answers:
+            if u in awaited and self._fits("masked", u, data, fields):
+                np.add(self.total, data["masked"].numpy(), out=self.total)
+                self.alive.append(u)
+            awaited.discard(u)
+        self.lost |= dict.fromkeys(sorted(awaited), "masked")
+        self.alive = self._enough("masked", self.alive)
         lists = {"shared": torch.tensor(self.shared), "alive": torch.tensor(self.alive)}
         return {u: dict(lists) for u in self.alive}
 
@@ -158,20 +172,23 @@ class SecureServer:
         self, stage: str, answers: Mapping[int, Data], asked: list[int] | tuple[int, ...], fields: Mapping[str, tuple]
     ) -> list[tuple[int, Data]]:
         """The well-formed answers of those asked, in client order; the others are lost at this stage."""
-        good = []
         for u in sorted(asked):
-            data = answers.get(u)
-            try:
-                if data is None or set(data) != set(fields):
-                    raise BadPayload("no answer" if data is None else "other fields than asked for")
-                for name, (dtype, shape) in fields.items():
-                    check_tensor(data[name], dtype, shape, name)
-                good.append((u, data))
-            except BadPayload as error:
+            if u not in answers:
                 self.lost.setdefault(u, stage)
-                if data is not None:
-                    self.offences[u] = f"{stage}: {error}"
-        return good
+        return [(u, answers[u]) for u in sorted(asked) if u in answers and self._fits(stage, u, answers[u], fields)]
+
+    def _fits(self, stage: str, u: int, data: Data, fields: Mapping[str, tuple]) -> bool:
+        """Whether an answer has exactly these fields; a client that sends others is lost at this stage."""
+        try:
+            if set(data) != set(fields):
+                raise BadPayload("other fields than asked for")
+            for name, (dtype, shape) in fields.items():
+                check_tensor(data[name], dtype, shape, name)
+        except BadPayload as error:
+            self.lost.setdefault(u, stage)
+            self.offences[u] = f"{stage}: {error}"
+            return False
+        return True
 
     def _enough(self, stage: str, left: list[int]) -> list[int]:
         if not any(self.plan.enough(u, set(left)) for u in left):

@@ -24,16 +24,22 @@ from fedgraft.exchange.ring import Ring, Segment
 from fedgraft.exchange.secure_client import SecureClient
 from fedgraft.exchange.secure_keys import Identity, SecureRefusal
 from fedgraft.exchange.secure_plan import STAGES, Data, Plan, SecureAbort, neighbours
-from fedgraft.exchange.secure_server import Outbox, SecureServer, SumResult
+from fedgraft.exchange.secure_server import Answers, Outbox, SecureServer, SumResult
 from fedgraft.randomness import torch_stream
 
 __all__ = [
     "STAGES", "Identity", "Plan", "Ring", "SecureAbort", "SecureClient", "SecureRefusal", "SecureServer", "Segment",
-    "SumResult", "drive", "neighbours", "run_locally", "weighted_input", "weighted_mean", "weighted_segments",
+    "SumResult", "drive", "neighbours", "run_locally", "series", "weighted_input", "weighted_mean",
+    "weighted_segments",
 ]  # fmt: skip
 
-Ask = Callable[[str, Outbox], Mapping[int, Data]]
-"""A transport: (stage, what goes to whom) -> the answers that came back in time."""
+Ask = Callable[[str, Outbox], Answers]
+"""A transport: (stage, what goes to whom) -> the answers that came back in time, all at once or one by one."""
+
+
+def series(run: str, action: str) -> str:
+    """The name of a run's sums of one action; training has the run's own."""
+    return run if action == "train" else f"{run}#{action}"
 
 
 def drive(server: SecureServer, ask: Ask) -> SumResult:

@@ -162,10 +162,12 @@ class Arena:
 
     def _carrier(self, algorithm: Algorithm) -> InProcess | Pool | Batched:
         """The engine the config asks for, with a workplace of its own, which an attack may exchange."""
-        place, workers = replace(self.setup.place), self.config.workers
-        if self.config.engine == "batched":
+        place, choice = replace(self.setup.place), self.setup.choice(self.setup.place)
+        if choice.mode == "batched":
             return Batched(algorithm, place)
-        return InProcess(algorithm, place) if workers == 1 else Pool(algorithm, place, workers)
+        if choice.mode == "in_process":
+            return InProcess(algorithm, place)
+        return Pool(algorithm, place, choice.workers, self.config.rounds.deadline)
 
     @cached_property
     def marked(self) -> Examples:

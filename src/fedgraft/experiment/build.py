@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from fedgraft.algorithm import Answers, Combiner, Mixture, count_mean, vary
-from fedgraft.client import Workplace
+from fedgraft.algorithm import Answers, Combiner, count_mean, vary
+from fedgraft.client import Memory, Workplace
 from fedgraft.combine.server_rules import plain_tail
 from fedgraft.contracts import Examples
-from fedgraft.data.examples import FeatureExamples, ImageExamples
+from fedgraft.data.examples import FeatureExamples, ImageExamples, examples_of
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.store import cache_dir
 from fedgraft.data.transforms import STATISTICS, Transform
@@ -24,13 +24,15 @@ from fedgraft.edit.lora import attach
 from fedgraft.edit.lora_combine import LoraLayout, combine_lora, lora_layout
 from fedgraft.edit.masks import Mask
 from fedgraft.edit.space import EditSpace, select
-from fedgraft.engines.batched import Batched
+from fedgraft.engines.batched import Batched, applies
+from fedgraft.engines.choice import Choice, Wanted, choose_engine, cores
 from fedgraft.engines.in_process import InProcess
-from fedgraft.engines.pool import Pool
+from fedgraft.engines.pool import Pool, prepare_features
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.config import Config
-from fedgraft.experiment.editing import Adaptive, Calibrator, Opened, masked_space, open_masked, own_active
+from fedgraft.experiment.editing import Adaptive, Calibrator, Opened, masked_space, open_masked, own_active, scope_of
 from fedgraft.experiment.parts import (
+    Deal,
     build_algorithm,
     build_federation,
     build_network,
@@ -42,33 +44,44 @@ from fedgraft.experiment.parts import (
     per_round,
 )
 from fedgraft.experiment.trackers import require
-from fedgraft.messages import pack_bits
+from fedgraft.messages import Order, Reply, pack_bits
 from fedgraft.models.identity import digest
 from fedgraft.observe import hidden
 from fedgraft.randomness import torch_stream
 from fedgraft.round import Judge
+from fedgraft.secure_round import Sums
 from fedgraft.server import EVERYONE, ServerState
 from fedgraft.weigh.similarity import svcca_basis, svcca_of_bases
 
 log = logging.getLogger("fedgraft")
 
 
+class Remote(Protocol):
+    """An engine whose clients are on other machines, which must be told the edit space."""
+
+    memory: dict[int, Memory]
+
+    def open(self, run: str, tensors: Mapping[str, Tensor]) -> None: ...
+    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, Reply | bytes | str]]: ...
+
+
 class Setup:
     """Everything a run needs, built once. Parts that cost something are made when first used."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, dealt: Deal | None = None, remote: Remote | None = None) -> None:
+        """`dealt` and `remote` are for a federation of machines: the data that is here, the engine to the others."""
+        self.config, self.remote = config, remote
         self.algorithm = build_algorithm(config)
-        self.deal = deal(config)
-        self.network = build_network(config, self.deal.classes).to(device_named(config.device))
+        self.deal = deal(config) if dealt is None else dealt
+        self.network = build_network(config, self.deal.dataset).to(device_named(config.device))
         check_blocks(config, self.network)
         require(config.track.trackers)
-        self.federation = build_federation(config, int(self.deal.partition.sizes().max()))
+        self.federation = build_federation(config, self.deal.largest)
         own = (self.network.mean, self.network.std)
         statistics: Any = STATISTICS.get(config.data.normalise, own)
         self.transform = Transform(self.network.image_size, config.data.augment, *statistics)
-        self.pixels = ImageExamples(self.deal.dataset.train, self.transform)
-        self.test_pixels = ImageExamples(self.deal.dataset.test, self.transform)
+        self.pixels = examples_of(self.deal.dataset.train, self.transform)
+        self.test_pixels = examples_of(self.deal.dataset.test, self.transform)
         self._pools: WeakSet[Pool] = WeakSet()
         self._space: EditSpace | None = None
         self.mask: Mask | None = None
@@ -121,21 +134,50 @@ class Setup:
 
         self.algorithm = vary(self.algorithm, combine=Combiner(f"lora:{layout.mode}", combine, linear=False))
 
-    def _open_mask(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def follow(self, head: Tensor, mask: Tensor | None) -> None:
+        """Open the space that a server has opened, on a machine of its clients: from its head and its mask's bits."""
+        with torch.no_grad():
+            self.network.head.weight.copy_(head[:, :-1])
+            self.network.head.bias.copy_(head[:, -1])
+        if self.config.moves.kind == "lora":
+            self._open_lora()
+        elif mask is None:
+            self._space = open_space(self.config, self.network)
+        else:
+            scope = scope_of(self.config.moves, self.network)
+            names = (*scope.maskable, *scope.dense)
+            shapes = {n: tuple(p.shape) for n, p in self.network.named_parameters() if n in names}
+            self.mask = Mask.from_bits(mask, shapes)
+            self._space = masked_space(self.network, self.mask)
+
+    def opened(self) -> dict[str, Tensor]:
+        """What another machine needs to `follow`, and the probe where it has no way to make it."""
+        tensors = {"head": torch.cat([self.head_start[0], self.head_start[1][:, None]], 1)}
+        if self.mask is not None:
+            tensors["mask"] = self.mask.bits()
+        if isinstance(self.probe, FeatureExamples) and not self.deal.rows_known:
+            tensors |= {"probe/inputs": self.probe.features, "probe/labels": self.probe.labels}
+        return tensors
+
+    @cached_property
+    def calibration(self) -> tuple[Workplace, Calibrator]:
+        """Where clients score weights for a mask, and what turns the scores into one."""
         place = Workplace(
             self.network, select(self.network, lambda n: True), self.plain_pixels, self.deal.rows, self.config.seed
         )
-        engine = self.engine(place)
-        run = self.federation.run
-        calibrator = Calibrator(self.config, self.network, engine, run, len(self.deal.train_rows))
+        calibrator = Calibrator(self.config, self.network, self.sums(place), self.deal.total)
         place.choose_mask = lambda score: calibrator.calibrate(score).mask
+        return place, calibrator
+
+    def _open_mask(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        _, calibrator = self.calibration
         recipe = self.config.moves.mask
         names = (*calibrator.scope.maskable, *calibrator.scope.dense)
         shapes = {n: tuple(p.shape) for n, p in self.network.named_parameters() if n in names}
         if "mask" in saved:
             opened = Opened(Mask.from_bits(saved["mask"], shapes))
         else:
-            identity = [digest(self.network), self.deal.dataset.train.digest, self.deal.partition.digest]
+            identity = [digest(self.network), *self.deal.identity]
             opened = open_masked(calibrator, cache_dir(), [*identity, self.transform.digest])
             log.info(
                 "mask %s: %d of %d coordinates move (%.2f %% of the network), energy share %.3g, %d without effect",
@@ -181,17 +223,24 @@ class Setup:
         return {EVERYONE: pack_bits(chosen)}
 
     @cached_property
-    def plain_pixels(self) -> ImageExamples:
+    def plain_pixels(self) -> ImageExamples | FeatureExamples:
         """Training images without augmentation."""
-        return ImageExamples(self.deal.dataset.train, replace(self.transform, train=()))
+        return examples_of(self.deal.dataset.train, replace(self.transform, train=()))
 
-    def at_entry(self, pixels: ImageExamples, entry: int) -> Examples:
-        """These images where they enter: as pixels, or as kept outputs of the fixed part of the network."""
-        return self.kept(pixels, entry) if entry else pixels
+    def at_entry(self, pixels: ImageExamples | FeatureExamples, entry: int) -> Examples:
+        """These images where they enter: as pixels, or as outputs of the network before `entry`.
 
-    def kept(self, pixels: ImageExamples, entry: int) -> CachedExamples:
-        """Outputs of the network before `entry`, computed once for all runs on this machine."""
+        Those are computed once for all runs on this machine. Given features are at their place already.
+        """
+        if not entry or isinstance(pixels, FeatureExamples) or not len(pixels):
+            return pixels
         return CachedExamples(pixels, self.network, entry, cache_dir() / "features", key=self.config.model.name)
+
+    def ready(self, examples: Examples, rows: Tensor) -> None:
+        """Compute what is not kept of these rows yet, side by side on all cores; without a feature cache do nothing."""
+        alone = self.config.workers == 1 or torch.get_num_threads() > 1 or self.network.head.weight.device.type != "cpu"
+        if isinstance(examples, CachedExamples) and not alone:
+            prepare_features(examples, rows, self.config.workers or cores())
 
     @cached_property
     def entry(self) -> int:
@@ -222,6 +271,7 @@ class Setup:
         return Workplace(
             self.network, self.space, self.examples, self.deal.rows, self.config.seed,
             self.tests, self.deal.test_rows, private, start, self.probe, sends_buffers=self.layout is None,
+            held=lambda client: self.deal.validation_rows,
         )  # fmt: skip
 
     @cached_property
@@ -264,8 +314,12 @@ class Setup:
     @cached_property
     def trunk_place(self) -> Workplace:
         """The workplace of step 0: the untouched trunk's features, kept on disk and shared by all runs."""
-        cached = self.kept(self.plain_pixels, self.network.depth)
-        return Workplace(self.network, select(self.network, lambda n: True), cached, self.deal.rows, self.config.seed)
+        cached = self.at_entry(self.plain_pixels, self.network.depth)
+        self.ready(cached, torch.cat([self.deal.train_rows, self.deal.validation_rows]))
+        return Workplace(
+            self.network, select(self.network, lambda n: True), cached, self.deal.rows, self.config.seed,
+            held=lambda client: self.deal.validation_rows,
+        )  # fmt: skip
 
     @cached_property
     def judge(self) -> Judge:
@@ -276,39 +330,39 @@ class Setup:
             s.digest, self.place.sent, s.trained, n.width, n.classes, self.active if partial else None, self.align
         )
 
-    def engine(self, place: Workplace | None = None) -> InProcess | Pool | Batched:
-        """An engine for this run's clients: worker processes where the config asks for more than one."""
-        if self.config.engine == "batched" and place is None:
-            batched = Batched(self.algorithm, self.place)
-            log.info("batched engine: %s", batched.reason or "all clients of a round in one product")
-            return batched
-        if self.config.workers == 1:
-            return InProcess(self.algorithm, place or self.place)
-        pool = Pool(self.algorithm, place or self.place, self.config.workers)
+    def engine(self, place: Workplace | None = None) -> InProcess | Pool | Batched | Remote:
+        """An engine for this run's clients, or for preparations at another place; see `choose_engine`."""
+        if self.remote is not None:
+            if place is None:  # the space is open: tell the others
+                self.remote.open(self.federation.run, self.opened())
+            return self.remote
+        where = place or self.place
+        choice = self.choice(where, preparing=place is not None)
+        if place is None:
+            log.info("engine: %s, %s", choice.mode, choice.why)
+        if choice.mode == "batched":
+            return Batched(self.algorithm, where)
+        if choice.mode == "in_process":
+            return InProcess(self.algorithm, where)
+        pool = Pool(self.algorithm, where, choice.workers, self.config.rounds.deadline)
         self._pools.add(pool)
         return pool
+
+    def choice(self, place: Workplace, preparing: bool = False) -> Choice:
+        """How orders at this place are carried out. What prepares a run (step 0, a mask) is never batched."""
+        c = self.config
+        head_only = place.examples.entry == self.network.depth
+        wanted: Wanted = "reference" if preparing or c.engine == "flower-sim" else c.engine
+        obstacle = applies(self.algorithm, place) if wanted == "auto" else None
+        on_cpu = self.network.head.weight.device.type == "cpu"
+        return choose_engine(wanted, c.workers, obstacle, head_only, on_cpu, per_round(c))
+
+    def sums(self, place: Workplace) -> Sums:
+        """What asks this run's clients for sums before the first round, hidden where the run hides them."""
+        f = self.federation
+        return Sums(self.engine(place).exchange, f.run, range(f.clients), self.network, self.algorithm.protects)
 
     def close(self) -> None:
         """End the worker processes that are left."""
         for pool in list(self._pools):
             pool.close()
-
-
-def warnings_for(config: Config, setup: Setup) -> list[str]:
-    """Settings that work but do not mean what one may think."""
-    found = []
-    m, stats = per_round(config), setup.deal.partition.statistics()
-    if m == 1 and config.partition.clients > 1:
-        found.append("one client per round: every weighting rule is the same; raise rounds.fraction")
-    missing = stats["uncovered"]
-    if len(missing):
-        found.append(f"{len(missing)} classes are held by nobody, so they cannot be learned: {list(missing)[:10]}")
-    found += stats["notes"]
-    if isinstance(setup.algorithm.combine, Mixture) and m < config.partition.clients:
-        found.append("with partial participation only the cohort's models are mixed; the others wait")
-    hides = config.protects.kind == "secure" or config.protects.privacy is not None
-    if hides and config.model.head != "random":
-        found.append("step 0 sums feature statistics in the clear, unprotected; model.head='random' avoids it")
-    if hides and config.moves.kind == "masked" and config.moves.mask.strategy.endswith("sensitive"):
-        found.append("the mask is calibrated from sensitivities summed in the clear, outside the protection")
-    return found

@@ -32,7 +32,7 @@ TRUNK = "backbone."
 
 def base_of(setup: Setup) -> VisionNetwork:
     """The plain network an opened run began with: its trunk and the head of step 0."""
-    network = build_network(setup.config, setup.deal.classes)
+    network = build_network(setup.config, setup.deal.dataset)
     with torch.no_grad():
         for parameter, start in zip((network.head.weight, network.head.bias), setup.head_start, strict=True):
             parameter.copy_(start)

@@ -29,7 +29,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.experiment import options
 from fedgraft.messages import Order, Reply
 from fedgraft.models.network import VisionNetwork
-from fedgraft.round import Engine
+from fedgraft.secure_round import Sums
 
 log = logging.getLogger("fedgraft")
 
@@ -58,8 +58,8 @@ def scope_of(moves: options.Moves, network: VisionNetwork) -> Scope:
 class Calibrator:
     """Asks clients for sensitivities and turns them into a mask."""
 
-    def __init__(self, config: options.Config, network: VisionNetwork, engine: Engine, run: str, examples: int) -> None:
-        self.config, self.network, self.engine, self.run = config, network, engine, run
+    def __init__(self, config: options.Config, network: VisionNetwork, sums: Sums, examples: int) -> None:
+        self.config, self.network, self.sums = config, network, sums
         self.scope = scope_of(config.moves, network)
         self.recipe = config.moves.mask
         self.sparsity = self.recipe.sparsity if self.recipe.adaptive_start is None else self.recipe.adaptive_start
@@ -83,12 +83,15 @@ class Calibrator:
             "draw": draw, "share": self.share, "batch": 16, "names": "\n".join(self.scope.maskable),
         }  # fmt: skip
 
-    def ask(self, action: str, draw: int) -> list[Reply]:
-        """One order to every client with the network's present (perhaps softened) weights."""
+    def ask(self, draw: int) -> Tensor:
+        """The clients' scores for the network's present (perhaps softened) weights, summed."""
+        return self.sums.ask("sensitivity", self.whole.gather(self.network), self.settings(draw))["scores"]
+
+    def own_masks(self, draw: int) -> list[Reply]:
+        """Every client's own mask; these cannot be summed."""
         vector, settings = self.whole.gather(self.network), self.settings(draw)
-        clients = range(self.config.partition.clients)
-        orders = [Order(self.run, -1, k, action, vector=vector, settings=settings) for k in clients]
-        return sorted((r for r in self.engine.exchange(orders) if isinstance(r, Reply)), key=lambda r: r.client)
+        orders = [Order(self.sums.run, -1, k, "own_mask", "", vector, {}, settings) for k in self.sums.clients]
+        return sorted((r for r in self.sums.exchange(orders) if isinstance(r, Reply)), key=lambda r: r.client)
 
     def scores(self, draw: int) -> Mapping[str, Tensor]:
         """Scores of this draw: summed over clients, or from the weights alone."""
@@ -99,12 +102,7 @@ class Calibrator:
         if source == "random":
             return random_scores({n: tuple(p.shape) for n, p in weights.items()}, self.config.seed)
         shapes = {n: tuple(p.shape) for n, p in weights.items()}
-        total: Tensor | None = None
-        for reply in self.ask("sensitivity", draw):
-            vector = reply.sums["scores"].double()
-            total = vector if total is None else total.add_(vector)
-        assert total is not None
-        return Scores.from_vector(total.float(), shapes).mean()
+        return Scores.from_vector(self.ask(draw).float(), shapes).mean()
 
     def calibrate(self, scores: Callable[[int], Mapping[str, Tensor]] | None = None) -> Calibration:
         """The mask these scores give, whether they are everyone's or one client's."""
@@ -128,7 +126,7 @@ class Calibrator:
             for n, p in self.network.named_parameters()
             if n in (*self.scope.maskable, *self.scope.dense)
         }
-        own = {reply.client: Mask.from_bits(reply.evidence["mask"], shapes) for reply in self.ask("own_mask", 1)}
+        own = {reply.client: Mask.from_bits(reply.evidence["mask"], shapes) for reply in self.own_masks(1)}
         masks = list(own.values())
         if r.per_client:
             return Opened(union(masks), own=own)
@@ -149,7 +147,8 @@ def open_masked(calibrator: Calibrator, cache: Path, identity: Sequence[str]) ->
     if c.recipe.per_client:
         return c.open()
     recipe = c.config.moves.model_dump_json(include={"mask", "freeze_blocks", "head_too"})
-    key = hashlib.blake2b(json.dumps([*identity, recipe, c.config.seed]).encode(), digest_size=12).hexdigest()
+    hidden = ["secure"] if c.config.protects.kind == "secure" else []  # rounded sums give other last bits
+    key = hashlib.blake2b(json.dumps([*identity, recipe, c.config.seed, *hidden]).encode(), digest_size=12).hexdigest()
     path = cache / "masks" / f"{key}.safetensors"
     if path.exists():
         try:
@@ -157,6 +156,8 @@ def open_masked(calibrator: Calibrator, cache: Path, identity: Sequence[str]) ->
         except FedgraftError as error:
             log.warning("the kept mask is unusable and is made anew: %s", error)
     opened = c.open()
+    if c.sums.lost:  # not the mask of all clients, so not one for other runs
+        return opened
     path.parent.mkdir(parents=True, exist_ok=True)
     opened.mask.save(path)
     return opened

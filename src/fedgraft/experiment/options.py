@@ -21,7 +21,7 @@ class Section(BaseModel):
 class Data(Section):
     """Where the images come from."""
 
-    source: Literal["digits", "cifar10", "cifar100", "folder", "synthetic"] = "digits"
+    source: Literal["digits", "cifar10", "cifar100", "folder", "synthetic", "features"] = "digits"
     path: str | None = Field(None, description="file or folder with the data; else the usual places, then the Hub")
     validation: float = Field(0.1, ge=0, lt=1, description="share of the training images held out, stratified")
     image_size: int | None = Field(
@@ -63,7 +63,9 @@ class Partition(Section):
 class Model(Section):
     """The pretrained network and its head."""
 
-    name: str = Field("nano", description="nano, resnet18[:width=..,norm=group], a transformers folder, or a Hub name")
+    name: str = Field(
+        "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     head: Literal["ridge", "probe", "random"] = Field("ridge", description="step 0: how the head starts")
@@ -239,6 +241,11 @@ class Rounds(Section):
     min_delta: float = Field(1e-3, ge=0, description="what counts as better")
     checkpoint_every: int = Field(5, ge=1)
     minimum_answers: int = Field(1, ge=1, description="fewer good answers: the round is skipped")
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that clients have for one order; later answers do not count (default: no limit)",
+    )
     norm_bound: float | None = Field(None, gt=0, description="refuse changes of a larger norm")
     personal_memory_mb: float = Field(
         2000, ge=0, description="mixtures: keep the clients' models on disk when they need more; same results"
@@ -308,12 +315,16 @@ class Config(Section):
     name: str = Field("run", min_length=1, max_length=80, pattern=r"^[A-Za-z0-9._-]+$")
     seed: int = Field(0, ge=0)
     device: str = Field("cpu", description="cpu, cuda, cuda:0")
-    engine: Literal["reference", "batched"] = Field(
-        "reference",
-        description="batched: all clients of a linear head in one product; equal within 1e-6",
+    engine: Literal["auto", "reference", "batched", "flower-sim"] = Field(
+        "auto",
+        description="batched: all clients of a linear head in one product, equal within 1e-6; auto: where it can be; "
+        "flower-sim: Flower's simulation on Ray, same bytes as reference",
     )
     workers: int = Field(
-        1, ge=1, description="processes that train clients side by side; same bytes whatever the number"
+        0,
+        ge=0,
+        description="processes that train clients side by side; same bytes whatever the number; "
+        "0: by rule (docs/speed)",
     )
     data: Data = Data()
     partition: Partition = Partition()
@@ -329,9 +340,19 @@ class Config(Section):
     centralized: Centralized = Centralized()
     track: Track = Track()
 
+    @model_validator(mode="after")
+    def _given_features(self) -> Config:
+        if (self.data.source == "features") != (self.model.name == "features"):
+            raise ValueError("given features need no trunk: set data.source=features and model.name=features together")
+        if self.data.source == "features" and (self.data.augment or self.data.image_size):
+            raise ValueError("given features are no images: leave data.augment and data.image_size out")
+        return self
+
     @property
     def digest(self) -> str:
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
+        if self.rounds.deadline is None:  # says nothing, so runs from before there was one keep their identity
+            kept["rounds"].pop("deadline")
         return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()

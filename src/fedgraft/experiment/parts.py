@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from fedgraft import zoo
 from fedgraft.algorithm import Algorithm, Mixture, Moves, Privacy, Protection, by_examples, uniform, vary
 from fedgraft.contracts import Examples
+from fedgraft.data.given import FeatureStore
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.sources import Dataset, load_dataset
 from fedgraft.data.split import stratified_split
@@ -41,6 +42,26 @@ class Deal:
     train_rows: Tensor
     validation_rows: Tensor
     partition: Partition
+
+    rows_known = True
+    """This machine knows which rows each client has (a simulation); else clients bring data of their own."""
+    blind = False
+    """The server has no images of its own: the clients measure for it, on images they hold out."""
+
+    @property
+    def total(self) -> int:
+        """Training images of all clients."""
+        return len(self.train_rows)
+
+    @property
+    def largest(self) -> int:
+        """Training images of the client with most."""
+        return int(self.partition.sizes().max())
+
+    @property
+    def identity(self) -> list[str]:
+        """What tells this data and how it is dealt from any other."""
+        return [self.dataset.train.digest, self.partition.digest]
 
     def rows(self, client: int) -> Tensor:
         """A client's training rows in the training store."""
@@ -93,10 +114,11 @@ def _partition_options(config: Config) -> dict[str, object]:
     return {**own.get(p.kind, {}), "test": p.test}
 
 
-def build_network(config: Config, classes: int) -> VisionNetwork:
-    """The pretrained trunk with a head for this many classes."""
-    m = config.model
-    return load_network(m.name, classes, config.data.image_size, m.dropout, config.seed)
+def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
+    """The pretrained trunk with a head for the classes of this data; given features bring their width along."""
+    m, classes = config.model, len(dataset.classes)
+    name = f"features:width={dataset.train.width}" if isinstance(dataset.train, FeatureStore) else m.name
+    return load_network(name, classes, config.data.image_size, m.dropout, config.seed)
 
 
 def device_named(name: str) -> torch.device:

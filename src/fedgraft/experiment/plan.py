@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fedgraft import server
-from fedgraft.experiment.build import Setup, per_round, warnings_for
+from fedgraft.experiment.build import Setup, per_round
+from fedgraft.experiment.cautions import warnings_for
 from fedgraft.experiment.config import Config, validate
 from fedgraft.experiment.display import size
 from fedgraft.experiment.run import describe
@@ -12,6 +13,7 @@ from fedgraft.messages import Payload, Reply, wire_size
 
 def plan(config: Config) -> list[str]:
     """Lines for `--dry-run`. Bytes are exact for one message; totals assume that everyone answers."""
+    wanted = config
     if config.moves.kind == "masked":  # any mask of the right size will do: the plan must not wait for calibration
         table = config.model_dump(mode="json", exclude_none=True)
         table["moves"]["mask"] |= {"strategy": "random", "per_client": False, "merge": "score_mean"}
@@ -41,5 +43,5 @@ def plan(config: Config) -> list[str]:
         f"{steps * m * total:,.0f} steps in all",
         f"bytes: {size(down)} down and {size(up)} up per client and round; {size(down * m * total)} down and "
         f"{size(up * m * total)} up in all",
-        *(f"warning: {text}" for text in warnings_for(config, setup)),
+        *(f"warning: {text}" for text in warnings_for(wanted, setup)),
     ]

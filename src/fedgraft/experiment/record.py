@@ -156,12 +156,12 @@ class RunFolder:
             try:
                 yield
             except KeyboardInterrupt:
-                self._set_status("interrupted")
+                self._note_end("interrupted")
                 raise
             except BaseException as error:
                 # Only a surprise needs its traceback; an error meant for people is one sentence.
                 log.error("the run failed: %s", error, exc_info=not isinstance(error, FedgraftError))
-                self._set_status("failed", f"{type(error).__name__}: {error}")
+                self._note_end("failed", f"{type(error).__name__}: {error}")
                 raise
             else:
                 self._set_status("finished" if self._finished else "interrupted")
@@ -179,15 +179,16 @@ class RunFolder:
                 view = view[os.write(descriptor, view) :]
         except OSError as error:
             os.ftruncate(descriptor, before)  # half a line would spoil the next one
-            raise FedgraftError(
-                f"{self.metrics_path} could not be written ({error.strerror}); make room and resume the run."
-            ) from error
+            raise self._full(error) from error
         if time.monotonic() - self._synced > _SYNC_EVERY:
             self.sync()
 
     def sync(self) -> None:
         """Flush the metrics to the disk."""
-        os.fsync(self._writable())
+        try:
+            os.fsync(self._writable())
+        except OSError as error:
+            raise self._full(error) from error
         self._synced = time.monotonic()
 
     def rewind(self, round: int | None) -> None:
@@ -221,6 +222,16 @@ class RunFolder:
         self.sync()
         self._write_json("summary.json", plain(summary))
         self._finished = True
+
+    def _full(self, error: OSError) -> FedgraftError:
+        return FedgraftError(
+            f"{self.metrics_path} could not be written ({error.strerror}); make room and resume the run."
+        )
+
+    def _note_end(self, status: str, reason: str = "") -> None:
+        """How a run ended that did not finish; where even that cannot be written it counts as interrupted."""
+        with contextlib.suppress(FedgraftError):  # what ended the run is what its user must read
+            self._set_status(status, reason)
 
     def _writable(self) -> int:
         if self._metrics is None:

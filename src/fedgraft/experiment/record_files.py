@@ -43,10 +43,22 @@ def without_timing(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
 
 
+class _LogFile(logging.FileHandler):
+    """A log that a full disk ends, and nothing else: the run says in its own words what could not be written."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+        """Lose the line."""
+
+    def close(self) -> None:
+        """Close the file; lines that do not fit any more are lost."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def logging_to(path: Path, console: bool = True) -> Iterator[None]:
     """Send this library's log to a file as `timestamp | level | message`, and to the terminal if wanted."""
-    file = logging.FileHandler(path, encoding="utf-8")
+    file = _LogFile(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
     handlers: list[logging.Handler] = [file]
     if console:

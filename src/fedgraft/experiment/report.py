@@ -61,7 +61,7 @@ def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, t
     names = _names(folders)
     lines = {name: folder.metrics() for name, folder in zip(names, folders, strict=True)}
     rows = [_row(name, describe(run, lines[name]), run.summary()) for name, run in zip(names, folders, strict=True)]
-    text = _csv([{"run": name, **row} for name, run in lines.items() for row in map(csv_row, run)])
+    text = rows_csv([{"run": name, **row} for name, run in lines.items() for row in map(csv_row, run)])
     configs = {name: flatten(tomllib.loads(folder.config_text)) for name, folder in zip(names, folders, strict=True)}
     body = [
         _header(title, f"{len(folders)} runs", _csv_link("comparison.csv", text)),
@@ -75,10 +75,15 @@ def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, t
 
 
 def write_tables(
-    path: Path | str, title: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], note: str = ""
-) -> Path:
-    """Write a page of tables, each a list of rows under a heading, with all their numbers as one CSV file."""
-    text = _csv([{"table": name, **row} for name, rows in tables.items() for row in rows])
+    path: Path | str, title: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], note: str = "",
+    lines: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, pictures: Sequence[Path] = (),
+) -> Path:  # fmt: skip
+    """Write a page of tables, each a list of rows under a heading, with all their numbers as one CSV file.
+
+    `lines` are metrics by name, drawn over each other; `pictures` are files that become part of the page.
+    """
+    charts = compare_charts(lines or {})
+    text = rows_csv([{"table": name, **row} for name, rows in tables.items() for row in rows])
     link = _csv_link(f"{Path(path).stem}.csv", text)
     sections = [_section(html.escape(name), _grid(rows)) for name, rows in tables.items()]
     body = [
@@ -86,14 +91,16 @@ def write_tables(
         "<main>",
         f"<p>{html.escape(note)}</p>" if note else "",
         *sections,
+        _section("Curves", '<div class="charts" id="charts"></div>' if charts else ""),
+        _section("Figures", "".join(_picture(file.stem, file) for file in pictures)),
         "</main>",
     ]
-    return _write(Path(path), title, "\n".join(body), {"charts": [], "maps": []})
+    return _write(Path(path), title, "\n".join(body), {"charts": charts, "maps": []})
 
 
 def metrics_csv(lines: Sequence[Mapping[str, Any]]) -> str:
     """All rounds as CSV: one row per round, nested numbers as `seconds.exchange`, clients as their mean."""
-    return _csv([csv_row(line) for line in lines])
+    return rows_csv([csv_row(line) for line in lines])
 
 
 def csv_row(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,9 +266,12 @@ def _pictures(folder: Path) -> Iterable[str]:
     """The run's figures, inside the page; where one exists in two formats, the PNG."""
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     chosen = {file.stem: file for file in sorted(files, key=lambda f: f.suffix == ".png") if file.suffix in _PICTURES}
-    for name, file in sorted(chosen.items()):
-        data = base64.b64encode(file.read_bytes()).decode()
-        yield f'<p><img alt="{html.escape(name)}" src="data:{_PICTURES[file.suffix]};base64,{data}"></p>'
+    yield from (_picture(name, file) for name, file in sorted(chosen.items()))
+
+
+def _picture(name: str, file: Path) -> str:
+    data = base64.b64encode(file.read_bytes()).decode()
+    return f'<p><img alt="{html.escape(name)}" src="data:{_PICTURES[file.suffix]};base64,{data}"></p>'
 
 
 def _map(matrix: Any, classes: Sequence[object]) -> dict[str, Any]:
@@ -278,7 +288,8 @@ def _canvas(clients: int) -> str:
     )
 
 
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+def rows_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV, with every column that any of them has."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,14 +17,17 @@ from torch import Tensor
 
 from fedgraft import server
 from fedgraft.algorithm import Mixture
+from fedgraft.errors import FedgraftError
 from fedgraft.exchange.privacy import NOT_COVERED
 from fedgraft.experiment import figures, representation_figures, step_zero
-from fedgraft.experiment.build import Setup, warnings_for
+from fedgraft.experiment.build import Setup
+from fedgraft.experiment.cautions import warnings_for
 from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, to_toml
 from fedgraft.experiment.parts import budget
 from fedgraft.experiment.personal_store import PersonalStore
 from fedgraft.experiment.record import RunFolder
+from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.report import write_report
 from fedgraft.experiment.step_zero import install_head
 from fedgraft.experiment.trackers import Tracker, tracker
@@ -32,6 +37,7 @@ from fedgraft.round import run_round
 from fedgraft.server import ServerState
 
 log = logging.getLogger("fedgraft")
+PHASES_FILE = "phases.json"
 
 
 class Progress(Protocol):
@@ -94,12 +100,21 @@ class Followers:
             one.finish(self.summary)
 
 
-def run(config: Config, folder: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
-    """Run a config in its folder, from the beginning or from its last good checkpoint; returns the summary."""
+def run(
+    config: Config,
+    folder: Path,
+    progress: Progress | None = None,
+    console: bool = True,
+    build: Callable[[Config], Setup] = Setup,
+) -> dict[str, Any]:
+    """Run a config in its folder, from the beginning or from its last good checkpoint; returns the summary.
+
+    `build` makes the setup; a federation of machines has one of its own.
+    """
     with one_thread():
         # Everything that can be refused is refused before a folder exists.
         done = is_finished(folder)
-        setup = None if done and (folder / "report.html").exists() else Setup(config)
+        setup = None if done and (folder / "report.html").exists() else build(config)
         record = RunFolder.create(folder, to_toml(config), config.digest)
         if done:
             log.info("%s is already finished", folder)
@@ -108,13 +123,33 @@ def run(config: Config, folder: Path, progress: Progress | None = None, console:
             return record.summary()
         assert setup is not None
         with record.writing(console=console), closing(setup):  # no worker process outlives the run
-            summary = _Run(setup, record, progress or Silent()).go()
+            work = _Run(setup, record, progress or Silent())
+            summary = work.go()
+        began = time.perf_counter()
         publish(record, setup)
+        keep_phases(folder, {**work.phases, "figures and report": time.perf_counter() - began})
         return summary
+
+
+def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
+    """Note what is no part of a round, and the most memory this process and its largest worker held."""
+    peaks = {"this process": resource.RUSAGE_SELF, "largest worker": resource.RUSAGE_CHILDREN}
+    memory = {name: resource.getrusage(who).ru_maxrss / 1024 for name, who in peaks.items()}
+    write_text(folder / PHASES_FILE, json.dumps({"seconds": dict(seconds), "megabytes": memory}, indent=2) + "\n")
 
 
 def publish(record: RunFolder, setup: Setup) -> None:
     """The figures of a finished run - accuracy, loss, who holds what - and its report."""
+    try:
+        _draw(record, setup)
+    except OSError as error:
+        raise FedgraftError(
+            f"the run is finished and its results are stored, but its figures and report could not be written "
+            f"({error.strerror}) in {record.path}; make room and run it again, which only draws."
+        ) from error
+
+
+def _draw(record: RunFolder, setup: Setup) -> None:
     folder, lines, held = record.path / "figures", record.metrics(), setup.deal.histogram()
     folder.mkdir(exist_ok=True)
     for key, label, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
@@ -141,6 +176,8 @@ class _Run:
         self.best = Best()
         self.totals = {"bytes_up": 0, "bytes_down": 0}
         self.spent = 0.0
+        self.phases: dict[str, float] = {}
+        """Seconds outside the rounds, since this process began."""
 
     def go(self) -> dict[str, Any]:
         """Everything from the first round that is not done yet to the report."""
@@ -173,6 +210,7 @@ class _Run:
         if start is not None:  # the model that nobody has trained yet is a candidate too
             self.best = Best(start.accuracy, 0, 0, state.vector)
         self.spent += time.perf_counter() - began
+        self.phases["step 0"] = self.spent
         log.info("step 0 (%s head) took %.1f s", self.config.model.head, self.spent)
         self._save(state)
         return state
@@ -193,7 +231,9 @@ class _Run:
                 self.engine.memory, self.best, self.totals, self.spent = before
                 self._save(state)
                 raise
-            if state.round == r.total or state.round % r.checkpoint_every == 0:
+            # What clients on other machines remember moves on every round, and the checkpoint must not fall behind.
+            every = r.checkpoint_every if self.setup.remote is None else 1
+            if state.round == r.total or state.round % every == 0:
                 self._save(state)
         return state
 
@@ -219,7 +259,7 @@ class _Run:
     def _validate(self, state: ServerState, line: dict[str, Any]) -> ServerState:
         """Measure on validation images, remember the best, and let clients test themselves where asked."""
         began = time.perf_counter()
-        result = self.measure(state.vector)
+        result = self.measure(state.vector, state.round)
         line |= {"accuracy": result.accuracy, "loss": result.loss, "top5": result.top5}
         best = self.best
         stale = 0 if result.accuracy > best.accuracy + self.config.rounds.min_delta else best.stale + 1
@@ -231,12 +271,22 @@ class _Run:
         line["seconds"] = {**line["seconds"], "evaluate": time.perf_counter() - began}
         return replace(state, losses=(*state.losses, result.loss))
 
-    def measure(self, vector: Tensor) -> Evaluation:
+    def measure(self, vector: Tensor, round: int) -> Evaluation:
         """The common model on the validation images (on the clients' training images where there are none)."""
         setup = self.setup
+        if setup.deal.blind:
+            return self._count(vector, round, "validation")
         self._show(vector)
-        rows = setup.deal.validation_rows
-        return evaluate(setup.network, setup.examples, rows if len(rows) else setup.deal.train_rows)
+        rows = setup.deal.validation_rows if len(setup.deal.validation_rows) else setup.deal.train_rows
+        setup.ready(setup.examples, rows)
+        return evaluate(setup.network, setup.examples, rows)
+
+    def _count(self, vector: Tensor, round: int, split: str) -> Evaluation:
+        """The common model on images that the clients hold; they send counts and sums of losses, nothing else."""
+        f, space = self.setup.federation, self.setup.space.digest
+        orders = [Order(f.run, round, k, "count", space, vector, {}, {"split": split}) for k in range(f.clients)]
+        replies = [r for r in self.engine.exchange(orders) if isinstance(r, Reply)]
+        return step_zero.summed_counts(sorted(replies, key=lambda r: r.client), 1)[0]
 
     def _show(self, vector: Tensor) -> None:
         """Put the common model into the network; a head that clients keep to themselves stands at its start."""
@@ -284,9 +334,13 @@ class _Run:
         """The test set, once, with the best model by validation."""
         setup = self.setup
         best = self.best.vector if self.best.vector is not None else state.vector
-        self._show(best)
-        rows = torch.arange(len(setup.deal.dataset.test.labels))
-        test = evaluate(setup.network, setup.tests, rows)
+        if setup.deal.blind:
+            test = self._count(best, state.round, "test")
+        else:
+            self._show(best)
+            rows = torch.arange(len(setup.deal.dataset.test.labels))
+            setup.ready(setup.tests, rows)
+            test = evaluate(setup.network, setup.tests, rows)
         summary: dict[str, Any] = {
             "kind": "federated",
             "validation": {"accuracy": self.best.accuracy},
@@ -297,6 +351,8 @@ class _Run:
             "seconds": self.spent,
             "edited": {"coordinates": setup.space.trained, "of": sum(p.numel() for p in setup.network.parameters())},
         }
+        if self.config.protects.kind == "zero_sum_demo":
+            summary["protection"] = "INSECURE: zero_sum_demo is for comparison, the server can read every change"
         account = budget(self.config, setup.algorithm, state.round)
         if account is not None:
             summary["privacy"] = {
@@ -308,6 +364,7 @@ class _Run:
         return summary
 
     def _save(self, state: ServerState) -> None:
+        began = time.perf_counter()
         tensors: dict[str, Tensor] = {"vector": state.vector}
         tensors |= {f"rule/{key}": value for key, value in state.rule.items()}
         stored = state.personal.sealed() if isinstance(state.personal, PersonalStore) else {}
@@ -329,6 +386,7 @@ class _Run:
         self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
         if isinstance(state.personal, PersonalStore):
             state.personal.release(self.record.checkpoints)
+        self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + time.perf_counter() - began
 
     def _check(self, found: Checkpoint) -> None:
         """Open the personal models on disk that a checkpoint names, or refuse it."""
@@ -369,6 +427,7 @@ def describe(setup: Setup) -> str:
     """One line for the log: what moves, who takes part, how it is carried out."""
     f, s = setup.federation, setup.space
     mode = f"features kept at entry {setup.entry} of {setup.network.depth}" if setup.entry else "from pixels"
+    mode = mode if setup.network.depth else "on given features"
     total = sum(p.numel() for p in setup.network.parameters())
     kind = "one model per client" if isinstance(setup.algorithm.combine, Mixture) else "one model"
     return (

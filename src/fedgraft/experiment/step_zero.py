@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,14 +25,27 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.contracts import Examples, Network
 from fedgraft.data.store import cache_dir
+from fedgraft.errors import FedgraftError
 from fedgraft.experiment.build import Setup
+from fedgraft.local.evaluate import Evaluation
 from fedgraft.messages import Order, Reply
 from fedgraft.models.identity import digest
 from fedgraft.round import Engine
+from fedgraft.secure_round import Sums
 
 log = logging.getLogger("fedgraft")
 
 GRID = tuple(10.0**e for e in (-5, -4, -3, -2.5, -2, -1.5, -1, -0.5, 0))
+
+
+class Judge(Protocol):
+    """Says how good heads are, on `count` images."""
+
+    count: int
+
+    def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """(accuracy, loss) of each."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,8 +56,13 @@ class Start:
     loss: float
 
 
-def kept(folder: Path, identity: Sequence[str], make: Callable[[], Tensor]) -> Tensor:
-    """A head that was made before from the same sums, or a new one; a damaged file is made anew."""
+def kept(
+    folder: Path, identity: Sequence[str], make: Callable[[], Tensor], whole: Callable[[], bool] = lambda: True
+) -> Tensor:
+    """A head that was made before from the same sums, or a new one; a damaged file is made anew.
+
+    One that is not `whole`, because clients were missing, is not kept for other runs.
+    """
     key = hashlib.blake2b("\x1f".join(identity).encode(), digest_size=12).hexdigest()
     path = folder / f"{key}.safetensors"
     if path.exists():
@@ -53,6 +72,8 @@ def kept(folder: Path, identity: Sequence[str], make: Callable[[], Tensor]) -> T
             if bytes(stored["mark"].numpy().tobytes()) == mark:
                 return stored["head"].clone()
     head = make().contiguous()
+    if not whole():
+        return head
     mark = hashlib.blake2b(head.numpy().tobytes(), digest_size=8).digest()
     folder.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
@@ -68,28 +89,21 @@ def ask(engine: Engine, run: str, clients: Sequence[int], action: str, **auxilia
     return sorted(replies, key=lambda reply: reply.client)
 
 
-def _summed(replies: Sequence[Reply]) -> tuple[Tensor, Tensor]:
-    """ZᵀZ (width+1, width+1) and ZᵀY (width+1, classes) over all clients, in client order."""
-    gram = torch.stack([r.sums["gram"] for r in replies]).sum(0)
-    return gram, torch.stack([r.sums["cross"] for r in replies]).sum(0)
-
-
-def ridge_head(
-    engine: Engine, run: str, clients: Sequence[int], penalty: float | None, judge: Judgement
-) -> tuple[Tensor, float]:
+def ridge_head(sums: Sums, penalty: float | None, judge: Judge) -> tuple[Tensor, float]:
     """The ridge head (classes, width+1; last column is the bias) and its penalty, chosen on validation if not given."""
-    gram, cross = _summed(ask(engine, run, clients, "statistics"))
+    found = sums.ask("statistics")
+    gram, cross = found["gram"], found["cross"]
     heads = [(solve(gram, cross, value), value) for value in (GRID if penalty is None else (penalty,))]
     return strongest(heads, judge)
 
 
-def strongest(heads: Sequence[tuple[Tensor, float]], judge: Judgement) -> tuple[Tensor, float]:
+def strongest(heads: Sequence[tuple[Tensor, float]], judge: Judge) -> tuple[Tensor, float]:
     """The largest penalty whose accuracy lies within one standard error of the best.
 
     A head that is hardly punished scores as well here but has huge weights along directions of little variance, and
     a body trained through it would be thrown about.
     """
-    scores = [judge(head)[0] for head, _ in heads]
+    scores = [accuracy for accuracy, _ in judge([head for head, _ in heads])]
     best = max(scores)
     slack = (best * (1 - best) / judge.count) ** 0.5
     return max((pair for pair, score in zip(heads, scores, strict=True) if score >= best - slack), key=lambda p: p[1])
@@ -106,9 +120,7 @@ def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
     return torch.linalg.solve(gram + damping, targets).T
 
 
-def probe_head(
-    engine: Engine, run: str, clients: Sequence[int], steps: int, decay: float = 1e-3, damping: float = 1e-4
-) -> Tensor:
+def probe_head(sums: Sums, steps: int, decay: float = 1e-3, damping: float = 1e-4) -> Tensor:
     """Logistic regression by L-BFGS; every evaluation is one sum of the clients' losses and gradients.
 
     It is fitted on whitened features (mean and covariance come from the summed statistics), where all directions have
@@ -116,8 +128,9 @@ def probe_head(
     """
     from scipy.optimize import minimize
 
-    gram, cross = _summed(ask(engine, run, clients, "statistics"))
-    total, classes = float(gram[-1, -1]), cross.shape[1]
+    found = sums.ask("statistics")
+    gram, classes = found["gram"], found["cross"].shape[1]
+    total = float(gram[-1, -1])
     mean = gram[:-1, -1] / total  # (d,)
     covariance = gram[:-1, :-1] / total - torch.outer(mean, mean)
     covariance += damping * covariance.diagonal().mean() * torch.eye(len(mean), dtype=gram.dtype)
@@ -129,17 +142,18 @@ def probe_head(
         return torch.cat([weight, (white[:, -1] - weight @ mean)[:, None]], 1)
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        replies = ask(engine, run, clients, "head_gradient", head=raw(flat))
-        gradient = torch.stack([r.sums["gradient"] for r in replies]).sum(0) / total
+        found = sums.ask("head_gradient", head=raw(flat))
+        count = float(found["count"])
+        gradient = found["gradient"] / count
         centred = gradient[:, :-1] - torch.outer(gradient[:, -1], mean)
         white = torch.cat([centred @ unmix.T, gradient[:, -1:]], 1).numpy().ravel()
-        loss = sum(float(r.sums["loss"]) for r in replies) / total + 0.5 * decay * float((flat**2).sum())
+        loss = float(found["loss"]) / count + 0.5 * decay * float((flat**2).sum())
         return loss, white + decay * flat
 
     start = np.zeros(classes * (len(mean) + 1))
     limits = {"maxiter": steps, "ftol": 1e-12, "gtol": 1e-8}
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", options=limits)
-    return raw(found.x)
+    best = minimize(objective, start, jac=True, method="L-BFGS-B", options=limits)
+    return raw(best.x)
 
 
 class Judgement:
@@ -149,16 +163,54 @@ class Judgement:
         self.z = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
         self.labels, self.count = labels, len(labels)
 
-    def __call__(self, head: Tensor) -> tuple[float, float]:
-        """(accuracy, loss)."""
-        logits = self.z @ head.T
-        return float((logits.argmax(1) == self.labels).double().mean()), float(cross_entropy(logits, self.labels))
+    def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """(accuracy, loss) of each."""
+        found = []
+        for head in heads:
+            logits = self.z @ head.T
+            right = float((logits.argmax(1) == self.labels).double().mean())
+            found.append((right, float(cross_entropy(logits, self.labels))))
+        return found
 
 
-def tempered(head: Tensor, judge: Judgement) -> Tensor:
+class Elsewhere:
+    """Accuracy and loss of heads on images that the clients hold out; only counts and sums of losses come back."""
+
+    def __init__(self, engine: Engine, run: str, clients: Sequence[int]) -> None:
+        self.ask = lambda heads: summed_counts(ask(engine, run, clients, "count", heads=heads), len(heads))
+        self.count = 1
+
+    def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """(accuracy, loss) of each, over the images of all clients."""
+        measured = self.ask(torch.stack(list(heads)).double())
+        self.count = max(1, measured[0].count)
+        return [(one.accuracy, one.loss) for one in measured]
+
+
+def summed_counts(replies: Sequence[Reply], models: int) -> list[Evaluation]:
+    """What clients counted, (models, 4) each: right, among the first five, sum of losses, images; summed over them."""
+    total = torch.zeros(models, 4, dtype=torch.float64)
+    for reply in replies:
+        counts = reply.sums.get("counts")
+        if counts is None or counts.shape != total.shape or counts.dtype != torch.float64 or not _plausible(counts):
+            raise FedgraftError(f"client {reply.client} counted what cannot be: its node runs other software.")
+        total += counts
+    if not total[0, 3]:
+        raise FedgraftError("no client holds out images to measure the model on; raise data.validation.")
+    return [Evaluation(float(s / n), float(a / n), float(b / n), int(n)) for a, b, s, n in total]
+
+
+def _plausible(counts: Tensor) -> bool:
+    right, near, loss, images = counts.unbind(1)
+    ordered = (right >= 0) & (right <= near) & (near <= images) & (loss >= 0) & (images < 2**40)
+    return bool(torch.isfinite(counts).all() and ordered.all())
+
+
+def tempered(head: Tensor, judge: Judge) -> Tensor:
     """The head scaled so that its softmax is honest: least squares gives directions, not log-odds."""
-    scales = torch.logspace(0, 2.5, 26, dtype=torch.float64)
-    return head * min(scales.tolist(), key=lambda scale: judge(head * scale)[1])
+    scales = torch.logspace(0, 2.5, 26, dtype=torch.float64).tolist()
+    losses = [loss for _, loss in judge([head * scale for scale in scales])]
+    return head * scales[losses.index(min(losses))]
 
 
 def install(network: Network, head: Tensor) -> None:
@@ -181,28 +233,32 @@ def install_head(setup: Setup) -> Start | None:
     m, network, dealt = setup.config.model, setup.network, setup.deal
     if m.head == "random":
         return None
-    rows = dealt.validation_rows if len(dealt.validation_rows) else dealt.train_rows[:1000]
-    judge = Judgement(features_of(network, setup.trunk_place.examples, rows), setup.pixels.labels[rows])
+    judge: Judge
+    if dealt.blind:
+        judge = Elsewhere(setup.engine(setup.trunk_place), setup.federation.run, range(setup.federation.clients))
+    else:
+        rows = dealt.validation_rows if len(dealt.validation_rows) else dealt.train_rows[:1000]
+        judge = Judgement(features_of(network, setup.trunk_place.examples, rows), setup.pixels.labels[rows])
     recipe = m.model_dump_json(include={"head", "ridge", "probe_steps"}), setup.config.data.model_dump_json()
     identity = (
         digest(network, network.depth),
-        dealt.dataset.train.digest,
-        dealt.partition.digest,
+        *dealt.identity,
         setup.transform.digest,
     )
-    words = [*recipe, *identity, str(setup.config.seed)]
-    head = kept(cache_dir() / "heads", words, lambda: _make_head(setup, judge))
+    hidden = ["secure"] if setup.config.protects.kind == "secure" else []  # rounded sums give other last bits
+    sums = setup.sums(setup.trunk_place)
+    words = [*recipe, *identity, str(setup.config.seed), *hidden]
+    head = kept(cache_dir() / "heads", words, lambda: _make_head(setup, sums, judge), lambda: not sums.lost)
     install(network, head)
-    start = Start(*judge(head))
+    start = Start(*judge([head])[0])
     log.info("step 0: %s head: validation accuracy %.4f, loss %.4f", m.head, start.accuracy, start.loss)
     return start
 
 
-def _make_head(setup: Setup, judge: Judgement) -> Tensor:
-    m, run, clients = setup.config.model, setup.federation.run, range(setup.federation.clients)
-    engine = setup.engine(setup.trunk_place)
+def _make_head(setup: Setup, sums: Sums, judge: Judge) -> Tensor:
+    m = setup.config.model
     if m.head == "probe":
-        return probe_head(engine, run, clients, m.probe_steps)
-    head, penalty = ridge_head(engine, run, clients, m.ridge, judge)
+        return probe_head(sums, m.probe_steps)
+    head, penalty = ridge_head(sums, m.ridge, judge)
     log.info("step 0: ridge penalty %g", penalty)
     return tempered(head, judge)

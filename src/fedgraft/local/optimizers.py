@@ -25,6 +25,8 @@ class Optimizer:
     step: Callable[[Tensor, Tensor, State, float], None]
     reach: Callable[[int], float] | None = None
     """Displacement after n steps of a constant unit gradient at lr 1; None where it is not a fixed number."""
+    heavy_ball: float | None = None
+    """β where a step is v ← βv+g, θ ← θ−ηv and nothing else, which an engine may fold into its matrix products."""
 
 
 def sgdm(
@@ -62,7 +64,8 @@ def sgdm(
         gains = [(1 - momentum**i) / (1 - momentum) for i in range(1, steps + 2)]
         return sum(gains[1:] if nesterov else gains[:-1])
 
-    return Optimizer("sgdm", init, step, reach if not dampening else None)
+    plain = not (weight_decay or nesterov or dampening)
+    return Optimizer("sgdm", init, step, reach if not dampening else None, momentum if plain else None)
 
 
 def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Optimizer:
@@ -81,25 +84,6 @@ def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_de
         values.addcdiv_(state["first"], denominator, value=-lr / (1 - beta1**t))
 
     return Optimizer("adamw", init, step)
-
-
-def remap(state: State, old: Tensor, new: Tensor) -> State:
-    """Carry state to another set of coordinates: kept ones keep their buffers, new ones start at zero.
-
-    `old` and `new` are sorted coordinates in the whole network. A coordinate that leaves loses its buffer, so it
-    cannot move again by old momentum if it comes back.
-    """
-    place = torch.searchsorted(old, new).clamp_(max=max(len(old) - 1, 0))
-    known = old[place] == new if len(old) else torch.zeros(len(new), dtype=torch.bool)
-    moved: State = {}
-    for name, tensor in state.items():
-        if tensor.numel() != len(old):
-            moved[name] = tensor.clone()
-            continue
-        fresh = torch.zeros(len(new))
-        fresh[known] = tensor[place[known]]
-        moved[name] = fresh
-    return moved
 
 
 def clip_(gradient: Tensor, limit: float) -> float:

@@ -4,6 +4,8 @@
 |---|---|
 | `nano` | the embedded pretrained ViT (32 px, patch 8, width 192, 6 blocks) |
 | `resnet18`, `resnet18:width=16,norm=group` | ResNet-18 with the stem for small images, drawn from the seed |
+| `cnn`, `cnn:width=32,size=32` | two 3x3 convolutions with pooling, the head reads the map; drawn from the seed |
+| `features:width=384` | no trunk: a linear head on given features; a run takes the width from its data |
 | `vit-s16`, `tiny`, `vit:width=64,depth=4,heads=2,patch=8,size=32` | a ViT drawn from the seed |
 | a folder | `config.json` and `model.safetensors`, as `save_pretrained` writes them |
 | a `.safetensors` file | weights under the names of the original DINO release |
@@ -24,6 +26,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.models import folders
 from fedgraft.models.network import FAMILIES, VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
+from fedgraft.models.small import NoTrunk, SmallCnn, SmallConfig
 from fedgraft.randomness import derive, torch_stream
 
 NANO = Path(__file__).parent / "nano"
@@ -35,6 +38,8 @@ _ALIASES = {
 _DEFAULTS: dict[str, dict[str, int | str]] = {
     "vit": {"width": 64, "depth": 4, "heads": 2, "patch": 8, "size": 32},
     "resnet18": {"width": 64, "norm": "batch"},
+    "cnn": {"width": 32, "size": 32},
+    "features": {"width": 384},
 }
 
 
@@ -75,6 +80,9 @@ def at_size(trunk: Any, size: int) -> nn.Module:
             f"a {trunk.config.model_type!r} trunk keeps its image size of {folders.trained_size(trunk.config)}; "
             "leave image_size out."
         )
+    if isinstance(trunk.config, SmallConfig):
+        trunk.config = trunk.config.at(size)
+        return trunk
     config = trunk.config.__class__.from_dict(trunk.config.to_dict())
     config.image_size = size
     if family.norm is None:  # convolutions take any size
@@ -121,6 +129,10 @@ def _options(kind: str, text: str) -> dict[str, Any]:
 
 def _drawn(kind: str, options: dict[str, Any], seed: int) -> nn.Module:
     """A trunk with weights drawn from the seed."""
+    if kind == "features":
+        return NoTrunk(options["width"])
+    if kind == "cnn":
+        return SmallCnn(options["width"], options["size"], seed)
     return (_drawn_vit if kind == "vit" else _drawn_resnet)(options, seed)
 
 
@@ -172,7 +184,8 @@ def _head(trunk: Any, source: Path | None, size: int, classes: int | None, seed:
     if classes is None and stored is None:
         raise FedgraftError("this network has no stored head; say for how many classes to make one.")
     weight, bias = stored or _draw_head(width, classes or 0, seed)
-    head = nn.utils.skip_init(nn.Linear, width, len(weight))
+    with drawn_from(0):  # what it draws is overwritten; torch's skip_init would load a symbolic algebra package
+        head = nn.Linear(width, len(weight))
     head.weight.data, head.bias.data = weight, bias
     return head
 

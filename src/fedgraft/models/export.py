@@ -19,6 +19,7 @@ from torch import nn
 from fedgraft.errors import FedgraftError
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
+from fedgraft.models.small import SmallConfig
 from fedgraft.randomness import torch_stream
 
 
@@ -49,6 +50,11 @@ def export(network: VisionNetwork, folder: str | Path, label_names: Sequence[str
 
 def to_classifier(network: VisionNetwork, label_names: Sequence[str]) -> Any:
     """The network as `transformers`' own classification model, checked to give the same logits."""
+    if isinstance(network.config, SmallConfig):
+        raise FedgraftError(
+            f"transformers has no model like {network.config.model_type!r}; save what was learned with: "
+            "fedgraft edit save"
+        )
     config = network.config.__class__.from_dict(network.config.to_dict())
     config.id2label = dict(enumerate(label_names))
     config.architectures = []  # what the trunk was stored as; transformers would prefer that class

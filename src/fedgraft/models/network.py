@@ -2,7 +2,8 @@
 
 Entry 0 takes pixels, entry b takes what enters block b, entry `depth` takes the pooled vector that the head sees. For
 a ViT (ViT, DeiT, DINOv2) blocks are its layers and the pooled vector is the class token after the final norm; for a
-ResNet they are its stages and the pooled vector is the mean over the map. Any other trunk counts as one block.
+ResNet they are its stages and the pooled vector is the mean over the map; for the small CNN its convolutions and the
+whole map. Any other trunk counts as one block. For given features there is no trunk: the depth is 0.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Family:
     """Tokens in front of the patches that have a position of their own."""
     antialias: bool = False
     """Whether its authors smooth position embeddings when they resize them."""
+    flat: bool = False
+    """The head reads the whole last map, not its mean."""
 
 
 FAMILIES = {
@@ -41,6 +44,8 @@ FAMILIES = {
     "dinov2": Family("embeddings", "encoder.layer", "layernorm", tokens=1),
     "dinov2_with_registers": Family("embeddings", "encoder.layer", "layernorm", tokens=1, antialias=True),
     "resnet": Family("embedder", "encoder.stages", None),
+    "cnn": Family("stem", "blocks", None, flat=True),
+    "features": Family("stem", "blocks", None),  # no blocks: depth 0, inputs are what the head reads
 }
 
 # The first pattern found in a parameter's name gives its role; both spellings of `transformers` (before and since 5).
@@ -142,6 +147,8 @@ class VisionNetwork(nn.Module):
             hidden = block(hidden)
         if until < self.depth:
             return hidden
+        if self.family.flat:
+            return hidden.flatten(1)  # (B, D * H * W)
         if self.family.norm is None:
             return hidden.mean((2, 3))  # (B, D)
         return self.backbone.get_submodule(self.family.norm)(hidden[:, 0])  # (B, D)
@@ -211,7 +218,7 @@ class VisionNetwork(nn.Module):
     def default_probe_layers(self) -> tuple[str, ...]:
         """Three layers to compare networks by: an early attention, a middle MLP and the last attention."""
         early, middle, last = self.depth // 4, self.depth // 2, self.depth - 1
-        if self.family is None:
+        if self.family is None or not self.depth:
             return ()
         if self.family.norm is None:
             return tuple(dict.fromkeys((f"block{early}", f"block{middle}", f"block{last}")))
@@ -241,7 +248,8 @@ class VisionNetwork(nn.Module):
 
     def _check_pixels(self, inputs: Tensor) -> None:
         size = (self.image_size, self.image_size)
-        if self.family and self.family.norm and tuple(inputs.shape[-2:]) != size:
+        fixed = self.family is not None and (self.family.norm is not None or self.family.flat)
+        if fixed and tuple(inputs.shape[-2:]) != size:
             raise FedgraftError(
                 f"images of {tuple(inputs.shape[-2:])} pixels do not fit a network for {size}: "
                 "resize them, or load the network with image_size."

@@ -1,0 +1,189 @@
+"""Scale (workload W5): cost of a round and memory against the clients K, the cohort m, the model d and the edit k.
+
+Every point runs in a process of its own, so that its peak memory is its own. Head: a linear head on given features,
+batched engine, `m` clients of `K`. Mixing: `K` personal models of `d` weights on a shelf, of which a cohort is mixed by
+a similarity matrix. The least time of a mixing round is the larger of its bytes at copy speed and its products at the
+peak rate: with a cohort of m the product has 2·m²·d operations, so beyond some tens of clients it is compute that
+binds. ResNet-18 has 11.2 million weights; a thousand such models are 45 GB, so d grows here as far as the disk
+allows and the slope against d says the rest. Writes runs/benchmarks/scale.json and scale.png.
+
+    python benchmarks/bench_scale.py           # up to 100,000 clients and 1,000 a round
+    python benchmarks/bench_scale.py --small   # a quick look
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedgraft.algorithm import Moves
+from fedgraft.client import Workplace
+from fedgraft.combine.mixture import mix, mixing_matrix
+from fedgraft.data.examples import GivenExamples
+from fedgraft.edit.space import select
+from fedgraft.engines.batched import Batched
+from fedgraft.experiment.personal_store import PersonalStore
+from fedgraft.experiment.roofline import measure_roofline
+from fedgraft.local.schedules import constant
+from fedgraft.local.train import LocalRule
+from fedgraft.models.backbones import load_network
+from fedgraft.randomness import torch_stream
+from fedgraft.round import Judge, run_round
+from fedgraft.server import Federation, start
+from fedgraft.zoo import fedavg
+
+OUT = Path("runs") / "benchmarks" / "scale.json"
+POOL = 50_000
+"""Examples there are; clients hold fifty rows each, which may be the same rows."""
+
+
+def head(clients: int, cohort: int, width: int, rounds: int = 3) -> dict[str, float]:
+    """The best seconds of a round and the peak memory of this process."""
+    torch.set_num_threads(1)
+    network = load_network(f"features:width={width}", 100)
+    draw = torch_stream(0, "scale")
+    examples = GivenExamples(torch.randn(POOL, width, generator=draw), torch.arange(POOL) % 100, 0)
+    algorithm = fedavg(local=LocalRule(4, "steps", 50), moves=Moves("head"))
+    space = select(network, lambda name: name.startswith("head."))
+    place = Workplace(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)
+    federation = Federation("scale", 0, clients, cohort, rounds, constant(0.05))
+    judge = Judge(space.digest, space.size, space.trained, network.width, network.classes)
+    state, engine, seconds = start(algorithm, space.gather(network), space.trained), Batched(algorithm, place), []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        state, _ = run_round(algorithm, federation, state, engine, judge)
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": min(seconds), "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def mixing(clients: int, cohort: int, length: int) -> dict[str, float]:
+    """One mixing round of a cohort whose models lie on a shelf, beside the least time."""
+    torch.set_num_threads(1)
+    peak = measure_roofline()
+    anchor = torch.zeros(length)
+    matrix = mixing_matrix(torch.rand(cohort, cohort, generator=torch_stream(0, "similar")) + torch.eye(cohort))
+    change = 1e-3 * torch.randn(length, generator=torch_stream(0, "change"))
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        shelf, seconds = PersonalStore.create(Path(folder) / "shelf", length), []
+        for round in range(3):
+            chosen = [(round * cohort + i) % clients for i in range(cohort)]
+            models = [shelf.get(k, anchor) for k in chosen]
+
+            def offsets(piece: slice, models: list[torch.Tensor] = models) -> torch.Tensor:
+                return torch.stack([model[piece] + change[piece] for model in models])
+
+            def fill(room: np.ndarray, offsets=offsets) -> object:  # type: ignore[no-untyped-def]
+                return mix(anchor, offsets, matrix, room)
+
+            began = time.perf_counter()
+            shelf = shelf.renewed(round, chosen, fill, True)
+            seconds.append(time.perf_counter() - began)
+    moved = 4.0 * length * cohort * 3  # read, stack, write
+    least = peak.seconds(2.0 * cohort * cohort * length, moved)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": min(seconds), "least": least, "bytes_least": moved / peak.bandwidth, "megabytes": memory}
+
+
+def points(small: bool) -> dict[str, list[tuple[int, int, int]]]:
+    """What is measured: (clients, cohort, size) by curve."""
+    if small:
+        return {
+            "head against K": [(k, 20, 32) for k in (100, 1000)],
+            "head against the cohort": [(1000, m, 32) for m in (10, 40)],
+            "head against d": [(1000, 20, d) for d in (32, 128)],
+            "mixing against d": [(100, 10, d) for d in (1000, 10_000)],
+            "mixing against the cohort": [(100, m, 1000) for m in (5, 20)],
+        }
+    return {
+        "head against K": [(k, 1000, 384) for k in (1000, 10_000, 100_000)],
+        "head against the cohort": [(100_000, m, 384) for m in (10, 100, 1000)],
+        "head against d": [(100_000, 100, d) for d in (96, 384, 1536)],
+        "mixing against d": [(1000, 10, d) for d in (100_000, 1_000_000, 11_200_000)],
+        "mixing against the cohort": [(1000, m, 100_000) for m in (10, 100, 1000)],
+    }
+
+
+def measure(small: bool) -> dict[str, list[dict[str, float]]]:
+    """Every point in a process of its own."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for name, some in points(small).items():
+        found[name] = []
+        for clients, cohort, size in some:
+            words = [sys.executable, __file__, "--point", name.split()[0], *map(str, (clients, cohort, size))]
+            done = subprocess.run(words, check=True, capture_output=True, text=True)
+            row = {"clients": clients, "cohort": cohort, "size": size, **json.loads(done.stdout)}
+            found[name].append(row)
+            print(name, row, flush=True)
+    return found
+
+
+def section(path: Path = OUT) -> str:
+    """The result of the last run as Markdown."""
+    found = json.loads(path.read_text())
+    lines = [
+        "## Scale (W5)",
+        "",
+        "Command: `python benchmarks/bench_scale.py`. One process a point, best of three rounds.",
+        "",
+    ]
+    for name, rows in found["curves"].items():
+        lines += [
+            f"**{name}**",
+            "",
+            "| K | cohort | d | ms a round | peak MB | times the least |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            ratio = f"{row['seconds'] / row['least']:.2f}" if "least" in row else ""
+            sizes = f"{row['clients']:,} | {row['cohort']:,} | {row['size']:,}"
+            lines.append(f"| {sizes} | {1e3 * row['seconds']:.1f} | {row['megabytes']:.0f} | {ratio} |")
+        lines.append("")
+    first, last = found["curves"]["head against K"][0], found["curves"]["head against K"][-1]
+    lines.append(
+        f"{last['clients']:,} clients against {first['clients']:,}: a round takes {last['seconds'] / first['seconds']:.2f} "
+        f"times as long and {last['megabytes'] / first['megabytes']:.2f} times the memory."
+    )
+    return "\n".join([*lines, ""])
+
+
+def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
+    """Cost growth, each curve relative to its first point."""
+    from fedgraft.experiment.figures import curves
+
+    axis = {"K": "clients", "cohort": "cohort", "d": "size"}
+    series = {}
+    for name, rows in found.items():
+        xs = [row[axis[name.split()[-1]]] for row in rows]
+        series[name] = ([x / xs[0] for x in xs], [row["seconds"] / rows[0]["seconds"] for row in rows], None)
+    curves(path, series, xlabel="times the size of the first point", ylabel="times its seconds")
+
+
+def main() -> None:
+    """Measure one point, or all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--point", nargs=4, metavar=("KIND", "K", "COHORT", "SIZE"))
+    given = parser.parse_args()
+    if given.point:
+        kind, *numbers = given.point
+        print(json.dumps({"head": head, "mixing": mixing}[kind](*map(int, numbers))))
+        return
+    found = measure(given.small)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps({"curves": found, "small": given.small}, indent=2))
+    draw(found, given.out.with_suffix(".png"))
+    print(section(given.out))
+
+
+if __name__ == "__main__":
+    main()

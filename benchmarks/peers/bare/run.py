@@ -1,0 +1,120 @@
+"""What the hardware needs for the same work and nothing else: products, forward passes, forward and backward passes.
+
+W1: the round's multiplications at the rate of a large matrix product on all cores. W2 and W4: forward and backward
+passes over as many batches as a round has, gradients asked only of what may move, in one process of one thread per
+core. W3: forward passes of the frozen trunk, beside the same images through fedgraft's feature cache, block by block.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+
+import torch
+from protocol import Clock, Workload, given_folder, read
+
+from fedgraft.contracts import Network
+from fedgraft.data.feature_cache import CachedExamples
+from fedgraft.experiment.build import Setup
+from fedgraft.experiment.config import load
+
+SIDE, REPEATS, BLOCK = 1024, 30, 32
+
+
+def products(workload: Workload, width: int) -> list[float]:
+    """Seconds that the products of a round would take at full speed."""
+    torch.set_num_threads(workload.cores)
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(SIDE, SIDE, generator=draw), torch.randn(SIDE, SIDE, generator=draw)
+    work = 4 * workload.per_round * workload.steps * workload.batch_size * width * workload.classes
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        times.append((time.perf_counter() - began) * work / (2 * SIDE**3))
+    return times
+
+
+def extraction(setup: Setup, images: int) -> dict[str, float]:
+    """Seconds per image of a bare forward pass and of fedgraft's extraction, block by block in turn, medians."""
+    torch.set_num_threads(1)
+    network, pixels = setup.network, setup.plain_pixels
+    kept = setup.at_entry(pixels, network.depth)
+    assert isinstance(kept, CachedExamples)
+    bare, own = [], []
+    for start in range(BLOCK, images, BLOCK):
+        rows = torch.arange(start, start + BLOCK)
+        inputs = pixels.batch(rows)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            network.features(inputs, 0)
+        middle = time.perf_counter()
+        kept.prepare(rows)
+        bare.append((middle - began) / BLOCK)
+        own.append((time.perf_counter() - middle) / BLOCK)
+    return {"bare_image": sorted(bare)[len(bare) // 2], "extract_image": sorted(own)[len(own) // 2]}
+
+
+def passes(network: Network, setup: Setup, count: int, entry: int) -> float:
+    """Seconds of so many forward and backward passes over one batch."""
+    torch.set_num_threads(1)
+    size = setup.config.local.batch_size
+    inputs, labels = setup.plain_pixels.batch(torch.arange(size)), setup.plain_pixels.labels[:size]
+    network.train()
+    if entry:
+        with torch.no_grad():
+            inputs = network.features(inputs, 0, entry)
+    wanted = [p for p in network.parameters() if p.requires_grad]
+    began = time.perf_counter()
+    for _ in range(count):
+        torch.autograd.grad(torch.nn.functional.cross_entropy(network(inputs, entry), labels), wanted)
+    return time.perf_counter() - began
+
+
+def _worker(config: str, count: int, rounds: int, gate: object, found: object) -> None:
+    setup = Setup(load(Path(config)))
+    setup.open()
+    moved = {part.name for part in setup.space.parts}
+    for name, parameter in setup.network.named_parameters():
+        parameter.requires_grad = name in moved
+    passes(setup.network, setup, 1, setup.entry)
+    for _ in range(rounds):
+        gate.wait()  # type: ignore[attr-defined]
+        found.put(passes(setup.network, setup, count, setup.entry))  # type: ignore[attr-defined]
+
+
+def training(workload: Workload, config: Path) -> list[float]:
+    """Seconds of a round's passes, shared by one process per core."""
+    context = multiprocessing.get_context("spawn")
+    gate, found = context.Barrier(workload.cores), context.Queue()
+    share, rounds = workload.per_round * workload.steps // workload.cores, max(2, workload.rounds)
+    workers = [
+        context.Process(target=_worker, args=(str(config), share, rounds, gate, found)) for _ in range(workload.cores)
+    ]
+    for worker in workers:
+        worker.start()
+    times = [found.get() for _ in range(rounds * workload.cores)]
+    for worker in workers:
+        worker.join()
+    return [max(times[i : i + workload.cores]) for i in range(0, len(times), workload.cores)]
+
+
+def main() -> None:
+    folder = given_folder()
+    workload, arrays = read(folder)
+    clock, more = Clock(workload), {}
+    if workload.task == "head":
+        clock.rounds = products(workload, arrays["train_x"].shape[1])
+    elif workload.task == "frozen":
+        more = extraction(Setup(load(folder / "config.toml")), min(1024, len(arrays["train_x"])))
+    else:
+        clock.rounds = training(workload, folder / "config.toml")
+    clock.write(folder, "bare", ("torch", "transformers"), 0.0, **more)
+
+
+if __name__ == "__main__":
+    main()

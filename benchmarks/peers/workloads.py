@@ -1,0 +1,216 @@
+"""The workloads W1 to W4: what is done, on which data, with which numbers; and their arrays, written once for all.
+
+Data, partition and starting weights are those that `fedgraft run` makes of its config, so that everybody works on the
+same bytes. Images are synthetic and features are drawn, so that anyone can repeat it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.shared.protocol import Workload, from_words
+
+TORCH_PEERS = ("torch_loop", "flower", "pfl")
+VIT_S = "vit:width=384,depth=12,heads=6,patch=16,size=64"
+LOCAL = {"lr": 0.01, "momentum": 0.9}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One row of work."""
+
+    name: str
+    text: str
+    task: str
+    model: str
+    peers: tuple[str, ...]
+    rounds: int
+    """Of the whole run."""
+    measured: int
+    """Rounds the peers really do with --quick; the rest is extrapolated."""
+    steps: int
+    batch_size: int
+    clients: int = 100
+    per_round: int = 10
+    classes: int = 100
+    examples: int = 20_000
+    evaluate_every: int = 10
+    lr: float = 0.01
+    complete: bool = False
+    """Whether fedgraft does all rounds even with --quick (its first rounds are unlike the later ones)."""
+    each: float = 3.0
+    """Rough seconds of a peer's round on two cores, for the estimate."""
+    own: tuple[float, float] = (10.0, 3.0)
+    """The same for fedgraft: start-up and a round."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        """W1 to W4."""
+        return self.name.partition("-")[0]
+
+    def rounds_of(self, peer: str, quick: bool) -> int:
+        """Rounds that this peer really does."""
+        whole = not quick or (self.complete and peer == "fedgraft")
+        return self.rounds if whole else min(self.measured, self.rounds)
+
+
+def _sparse(task: str, model: str, name: str, **numbers: Any) -> Spec:
+    what = {
+        "sparse": "10 % of the blocks' weights",
+        "qk": "query and key weights only",
+        "lora": "LoRA, rank 8, q and v",
+    }
+    options = {"sparse": {"density": 0.1}, "qk": {}, "lora": {"rank": 8, "alpha": 16.0}}[task]
+    return Spec(
+        f"W4-{task}-{name}", f"{what[task]} of {name}", task, model, TORCH_PEERS, 3, 2, 4, 32,
+        evaluate_every=100, options=options, **numbers,
+    )  # fmt: skip
+
+
+SMALL = {"clients": 10, "per_round": 2, "classes": 10, "examples": 2_000}
+SPECS = {
+    spec.name: spec
+    for spec in (
+        Spec(
+            "W1", "head 384 -> 100 on given features", "head", "features", (*TORCH_PEERS, "fedjax", "fedlab"),
+            50, 50, 16, 64, examples=50_000, lr=0.05, each=0.2, own=(4.0, 0.03),
+        ),
+        Spec(
+            "W2", "small CNN on 32x32 images", "cnn", "cnn:width=32,size=32", (*TORCH_PEERS, "fedjax", "fedlab"),
+            20, 3, 16, 32, options={"width": 32}, own=(8.0, 2.0),
+        ),
+        Spec(
+            "W3-nano", "head of a frozen nano, from images", "frozen", "nano", (*TORCH_PEERS, "fedlab"),
+            100, 3, 4, 64, complete=True, lr=0.05, own=(40.0, 0.03),
+        ),
+        Spec(
+            "W3-vits", "head of frozen ViT-S/16 shapes at 64 px, from images", "frozen", VIT_S, ("torch_loop",),
+            100, 2, 4, 64, per_round=2, clients=10, classes=10, examples=2_000, complete=True, lr=0.05,
+            each=5.0, own=(40.0, 0.03),
+        ),
+        *(_sparse(task, "nano", "nano") for task in ("sparse", "qk", "lora")),
+        *(_sparse(task, VIT_S, "vits", **SMALL) for task in ("sparse", "qk", "lora")),
+    )
+}  # fmt: skip
+
+
+def chosen(words: list[str], quick: bool = False) -> list[Spec]:
+    """The specs that these words mean: W4 stands for all of its rows; no words, all rows. Quick: large ones by name."""
+    if strange := [w for w in words if not any(w in (s.name, s.group) for s in SPECS.values())]:
+        raise SystemExit(f"there is no workload {strange[0]!r}; choose from W1, W2, W3, W4, {', '.join(SPECS)}")
+    usual = [s for s in SPECS.values() if not (quick and s.name.endswith("-vits"))]
+    named = {s.name for s in usual if not words or s.group in words} | set(words)
+    return [spec for spec in SPECS.values() if spec.name in named]
+
+
+def config_of(spec: Spec, rounds: int, folder: Path) -> dict[str, Any]:
+    """The fedgraft config of a spec, as plain tables."""
+    moves: dict[str, Any] = {"kind": {"head": "head", "frozen": "head", "cnn": "everything"}.get(spec.task, "masked")}
+    if spec.task == "sparse":
+        moves["mask"] = {"strategy": "random", "sparsity": 1 - spec.options["density"]}
+    if spec.task == "qk":
+        moves["mask"] = {"strategy": "random", "sparsity": 0.0, "scope": ["qk"]}
+    if spec.task == "lora":
+        moves = {"kind": "lora", "lora": {"rank": spec.options["rank"], "alpha": spec.options["alpha"]}}
+    given = spec.model == "features"
+    data: dict[str, Any] = {"source": "synthetic", "classes": spec.classes, "count": spec.examples}
+    return {
+        "name": spec.name,
+        "data": {"source": "features", "path": str(folder / "features.npz")} if given else data,
+        "partition": {"kind": "iid", "clients": spec.clients},
+        "model": {"name": spec.model, "head": "ridge" if spec.group == "W4" else "random"},
+        "moves": moves,
+        "local": {"steps": spec.steps, "batch_size": spec.batch_size, **LOCAL, "lr": spec.lr},
+        "rounds": {
+            "total": rounds,
+            "fraction": spec.per_round / spec.clients,
+            "evaluate_every": spec.evaluate_every,
+            "checkpoint_every": 5,
+        },
+    }
+
+
+def draw_features(path: Path, spec: Spec, width: int = 384) -> None:
+    """Features of classes that overlap: a mean for each class, and noise."""
+    draw = np.random.default_rng(0)
+    means = draw.normal(0, 0.17, (spec.classes, width))
+    tables: dict[str, np.ndarray] = {}
+    for part, count in (("train", spec.examples), ("test", spec.examples // 5)):
+        labels = draw.permutation(np.arange(count) % spec.classes)
+        tables[f"{part}_x"] = (means[labels] + draw.normal(size=(count, width))).astype(np.float32)
+        tables[f"{part}_y"] = labels
+    np.savez(path, **tables)  # type: ignore[arg-type]
+
+
+def prepare(spec: Spec, folder: Path, cores: int) -> Workload:
+    """Write the arrays and the trunk of a spec for all peers, unless they are there; returns its words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.blake2b(repr(replace(spec, each=0.0, own=(0.0, 0.0))).encode(), digest_size=8).hexdigest()
+    words = folder / "workload.json"
+    if words.exists() and (stored := json.loads(words.read_text()))["key"] == key:
+        return replace(from_words(stored["workload"]), cores=cores)
+    os.environ["FEDGRAFT_CACHE"] = str(folder.parent / "cache")
+    arrays, made = _arrays(spec, folder)
+    np.savez(folder / "data.npz", **arrays)  # type: ignore[arg-type]
+    workload = Workload(
+        name=spec.name, task=spec.task, clients=spec.clients, per_round=spec.per_round, rounds=spec.rounds,
+        steps=spec.steps, batch_size=spec.batch_size, lr=spec.lr, momentum=LOCAL["momentum"],
+        evaluate_every=spec.evaluate_every, classes=spec.classes, seed=0, cores=cores, digest=digest(arrays),
+        data=str(folder / "data.npz"), options=spec.options, **made,
+    )  # fmt: skip
+    words.write_text(json.dumps({"key": key, "workload": asdict(workload)}))
+    return workload
+
+
+def digest(arrays: dict[str, np.ndarray]) -> str:
+    """Of names, shapes and bytes."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, values in sorted(arrays.items()):
+        found.update(f"{name}{values.shape}{values.dtype}".encode())
+        found.update(np.ascontiguousarray(values).tobytes())
+    return found.hexdigest()
+
+
+def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Data by split, each client's rows, the starting weights of what is drawn; and the trunk's folder."""
+    from fedgraft.experiment.build import Setup
+    from fedgraft.experiment.config import Config
+    from fedgraft.experiment.run import one_thread
+    from fedgraft.experiment.step_zero import install_head
+
+    if spec.model == "features":
+        draw_features(folder / "features.npz", spec)
+    with one_thread():
+        setup = Setup(Config.model_validate(config_of(spec, spec.rounds, folder)))
+        install_head(setup)
+        setup.close()
+    network, deal = setup.network, setup.deal
+    train, test = deal.dataset.train, deal.dataset.test
+    kind = "features" if spec.task == "head" else "images"
+    inputs = {"train": np.asarray(getattr(train, kind)), "test": np.asarray(getattr(test, kind))}
+    held = deal.validation_rows.numpy()
+    rows = [deal.rows(k).numpy() for k in range(spec.clients)]
+    least = min(map(len, rows))  # equal clients, for frameworks that want a rectangle
+    arrays = {
+        "train_x": inputs["train"], "train_y": train.labels, "rows": np.stack([one[:least] for one in rows]),
+        "validation_x": inputs["train"][held], "validation_y": train.labels[held],
+        "test_x": inputs["test"], "test_y": test.labels,
+    }  # fmt: skip
+    drawn = network.parameters() if spec.task in ("head", "cnn") else network.head.parameters()
+    arrays |= {f"start_{i}": p.detach().numpy().copy() for i, p in enumerate(drawn)}
+    made: dict[str, Any] = {"mean": (), "std": ()}
+    if spec.task != "head":
+        made = {"image_size": network.image_size, "mean": tuple(network.mean), "std": tuple(network.std)}
+    if spec.task not in ("head", "cnn"):
+        trunk: Any = network.backbone
+        trunk.save_pretrained(folder / "trunk")
+        made["trunk"] = str(folder / "trunk")
+    return arrays, made

@@ -1,0 +1,94 @@
+"""What a check found, how it is kept between runs, and the page that shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STORE = ROOT / "runs" / "reliability"
+PAGE = ROOT / "docs" / "reliability.md"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One check at one scale. It counts only if the bar is met and every broken variant misses it."""
+
+    passed: bool
+    """The bar is met."""
+    result: str
+    """What was found, in one sentence."""
+    broken: Mapping[str, str]
+    """Each deliberately broken variant, and what the same check says of it."""
+    caught: bool
+    """Every broken variant misses the bar."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the page: what is tested, the bar, where the code is, what it takes on one core at full count."""
+
+    what: str
+    bar: str
+    module: str
+    minutes: float
+
+
+def share(full: int, scale: float, least: int = 1) -> int:
+    """A count at this scale."""
+    return max(least, round(full * scale))
+
+
+def keep(store: Path, name: str, outcome: Outcome, about: Mapping[str, Any]) -> None:
+    """Write a check's JSON whole or not at all."""
+    store.mkdir(parents=True, exist_ok=True)
+    temporary = store / f".{name}.json.tmp"
+    temporary.write_text(json.dumps({**about, **asdict(outcome)}, indent=1) + "\n")
+    temporary.replace(store / f"{name}.json")
+
+
+def kept(store: Path, name: str) -> dict[str, Any] | None:
+    """What `keep` wrote, if it is there."""
+    path = store / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def page(store: Path, checks: Mapping[str, Check]) -> str:
+    """The Markdown page, from what is stored."""
+    found = {name: kept(store, name) for name in checks}
+    lines = [
+        "# Reliability",
+        "",
+        "One command runs everything: `make reliability`, which is `python -m benchmarks.reliability`. Names choose",
+        "some checks, `--scale 0.1` takes a tenth of the counts. Each check runs in a process of its own on one",
+        "thread and is kept in `runs/reliability/<check>.json`; this page is drawn from those files, so checks can be",
+        "run one by one. A scale below 1 is a quick look and not the full count.",
+        "",
+        "A row counts when its bar is met **and** the same check, pointed at a deliberately broken variant, misses it.",
+        "",
+        "| check | bar | found | broken variants must miss it | scale | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [_row(name, checks[name], found[name]) for name in checks]
+    lines += ["", "## How each row was made", "", "| check | command | date (UTC) | took | source | machine |"]
+    lines += ["|---|---|---|---|---|---|", *[_made(name, one) for name, one in found.items() if one], ""]
+    return "\n".join(lines)
+
+
+def _row(name: str, check: Check, one: dict[str, Any] | None) -> str:
+    if one is None:
+        return f"| `{name}`: {check.what} | {check.bar} | not run on this machine | | | missing |"
+    broken = "; ".join(f"{variant}: {said}" for variant, said in one["broken"].items())
+    verdict = "holds" if one["passed"] and one["caught"] else "**fails**"
+    return f"| `{name}`: {check.what} | {check.bar} | {one['result']} | {broken} | {one['scale']:g} | {verdict} |"
+
+
+def _made(name: str, one: dict[str, Any]) -> str:
+    return (
+        f"| {name} | `{one['command']}` | {one['date']} | {one['seconds']:.0f} s | {one['revision']} "
+        f"| {one['machine']} |"
+    )

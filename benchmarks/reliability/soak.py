@@ -1,0 +1,88 @@
+"""A long run: does memory grow, do file handles pile up?
+
+A real run of the head on digits with the batched engine in a process of its own, which reads its resident memory and
+counts its open files every few rounds. The slope is a least-squares line over the rounds after a warm-up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reliability.outcome import ROOT, Outcome, share
+
+WARM_UP = 0.2
+CHILD = """
+import json, os, sys
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from fedgraft.experiment import run as runs
+from fedgraft.experiment.config import load
+
+folder, rounds, leak = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "leak"
+words = ["data.source=digits", "model.name=nano", "engine=batched", "partition.clients=10", "rounds.fraction=0.5",
+         "local.steps=2", "local.batch_size=16", f"rounds.total={rounds}", "rounds.evaluate_every=100",
+         "rounds.checkpoint_every=100", "model.head=random"]
+runs.publish = lambda *a, **k: None  # figures come after the rounds, and are not what is measured
+every = max(1, rounds // 200)
+kept = []
+
+class Watch:
+    def start(self, total, done, text): pass
+    def update(self, line):
+        if leak:
+            kept.append((bytearray(8192), open(os.devnull)))
+        if line["round"] % every == 0:
+            with open("/proc/self/statm") as file:
+                pages = int(file.read().split()[1])
+            size, files = pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
+            print(json.dumps([line["round"], size, files]), flush=True)
+
+runs.run(load(None, words), folder, Watch(), console=False)
+"""
+
+
+def samples(rounds: int, way: str, folder: Path) -> list[list[int]]:
+    """[round, resident bytes, open files] through one run."""
+    environment = {**os.environ, "FEDGRAFT_CACHE": os.environ.get("FEDGRAFT_CACHE", str(folder / "cache"))}
+    command = [sys.executable, "-c", CHILD, str(folder / way), str(rounds), way]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"the run of the soak failed: {done.stderr[-300:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def slope(found: list[list[int]]) -> dict[str, Any]:
+    """MB per 1,000 rounds and the change of open files after the warm-up."""
+    late = np.array([s for s in found if s[0] >= WARM_UP * found[-1][0]], dtype=np.float64)
+    fit = np.polyfit(late[:, 0], late[:, 1], 1)[0]
+    return {
+        "slope": float(fit) * 1000 / 1e6, "handles": int(late[:, 2].max() - late[0, 2]),
+        "megabytes": float(late[-1, 1]) / 1e6, "first": float(late[0, 1]) / 1e6,
+    }  # fmt: skip
+
+
+def soak(scale: float) -> Outcome:
+    """The run, and a shorter one that forgets to let go of memory and files."""
+    rounds, few = share(10_000, scale, 300), share(800, scale, 300)
+    with tempfile.TemporaryDirectory() as name:
+        ours = slope(samples(rounds, "ours", Path(name)))
+        leaky = slope(samples(few, "leak", Path(name)))
+    # Below a few thousand rounds the first pages of the allocator still come in, and a slope says little.
+    bar = 1.0 if rounds >= 5000 else 4.0
+    return Outcome(
+        ours["slope"] < bar and ours["handles"] <= 0,
+        f"{rounds:,} rounds: {ours['slope']:+.3f} MB per 1,000 rounds after the first {WARM_UP:.0%} "
+        f"({ours['first']:.0f} MB then, {ours['megabytes']:.0f} MB at the end), open files {ours['handles']:+d}",
+        {"8 kB and a file kept per round": f"{leaky['slope']:+.1f} MB per 1,000, open files {leaky['handles']:+d}"},
+        leaky["slope"] >= bar and leaky["handles"] > 0,
+        {"rounds": rounds, "ours": ours, "leaky": leaky},
+    )

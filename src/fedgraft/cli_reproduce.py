@@ -1,0 +1,72 @@
+"""`fedgraft reproduce`: the experiments of the documents, one command each. Heavy imports happen inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedgraft.errors import FedgraftError
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="the experiment; --list shows them", show_default=False)] = None,
+    scale: Annotated[str, typer.Option("--scale", help="laptop, paper (a GPU) or tiny (seconds, digits)")] = "laptop",
+    seeds: Annotated[int, typer.Option("--seeds", help="how many: 1, 2, 3, ...; 0 is for tuning", min=1)] = 3,
+    processes: Annotated[int, typer.Option("--processes", help="runs at a time; 0: in this process", min=0)] = 2,
+    data: Annotated[str | None, typer.Option("--data", help="file or folder with CIFAR; else the usual places")] = None,
+    runs: Annotated[Path, typer.Option("--runs", help="where runs are kept and found again")] = Path("runs/reproduce"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="where the pages go")] = Path("docs/results"),
+    list_: Annotated[bool, typer.Option("--list", help="every table, figure and experiment, with its name")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="every experiment, one after the other")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="write the page of claims and verdicts")] = False,
+) -> None:
+    """Repeat an experiment of the documents: run what is missing, then write its tables and figures."""
+    from fedgraft.experiment.reproduce_preset import SCALES, names
+
+    if list_:
+        _list(scale)
+        return
+    if scale not in SCALES:
+        raise FedgraftError(f"there is no scale {scale!r}; there are {', '.join(SCALES)}.")
+    if not (name or all_ or summary):
+        raise FedgraftError("name an experiment, or give --list, --all or --summary.")
+    for one in names() if all_ else [name] if name else []:
+        _one(one, scale, seeds, processes, data, runs, out)
+    if summary or all_:
+        from fedgraft.experiment.claims import summary as page
+        from fedgraft.experiment.record_files import write_text
+
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / "summary.md", page(out))
+        typer.echo(out / "summary.md")
+
+
+def _one(name: str, scale: str, seeds: int, processes: int, data: str | None, runs: Path, out: Path) -> None:
+    from fedgraft.experiment.reproduce import Work
+    from fedgraft.experiment.reproduce import reproduce as carry_out
+    from fedgraft.experiment.reproduce_page import write
+    from fedgraft.experiment.reproduce_preset import load_preset
+
+    work = Work(name, load_preset(name), scale, tuple(range(1, seeds + 1)), runs, processes, data, typer.echo)
+    try:
+        page = write(carry_out(work), out)
+    except KeyboardInterrupt:
+        typer.echo("\ninterrupted; the runs are saved. The same command goes on from here.", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(page)
+
+
+def _list(scale: str) -> None:
+    """Rows of the checklist with their experiments, then the experiments with their cost."""
+    from fedgraft.experiment.claims import listing
+    from fedgraft.experiment.reproduce_preset import load_preset, names
+
+    for row, kind, text, found in listing():
+        typer.echo(f"{row:4} {kind:3} {', '.join(found) or '-':28} {text}")
+    typer.echo("")
+    for one in names():
+        preset = load_preset(one)
+        minutes = preset.scales[scale].core_minutes if scale in preset.scales else 0
+        typer.echo(f"{one:16} {minutes:5.0f} core-minutes ({scale}, 3 seeds)  {preset.title}")

@@ -1,0 +1,114 @@
+"""Starts Flower's SuperLink and SuperNode with two doors closed that Flower 1.41 leaves open.
+
+On its one port a SuperLink serves nodes (which prove who they are by their keys) and also its control and task
+interfaces, which ask nobody who he is: whoever reaches the port could register a key of his own or start a program on
+every node. `superlink` answers those two only to its own machine. A SuperNode runs whatever app it is sent;
+`supernode` runs only the app of the fedgraft that is installed beside it.
+
+`python -m fedgraft.experiment.federation_gate superlink|supernode FLAGS...` takes the flags of Flower's own commands.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tomllib
+import zipfile
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+from fedgraft.errors import FedgraftError
+from fedgraft.experiment.federation_app import app_files
+
+FLOWER = "1.41.0"
+OPEN_PATHS = ("/v1/fleet/",)
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+
+
+class LocalControl:
+    """ASGI middleware: everything but the nodes' own interface is for callers on this machine."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(
+        self, scope: Scope, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        """Answer 403 to strangers, pass everything else on."""
+        if scope["type"] == "http" and not admitted(str(scope["path"]), scope.get("client"), scope.get("server")):
+            headers = [(b"content-type", b"text/plain")]
+            await send({"type": "http.response.start", "status": 403, "headers": headers})
+            await send({"type": "http.response.body", "body": b"this interface answers only its own machine"})
+            return
+        await self.app(scope, receive, send)
+
+
+def admitted(path: str, client: tuple[str, int] | None, server: tuple[str, int] | None) -> bool:
+    """Whether a caller may ask for a path: nodes' paths for all, others from the very address the server answers on.
+
+    A connection from a machine to itself has one address at both ends; nobody else's has.
+    """
+    if path.startswith(OPEN_PATHS):
+        return True
+    return client is not None and server is not None and client[0] == server[0]
+
+
+def same_app(content: bytes, expected: Mapping[str, str]) -> bool:
+    """Whether an app bundle holds exactly the expected files (its list of checksums aside)."""
+    with zipfile.ZipFile(io.BytesIO(content)) as bundle:
+        names = [name for name in bundle.namelist() if name != ".info/CONTENT"]
+        if sorted(names) != sorted(expected):
+            return False
+        texts = {name: bundle.read(name).decode() for name in names}
+    # Flower writes the TOML anew, so its meaning is compared and not its spelling.
+    project = tomllib.loads(texts.pop("pyproject.toml"))
+    rest = {name: text for name, text in expected.items() if name != "pyproject.toml"}
+    return project == tomllib.loads(expected["pyproject.toml"]) and texts == rest
+
+
+def superlink() -> None:
+    """Run Flower's SuperLink with its control interface closed to other machines."""
+    from flwr.superlink import extensions
+    from flwr.superlink.cli.flower_superlink import flower_superlink
+    from starlette.middleware import Middleware
+
+    extensions.get_middleware = lambda: (Middleware(LocalControl),)
+    flower_superlink()
+
+
+def supernode() -> None:
+    """Run Flower's SuperNode so that it refuses every app but the installed fedgraft's own."""
+    from flwr.supernode import start_client_internal as loop
+    from flwr.supernode.cli.flower_supernode import flower_supernode
+
+    pull, expected = loop._pull_and_store_message, app_files()
+
+    def guarded(**parts: Any) -> int | None:
+        get = parts["get_fab"]
+        # Flower checks signatures only where a licence vouches for them; ours is a comparison, made in `_verify_fab`.
+        parts["get_fab"] = lambda digest, run: replace(get(digest, run), verifications={"valid_license": "fedgraft"})
+        return pull(**{**parts, "trusted_entities": {"fedgraft": "the installed one"}})
+
+    def verified(fab: Any, trusted_entities: dict[str, str]) -> bool:
+        return same_app(fab.content, expected)
+
+    loop._pull_and_store_message = guarded  # type: ignore[assignment]
+    loop._verify_fab = verified
+    flower_supernode()
+
+
+def main() -> None:
+    """Start the one that the first word names, with the other words as its flags."""
+    import flwr
+
+    if flwr.__version__ != FLOWER:
+        raise FedgraftError(f"fedgraft's gate is made for flwr {FLOWER}, not {flwr.__version__}; install that version.")
+    which = {"superlink": superlink, "supernode": supernode}[sys.argv.pop(1)]
+    sys.argv[0] = f"flower-{which.__name__}"
+    which()
+
+
+if __name__ == "__main__":
+    main()

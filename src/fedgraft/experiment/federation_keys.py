@@ -1,0 +1,193 @@
+"""Certificates and keys of a federation: an authority of its own, one server certificate, one key pair per node.
+
+Private keys are P-384, written with mode 0600 before a byte is in them, and never overwritten.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import ipaddress
+import os
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedgraft.errors import FedgraftError, MissingExtra
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+AUTHORITY_DAYS = 5 * 365
+SERVER_DAYS = 397  # some TLS libraries refuse longer-lived server certificates
+
+
+def _crypto() -> tuple[Any, Any, Any, Any]:
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise MissingExtra("cryptography", "flower", "a federation's certificates and keys") from error
+    return x509, hashes, serialization, ec
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner may read; an existing one is refused."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise FedgraftError(
+            f"{path} is there already, and a private key is never overwritten; move it away first."
+        ) from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def make_node_key(folder: Path, name: str) -> tuple[Path, Path]:
+    """A node's key pair, `NAME.key` (stays here) and `NAME.pub` (goes to the coordinator), in OpenSSH's format."""
+    _, _, serialization, ec = _crypto()
+    key = ec.generate_private_key(ec.SECP384R1())
+    folder.mkdir(parents=True, exist_ok=True)
+    private, public = folder / f"{name}.key", folder / f"{name}.pub"
+    encoding, bare = serialization.Encoding, serialization.NoEncryption()
+    write_private(private, key.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, bare))
+    line = key.public_key().public_bytes(encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    public.write_bytes(line + f" {name}\n".encode())
+    return private, public
+
+
+def public_key_of(path: Path) -> str:
+    """The public key in a file, as one OpenSSH line without its comment; anything else is refused."""
+    _, _, serialization, ec = _crypto()
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError):
+        raise FedgraftError(
+            f"there is no readable public key file {path}; the node makes one with: fedgraft deploy key NAME."
+        ) from None
+    if "PRIVATE KEY" in text:
+        raise FedgraftError(f"{path} is a private key, which must never leave its node; give the .pub file beside it.")
+    try:
+        key = serialization.load_ssh_public_key(text.encode())
+    except Exception:
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise FedgraftError(f"{path} is not a public key made by `fedgraft deploy key`.")
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def key_bytes(path: Path) -> bytes:
+    """A public key file in the form that Flower stores."""
+    _, _, serialization, _ = _crypto()
+    key = serialization.load_ssh_public_key(public_key_of(path).encode())
+    return bytes(key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
+
+
+def fingerprint(path: Path) -> str:
+    """The short form of a public key that two people can compare by voice, as `ssh-keygen -lf` prints it."""
+    blob = base64.b64decode(public_key_of(path).split()[1])
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def check_private_key(path: Path) -> None:
+    """Refuse a file that is no node's private key, or that other accounts of the machine can read."""
+    _, _, serialization, ec = _crypto()
+    if not path.is_file():
+        raise FedgraftError(f"there is no key file {path}; make one with: fedgraft deploy key NAME.")
+    if path.stat().st_mode & 0o077:
+        raise FedgraftError(f"other accounts can read the private key {path}; run: chmod 600 {path}")
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), None)
+    except Exception:
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FedgraftError(f"{path} is not a private key made by `fedgraft deploy key`; give the .key file.")
+
+
+def check_authority(path: Path) -> None:
+    """Refuse a file that holds no certificate to check the server by."""
+    if not path.is_file():
+        raise FedgraftError(f"there is no certificate {path}; ask the coordinator for the federation's ca.crt.")
+    try:
+        ssl.create_default_context().load_verify_locations(cafile=path)
+    except (ssl.SSLError, OSError):
+        raise FedgraftError(f"{path} is not a certificate; ask the coordinator for the federation's ca.crt.") from None
+
+
+def make_certificates(folder: Path, host: str) -> None:
+    """An authority and a server certificate for `host` and this machine: ca.crt, ca.key, server.crt, server.key."""
+    x509, _, serialization, ec = _crypto()
+    folder.mkdir(mode=0o700, parents=True)
+    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"fedgraft federation at {host}"[:64])])
+    root = _certificate(issuer, issuer, authority, authority, AUTHORITY_DAYS, _authority_extensions())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host[:64])])
+    leaf = _certificate(issuer, subject, server, authority, SERVER_DAYS, _server_extensions(host))
+    for name, key in (("ca.key", authority), ("server.key", server)):
+        formats = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        write_private(folder / name, key.private_bytes(*formats))
+    for name, certificate in (("ca.crt", root), ("server.crt", leaf)):
+        (folder / name).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def _certificate(
+    issuer: Any,
+    subject: Any,
+    owner: EllipticCurvePrivateKey,
+    signer: EllipticCurvePrivateKey,
+    days: int,
+    more: list[tuple[Any, bool]],
+) -> Any:
+    x509, hashes, _, _ = _crypto()
+    begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)  # clocks differ a little
+    builder = (
+        x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(owner.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin).not_valid_after(begin + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(owner.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+    )  # fmt: skip
+    for extension, critical in more:
+        builder = builder.add_extension(extension, critical=critical)
+    return builder.sign(signer, hashes.SHA384())
+
+
+def _usage(**used: bool) -> Any:
+    x509 = _crypto()[0]
+    names = (
+        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+        "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+    )  # fmt: skip
+    return x509.KeyUsage(**{name: used.get(name, False) for name in names})
+
+
+def _authority_extensions() -> list[tuple[Any, bool]]:
+    x509 = _crypto()[0]
+    return [(x509.BasicConstraints(ca=True, path_length=0), True), (_usage(key_cert_sign=True, crl_sign=True), True)]
+
+
+def _server_extensions(host: str) -> list[tuple[Any, bool]]:
+    x509 = _crypto()[0]
+    names = [_general_name(name) for name in dict.fromkeys([host, "localhost", "127.0.0.1", "::1"])]
+    purpose = x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH])
+    return [
+        (x509.SubjectAlternativeName(names), False), (x509.BasicConstraints(ca=False, path_length=None), True),
+        (_usage(digital_signature=True), True), (purpose, False),
+    ]  # fmt: skip
+
+
+def _general_name(name: str) -> Any:
+    x509 = _crypto()[0]
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def days_left(certificate: Path) -> int:
+    """Whole days until a certificate runs out; negative once it has."""
+    x509 = _crypto()[0]
+    found = x509.load_pem_x509_certificate(certificate.read_bytes())
+    return int((found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).total_seconds() // 86400)

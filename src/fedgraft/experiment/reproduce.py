@@ -1,0 +1,234 @@
+"""One experiment of the documents: tune where asked, run what is missing, and collect the numbers.
+
+Runs are found by what they are, not by which preset asked for them: a finished run whose config means the same is never
+repeated, whatever its name. Missing ones go through `sweep.run_many`, which resumes what was interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedgraft.errors import FedgraftError
+from fedgraft.experiment.config import Config, from_folder
+from fedgraft.experiment.record import RunFolder
+from fedgraft.experiment.reproduce_preset import Cell, Preset, cells, level_of
+from fedgraft.experiment.statistics import rounds_to
+from fedgraft.experiment.sweep import finished, folder_of, run_many, vary
+
+TUNING_SEED = 0
+Report = Callable[[str], None]
+Wanted = Mapping[str, tuple[Config, bool]]
+"""Configs by label, and whether each is trained in one place."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done, where, and with how much."""
+
+    name: str
+    preset: Preset
+    scale: str
+    seeds: tuple[int, ...]
+    runs: Path
+    processes: int = 2
+    """0: one after the other in this process."""
+    data: str | None = None
+    report: Report = print
+
+    @property
+    def target(self) -> float | None:
+        """The accuracy (%) whose rounds and bytes are asked for."""
+        return self.preset.scales[self.scale].target  # type: ignore[index]
+
+    @property
+    def command(self) -> str:
+        """What repeats this."""
+        where = "" if self.scale == "tiny" else " --data FOLDER"
+        return f"fedgraft reproduce {self.name} --scale {self.scale} --seeds {len(self.seeds)}{where}"
+
+
+@dataclass
+class Found:
+    """What came out: the cells, their learning rates and run folders by seed; studies may give values instead."""
+
+    work: Work
+    cells: list[Cell]
+    rates: dict[str, float] = field(default_factory=dict)
+    folders: dict[str, list[Path]] = field(default_factory=dict)
+    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    extra: str = ""
+
+    def measured(self, label: str, measure: str) -> list[float] | None:
+        """One number for each seed, percent for accuracies; None where there are none."""
+        if label in self.values:
+            return self.values[label].get(measure)
+        if label not in self.folders:
+            return None
+        found = [measure_of(folder, measure, self.work.target) for folder in self.folders[label]]
+        return None if any(value is None for value in found) else [float(value) for value in found if value is not None]
+
+
+def measure_of(folder: Path, measure: str, target: float | None = None) -> float | None:
+    """One number of a finished run."""
+    run = RunFolder.open(folder)
+    summary = run.summary()
+    kind, _, phase = measure.partition(":")
+    if kind in {"test", "best"}:
+        return 100 * float(summary["test" if kind == "test" else "validation"]["accuracy"])
+    if kind in {"personal", "finetuned"}:
+        value = summary.get("personal", {}).get("mean" if kind == "personal" else "finetuned_mean")
+        return None if value is None else 100 * float(value)
+    if kind == "megabytes":
+        return (summary["bytes_up"] + summary["bytes_down"]) / 1e6
+    lines = run.metrics()
+    if kind == "seconds":
+        spent = [line["seconds"][phase] for line in lines if phase in line.get("seconds", {})]
+        return sum(spent) / len(spent) if spent else None
+    if kind == "spread":  # of the clients' mean steps in round 1, where all settings start from the same model
+        drift = lines[0]["clients"]["drift"]
+        return sum(d * d for d in drift) / len(drift) / (from_folder(folder).local.steps or 4) ** 2
+    seen = [(line["round"], 100 * line["accuracy"]) for line in lines if line.get("accuracy") is not None]
+    if kind == "rounds_to":
+        return None if target is None else rounds_to([r for r, _ in seen], [a for _, a in seen], target)
+    return seen[-1][1] if seen else None
+
+
+class Shelf:
+    """The finished runs below a folder, by what their configs mean to today's code."""
+
+    def __init__(self, root: Path) -> None:
+        self.found: dict[tuple[str, bool], Path] = {}
+        for path in sorted(root.glob("*/config.toml")):
+            if finished(path.parent) is None:
+                continue
+            try:
+                key = from_folder(path.parent).digest, (path.parent / "centralized").exists()
+            except FedgraftError:  # an option that is gone: the run cannot be the wanted one
+                continue
+            self.found.setdefault(key, path.parent)
+
+    @staticmethod
+    def key(config: Config, central: bool) -> tuple[str, bool]:
+        """What a run is found by."""
+        from fedgraft.experiment.centralized import as_central
+
+        return (as_central(config).digest if central else config.digest), central
+
+    def get(self, config: Config, central: bool) -> Path | None:
+        """The folder of this run, if it is finished."""
+        return self.found.get(self.key(config, central))
+
+
+def carry_out(work: Work, wanted: Wanted) -> dict[str, Path]:
+    """Run what is missing; the folder of each label."""
+    shelf, seen = Shelf(work.runs), set[tuple[str, bool]]()
+    todo: dict[str, tuple[Config, bool]] = {}
+    for label, (config, central) in wanted.items():
+        key = Shelf.key(config, central)
+        if key not in shelf.found and key not in seen:
+            seen.add(key)
+            todo[label] = config, central
+    if work.processes:
+        inside = [label for label, (_, central) in todo.items() if central]
+        run_many({label: config for label, (config, _) in todo.items()}, work.runs, work.processes, inside, work.report)
+    else:
+        for config, central in todo.values():
+            _run_here(config, folder_of(config, work.runs), central)
+    shelf = Shelf(work.runs)
+    return {label: shelf.found[Shelf.key(config, central)] for label, (config, central) in wanted.items()}
+
+
+def _run_here(config: Config, folder: Path, central: bool) -> None:
+    from fedgraft.experiment.centralized import run_centralized
+    from fedgraft.experiment.run import run
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (run_centralized if central else run)(config, folder, console=False)
+
+
+def reproduce(work: Work) -> Found:
+    """Carry out a preset at a scale: its study, or its cells with tuned rates and all seeds."""
+    from fedgraft.experiment import studies
+
+    if work.preset.study in studies.WHOLE:
+        return studies.WHOLE[work.preset.study](work)
+    every = cells(work.preset, work.scale, work.name, work.data)
+    work.report(estimate(work, every))
+    rates = tune(work, every)
+    if work.preset.study:
+        every = studies.named(work.preset.study)(work, every, rates)
+    wanted = {
+        f"{cell.label} seed {seed}": (_with_rate(cell.config(seed=seed), rates.get(cell.label)), cell.central)
+        for cell in every
+        for seed in work.seeds
+    }
+    done = carry_out(work, wanted)
+    folders = {cell.label: [done[f"{cell.label} seed {seed}"] for seed in work.seeds] for cell in every}
+    return Found(work, every, rates, folders)
+
+
+def _with_rate(config: Config, rate: float | None) -> Config:
+    return config if rate is None else vary(config, local__lr=rate)
+
+
+def tune(work: Work, every: Sequence[Cell]) -> dict[str, float]:
+    """By cell the learning rate that is best on validation after the last round.
+
+    The best round would not do: where training harms, that is the start, whatever the rate. Nor would test images.
+    """
+    tuning = work.preset.tuning
+    if tuning is None:
+        return {}
+    owner = {cell.label: _tuned_at(work, cell) for cell in every}
+    tries = {
+        f"{cell.label} lr {rate}": (_short(cell.config(seed=TUNING_SEED), rate, tuning.rounds), cell.central)
+        for cell in every
+        if owner[cell.label] == cell.label
+        for rate in _rates(work, cell)
+    }
+    done = carry_out(work, tries)
+    best: dict[str, float] = {}
+    for cell in every:
+        if owner[cell.label] == cell.label:
+            scores = {r: measure_of(done[f"{cell.label} lr {r}"], "last") or 0.0 for r in _rates(work, cell)}
+            best[cell.label] = max(scores, key=lambda rate: scores[rate])
+    return {label: best[at] for label, at in owner.items() if at in best}
+
+
+def _tuned_at(work: Work, cell: Cell) -> str:
+    assert work.preset.tuning is not None
+    at, names = work.preset.tuning.at, [axis.name for axis in work.preset.axes]
+    return "/".join(at.get(name, level) for name, level in zip(names, cell.levels, strict=True))
+
+
+def _rates(work: Work, cell: Cell) -> list[float]:
+    tuning = work.preset.tuning
+    assert tuning is not None
+    level = level_of(work.preset, cell, tuning.axis) if tuning.axis else "*"
+    rates = tuning.rates.get(level) or tuning.rates.get("*", [])
+    if not rates:
+        raise FedgraftError(f"the preset {work.name} tunes {level!r} and names no rates for it.")
+    return rates[:1] if work.scale == "tiny" else rates
+
+
+def _short(config: Config, rate: float, share: float) -> Config:
+    total = config.rounds.total
+    rounds = total if share == 1 else max(min(3, total), int(total * share))
+    return vary(config, local__lr=rate, rounds__total=rounds, rounds__evaluate_every=0)
+
+
+def estimate(work: Work, every: Sequence[Cell]) -> str:
+    """How much there is to do, from what the preset says three seeds cost."""
+    tried = 0
+    if work.preset.tuning is not None:
+        tried = sum(len(_rates(work, cell)) for cell in every if _tuned_at(work, cell) == cell.label)
+    shelf = Shelf(work.runs)
+    fixed = [(c.config(seed=s), c.central) for c in every for s in work.seeds] if not tried else []
+    known = sum(shelf.get(config, central) is not None for config, central in fixed)
+    total = len(every) * len(work.seeds) + tried
+    minutes = work.preset.scales[work.scale].core_minutes / (3 * len(every) + tried)  # type: ignore[index]
+    left = (total - known) * minutes / max(1, work.processes)
+    done = f", {known} of them finished" if known else ""
+    return f"{work.name}: about {total} runs{done}, {left:.0f} minutes"

@@ -1,0 +1,134 @@
+"""Experiments that need more than a grid: controls of a matched size, the attack table, tables without runs.
+
+`WHOLE` studies carry out everything; the others change the cells of a grid once its learning rates are known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fedgraft.errors import FedgraftError
+from fedgraft.experiment.config import merge
+from fedgraft.experiment.record_files import write_text
+from fedgraft.experiment.reproduce import TUNING_SEED, Found, Work, carry_out
+from fedgraft.experiment.reproduce_preset import Cell, cells
+from fedgraft.experiment.statistics import summarise, table
+from fedgraft.experiment.sweep import vary
+
+LIKE = "constant like "
+"""Levels of this name are controls: one constant for all pairs, as large as that similarity is on average."""
+_LIARS = 0.2
+_PARTITIONS = ("stratified", "dirichlet:0.5")
+_TINY = {"attacks": ("scaling", "backdoor_boosted"), "rules": ("mean", "median")}
+
+
+def matched(work: Work, every: Sequence[Cell], rates: Mapping[str, float]) -> list[Cell]:
+    """Give each control the mean similarity that its namesake shows with the tuning seed."""
+    by = {cell.label: cell for cell in every}
+    namesake = {c.label: "/".join([*c.levels[:-1], c.levels[-1].removeprefix(LIKE)]) for c in every if LIKE in c.label}
+    sizing = {}
+    for label in dict.fromkeys(namesake.values()):
+        config = by[label].config(seed=TUNING_SEED)
+        sizing[label] = (vary(config, local__lr=rates[label]) if label in rates else config, False)
+    sizes = {label: mean_similarity(folder) for label, folder in carry_out(work, sizing).items()}
+    made = []
+    for cell in every:
+        if cell.label in namesake:
+            size = {"algorithm": {"constant": sizes[namesake[cell.label]]}}
+            cell = Cell(levels=cell.levels, table=merge(cell.table, size), central=cell.central)
+        made.append(cell)
+    return made
+
+
+def mean_similarity(folder: Path) -> float:
+    """The mean similarity of two clients in the last round of a run: W_ij / W_ii, the clients being of equal size."""
+    import safetensors.torch
+
+    last = sorted((folder / "figures").glob("crsm-round-*.safetensors"))[-1]
+    mixing = safetensors.torch.load(last.read_bytes())["mixing"].double()
+    ratio = mixing / mixing.diagonal()[:, None]
+    m = len(ratio)
+    return round(min(1.0, float((ratio.sum() - m) / (m * (m - 1)))), 6)
+
+
+def attack(work: Work) -> Found:
+    """Every rule honestly and under every attack; a finished table is kept beside the runs and read again."""
+    from fedgraft.engines.hostile import NAMES
+    from fedgraft.experiment.attack import RULES
+
+    attacks, rules = (_TINY["attacks"], _TINY["rules"]) if work.scale == "tiny" else (NAMES, RULES)
+    start = cells(work.preset, work.scale, work.name, work.data)
+    kept = [rule for rule in rules if any(cell.levels[-1] == rule for cell in start)]
+    minutes = work.preset.scales[work.scale].core_minutes * len(work.seeds) / 3  # type: ignore[index]
+    work.report(
+        f"{work.name}: {len(work.seeds)} tables of {2 * len(kept) * (1 + len(attacks))} cells, {minutes:.0f} min"
+    )
+    found = [_attack_cells(work, start[0], seed, attacks, kept) for seed in work.seeds]
+    values: dict[str, dict[str, list[float]]] = {}
+    for cell in start:
+        partition = {"IID": _PARTITIONS[0], "Dirichlet 0.5": _PARTITIONS[1]}[cell.levels[0]]
+        mine = [
+            {c["attack"]: c for c in one if (c["partition"], c["rule"]) == (partition, cell.levels[-1])}
+            for one in found
+        ]
+        if mine and all(c["accuracy"] for one in mine for c in one.values()):
+            values[cell.label] = _attack_values(mine, attacks)
+    return Found(work, start, values=values, extra=_attack_page(values))
+
+
+def _attack_cells(
+    work: Work, cell: Cell, seed: int, attacks: Sequence[str], rules: Sequence[str]
+) -> list[dict[str, str]]:
+    from fedgraft.experiment.attack import attack_table
+
+    config = cell.config(seed=seed)
+    key = hashlib.blake2b(repr((config.digest, tuple(attacks), tuple(rules))).encode(), digest_size=8).hexdigest()
+    path = work.runs / f"attack-{key}.json"
+    if not path.is_file():
+        made = attack_table(config, attacks, rules, _LIARS, _PARTITIONS, work.report)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps([asdict(one) for one in made]))
+    return list(json.loads(path.read_text()))
+
+
+def _attack_values(
+    mine: Sequence[Mapping[str, Mapping[str, object]]], attacks: Sequence[str]
+) -> dict[str, list[float]]:
+    """Accuracy without liars, the accuracy under the worst attack (by its mean), and the backdoor's success."""
+
+    def of(name: str, key: str) -> list[float]:
+        return [100 * float(str(one[name][key])) for one in mine]
+
+    worst = min(attacks, key=lambda name: summarise(of(name, "accuracy")).mean)
+    doors = [of(name, "backdoor") for name in attacks if "backdoor" in name]
+    return {
+        "test": of("honest", "accuracy"), "last": of(worst, "accuracy"),
+        "best": max(doors, key=lambda v: summarise(v).mean) if doors else of("honest", "backdoor"),
+    }  # fmt: skip
+
+
+def _attack_page(values: Mapping[str, Mapping[str, list[float]]]) -> str:
+    rows = [[label, *(summarise(v[key]) for key in ("test", "last", "best"))] for label, v in values.items()]
+    header = ["partition and rule", "honest (%)", "under the worst attack (%)", "backdoor success, worst (%)"]
+    return "## Liars\n\n20 % of the clients lie.\n\n" + table(header, rows)
+
+
+def settings(work: Work) -> Found:
+    """Tables of settings and schematics: there is nothing to run."""
+    return Found(work, [])
+
+
+Adjust = Callable[[Work, Sequence[Cell], Mapping[str, float]], list[Cell]]
+WHOLE: dict[str, Callable[[Work], Found]] = {"attack": attack, "settings": settings}
+_ADJUST: dict[str, Adjust] = {"matched": matched}
+
+
+def named(name: str) -> Adjust:
+    """A study that changes cells, by its name."""
+    if name not in _ADJUST:
+        raise FedgraftError(f"there is no study {name!r}; there are: {', '.join([*_ADJUST, *WHOLE])}.")
+    return _ADJUST[name]

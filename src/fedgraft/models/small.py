@@ -1,0 +1,67 @@
+"""Trunks that need no library: the small CNN of the federated literature, and none at all for given features.
+
+The CNN is McMahan et al.'s (2017) two-layer shape: two 3x3 convolutions of `width` and `2 * width` channels, each
+followed by ReLU and 2x2 max pooling; the head reads the whole map. Its weights are drawn from the seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedgraft.errors import FedgraftError
+from fedgraft.models.quiet import drawn_from
+from fedgraft.randomness import derive
+
+
+@dataclass
+class SmallConfig:
+    """What the other trunks keep in a `transformers` configuration."""
+
+    model_type: str
+    hidden_size: int
+    """Length of the pooled vector for `image_size`; a CNN's follows the size."""
+    image_size: int = 1
+    channels: int = 0
+
+    def at(self, size: int) -> SmallConfig:
+        """The configuration for images of another size."""
+        if not self.channels:
+            raise FedgraftError("given features have no image size; leave data.image_size out.")
+        side = size // 4
+        if side < 1:
+            raise FedgraftError(f"images of {size} pixels are too small for the cnn; it halves them twice.")
+        return SmallConfig(self.model_type, self.channels * side * side, size, self.channels)
+
+
+class NoTrunk(nn.Module):
+    """Nothing before the head: inputs are features already."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.config = SmallConfig("features", width)
+        self.stem, self.blocks = nn.Identity(), nn.ModuleList()
+
+
+class ChannelsLast(nn.Module):
+    """Puts images channels-last, which convolutions on a CPU read faster; the numbers stay the same."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The same images, ordered for convolutions."""
+        return images.contiguous(memory_format=torch.channels_last)
+
+
+class SmallCnn(nn.Module):
+    """Two convolutions with pooling."""
+
+    def __init__(self, width: int, size: int, seed: int) -> None:
+        super().__init__()
+        self.config = SmallConfig("cnn", 0, size, 2 * width).at(size)
+        self.stem = ChannelsLast()
+        with drawn_from(derive(seed, "trunk")):
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+                for before, after in ((3, width), (width, 2 * width))
+            )

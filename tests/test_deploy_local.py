@@ -1,0 +1,91 @@
+"""A whole federation on this machine, as a user starts it: the same bytes as in one process, and nothing left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedgraft.experiment import checkpoint
+from fedgraft.experiment.config import from_folder
+from fedgraft.experiment.record import RunFolder
+
+pytestmark = pytest.mark.slow
+WORDS = ["model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=2", "local.batch_size=16"]
+COMMAND = [sys.executable, "-m", "fedgraft.cli"]
+
+
+def final_vector(folder: Path) -> torch.Tensor:
+    """The common model after the last round, from the run's newest checkpoint."""
+    found = checkpoint.load_latest(folder / "checkpoints", from_folder(folder).digest)
+    assert found is not None
+    return found.tensors["vector"]
+
+
+def ours(root: Path) -> list[str]:
+    """Processes that name a folder of this test in their command or environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+        except OSError:
+            continue
+        if f"TMPDIR={root}".encode() in words and entry.name != str(os.getpid()):
+            found.append(entry.name)
+    return found
+
+
+def start(root: Path, *words: str) -> subprocess.Popen[str]:
+    """`fedgraft WORDS` with its temporary files below `root`, by which its processes can be told from others."""
+    root.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [*COMMAND, *words], cwd=root, env={**os.environ, "TMPDIR": str(root)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    pytest.importorskip("flwr")
+    pytest.importorskip("fedgraft.flower_apps")
+    return tmp_path / "t"
+
+
+def test_a_local_federation_ends_in_the_bytes_of_one_process(root: Path) -> None:
+    words = [*WORDS, "partition.clients=2"]
+    deployed = start(root, "deploy", "local", *words, "--nodes", "2", "--folder", "there")
+    text, _ = deployed.communicate(timeout=400)
+    assert deployed.returncode == 0, text
+    assert "all 2 nodes are connected" in text
+    alone = start(root, "run", *words, "--folder", "here", "--quiet")
+    assert alone.wait(timeout=200) == 0
+    here, there = root / "here", root / "there"
+    assert torch.equal(final_vector(here), final_vector(there))
+    assert RunFolder.open(there).status == "finished"
+    assert (there / "report.html").is_file()
+    same = ("best_round", "rounds", "edited", "bytes_up", "bytes_down")
+    one, two = RunFolder.open(here).summary(), RunFolder.open(there).summary()
+    assert {key: one[key] for key in same} == {key: two[key] for key in same}
+    time.sleep(2)  # a node's worker sees within a second that its node is gone
+    assert ours(root) == []
+    assert not list(root.glob("fedgraft-local-*"))
+
+
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_federation_leaves_no_process(root: Path, told: signal.Signals) -> None:
+    process = start(root, "deploy", "local", *WORDS, "--nodes", "1", "--folder", "run")
+    until = time.monotonic() + 120
+    while len(ours(root)) < 4 and time.monotonic() < until:  # the command, the server, its helper, the node
+        time.sleep(0.2)
+    process.send_signal(told)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, text
+    assert "everything is stopped" in text
+    time.sleep(2)
+    assert ours(root) == []

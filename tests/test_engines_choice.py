@@ -1,0 +1,102 @@
+"""The rule that chooses an engine, as a table; and that a run follows it, says so, and gives the promised bytes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedgraft.engines import choice
+from fedgraft.engines.batched import Batched
+from fedgraft.engines.choice import choose_engine
+from fedgraft.engines.in_process import InProcess
+from fedgraft.engines.pool import Pool
+from fedgraft.experiment.build import Setup
+from fedgraft.experiment.config import load
+from fedgraft.experiment.run import run
+from fedgraft.experiment.step_zero import install_head
+
+NO = "the optimizer is adamw, not sgdm"
+TABLE = [
+    # wanted, workers, obstacle, head only, on cpu, clients -> mode, workers
+    (("auto", 0, None, True, True, 10), ("batched", 1)),
+    (("auto", 3, None, True, True, 10), ("batched", 1)),  # the number of workers never decides the bytes
+    (("auto", 0, NO, True, True, 10), ("in_process", 1)),
+    (("auto", 2, NO, True, True, 10), ("pool", 2)),
+    (("auto", 0, NO, False, True, 10), ("pool", 4)),
+    (("auto", 0, NO, False, True, 2), ("pool", 2)),  # no more workers than clients
+    (("auto", 0, NO, False, True, 1), ("in_process", 1)),
+    (("auto", 1, NO, False, True, 10), ("in_process", 1)),
+    (("auto", 0, NO, False, False, 10), ("in_process", 1)),  # a GPU is not shared by forks
+    (("reference", 0, None, True, True, 10), ("in_process", 1)),
+    (("reference", 0, None, False, True, 10), ("pool", 4)),
+    (("reference", 5, None, False, True, 10), ("pool", 5)),
+    (("batched", 0, None, True, True, 10), ("batched", 1)),
+    (("batched", 0, NO, False, True, 10), ("batched", 1)),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), TABLE)
+def test_the_rule(given: tuple, expected: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "cores", lambda: 4)
+    found = choose_engine(*given)
+    assert (found.mode, found.workers) == expected
+    assert (given[2] or "") in found.why or given[0] == "reference"
+
+
+def test_the_number_of_workers_never_moves_a_run_between_modes_of_other_bytes() -> None:
+    """The config's digest leaves workers out, so for all of them a run is batched, or for none."""
+    for wanted in ("auto", "reference", "batched"):
+        for obstacle in (None, NO):
+            modes = {choose_engine(wanted, n, obstacle, True).mode == "batched" for n in range(5)}
+            assert len(modes) == 1
+
+    def naive(wanted: str, workers: int, obstacle: str | None, head_only: bool) -> str:
+        return "pool" if workers > 1 else choose_engine(wanted, workers, obstacle, head_only).mode  # type: ignore[arg-type]
+
+    assert len({naive("auto", n, None, True) == "batched" for n in range(5)}) == 2  # the check sees such a rule
+
+
+def setup_of(*words: str) -> Setup:
+    setup = Setup(load(None, ["partition.clients=4", "rounds.total=2", "data.limit=200", *words]))
+    install_head(setup)
+    setup.open()
+    return setup
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ([], Batched),
+        (["engine=reference"], InProcess),
+        (["local.optimizer=adamw"], InProcess),
+        (["moves.kind=last_blocks", "moves.blocks=1", "workers=2"], Pool),
+        (["moves.kind=last_blocks", "moves.blocks=1", "engine=batched"], Batched),
+    ],
+)
+def test_a_run_follows_the_rule_and_says_so(words: list[str], kind: type, caplog: pytest.LogCaptureFixture) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with caplog.at_level(logging.INFO, "fedgraft"):
+            setup = setup_of(*words)
+            assert type(setup.engine()) is kind
+        assert any(record.message.startswith("engine: ") for record in caplog.records)
+    finally:
+        torch.set_num_threads(before)
+
+
+def final(tmp_path: Path, *words: str) -> float:
+    config = load(None, ["partition.clients=4", "rounds.total=2", "data.limit=200", "local.lr=0.05", *words])
+    return float(run(config, tmp_path / "-".join(words), console=False)["test"]["loss"])
+
+
+def test_modes_agree(tmp_path: Path) -> None:
+    """Same bits where promised (any number of workers), else the same within float tolerance."""
+    auto, reference = final(tmp_path), final(tmp_path, "engine=reference")
+    assert auto == pytest.approx(reference, rel=1e-5)
+    assert final(tmp_path, "engine=reference", "workers=2") == reference
+    body = ("moves.kind=last_blocks", "moves.blocks=1")
+    assert final(tmp_path, *body) == final(tmp_path, *body, "workers=1")

@@ -1,0 +1,272 @@
+"""Nodes with data of their own, a server with none, memories on disk, and the worker that stays warm.
+
+No Flower here: requests go straight to the nodes, so that each of these can be seen by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedgraft.engines.node_link import Answer, Request, _alive, ask_worker, private_folder, serve
+from fedgraft.errors import FedgraftError
+from fedgraft.experiment.checkpoint import load_latest
+from fedgraft.experiment.config import Config, load, to_toml
+from fedgraft.experiment.deployed import own_deal, remote_deal, run_deployed
+from fedgraft.experiment.node import DiskSlots, Nodes
+from fedgraft.experiment.run import run
+from fedgraft.messages import Order, Reply, pack, unpack
+
+SMALL = [
+    "model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=2", "local.batch_size=8",
+    "rounds.evaluate_every=1", "partition.clients=3", "moves.kind=everything", "engine=reference", "workers=1",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDGRAFT_NODE_HOME", str(tmp_path / "home"))
+
+
+class Direct:
+    """An engine that hands requests to nodes in this process, as the Flower engine does over the network."""
+
+    def __init__(self, config: Config, folder: Path, data: Sequence[str] = ()) -> None:
+        self.memory: dict[int, Any] = {}
+        self.limit, self.classes = 0, ()
+        self.nodes = [Nodes() for _ in range(config.partition.clients)]
+        text = to_toml(config)
+        self.requests = [Request(text, str(folder), k, 1, data=data[k] if data else "") for k in range(len(self.nodes))]
+        self.roster = SimpleNamespace(facts={})
+        self.digest, self.opened, self.told = "", b"", set[int]()
+        self.actions: list[str] = []
+
+    def gather(self) -> None:
+        for k, request in enumerate(self.requests):
+            found = self.nodes[k].carry_out(request).facts
+            self.roster.facts[k] = {"classes": (), "examples": 0, "data": "", **found}
+
+    def open(self, run: str, tensors: Any) -> None:
+        self.opened = pack(Order(run, -1, 0, "open", auxiliary=tensors))
+        self.digest = hashlib.blake2b(self.opened, digest_size=12).hexdigest()
+
+    def exchange(self, orders: Sequence[Order]) -> list[Any]:
+        return [self.deliver(order) for order in orders]
+
+    def deliver(self, order: Order) -> Any:
+        k, after = order.client, int(self.memory[order.client]["step"]) if order.client in self.memory else 0
+        self.actions.append(order.action)
+        request = replace(
+            self.requests[k], after=after, becomes=after + 1, digest=self.digest, classes=tuple(self.classes),
+            order=pack(replace(order, client=0)),
+        )  # fmt: skip
+        answer = self.nodes[k].carry_out(request)
+        if answer.need:
+            answer = self.nodes[k].carry_out(replace(request, opened=self.opened))
+        if answer.step:
+            self.memory[k] = {"step": torch.tensor([answer.step])}
+        return (k, answer.reply) if order.action == "train" else unpack(Reply, answer.reply)
+
+
+def paint(folder: Path, classes: Sequence[str], count: int = 12, seed: int = 0) -> str:
+    """A folder of small images, one colour per class."""
+    stream = np.random.default_rng(seed)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        base = np.frombuffer(hashlib.sha256(name.encode()).digest()[:3], np.uint8).astype(int)
+        for i in range(count):
+            pixels = (base + stream.integers(-20, 20, (16, 16, 3))).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "words", [["moves.kind=masked", "moves.mask.samples=12", "model.head=ridge"], ["moves.kind=lora"]]
+)
+def test_nodes_that_simulate_give_the_bytes_of_one_process(words: list[str], tmp_path: Path) -> None:
+    config = load(None, [*SMALL, "data.limit=120", *words])
+    run_deployed(config, tmp_path / "there", Direct(config, tmp_path / "there"))
+    run(config, tmp_path / "here", console=False)
+    vectors = [load_latest(tmp_path / where / "checkpoints").tensors["vector"] for where in ("here", "there")]  # type: ignore[union-attr]
+    assert torch.equal(*vectors)
+
+
+def hospitals(tmp_path: Path) -> list[str]:
+    """Three owners; the second has no image of class c."""
+    held = [("a", "b", "c"), ("a", "b"), ("a", "b", "c")]
+    return [paint(tmp_path / f"hospital{k}", names, seed=k) for k, names in enumerate(held)]
+
+
+@pytest.mark.parametrize("head", ["ridge", "random"])
+def test_three_owners_and_a_server_without_any_image(head: str, tmp_path: Path) -> None:
+    config = load(None, [*SMALL, f"model.head={head}", "data.validation=0.25"])
+    engine = Direct(config, tmp_path / "run", hospitals(tmp_path))
+    summary = run_deployed(config, tmp_path / "run", engine)
+    assert engine.classes == ("a", "b", "c") and "count" in engine.actions
+    assert summary["test"]["count"] == 19 and 0 <= summary["test"]["accuracy"] <= 1  # 7 of 36, 5 of 24, 7 of 36
+    assert summary["validation"]["accuracy"] >= 0
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_server_with_images_measures_by_itself(tmp_path: Path) -> None:
+    config = load(None, [*SMALL, "model.head=ridge"])
+    engine = Direct(config, tmp_path / "run", hospitals(tmp_path))
+    own = paint(tmp_path / "server", ("a", "b", "c"), seed=9)
+    summary = run_deployed(config, tmp_path / "run", engine, own, "folder")
+    assert "count" not in engine.actions and summary["test"]["count"] > 0
+
+
+def test_the_server_learns_only_size_classes_and_digest(tmp_path: Path) -> None:
+    config = load(None, SMALL)
+    path = paint(tmp_path / "secret place", ("a", "b"))
+    facts = Nodes().carry_out(Request(to_toml(config), "f", 0, 1, data=path)).facts
+    assert set(facts) == {"client", "examples", "classes", "data"} and "secret" not in str(facts)
+
+
+def test_a_class_that_the_federation_does_not_know_is_one_sentence(tmp_path: Path) -> None:
+    path = paint(tmp_path / "d", ("a", "z"))
+    with pytest.raises(FedgraftError, match="class 'z', which the federation does not know"):
+        own_deal(load(None, SMALL), "folder", path, ("a", "b"))
+
+
+def test_labels_follow_the_federations_classes_by_name(tmp_path: Path) -> None:
+    path = paint(tmp_path / "d", ("b", "c"))
+    dealt = own_deal(load(None, SMALL), "folder", path, ("a", "b", "c"))
+    assert set(dealt.dataset.train.labels.tolist()) == {1, 2} and dealt.classes == 3
+    assert torch.equal(dealt.rows(0), dealt.rows(2)) and not set(dealt.rows(1).tolist()) & set(
+        dealt.validation_rows.tolist()
+    )
+
+
+def test_owners_and_simulated_nodes_do_not_mix(tmp_path: Path) -> None:
+    config = load(None, SMALL)
+    data = [paint(tmp_path / "d", ("a", "b")), "", ""]
+    with pytest.raises(FedgraftError, match="client 1 has no data of its own and client 0 has"):
+        run_deployed(config, tmp_path / "run", Direct(config, tmp_path / "run", data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_remote_deal_of_one_class_is_refused() -> None:
+    facts = {0: {"classes": ("a",), "examples": 3, "data": "x"}}
+    with pytest.raises(FedgraftError, match="at least two"):
+        remote_deal(load(None, SMALL), facts, "", "")
+
+
+def test_a_killed_server_resumes_with_memories_on_the_nodes_disks(tmp_path: Path) -> None:
+    """SCAFFOLD, killed in round 2 after the clients had answered; new processes on both sides end in the same bytes."""
+    words = [*SMALL, "algorithm.name=scaffold", "local.momentum=0", "data.limit=120", "model.head=random"]
+    config = load(None, [*words, "rounds.total=4", "rounds.evaluate_every=0"])
+
+    class Dies(Direct):
+        def exchange(self, orders: Sequence[Order]) -> list[Any]:
+            found = super().exchange(orders)
+            if orders[0].round == 2:
+                raise RuntimeError("the server is gone")
+            return found
+
+    with pytest.raises(RuntimeError):
+        run_deployed(config, tmp_path / "there", Dies(config, tmp_path / "there"))
+    run_deployed(config, tmp_path / "there", Direct(config, tmp_path / "there"))
+    run(config, tmp_path / "here", console=False)
+    found = [load_latest(tmp_path / where / "checkpoints").tensors for where in ("here", "there")]  # type: ignore[union-attr]
+    assert torch.equal(found[0]["vector"], found[1]["vector"])
+    assert torch.equal(found[0]["rule/control"], found[1]["rule/control"])
+
+
+def test_memories_are_files_that_only_this_user_can_read(tmp_path: Path) -> None:
+    slots = DiskSlots(Request("c", "f", 0, 1))
+    slots["a"] = b"secret"
+    (path,) = slots.folder.iterdir()
+    assert path.stat().st_mode & 0o077 == 0 and slots["a"] == b"secret" and list(slots) == ["a"]
+    assert DiskSlots(Request("c", "another run", 0, 1)).get("a") is None
+    del slots["a"]
+    assert not len(slots)
+
+
+def test_a_nodes_error_does_not_tell_its_path(tmp_path: Path) -> None:
+    address = private_folder() / f"t{os.getpid()}"
+    secret = str(tmp_path / "ward-7")
+    code = (
+        "import sys; from pathlib import Path; from fedgraft.engines.node_link import *\n"
+        "from fedgraft.errors import FedgraftError\n"
+        "def work(r):\n"
+        "    if r.client: raise KeyError(r.data)\n"
+        "    raise FedgraftError(f'the folder {r.data} does not exist.')\n"
+        f"serve(Path({str(address)!r}), {os.getpid()}, work, idle=20)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        from multiprocessing.connection import Client
+
+        from fedgraft.engines.node_link import receive, send
+
+        end = time.monotonic() + 60
+        answers: list[Answer] = []
+        while len(answers) < 2 and time.monotonic() < end:
+            client = len(answers)
+            time.sleep(0.05)
+            with suppress(FileNotFoundError, ConnectionError), Client(str(address), "AF_UNIX") as pipe:
+                send(pipe, Request("c", "f", client, 1, data=secret))
+                answers.append(receive(pipe, Answer))
+    finally:
+        process.terminate()
+        process.wait(20)
+    assert answers[0].error == "the folder its data does not exist."
+    assert answers[1].error == "failed with KeyError; its log says more"
+
+
+@pytest.mark.slow
+def test_the_worker_stays_warm_and_ends_with_its_owner(tmp_path: Path) -> None:
+    config = load(None, [*SMALL, "data.limit=120"])
+    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    data = paint(tmp_path / "d", ("a", "b"))
+    request = Request(to_toml(config), "f", 0, 1, data=data)
+    try:
+        first = ask_worker(request, owner.pid)
+        began = time.monotonic()
+        again = ask_worker(request, owner.pid)
+        assert first.facts == again.facts and first.facts["examples"] > 0 and time.monotonic() - began < 30
+        address = next(p for p in private_folder().iterdir() if not p.suffix and _belongs(p, owner.pid, request))
+    finally:
+        owner.kill()
+        owner.wait()
+    end = time.monotonic() + 30
+    while address.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not address.exists()
+
+
+def _belongs(path: Path, owner: int, request: Request) -> bool:
+    name = hashlib.blake2b(f"{owner} {request.client} {request.data}".encode(), digest_size=8).hexdigest()
+    return path.name == name
+
+
+def test_a_process_that_ended_is_not_alive_even_before_it_is_waited_for() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    end = time.monotonic() + 30
+    while _alive(process.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _alive(process.pid)
+    process.wait()
+    assert _alive(os.getpid())
+
+
+def test_a_worker_without_work_ends(tmp_path: Path) -> None:
+    address = private_folder() / f"i{os.getpid()}"
+    serve(address, os.getpid(), lambda request: Answer(), idle=0.5)
+    assert not address.exists()

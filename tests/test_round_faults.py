@@ -1,0 +1,164 @@
+"""Clients that are late, vanish, answer twice or answer an old round: the result is that of a run without them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgraft import zoo
+from fedgraft.algorithm import Algorithm, Protection, uniform, vary
+from fedgraft.engines.pool import Pool
+from fedgraft.messages import Order, Reply
+from toy import Toy, client_rows
+
+BAD = 2
+ROBUST = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_clip"]
+COMBINED: dict[str, Callable[[], Algorithm]] = {
+    **{name: zoo.ZOO[name] for name in ("fedavg", "scaffold", "feddyn", "fednova", "fedadam", "fedbabu", "fedshibu")},
+    **{name: (lambda n=name: vary(zoo.fedavg(), combine=zoo.robust_combiner(n))) for name in ROBUST},  # type: ignore[misc]
+    "secure": lambda: vary(zoo.fedavg(), weigh=uniform(), protects=Protection("secure")),
+}
+Arrivals = list[Any]
+
+
+class Faulty:
+    """The toy's engine with one offender: it changes the arrivals of every exchange after the first round."""
+
+    def __init__(self, toy: Toy, fault: Callable[[Arrivals, Arrivals], Arrivals]) -> None:
+        self.inner, self.fault, self.before = toy.engine.exchange, fault, dict[str, Arrivals]()
+
+    def exchange(self, orders: Sequence[Order]) -> Arrivals:
+        good: Arrivals = list(self.inner(orders))
+        old = self.before.get(orders[0].action, [])
+        self.before[orders[0].action] = good
+        return self.fault(good, old) if orders[0].round else good
+
+
+def own(arrivals: Arrivals, mine: bool = True) -> Arrivals:
+    """The offender's arrivals, or the others'."""
+    return [a for a in arrivals if (a.client == BAD) == mine]
+
+
+FAULTS: dict[str, Callable[[Arrivals, Arrivals], Arrivals]] = {
+    "vanishes": lambda good, old: own(good, False),
+    "is late": lambda good, old: [*own(good, False), (BAD, "no answer within 5 s")],
+    "answers the last round": lambda good, old: [*own(old), *own(good, False)],
+}
+HARMLESS: dict[str, Callable[[Arrivals, Arrivals], Arrivals]] = {
+    "answers twice": lambda good, old: [*good, *own(good)],
+    "answers the last round too": lambda good, old: [*own(old), *good],
+    "answers late in the next round": lambda good, old: [*good, *[(r.client, r) for r in own(old)]],
+}
+
+
+def result(make: Callable[[], Algorithm], fault: Callable[[Arrivals, Arrivals], Arrivals]) -> tuple[Toy, list[Any]]:
+    toy = Toy(make(), clients=5, per_round=5)
+    toy.engine = Faulty(toy, fault)  # type: ignore[assignment]
+    named = []
+    for _ in range(3):
+        toy.run(1)
+        named.append(toy.summary.record["dropped"])
+    return toy, named
+
+
+def same(one: Toy, other: Toy) -> bool:
+    vectors = zip(
+        [one.state.vector, *one.state.rule.values(), *one.state.personal.values()],
+        [other.state.vector, *other.state.rule.values(), *other.state.personal.values()],
+        strict=True,
+    )
+    return all(torch.equal(a, b) for a, b in vectors)
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_the_result_is_that_of_a_run_without_the_offender(name: str) -> None:
+    missing, _ = result(COMBINED[name], FAULTS["vanishes"])
+    whole, _ = result(COMBINED[name], lambda good, old: good)
+    assert not same(missing, whole)  # the planted mistake: an offender that counts
+    for fault in ("is late", "answers the last round"):
+        other, named = result(COMBINED[name], FAULTS[fault])
+        assert same(other, missing), fault
+        assert [one["client"] for one in named[-1]] == [BAD]
+    for fault, arrivals in HARMLESS.items():
+        other, _ = result(COMBINED[name], arrivals)
+        assert same(other, whole), fault
+
+
+def test_fewer_answers_than_the_minimum_change_nothing() -> None:
+    toy = Toy(zoo.fedavg(), per_round=5, minimum_answers=5)
+    toy.engine = Faulty(toy, FAULTS["is late"])  # type: ignore[assignment]
+    first = toy.run(1).vector
+    toy.run(1)
+    assert toy.summary.record["skipped"] and torch.equal(toy.state.vector, first) and toy.state.round == 2
+    low = Toy(zoo.fedavg(), per_round=5, minimum_answers=4)
+    low.engine = Faulty(low, FAULTS["is late"])  # type: ignore[assignment]
+    low.run(2)
+    assert "skipped" not in low.summary.record
+
+
+def slow_rows(seconds: float) -> Callable[[int], Tensor]:
+    """Rows that the offender needs so long to find."""
+
+    def rows(client: int) -> Tensor:
+        if client == BAD:
+            time.sleep(seconds)
+        return client_rows(client)
+
+    return rows
+
+
+def test_a_worker_that_hangs_is_killed_and_its_client_named() -> None:
+    torch.set_num_threads(1)
+    toy = Toy(zoo.fedavg(), per_round=5)
+    place = replace(toy.place, rows=slow_rows(600))
+    with Pool(toy.algorithm, place, 2, deadline=3.0) as pool:
+        toy.engine = pool  # type: ignore[assignment]
+        toy.run(2)
+        assert [one["client"] for one in toy.summary.record["dropped"]] == [BAD]
+        assert "within 3.0 s" in toy.summary.record["dropped"][0]["reason"]
+    other = Toy(zoo.fedavg(), per_round=5)
+    inner = other.engine.exchange
+    other.engine.exchange = lambda orders: [r for r in inner(orders) if r.client != BAD]  # type: ignore[method-assign,assignment]
+    other.run(2)
+    assert torch.equal(toy.state.vector, other.state.vector)
+
+
+def test_without_a_deadline_the_pool_waits() -> None:
+    torch.set_num_threads(1)
+    toy = Toy(zoo.fedavg(), per_round=5)
+    with Pool(toy.algorithm, replace(toy.place, rows=slow_rows(0.2)), 2) as pool:
+        orders = [Order("toy", 0, k, "statistics") for k in range(5)]
+        replies = pool.exchange(orders)
+    assert [r.client for r in replies if isinstance(r, Reply)] == [0, 1, 2, 3, 4]
+
+
+def test_a_full_disk_while_drawing_is_one_sentence_and_running_again_draws(tmp_path: Any, monkeypatch: Any) -> None:
+    import errno
+
+    from fedgraft.errors import FedgraftError
+    from fedgraft.experiment import run as running
+    from fedgraft.experiment.config import load
+
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    config = load(
+        None,
+        ["model.name=tiny", "data.image_size=16", "data.limit=60", "partition.clients=3", "rounds.total=1",
+         "model.head=random", "local.steps=1"],
+    )  # fmt: skip
+
+    def full(*args: Any, **words: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "write_report", full)
+        with pytest.raises(FedgraftError, match=r"results are stored.*No space left.*run it again"):
+            running.run(config, tmp_path / "run", console=False)
+    assert running.is_finished(tmp_path / "run") and not (tmp_path / "run" / "report.html").exists()
+    running.run(config, tmp_path / "run", console=False)
+    assert (tmp_path / "run" / "report.html").exists()
