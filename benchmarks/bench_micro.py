@@ -158,7 +158,7 @@ def section(path: Path = OUT) -> str:
     lines = [
         "## Building blocks beside their rooflines",
         "",
-        f"Command: `python benchmarks/bench_micro.py`. One thread; peaks in the same run: {found['gflops']:.0f} GFLOP/s, "
+        f"Command: `python benchmarks/bench_micro.py`. One thread; peaks then: {found['gflops']:.0f} GFLOP/s, "
         f"{found['gbytes']:.1f} GB/s copied; load before {found['load']:.1f}. Best of the repeats.",
         "",
         "| what | ms | least, ms | ratio | the limit is |",

@@ -148,8 +148,9 @@ def section(path: Path = OUT) -> str:
             lines.append(f"| {sizes} | {1e3 * row['seconds']:.1f} | {row['megabytes']:.0f} | {ratio} |")
         lines.append("")
     first, last = found["curves"]["head against K"][0], found["curves"]["head against K"][-1]
+    slower = last["seconds"] / first["seconds"]
     lines.append(
-        f"{last['clients']:,} clients against {first['clients']:,}: a round takes {last['seconds'] / first['seconds']:.2f} "
+        f"{last['clients']:,} clients against {first['clients']:,}: a round takes {slower:.2f} "
         f"times as long and {last['megabytes'] / first['megabytes']:.2f} times the memory."
     )
     return "\n".join([*lines, ""])

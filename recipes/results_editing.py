@@ -168,8 +168,8 @@ def gap(scores: dict[str, list[float]], method: str, digits: int) -> str:
 PAGE = """# Editing: dense, sparse and low-rank, IID and not
 
 Command: `python recipes/results_editing.py --data FOLDER --rounds {rounds}` (CIFAR-100, `nano`). 100 clients, 10 a
-round, 4 steps of 32 images, {rounds} rounds, momentum 0.9, cosine. The head comes from step 0 (ridge, from
-summed statistics) and stays frozen, so only the trunk differs. Sparsity 0.9 means that 90 % of the coordinates of the blocks
+round, 4 steps of 32 images, {rounds} rounds, momentum 0.9, cosine. The head comes from step 0 (ridge, from summed
+statistics) and stays frozen, so only the trunk differs. Sparsity 0.9 means that 90 % of the coordinates of the blocks
 are frozen. Learning rates were chosen by validation loss with seed 0 and a third of the rounds, three per method; the
 tables have seeds 1, 2, 3: mean ± standard deviation. Validation is measured after the last round; the test column
 belongs to the round that was best on validation, step 0 included. Differences are paired by seed, with Student's 95 %

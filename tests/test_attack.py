@@ -8,15 +8,20 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fedgraft import zoo
+from fedgraft.engines.choice import Choice
+from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import attack as module
 from fedgraft.experiment.attack import HONEST, RULES, Arena, Cell, attack_table, dealt, summary_rows, write
 from fedgraft.experiment.config import Config, load
 from fedgraft.experiment.run import one_thread, run
+from toy import Toy
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -106,6 +111,16 @@ def test_kept_features_and_pixels_agree() -> None:
 def test_worker_processes_give_the_same_table() -> None:
     one, two = (attack_table(config(f"workers={n}"), ["scaling"], ["krum"], 0.15, report=quiet) for n in (1, 2))
     assert one == two
+
+
+def test_the_deadline_reaches_the_workers() -> None:
+    arena = object.__new__(Arena)
+    arena.config = config("workers=2", "rounds.deadline=7.5", "engine=reference")
+    toy = Toy(zoo.fedavg())
+    choice = Choice("pool", 2, "")
+    arena.setup = SimpleNamespace(place=toy.place, choice=lambda place: choice)  # type: ignore[assignment]
+    carrier = arena._carrier(toy.algorithm)
+    assert isinstance(carrier, Pool) and (carrier.workers, carrier.deadline) == (2, 7.5)
 
 
 def test_the_batched_engine_gives_nearly_the_same_table() -> None:

@@ -19,7 +19,7 @@ from fedgraft.edit.calibrate import (
     softened,
 )
 from fedgraft.edit.choose import choose, magnitude_scores, random_scores
-from fedgraft.edit.fisher import fisher_scores
+from fedgraft.edit.fisher import Scores, fisher_scores
 from fedgraft.edit.masks import Mask, jaccard, union
 from fedgraft.edit.scope import resolve
 from fedgraft.errors import FedgraftError
@@ -269,7 +269,7 @@ def test_federated_scores_equal_central_ones() -> None:
     draw = torch_stream(6, "data")
     inputs, labels = torch.randn(60, 8, generator=draw), torch.randint(0, 4, (60,), generator=draw)
 
-    def score(rows: slice) -> object:
+    def score(rows: slice) -> Scores:
         return fisher_scores(net, [(inputs[rows], labels[rows])], "true", call=lambda x, _: net(x))
 
     clients = [score(rows) for rows in (slice(0, 5), slice(5, 25), slice(25, 60))]

@@ -38,6 +38,27 @@ LOCAL = LocalRule(2, batch_size=6)
 LIARS = frozenset({1, 3})
 
 
+class Late:
+    """The toy's engine, where one client never answers."""
+
+    def __init__(self, toy: Toy, late: int) -> None:
+        self.inner, self.late = toy.engine, late
+        self.algorithm, self.place, self.memory = toy.algorithm, toy.place, toy.engine.memory
+
+    def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
+        replies = self.inner.exchange([order for order in orders if order.client != self.late])
+        return [(self.late, "no answer within 3 s"), *replies]
+
+
+@pytest.mark.parametrize("late", [1, 2], ids=["a liar", "an honest client"])
+def test_a_client_that_is_late_is_no_reply(late: int) -> None:
+    toy = Toy(vary(zoo.fedavg(), local=LOCAL), clients=5, per_round=5)
+    toy.engine = Hostile(Late(toy, late), LIARS, "sign_flip", 3)  # type: ignore[assignment]
+    toy.run(2)
+    assert toy.summary.record["dropped"] == [{"client": late, "reason": "no answer within 3 s"}]
+    assert toy.summary.record["clients"]["ids"] == [k for k in range(5) if k != late]
+
+
 class Pictures:
     """The toy's points as pictures of one row and five columns, so that a trigger of one pixel fits."""
 

@@ -25,10 +25,10 @@ from fedgraft.exchange.privacy import (
     simulation_key,
 )  # fmt: skip
 from fedgraft.exchange.ring import Ring, Segment
-
-stats = pytest.importorskip("scipy.stats")
 from fedgraft.local.schedules import constant
 from fedgraft.server import Federation, sample
+
+stats = pytest.importorskip("scipy.stats")
 KEY = bytes(range(32))
 
 
@@ -153,9 +153,7 @@ def test_impossible_mechanisms_are_refused(bad: tuple[float, float, int]) -> Non
 
 
 def federation(clients: int, per_round: int, **options: Any) -> Federation:
-    return Federation(
-        run="", seed=1, rounds=1, clients=clients, per_round=per_round, schedule=constant(1.0), **options
-    )
+    return Federation(run="", seed=1, rounds=1, clients=clients, per_round=per_round, schedule=constant(1.0), **options)
 
 
 def poisson(clients: int, expected: int, round: int) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import gc
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -284,6 +286,39 @@ def test_the_server_never_holds_an_input_or_both_secrets_of_a_client() -> None:
         "keys": {"advert"}, "shares": {"boxes", "commitment"}, "masked": {"masked"},
         "consistency": {"signature"}, "unmask": {"shares"},
     }  # fmt: skip
+
+
+def held_at_once(whole: bool) -> int:
+    """Most masked inputs in memory at a time, where the transport lets go of each once it is taken."""
+    plan, inputs = make(8, length=50)
+    local, server = Local(plan, inputs), SecureServer(plan)
+    kept: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def one_by_one(answers: dict[int, Data]) -> Iterator[tuple[int, Data]]:
+        nonlocal most
+        while answers:
+            u, data = answers.popitem()
+            kept.extend(weakref.ref(t) for name, t in data.items() if name == "masked")
+            yield u, data
+            del data
+            most = max(most, sum(ref() is not None for ref in kept))
+
+    def ask(stage: str, outbox: Outbox) -> dict[int, Data] | Iterator[tuple[int, Data]]:
+        answers = local(stage, outbox)
+        local.seen.clear()
+        return dict(one_by_one(answers)) if whole else one_by_one(answers)
+
+    result = drive(server, ask)
+    assert is_exact(result.words, inputs, plan, result.survivors) and result.survivors == plan.clients
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)  # none is left afterwards
+    return most
+
+
+def test_masked_inputs_are_added_as_they_come_and_none_is_kept() -> None:
+    assert held_at_once(whole=False) == 1
+    assert held_at_once(whole=True) == 8  # the planted mistake: collect all, then add
 
 
 def test_it_costs_four_bytes_per_coordinate_plus_a_constant() -> None:

@@ -5,6 +5,7 @@ Nodes are the real ClientApp around the toy federation; only the network between
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -427,6 +428,13 @@ def test_memory_slots_keep_the_present_and_the_one_before() -> None:
         recall(slots, 1, 1)
 
 
+def pretend_ray(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """Let Ray look installed, or not."""
+    real = importlib.util.find_spec
+    found = object() if there else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: found if name == "ray" else real(name, *more))
+
+
 class AppNode:
     """A node of a simulation: the app it was given, and a state of its own."""
 
@@ -452,7 +460,7 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(flower_wire, "simulate", play)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    pretend_ray(monkeypatch, True)
     words = [
         "model.name=tiny", "data.limit=60", "partition.clients=2", "rounds.total=2", "rounds.fraction=1.0",
         "local.steps=1", "local.momentum=0", "algorithm.name=scaffold", "model.head=random", "moves.kind=everything",
@@ -469,6 +477,6 @@ def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pyt
     from fedgraft import flower_apps
     from fedgraft.experiment.config import load
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    pretend_ray(monkeypatch, False)
     with pytest.raises(FedgraftError, match=r"pip install 'fedgraft\[simulation\]'"):
         flower_apps.simulate(load(None, ["engine=flower-sim"]), tmp_path)

@@ -28,7 +28,7 @@ def test_it_is_two_convolutions_and_a_head(size: int | None) -> None:
     assert network.depth == 2 and network.width == 8 * (side // 4) ** 2
     assert not torch.allclose(
         network(images), by_hand(network, images.flip(3)), atol=1e-3
-    )  # the comparison sees a flip
+    )  # it sees a flip
 
 
 def test_entries_compose_and_blocks_are_named() -> None:

@@ -11,19 +11,42 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.algorithm import Algorithm, Moves, vary
 from fedgraft.client import Workplace, handle
+from fedgraft.combine.server_rules import RoundInfo
 from fedgraft.edit.space import select
 from fedgraft.engines.in_process import InProcess
 from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.schedules import constant, cosine, plateau
 from fedgraft.local.train import LocalRule
-from fedgraft.messages import Order, Reply, pack, wire_size
+from fedgraft.messages import Order, Reply, pack, pack_bits, wire_size
 from fedgraft.randomness import derive, numpy_stream, torch_stream
 from fedgraft.round import Judge, run_round
-from fedgraft.server import Federation, ServerState, model_of, orders, sample, start
+from fedgraft.server import EVERYONE, Federation, ServerState, model_of, orders, sample, start
 from toy import Toy
+
+# ---- what rests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi"])
+def test_what_rests_stays_whatever_the_server_remembers(name: str) -> None:
+    """T38: active for two rounds, then resting: bare momentum would drag it on."""
+    toy = Toy(vary(zoo.ZOO[name](), moves=Moves("masked", partial=True)))
+    resting = torch.arange(toy.space.trained) % 2 == 0
+
+    def active(state: ServerState) -> dict[int, Tensor]:
+        return {EVERYONE: pack_bits(~resting if state.round >= 2 else torch.ones_like(resting))}
+
+    toy.judge = replace(toy.judge, active=active)
+    before = toy.run(2)
+    after = toy.run(1).vector
+    assert torch.equal(after[resting], before.vector[resting])
+    assert not torch.equal(after[~resting], before.vector[~resting])
+    info = RoundInfo(5, 3, 0.05)
+    dragged, _ = toy.algorithm.server.step(before.vector, torch.zeros_like(after), before.rule, info)
+    assert not torch.equal(dragged[resting], before.vector[resting])  # the planted mistake
+
 
 # ---- golden numbers: derived in golden/README.md ---------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ class Outcome:
     caught: bool
     """Every broken variant misses the bar."""
     figures: Mapping[str, Any] = field(default_factory=dict)
+    judged: bool = True
+    """False: at this scale the bar cannot be judged, and the row says so."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def _row(name: str, check: Check, one: dict[str, Any] | None) -> str:
         return f"| `{name}`: {check.what} | {check.bar} | not run on this machine | | | missing |"
     broken = "; ".join(f"{variant}: {said}" for variant, said in one["broken"].items())
     verdict = "holds" if one["passed"] and one["caught"] else "**fails**"
+    verdict = verdict if one.get("judged", True) else "too short to judge"
     return f"| `{name}`: {check.what} | {check.bar} | {one['result']} | {broken} | {one['scale']:g} | {verdict} |"
 
 

@@ -231,9 +231,9 @@ def status(fed: Fed) -> None:
 
 def _rounds(fed: FederationFolder, folder: Path | None) -> str:
     """How far the run's own record has come."""
-    from fedgraft.experiment.record_files import read_metrics
+    from fedgraft.experiment.federation import rounds_of
 
-    lines = read_metrics(folder) if folder is not None and folder.is_dir() else []
+    lines = rounds_of(folder) if folder is not None else []
     done = f", round {lines[-1]['round']} of {fed.config.rounds.total}" if lines else ""
     scores = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
     return done + (f", validation accuracy {100 * scores[-1]:.2f} %" if scores else "")

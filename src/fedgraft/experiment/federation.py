@@ -134,6 +134,13 @@ def open_federation(path: Path) -> FederationFolder:
         raise FedgraftError(f"{file} is damaged; restore it, or make the federation anew.") from None
 
 
+def rounds_of(folder: Path) -> list[dict[str, Any]]:
+    """The rounds a run has recorded, without loading what a run needs; a line still being written is left out."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
 def check_config(config: Config, nodes: int) -> None:
     """Refuse a config that a deployed federation cannot carry out."""
     if config.partition.clients != nodes:

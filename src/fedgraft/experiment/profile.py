@@ -143,7 +143,7 @@ def _layers(setup: Setup) -> list[tuple[str, int, Callable[[Tensor], Tensor]]]:
     network, found = setup.network, []
     for entry in range(setup.examples.entry, network.depth):
         name = "stem, block 0" if entry == 0 else f"block {entry}"
-        found.append((name, entry, lambda x, e=entry: network.features(x, e, e + 1)))  # type: ignore[misc]
+        found.append((name, entry, lambda x, e=entry: network.features(x, e, e + 1)))
     head: nn.Linear = network.head
     return [*found, ("head", network.depth + 1, head)]
 

@@ -46,7 +46,7 @@ def without_timing(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class _LogFile(logging.FileHandler):
     """A log that a full disk ends, and nothing else: the run says in its own words what could not be written."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+    def handleError(self, record: logging.LogRecord) -> None:
         """Lose the line."""
 
     def close(self) -> None:

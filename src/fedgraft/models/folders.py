@@ -31,7 +31,8 @@ def locate(name: str) -> Path:
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) or name.startswith((".", "/")):
         raise FedgraftError(
-            f"there is no network {name!r}: it is not a folder here, nor one of nano, cnn, resnet18, vit-s16, tiny, vit:, features, "
+            f"there is no network {name!r}: it is not a folder here, nor one of nano, cnn, features, "
+            "resnet18, vit-s16, tiny, vit:, "
             "nor a Hub name such as facebook/dino-vits16."
         )
     return _fetch(name)
