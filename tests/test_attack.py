@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +181,23 @@ def test_drop_and_backdoor_stand_apart() -> None:
     assert mean["worst drop"] == "70.0 (scaling)" and mean["backdoor, worst (%)"] == "95.0"
     assert mean["backdoor, honest (%)"] == "10.0" and mean["honest (%)"] == "90.0"
     assert krum["worst drop"] == "–" and krum["scaling (%)"] == "–"  # a missing cell may have been the worst
+
+
+def test_given_features_have_no_place_for_a_trigger(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    labels = {"train_y": np.arange(140) % 4, "test_y": np.arange(40) % 4}
+    inputs = {f"{n[:-1]}x": draw.normal(size=(len(y), 8)).astype(np.float32) + y[:, None] for n, y in labels.items()}
+    np.savez(tmp_path / "given.npz", **labels, **inputs)
+    given = load(
+        None,
+        ["data.source=features", f"data.path={tmp_path / 'given.npz'}", "model.name=features", "partition.clients=5",
+         "rounds.total=2"],
+    )  # fmt: skip
+    cells = attack_table(given, ["sign_flip"], ["mean", "median"], report=quiet)
+    assert all(cell.backdoor is None and cell.accuracy is not None for cell in cells) and len(cells) == 4
+    assert write(cells, tmp_path / "table")
+    with pytest.raises(FedgraftError, match="pattern of pixels"):
+        attack_table(given, ["backdoor"], ["mean"], report=quiet)
 
 
 def test_three_files(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_resuming_keeps_the_mask(
 
 @pytest.mark.parametrize("fill", ["count", "zero"])
 def test_own_masks_are_averaged_as_asked(fill: str) -> None:
-    setup = opened("moves.mask.per_client=true", f"moves.mask.fill={fill}", "rounds.total=1")
+    setup = opened("moves.mask.per_client=true", f"moves.mask.fill={fill}", "rounds.total=1", "workers=1")
     masks = {k: unpack_bits(bits, setup.space.trained) for k, bits in setup.own.items()}
     assert setup.mask is not None and len(masks) == 3
     k = round(0.1 * setup.mask.total)

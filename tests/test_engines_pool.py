@@ -263,8 +263,11 @@ def test_a_board_grows_and_both_sides_see_it() -> None:
 class Recording:
     """Examples whose store is a file: every prepared row leaves its number and its process."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, kept: int = 0) -> None:
+        self.path, self.kept = path, kept
+
+    def lacking(self, rows: Tensor) -> Tensor:
+        return rows[rows >= self.kept]
 
     def prepare(self, rows: Tensor | None = None) -> None:
         assert rows is not None
@@ -283,6 +286,13 @@ def test_every_row_is_prepared_once_and_a_block_by_one_process(tmp_path: Path) -
     for pid, row in pairs:
         blocks.setdefault(row // 32, set()).add(pid)
     assert all(len(found) == 1 for found in blocks.values())
+
+
+def test_rows_that_are_kept_are_not_prepared_again(tmp_path: Path) -> None:
+    prepare_features(Recording(tmp_path / "some", kept=890), torch.arange(900), 2)
+    assert [int(line.split()[1]) for line in (tmp_path / "some").read_text().splitlines()] == list(range(890, 900))
+    prepare_features(Recording(tmp_path / "none", kept=900), torch.arange(900), 2)
+    assert not (tmp_path / "none").exists()
 
 
 class Pixels(ToyNetwork):

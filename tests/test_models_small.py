@@ -26,9 +26,7 @@ def test_it_is_two_convolutions_and_a_head(size: int | None) -> None:
     images = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(network(images), by_hand(network, images), atol=1e-5, rtol=1e-5)
     assert network.depth == 2 and network.width == 8 * (side // 4) ** 2
-    assert not torch.allclose(
-        network(images), by_hand(network, images.flip(3)), atol=1e-3
-    )  # it sees a flip
+    assert not torch.allclose(network(images), by_hand(network, images.flip(3)), atol=1e-3)  # it sees a flip
 
 
 def test_entries_compose_and_blocks_are_named() -> None:

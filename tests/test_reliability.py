@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,16 @@ from benchmarks.reliability.__main__ import CHECKS  # noqa: E402
 from benchmarks.reliability.outcome import Outcome, keep, kept, page, share  # noqa: E402
 
 SCALES = {"dropouts": 0.01, "view": 0.02, "hostile": 0.01, "malformed": 0.001}
-SLOW = {"damaged": 0.02, "kills": 0.02, "cost": 0.1, "sizes": 0.25, "accounts": 0.004, "liar": 0.1, "soak": 0.03}
+SLOW = {"damaged": 0.02, "kills": 0.02, "cost": 0.1, "sizes": 0.25, "accounts": 0.004, "liar": 0.1, "soak": 0.02}
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Checks silence the library's warnings; other tests want to hear them."""
+    log = logging.getLogger("fedgraft")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 def assert_holds(name: str, scale: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -29,6 +40,7 @@ def assert_holds(name: str, scale: float, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
     outcome = getattr(importlib.import_module(f"benchmarks.reliability.{CHECKS[name].module}"), name)(scale)
     assert outcome.passed, outcome.result
+    assert outcome.judged == (name != "soak"), "a few hundred rounds say nothing about a slope"
     assert outcome.caught and outcome.broken, outcome.broken
 
 
@@ -58,7 +70,8 @@ ABOUT = {
 
 
 @pytest.mark.parametrize(
-    ("passed", "caught", "verdict"), [(True, True, "holds"), (True, False, "**fails**"), (False, True, "**fails**")]
+    ("passed", "caught", "verdict"),
+    [(True, True, "holds at this scale"), (True, False, "**fails**"), (False, True, "**fails**")],
 )
 def test_the_page_shows_what_is_stored_and_what_is_missing(
     tmp_path: Path, passed: bool, caught: bool, verdict: str
@@ -70,6 +83,16 @@ def test_the_page_shows_what_is_stored_and_what_is_missing(
     kills, soak = (next(line for line in lines if line.startswith(f"| `{name}`")) for name in ("kills", "soak"))
     assert "8 of 8" in kills and "naive: 0 of 4" in kills and "0.5" in kills and kills.endswith(f"{verdict} |")
     assert soak.endswith("missing |")
+
+
+def test_only_the_full_count_holds_without_a_word_about_scale(tmp_path: Path) -> None:
+    keep(tmp_path, "kills", Outcome(True, "200 of 200", {"naive": "0"}, True), {**ABOUT, "scale": 1.0})
+    assert "| 1 | holds |" in page(tmp_path, CHECKS)
+
+
+def test_a_run_that_is_too_short_is_not_called_good(tmp_path: Path) -> None:
+    keep(tmp_path, "soak", Outcome(True, "300 rounds", {"leak": "+18"}, True, judged=False), ABOUT)
+    assert next(line for line in page(tmp_path, CHECKS).splitlines() if "`soak`" in line).endswith("judge |")
 
 
 def test_counts_shrink_with_the_scale() -> None:

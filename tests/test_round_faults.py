@@ -25,6 +25,7 @@ from fedgraft.experiment.build import Setup
 from fedgraft.experiment.cautions import warnings_for
 from fedgraft.experiment.config import Config, load
 from fedgraft.experiment.record import RunFolder, read_metrics, without_timing
+from fedgraft.experiment.record_files import keep
 from fedgraft.messages import Order, Reply
 from toy import Toy, client_rows
 
@@ -291,3 +292,14 @@ def test_a_report_written_in_place_would_stay_torn(
             running.run(config, root / "run", console=False)
     running.run(config, root / "run", console=False)
     assert (root / "run" / "report.html").stat().st_size < (root / "unbroken" / "report.html").stat().st_size
+
+
+def test_what_is_kept_for_other_runs_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "heads" / "one.safetensors"
+    keep(path, lambda file: file.write_bytes(b"good"))
+    with full_disk(2), pytest.raises(FedgraftError, match=r"one.safetensors could not be written \(File too large\)"):
+        keep(path, lambda file: file.write_bytes(b"better"))
+    assert [p.name for p in path.parent.iterdir()] == ["one.safetensors"] and path.read_bytes() == b"good"
+    with full_disk(2), pytest.raises(OSError):
+        path.write_bytes(b"better")  # the planted mistake: written in place
+    assert path.read_bytes() == b"be"

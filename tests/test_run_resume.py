@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from fedgraft import client
+from fedgraft.engines.batched import Batched
+from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import centralized, checkpoint, record
 from fedgraft.experiment import run as run_module
@@ -115,17 +117,15 @@ def test_fifty_rounds_on_the_head_leave_the_trunk_as_it_was(tmp_path: Path) -> N
     """Through a whole run with decay and momentum, every coordinate outside the space keeps its bits."""
     words = ["rounds.total=50", "rounds.checkpoint_every=50", "local.weight_decay=0.01", "moves.kind=head"]
     kept: dict[str, Any] = {}
-    real = run_module.Setup
 
-    class Watched(real):  # type: ignore[misc,valid-type]
+    class Watched(Setup):
         def __init__(self, chosen: Config) -> None:
             super().__init__(chosen)
             kept["network"] = self.network
             kept["before"] = {n: p.detach().clone() for n, p in self.network.named_parameters()}
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "Setup", Watched)
-        completed(tmp_path / "run", *words)
+    with without_pictures():
+        run(config(*words), tmp_path / "run", console=False, build=Watched)
     for name, parameter in kept["network"].named_parameters():
         assert torch.equal(parameter, kept["before"][name]) != name.startswith("head."), name
 
@@ -188,6 +188,7 @@ def interrupted(chosen: Config, folder: Path, after: int, monkeypatch: pytest.Mo
 def test_interrupted_in_the_middle_of_a_round_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
+    words = [*words, "engine=reference", "workers=1"]
     unbroken = completed(tmp_path / "unbroken", *words)
     chosen, folder = config(*words, "rounds.checkpoint_every=4"), tmp_path / "broken"
     interrupted(chosen, folder, 8, monkeypatch)  # two clients a round: the second client of round 4
@@ -196,6 +197,34 @@ def test_interrupted_in_the_middle_of_a_round_and_resumed(
     assert found is not None and found.round == 3, "Ctrl-C saves the last whole round"
     run(chosen, folder, console=False)
     assert same(final(folder), unbroken) and RunFolder.open(folder).status == "finished"
+    assert without_timing(read_metrics(folder)) == without_timing(read_metrics(tmp_path / "unbroken"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Batched, []), (Pool, ["algorithm.name=fedper", "moves.kind=body", "engine=reference", "workers=2"])],
+)
+def test_interrupted_after_the_work_of_a_round_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, words: list[str]
+) -> None:
+    unbroken, real, calls = completed(tmp_path / "unbroken", *words), kind.exchange, 0
+
+    def stop(self: Any, orders: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        replies = list(real(self, orders))
+        if calls == 4:
+            raise KeyboardInterrupt
+        return replies
+
+    chosen, folder = config(*words, "rounds.checkpoint_every=4"), tmp_path / "broken"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(kind, "exchange", stop)
+        run(chosen, folder, console=False)
+    found = checkpoint.load_latest(folder / "checkpoints")
+    assert found is not None and found.round == 3
+    run(chosen, folder, console=False)
+    assert same(final(folder), unbroken)
     assert without_timing(read_metrics(folder)) == without_timing(read_metrics(tmp_path / "unbroken"))
 
 

@@ -27,6 +27,7 @@ from fedgraft.experiment import run as running
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.cautions import warnings_for
 from fedgraft.experiment.config import load
+from fedgraft.experiment.parts import Deal
 from fedgraft.experiment.step_zero import probe_head, ridge_head
 from fedgraft.messages import Order, Reply, pack, unpack
 from fedgraft.observe import summands
@@ -194,10 +195,9 @@ def test_warnings_say_what_is_still_shown(cache: Path) -> None:
     assert "INSECURE" in told("protects.kind=zero_sum_demo")
 
 
-def test_warnings_name_each_thing_that_comes_one_by_one(cache: Path) -> None:
+def test_warnings_name_each_thing_that_comes_one_by_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {
         "moves.mask.merge=vote": "merge='vote' shows the server masks",
-        "moves.mask.per_client=true": "every client's own mask",
         "personal.evaluate=end": "each client's own accuracy",
     }
     for word, sentence in shown.items():
@@ -208,7 +208,10 @@ def test_warnings_name_each_thing_that_comes_one_by_one(cache: Path) -> None:
     config = load(None, [*WORDS, "protects.kind=secure"])
     setup = Setup(config)
     assert not [text for text in warnings_for(config, setup) if "outside the secure sum" in text]
-    setup.deal.blind = True  # as in a federation whose server holds no images
+    own = load(None, [*WORDS, "protects.kind=secure", "moves.mask.per_client=true"])
+    with pytest.raises(FedgraftError, match="use one common mask"):
+        Setup(own)
+    monkeypatch.setattr(Deal, "blind", True)  # as in a federation whose server holds no images
     assert "counts" in warnings_for(config, setup)[-1]
 
 

@@ -31,7 +31,7 @@ WORDS = [
     "partition.clients=3", "rounds.fraction=1.0", "rounds.total=3", "rounds.evaluate_every=1", "local.steps=3",
     "local.batch_size=16", "local.lr=0.02", "local.momentum=0.9", "local.weight_decay=0.01", "moves.kind=masked",
     "moves.mask.sparsity=0.9", "moves.mask.samples=48", "moves.mask.rounds=2", "personal.evaluate=always",
-    "personal.finetune_epochs=1",
+    "personal.finetune_epochs=1", "workers=1",  # in this process, whose network can be looked at afterwards
 ]  # fmt: skip
 OPTIMIZERS = {
     "sgdm": ["local.optimizer=sgdm"],
@@ -55,9 +55,7 @@ def carry_out(folder: Path, *words: str) -> Setup:
         kept.append(Setup(config))
         return kept[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "Setup", keeping)
-        running.run(load(None, [*WORDS, *words]), folder, console=False)
+    running.run(load(None, [*WORDS, *words]), folder, console=False, build=keeping)
     record = RunFolder.open(folder)
     assert record.status == "finished" and not any(line["dropped"] for line in record.metrics())
     (setup,) = kept

@@ -59,7 +59,8 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         os.dup2(kept, 2)
-        os.close(kept), os.close(nowhere)
+        for descriptor in (kept, nowhere):
+            os.close(descriptor)
 
 
 # ---- damaged checkpoints ---------------------------------------------------------------------------------------------
@@ -143,7 +144,8 @@ def one_damage(kind: str, way: type[Naive], folder: Path, dice: random.Random) -
     """Three rounds, the last one damaged (or its disk full): `fell back`, `corrupt`, `lost`, or `no effect`."""
     shutil.rmtree(folder, ignore_errors=True)
     saver = way(folder)
-    saver.save(1), saver.save(2)
+    for number in (1, 2):
+        saver.save(number)
     if kind == "disk full":
         with full_disk(dice), pytest.raises((OSError, FedgraftError)):
             saver.save(3)

@@ -1,7 +1,8 @@
 """One liar of ten under similarity weighting: how much it weighs, and what its lie costs the others.
 
-Real small federations on digits with the nano backbone, the whole body moving. The liar claims a perfect score where
-clients score themselves, a billion examples in any case, and sends a poisoned change (engines/hostile).
+Real small federations on digits: a small convolutional network learns from nothing, so a lie that counts shows at once.
+The liar claims a perfect score wherever a client is asked for one and sends a poisoned change (engines/hostile). In a
+second set of runs it also claims a billion examples; there the cap alone holds it.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from fedgraft.local.evaluate import evaluate
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
 
-CLIENTS = 10
+CLIENTS, SEEDS = 10, (0, 1, 2)
 ATTACKS = ("sign_flip", "gaussian")
 WORDS = [
-    "data.source=digits", "model.name=nano", "partition.clients=10", "rounds.fraction=1.0", "local.steps=4",
-    "local.batch_size=16", "local.lr=0.02", "moves.kind=everything", "algorithm.name=fedalign", "algorithm.probe=128",
-    "algorithm.keep=10", "algorithm.top=10",
+    "data.source=digits", "data.image_size=16", "model.name=cnn", "model.head=random", "moves.kind=everything",
+    "partition.clients=10", "rounds.fraction=1.0", "local.steps=8", "local.batch_size=16", "local.lr=0.05",
+    "algorithm.name=fedalign", 'algorithm.layers=["block0", "block1"]', "algorithm.probe=64", "algorithm.keep=10",
+    "algorithm.top=10", "workers=1",
 ]  # fmt: skip
 
 
 class Boasting:
-    """An engine whose client 0 claims the best score and more examples than all others together."""
+    """An engine whose client 0 claims the best score, and more examples than it has where `examples` says so."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, examples: int | None) -> None:
+        self.engine, self.examples = engine, examples
 
     @property
     def memory(self) -> Any:
@@ -49,11 +51,12 @@ class Boasting:
         """The replies, with the liar's claims."""
         for reply in self.engine.exchange(orders):
             if reply.client == 0:
-                reply = replace(reply, examples=10**9, scalars=dict.fromkeys(reply.scalars, 1.0))
+                claimed = reply.examples if self.examples is None else self.examples
+                reply = replace(reply, examples=claimed, scalars=dict.fromkeys(reply.scalars, 1.0))
             yield reply
 
 
-def federation(align: str, attack: str, rounds: int, *words: str) -> tuple[float, float]:
+def federation(align: str, attack: str, rounds: int, *words: str, examples: int | None = None) -> tuple[float, float]:
     """(test accuracy, largest weight of the liar) of one run; `attack` is empty for an honest one."""
     setup = Setup(load(None, [*WORDS, f"algorithm.align={align}", f"rounds.total={rounds}", *words]))
     with closing(setup):
@@ -62,7 +65,7 @@ def federation(align: str, attack: str, rounds: int, *words: str) -> tuple[float
         state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
         engine = setup.engine()
         if attack:
-            engine = Boasting(Hostile(engine, frozenset({0}), attack))  # type: ignore[arg-type, assignment]
+            engine = Boasting(Hostile(engine, frozenset({0}), attack), examples)  # type: ignore[arg-type, assignment]
         heaviest = 0.0
         for _ in range(rounds):
             state, summary = run_round(setup.algorithm, setup.federation, state, engine, setup.judge)
@@ -73,24 +76,43 @@ def federation(align: str, attack: str, rounds: int, *words: str) -> tuple[float
         return evaluate(setup.network, setup.tests, torch.arange(len(setup.tests))).accuracy, heaviest
 
 
+def compare(
+    align: str, attack: str, rounds: int, honest: Sequence[float], *words: str, examples: int | None = None
+) -> dict[str, float]:
+    """Over the seeds: the liar's largest weight, the mean accuracy, and the largest loss against the honest run."""
+    runs = [
+        federation(align, attack, rounds, f"seed={seed}", *words, examples=examples)
+        for seed in SEEDS[: len(honest)]
+    ]  # fmt: skip
+    lost = max(100 * (fair - found) for fair, (found, _) in zip(honest, runs, strict=True))
+    mean = 100 * sum(found for found, _ in runs) / len(runs)
+    return {"weight": max(weight for _, weight in runs), "accuracy": mean, "lost": lost}
+
+
+def _said(one: dict[str, float]) -> str:
+    return f"weight {one['weight']:.3f}, {one['accuracy']:.1f} %, at most {one['lost']:.1f} points lost"
+
+
 def liar(scale: float) -> Outcome:
-    """Client-side and server-side scores, honest and under each attack; and without the cap on a weight."""
-    rounds = share(20, scale, 2)
+    """Scores by server and by client, honest and under each attack; and without the cap on a weight."""
+    rounds, seeds = share(30, scale, 6), SEEDS if scale >= 1 else SEEDS[:1]
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("FEDGRAFT_CACHE", cache)
-        honest = {align: federation(align, "", rounds)[0] for align in ("client", "server")}
-        lied = {(align, attack): federation(align, attack, rounds) for align in honest for attack in ATTACKS}
-        accuracy, weight = federation("client", "sign_flip", rounds, "algorithm.cap=1.0")
-    drops = {key: 100 * (honest[key[0]] - found) for key, (found, _) in lied.items()}
-    heaviest, worst = max(w for _, w in lied.values()), max(drops.values())
-    said = "; ".join(
-        f"{align} scores, {attack}: weight {w:.3f}, accuracy {100 * a:.1f} % (honest {100 * honest[align]:.1f} %)"
-        for (align, attack), (a, w) in lied.items()
-    )
+        fair = [federation("server", "", rounds, f"seed={seed}")[0] for seed in seeds]
+        lied = {attack: compare("server", attack, rounds, fair) for attack in ATTACKS}
+        boast = compare("server", "sign_flip", rounds, fair, examples=10**9)
+        own = max(federation("client", "sign_flip", share(30, scale, 3), f"seed={s}", examples=10**9)[1] for s in seeds)
+        bare = compare("server", "sign_flip", rounds, fair, "algorithm.cap=1.0", examples=10**9)
+    heaviest = max(boast["weight"], own, *(one["weight"] for one in lied.values()))
+    worst = max(one["lost"] for one in lied.values())
     return Outcome(
         heaviest <= 2 / CLIENTS + 1e-9 and worst <= 6,
-        f"{said}; {rounds} rounds, seed 0",
-        {"no cap on a weight": f"weight {weight:.3f}, accuracy {100 * accuracy:.1f} %"},
-        weight > 2 / CLIENTS,
-        {"rounds": rounds, "honest": honest, "heaviest": heaviest, "worst_drop": worst},
+        f"scores by the server (honest {100 * sum(fair) / len(fair):.1f} %): "
+        + "; ".join(f"{attack}: {_said(one)}" for attack, one in lied.items())
+        + f"; sign_flip and a billion claimed examples: {_said(boast)}"
+        + f"; the same with a perfect score of its own (scores by clients): weight {own:.3f}"
+        + f" ({rounds} rounds, seeds {', '.join(map(str, seeds))})",
+        {"no cap on a weight, a billion claimed examples": _said(bare)},
+        bare["weight"] > 2 / CLIENTS and bare["lost"] > 6,
+        {"rounds": rounds, "honest": fair, "server": lied, "boast": boast, "client_weight": own, "uncapped": bare},
     )

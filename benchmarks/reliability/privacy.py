@@ -1,12 +1,12 @@
 """Privacy: epsilon against dp-accounting called independently, noise and sensitivity of whole private rounds.
 
-A private round is the server's own: prepared replies go through screening, clipping, noise and the fixed denominator.
+The rounds, in the clear and inside the secure sum, are in `private_rounds`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,22 +15,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.reliability.outcome import Outcome, share
-from benchmarks.reliability.replies import Prepared
-from fedgraft import round as rounds
-from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Privacy, Protection, uniform, vary
+from benchmarks.reliability.private_rounds import BOUND, KEY, Kind, largest_shift, noise_case, private, quiet
+from fedgraft import client, zoo
+from fedgraft.algorithm import uniform, vary
 from fedgraft.errors import FedgraftError
 from fedgraft.exchange.accounting import epsilon
-from fedgraft.exchange.codecs import VALUES
 from fedgraft.exchange.privacy import Mechanism, clip, gaussian, sensitivity
-from fedgraft.local.schedules import constant
-from fedgraft.messages import Order, Reply
-from fedgraft.round import Judge
-from fedgraft.server import Federation, ServerState
 from test_exchange_privacy import worst_shift
 
-KEY = bytes(range(32))
-BOUND, NOISE = 0.5, 1.3
+KINDS: tuple[Kind, Kind] = ("clear", "secure")
 
 
 def reference(q: float, z: float, rounds_: int, delta: float) -> float:
@@ -61,56 +54,6 @@ def compare(account: Callable[..., float], count: int) -> dict[str, float]:
         below += found < wanted * (1 - 1e-9)
         excess = max(excess, found / wanted - 1)
     return {"below": below, "excess": excess}
-
-
-# ---- whole rounds ----------------------------------------------------------------------------------------------------
-
-
-def private(population: int, q: float) -> Algorithm:
-    """FedAvg under client-level privacy."""
-    privacy = Privacy(Mechanism(NOISE, q, population), BOUND, None, KEY)
-    return vary(zoo.fedavg(), weigh=uniform(), protects=Protection(privacy=privacy))
-
-
-def released(algorithm: Algorithm, changes: Sequence[Tensor | None], round_: int = 0) -> Tensor:
-    """What one private round adds to the model; None is a client that was asked and did not answer."""
-    assert algorithm.protects.privacy is not None
-    length = max(len(c) for c in changes if c is not None)
-    mechanism = algorithm.protects.privacy.mechanism
-    federation = Federation("run", 0, mechanism.population, len(changes), 10, constant(0.1), "poisson")
-    state = ServerState(round_, torch.zeros(length), algorithm.server.init(length), clip=BOUND)
-    orders = [Order("run", round_, k, "train", "s", state.vector) for k in range(len(changes))]
-    generator = torch.Generator()
-    replies = [
-        Reply("run", round_, k, "s", 5, VALUES.encode(change, generator, {}))
-        for k, change in enumerate(changes)
-        if change is not None
-    ]
-    judge = Judge("s", length, length, 4, 3)
-    new, _, _, _ = rounds._clear(algorithm, federation, state, orders, Prepared(replies), judge)
-    return new.vector.double()
-
-
-def noise_case(seed: int, length: int) -> float:
-    """Relative error of the noise's deviation in one random round with lost, zero and NaN clients."""
-    rng = np.random.default_rng(seed)
-    population, q = int(rng.integers(20, 200)), float(rng.uniform(0.05, 0.5))
-    asked = int(rng.integers(1, 12))
-    changes: list[Tensor | None] = []
-    for k in range(asked):
-        kind = rng.choice(["lost", "zero", "nan", "small", "large"])
-        vector = torch.randn(length, generator=torch.Generator().manual_seed(seed * 100 + k))
-        scale = {"zero": 0.0, "nan": math.nan, "small": 1e-4, "large": 100.0}.get(str(kind), 0.0)
-        changes.append(None if kind == "lost" else vector * scale)
-    if all(c is None for c in changes):
-        changes[0] = torch.zeros(length)
-    kept = [clip(c, BOUND)[0].double() for c in changes if c is not None and bool(torch.isfinite(c).all())]
-    mechanism = Mechanism(NOISE, q, population)
-    noise = (
-        released(private(population, q), changes, seed)
-        - torch.stack([torch.zeros(length).double(), *kept]).sum(0) / mechanism.expected
-    )
-    return abs(float(noise.std()) / (NOISE * BOUND / mechanism.expected) - 1)
 
 
 def by_answers(self: Mechanism, total: Tensor, reach: float, key: bytes, round_: int) -> Tensor:
@@ -145,33 +88,42 @@ def refusals() -> tuple[int, int]:
 
 
 def accounts(scale: float) -> Outcome:
-    """Epsilon, deviation, sensitivity, refusals; and three broken mechanisms."""
-    count, cases, length = share(500, scale, 3), share(100, scale, 3), 200_000
+    """Epsilon, deviation, sensitivity, refusals; and four broken mechanisms."""
+    count, cases, length = share(500, scale, 2), share(100, scale, 2), 200_000
+    quiet()
     account = compare(epsilon, count)
-    errors = [noise_case(seed, length) for seed in range(cases)]
+    errors = {kind: max(noise_case(seed, length, kind) for seed in range(cases)) for kind in KINDS}
+    moved = {kind: largest_shift(max(cases, 6), 2000, kind) for kind in KINDS}
+    shifts: dict[str, float] = {kind: found for kind, (found, _) in moved.items()}
     fixed = Mechanism(0.0, 0.1, 50)
-    largest = shift(lambda total, n: fixed.release(total, BOUND, KEY, 1).double())
+    shifts["sum"] = shift(lambda total, n: fixed.release(total, BOUND, KEY, 1).double())
     refused, wrong = refusals()
-    lax = compare(lambda q, z, t, d: epsilon(q, 1.05 * z, t, d), 3)
+    lax = compare(lambda q, z, t, d: epsilon(q, 1.05 * z, t, d), 2)
     with mock.patch.object(Mechanism, "release", by_answers):
-        planted = max(noise_case(seed, length) for seed in range(3))
+        planted = {kind: max(noise_case(seed, length, kind) for seed in range(2)) for kind in KINDS}
+    with mock.patch.object(client, "clip", lambda change, bound: (change, True)):
+        unclipped, _ = largest_shift(6, 2000, "secure")
     realised = shift(lambda total, n: total / max(n, 1))
     return Outcome(
         account["below"] == 0
         and account["excess"] < 0.01
-        and max(errors) < 0.01
-        and largest <= 1 + 1e-6
+        and max(errors.values()) < 0.01
+        and max(shifts.values()) <= 1 + 1e-6
         and refused == wrong,
         f"{count} configurations: {account['below']:.0f} below dp-accounting, largest excess "
-        f"{100 * account['excess']:.2f} %; "
-        f"{cases} private rounds with lost, zero and NaN clients: deviation of the noise off by at most "
-        f"{100 * max(errors):.2f} % ({length:,} coordinates); one client moves the mean by at most {largest:.4f}x the "
-        f"stated sensitivity; {refused} of {wrong} wrong settings refused",
+        f"{100 * account['excess']:.2f} %; {cases} private rounds in the clear and {cases} inside the secure sum, with "
+        f"lost, zero and NaN clients: deviation of the noise off by at most {100 * errors['clear']:.2f} % and "
+        f"{100 * errors['secure']:.2f} % ({length:,} coordinates), one client moves the result by at most "
+        f"{shifts['clear']:.4f}x and {shifts['secure']:.4f}x the stated sensitivity "
+        f"({moved['secure'][1]} sums that were "
+        f"given up for want of that client left out); {refused} of {wrong} wrong settings refused",
         {
-            "account for 5 % more noise than there is": f"{lax['below']:.0f} of 3 below",
-            "noise scaled by the answers": f"deviation off by {100 * planted:.0f} %",
+            "account for 5 % more noise than there is": f"{lax['below']:.0f} of 2 below",
+            "noise for three answers, whatever comes": "deviation off by "
+            + " and ".join(f"{100 * found:.0f} %" for found in planted.values()),
             "realised count as denominator": f"one client moves the mean by {realised:.1f}x the sensitivity",
+            "clients that do not clip, inside the secure sum": f"one moves the result by {unclipped:.0f}x",
         },
-        lax["below"] == 3 and planted > 0.01 and realised > 1,
-        {"count": count, **account, "deviation": max(errors), "shift": largest},
+        lax["below"] == 2 and min(planted.values()) > 0.01 and realised > 1 and unclipped > 1,
+        {"count": count, **account, "deviation": errors, "shift": shifts},
     )

@@ -146,7 +146,7 @@ def count_refused(family: str, each: int, seed: int = 0) -> tuple[int, int]:
 
 def hostile(scale: float) -> Outcome:
     """Every family of lies with all guards, and with its own guard taken out."""
-    each, few = share(100, scale, 2), share(10, scale, 2)
+    each, few = share(100, scale), share(10, scale)
     ours = {family: count_refused(family, each) for family in FAMILIES}
     broken = {}
     for family in FAMILIES:

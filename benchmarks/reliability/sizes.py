@@ -36,14 +36,15 @@ if naive:  # the planted bug: nobody looks at the size before parsing
     real = screening.unpack
     screening.unpack = lambda kind, data, **limits: real(kind, bytes(data))
 warm = Reply("run", 1, 0, "s", 5, VALUES.encode(torch.zeros(100), torch.Generator(), {}))
-screen([(0, pack(warm))], replace(expected, length=100))  # touch the code once
 print(expected.limit, flush=True)
 for line in sys.stdin:
     with open(line.strip(), "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     child = os.fork()  # memory that one payload freed must not serve the next
     if child == 0:
-        sum(mapped[i] for i in range(0, len(mapped), 4096))  # its pages are there before the peak is reset
+        # Pages of the payload and of the code are there before the peak is reset.
+        sum(mapped[i] for i in range(0, len(mapped), 4096))
+        screen([(0, pack(warm))], replace(expected, length=100))
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
         total = resident("VmRSS")
@@ -69,7 +70,7 @@ def _vector(length: int, dtype: str = "F32", width: int = 4, shape: object = Non
 
 def payloads(length: int, limit: int) -> dict[str, Callable[[], Iterator[bytes]]]:
     """Name -> the pieces of one hostile reply; the honest one is first, for comparison."""
-    change = {"change": {"codec": "values", "length": length}}
+    change: dict[str, object] = {"change": {"codec": "values", "length": length}}
     zeros = bytes(MEGABYTE)
 
     def body(size: int) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fedgraft.data.examples import ImageExamples
+from fedgraft.data.examples import examples_of
 from fedgraft.data.sources import load_dataset
 from fedgraft.edit.lora import merge
 from fedgraft.errors import FedgraftError
@@ -52,7 +52,7 @@ def evaluate_run(folder: Path, data: str | None = None) -> Evaluation:
     place = torch.tensor([known[name] for name in other.classes])
     total: Evaluation | None = None
     for store in (other.train, other.test):
-        examples = ImageExamples(replace(store, labels=place[torch.as_tensor(store.labels)].numpy()), setup.transform)
+        examples = examples_of(replace(store, labels=place[torch.as_tensor(store.labels)].numpy()), setup.transform)
         part = evaluate(setup.network, examples, torch.arange(len(examples)), 128)
         total = part if total is None else total + part
     assert total is not None

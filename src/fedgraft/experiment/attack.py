@@ -55,7 +55,7 @@ class Cell:
     attack: str
     accuracy: float | None = None
     backdoor: float | None = None
-    """Share of test images of other classes that become the target with the trigger on."""
+    """Share of test images of other classes that become the target with the trigger on; None: there are no images."""
     note: str = ""
 
 
@@ -70,6 +70,8 @@ def attack_table(
     """Run every cell: each rule honestly and under each attack, for each partition (`kind` or `kind:number`)."""
     _check(attacks, NAMES, "attack")
     _check(rules, RULES, "rule")
+    if config.data.source == "features" and any("backdoor" in name for name in attacks):
+        raise FedgraftError("a backdoor is a pattern of pixels, and these data are given features; leave it out.")
     cells: list[Cell] = []
     with one_thread():
         for partition in partitions or (config.partition.kind,):
@@ -139,8 +141,12 @@ class Arena:
         setup = self.setup
         setup.space.scatter(vector, setup.network)
         test = evaluate(setup.network, setup.tests, torch.arange(len(setup.tests)))
-        success = evaluate(setup.network, self.marked_tests, torch.arange(len(self.marked_tests))).accuracy
-        return Cell(partition, rule, attack, test.accuracy, success)
+        return Cell(partition, rule, attack, test.accuracy, self._success())
+
+    def _success(self) -> float | None:
+        """How often the trigger works on the present model; None where there are no images to put it on."""
+        marked = self.marked_tests
+        return None if marked is None else evaluate(self.setup.network, marked, torch.arange(len(marked))).accuracy
 
     def _run(self, algorithm: Algorithm, attack: str) -> Tensor:
         setup = self.setup
@@ -172,17 +178,21 @@ class Arena:
     @cached_property
     def marked(self) -> Examples:
         """Behind kept features: those of the liars' images with the trigger, at the rows of the images."""
-        rows = torch.cat([self.setup.deal.rows(client) for client in sorted(self.liars)])
-        features = self._enter(self.setup.plain_pixels, rows)
+        rows, pixels = torch.cat([self.setup.deal.rows(k) for k in sorted(self.liars)]), self.setup.plain_pixels
+        assert isinstance(pixels, ImageExamples)  # checked before the first cell
+        features = self._enter(pixels, rows)
         whole = torch.zeros(len(self.setup.pixels), *features.shape[1:])
         whole[rows] = features
         return FeatureExamples(whole, self.setup.pixels.labels, self.setup.entry)
 
     @cached_property
-    def marked_tests(self) -> Examples:
+    def marked_tests(self) -> FeatureExamples | None:
         """Test images of other classes with the trigger, labelled as the target: accuracy on them is its success."""
-        others = (self.setup.test_pixels.labels != self.trigger.target).nonzero().view(-1)[:_MOST_MARKED]
-        features = self._enter(self.setup.test_pixels, others)
+        pixels = self.setup.test_pixels
+        if not isinstance(pixels, ImageExamples):
+            return None
+        others = (pixels.labels != self.trigger.target).nonzero().view(-1)[:_MOST_MARKED]
+        features = self._enter(pixels, others)
         return FeatureExamples(features, torch.full((len(others),), self.trigger.target), self.setup.entry)
 
     @torch.no_grad()

@@ -50,11 +50,9 @@ def _unprotected(config: Config) -> list[str]:
 
 
 def _one_by_one(config: Config, setup: Setup) -> list[str]:
-    """What a run with a secure sum still asks of each client by itself."""
+    """What a run with a secure sum still asks of each client by itself; masks that stay each client's are refused."""
     mask, found = config.moves.mask, []
-    if _scored(config) and mask.per_client:
-        found.append("moves.mask.per_client shows the server every client's own mask, outside the secure sum")
-    elif _scored(config) and mask.merge != "score_mean":
+    if _scored(config) and mask.merge != "score_mean":
         found.append(
             f"moves.mask.merge={mask.merge!r} shows the server masks of the clients' own, outside the secure sum; "
             "'score_mean' hides their scores"

@@ -27,6 +27,7 @@ from fedgraft.edit.scope import Scope, resolve
 from fedgraft.edit.space import EditSpace, masked, select
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import options
+from fedgraft.experiment.record_files import keep
 from fedgraft.messages import Order, Reply
 from fedgraft.models.network import VisionNetwork
 from fedgraft.secure_round import Sums
@@ -158,8 +159,7 @@ def open_masked(calibrator: Calibrator, cache: Path, identity: Sequence[str]) ->
     opened = c.open()
     if c.sums.lost:  # not the mask of all clients, so not one for other runs
         return opened
-    path.parent.mkdir(parents=True, exist_ok=True)
-    opened.mask.save(path)
+    keep(path, opened.mask.save)
     return opened
 
 

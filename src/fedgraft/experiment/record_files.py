@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,18 @@ def write_text(path: Path, text: str) -> None:
     try:
         write_atomic(path, [text.encode()])
     except OSError as error:
+        raise FedgraftError(f"{path} could not be written ({error.strerror}); make room or allow it.") from error
+
+
+def keep(path: Path, write: Callable[[Path], object]) -> None:
+    """Put a file into a cache that several processes share, whole or not at all; `write` makes it."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise FedgraftError(f"{path} could not be written ({error.strerror}); make room or allow it.") from error
 
 

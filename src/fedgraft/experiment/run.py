@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedgraft import server
-from fedgraft.algorithm import Mixture
+from fedgraft.algorithm import Mixture, vary
 from fedgraft.errors import FedgraftError
 from fedgraft.exchange.privacy import NOT_COVERED
 from fedgraft.experiment import figures, representation_figures, step_zero
@@ -375,6 +375,8 @@ class _Run:
         tensors |= {f"edit/{key}": value for key, value in self.stored.items()}
         if self.best.vector is not None:
             tensors["best/vector"] = self.best.vector
+        if (key := self._secret_key()) is not None:
+            tensors["privacy/key"] = torch.tensor(list(key), dtype=torch.uint8)
         meta = {
             "losses": list(state.losses), "clip": state.clip, "drifts": list(state.drifts),
             "totals": self.totals, "seconds": self.spent,
@@ -387,6 +389,11 @@ class _Run:
         if isinstance(state.personal, PersonalStore):
             state.personal.release(self.record.checkpoints)
         self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + time.perf_counter() - began
+
+    def _secret_key(self) -> bytes | None:
+        """The key of the noise where it does not follow from the seed."""
+        chosen, privacy = self.config.protects.privacy, self.setup.algorithm.protects.privacy
+        return privacy.key if chosen is not None and chosen.secret and privacy is not None else None
 
     def _check(self, found: Checkpoint) -> None:
         """Open the personal models on disk that a checkpoint names, or refuse it."""
@@ -401,6 +408,11 @@ class _Run:
         head = torch.cat([tensors["head/weight"], tensors["head/bias"][:, None]], 1)
         step_zero.install(self.setup.network, head)
         self.stored = self.setup.open({n.removeprefix("edit/"): t for n, t in tensors.items() if n.startswith("edit/")})
+        if "privacy/key" in tensors:  # a repeated round gets the same noise; a second sample would cost privacy again
+            protects = self.setup.algorithm.protects
+            assert protects.privacy is not None
+            privacy = replace(protects.privacy, key=bytes(tensors["privacy/key"].tolist()))
+            self.setup.algorithm = vary(self.setup.algorithm, protects=replace(protects, privacy=privacy))
         self.engine = self.setup.engine()
         self.best = Best(**meta["best"], vector=tensors.get("best/vector"))
         self.totals, self.spent = dict(meta["totals"]), float(meta["seconds"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from fedgraft.contracts import Examples, Network
 from fedgraft.data.store import cache_dir
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.build import Setup
+from fedgraft.experiment.record_files import keep
 from fedgraft.local.evaluate import Evaluation
 from fedgraft.messages import Order, Reply
 from fedgraft.models.identity import digest
@@ -75,10 +75,8 @@ def kept(
     if not whole():
         return head
     mark = hashlib.blake2b(head.numpy().tobytes(), digest_size=8).digest()
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(save({"head": head, "mark": torch.frombuffer(bytearray(mark), dtype=torch.uint8)}))
-    temporary.replace(path)
+    data = save({"head": head, "mark": torch.frombuffer(bytearray(mark), dtype=torch.uint8)})
+    keep(path, lambda file: file.write_bytes(data))
     return head
 
 

@@ -1,0 +1,152 @@
+"""Whole private rounds, in the clear and inside the secure sum, with clients lost, silent, zero and not finite.
+
+Everything is the library's own: the client's clipping and masking, the five stages, screening, the sum, the noise and
+the fixed denominator. Only local training is replaced: it gives the change that the case prescribes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgraft import client, zoo
+from fedgraft import round as rounds
+from fedgraft.algorithm import Algorithm, Privacy, Protection, uniform, vary
+from fedgraft.errors import FedgraftError
+from fedgraft.exchange.privacy import Mechanism, clip, sensitivity
+from fedgraft.local.schedules import constant
+from fedgraft.messages import Order, Reply
+from fedgraft.round import Judge
+from fedgraft.server import Federation, ServerState
+
+KEY = bytes(range(32))
+BOUND, NOISE = 0.5, 1.3
+Kind = Literal["clear", "secure"]
+STAGES = ("train", "secure.keys", "secure.shares", "secure.masked", "secure.consistency", "secure.unmask")
+
+
+def private(population: int, q: float, noise: float = NOISE, kind: Kind = "clear") -> Algorithm:
+    """FedAvg under client-level privacy."""
+    privacy = Privacy(Mechanism(noise, q, population), BOUND, None, KEY)
+    return vary(zoo.fedavg(), weigh=uniform(), protects=Protection(kind, privacy=privacy))
+
+
+class Clients:
+    """An engine whose clients train to a prescribed change; `lost` names the action from which a client is silent."""
+
+    def __init__(self, algorithm: Algorithm, changes: Sequence[Tensor], lost: dict[int, str]) -> None:
+        self.algorithm, self.changes, self.lost = algorithm, changes, lost
+        length = len(changes[0])
+        space = SimpleNamespace(trained=length, digest="s")
+        self.place: Any = SimpleNamespace(
+            seed=0, sent=length, space=space, private=None, network=torch.nn.Identity(), rows=lambda k: range(5),
+            bind=lambda space: SimpleNamespace(load=lambda start: None),
+        )  # fmt: skip
+        self.memory: dict[int, Any] = {k: {} for k in range(len(changes))}
+
+    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply | tuple[int, str]]:
+        """Each order goes to the library's client."""
+        for order in orders:
+            k = order.client
+            if STAGES.index(order.action) >= STAGES.index(self.lost.get(k, STAGES[-1])) and k in self.lost:
+                continue
+            with mock.patch.object(client, "_fit", self._fit):
+                try:
+                    reply, self.memory[k] = client.handle(order, self.algorithm, self.place, self.memory[k])
+                except FedgraftError as error:  # as engines do: a client that cannot go on is silent
+                    yield k, str(error)
+                    continue
+            yield reply
+
+    def _fit(self, order: Order, place: Any, bound: Any, *rest: Any) -> Any:
+        assert order.vector is not None
+        bound.values = order.vector + self.changes[order.client]
+        return SimpleNamespace(closing=SimpleNamespace(memory={}, sums={}), reach=1.0, loss=0.0, steps=1)
+
+
+def released(algorithm: Algorithm, changes: Sequence[Tensor], lost: dict[int, str], round_: int = 0) -> Tensor:
+    """What one private round adds to the model."""
+    assert algorithm.protects.privacy is not None
+    length, mechanism = len(changes[0]), algorithm.protects.privacy.mechanism
+    federation = Federation("run", 0, mechanism.population, len(changes), 10, constant(0.1), "poisson", largest=5)
+    state = ServerState(round_, torch.zeros(length), algorithm.server.init(length), clip=BOUND)
+    settings = {"lr": 0.1, "clip": BOUND}
+    orders = [Order("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(len(changes))]
+    carry = rounds._secure if algorithm.protects.kind == "secure" else rounds._clear
+    engine = Clients(algorithm, changes, lost)
+    new, _, _, _ = carry(algorithm, federation, state, orders, engine, Judge("s", length, length, 4, 3))
+    return new.vector.double()
+
+
+def case(seed: int, length: int, kind: Kind) -> tuple[list[Tensor], dict[int, str], Mechanism]:
+    """A random round: its changes, from which action on a client is silent, and the mechanism."""
+    rng = np.random.default_rng(seed)
+    sizes = {"zero": 0.0, "nan": math.nan, "small": 1e-4, "large": 100.0}
+    changes = []
+    for k in range(int(rng.integers(4, 12))):
+        noise = torch.randn(length, generator=torch.Generator().manual_seed(seed * 100 + k)) / math.sqrt(length)
+        changes.append(noise * sizes[str(rng.choice([*sizes, "large", "small"]))])
+    ways = STAGES[1:] if kind == "secure" else STAGES[:1]
+    lost = {k: str(rng.choice(ways)) for k in range(len(changes)) if rng.random() < 0.15}
+    return changes, lost, Mechanism(NOISE, float(rng.uniform(0.05, 0.5)), int(rng.integers(20, 200)))
+
+
+def reach(kind: Kind, clients: int, length: int) -> float:
+    """The stated sensitivity of the sum."""
+    return sensitivity(BOUND, 1.0, 1.0 / ((2**31 - 1) // clients) if kind == "secure" else 0.0, length)
+
+
+def summed(changes: Sequence[Tensor], lost: dict[int, str], kind: Kind) -> tuple[Tensor, bool]:
+    """The clipped sum over those whose summand arrives; and whether a secure sum has enough of them to be opened."""
+    late = STAGES[4:] if kind == "secure" else ()
+    finite = [k for k, c in enumerate(changes) if bool(torch.isfinite(c).all())]
+    kept = [k for k in finite if lost.get(k, STAGES[-1]) in late or k not in lost]
+    stay = [k for k in kept if k not in lost]
+    total = torch.zeros(len(changes[0]), dtype=torch.float64)
+    for k in kept:
+        total += clip(changes[k], BOUND)[0].double()
+    return total, kind == "clear" or len(stay) >= 2 * len(changes) // 3 + 1
+
+
+def noise_case(seed: int, length: int, kind: Kind) -> float:
+    """Relative error of the noise's deviation in one random round; a round that is given up releases noise alone."""
+    changes, lost, mechanism = case(seed, length, kind)
+    algorithm = private(mechanism.population, mechanism.probability, NOISE, kind)
+    total, opened = summed(changes, lost, kind)
+    noise = released(algorithm, changes, lost, seed) - (total if opened else 0.0) / mechanism.expected
+    return abs(float(noise.std()) / (NOISE * reach(kind, len(changes), length) / mechanism.expected) - 1)
+
+
+def shift_case(seed: int, length: int, kind: Kind) -> float | None:
+    """How far one client's answer moves the release, in units of the stated sensitivity; the noise is switched off.
+
+    None: a secure sum is given up for want of this one answer. An account takes who is lost as given (SECURITY.md).
+    """
+    changes, lost, mechanism = case(seed, length, kind)
+    algorithm = private(mechanism.population, mechanism.probability, 0.0, kind)
+    there = {k: stage for k, stage in lost.items() if k != 0}
+    silent = {**there, 0: "secure.masked" if kind == "secure" else "train"}
+    if summed(changes, there, kind)[1] != summed(changes, silent, kind)[1]:
+        return None
+    with_it, without = (released(algorithm, changes, gone, seed) for gone in (there, silent))
+    moved = float(torch.linalg.vector_norm(with_it - without)) * mechanism.expected
+    return moved / reach(kind, len(changes), length)
+
+
+def largest_shift(cases: int, length: int, kind: Kind) -> tuple[float, int]:
+    """The most that one client moves a release over so many rounds, and how many were given up for want of it."""
+    found = [shift_case(seed, length, kind) for seed in range(cases)]
+    return max(moved for moved in found if moved is not None), found.count(None)
+
+
+def quiet() -> None:
+    """Clients that refuse say so; here that is the case being played."""
+    logging.getLogger("fedgraft").setLevel(logging.ERROR)
