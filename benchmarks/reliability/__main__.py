@@ -30,7 +30,7 @@ CHECKS: dict[str, Check] = {
     ),
     "malformed": Check(
         "malformed replies, 1,000 of each kind and aggregator", "0 crashes, 0 accepted, only the offender goes",
-        "replies", 60,
+        "replies", 75,
     ),
     "sizes": Check("hostile payload sizes", "memory rises by <= 2x the declared limit", "sizes", 1),
     "accounts": Check(
