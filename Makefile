@@ -28,11 +28,14 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Test files side by side, one to a core; each computes on one thread.
+TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
 check: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(TESTS) -m "not slow"
 
 test: lint
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 # BENCH names some of them, for example `make bench BENCH=peers`; all take about three quarters of an hour.
 bench: $(STAMP)
