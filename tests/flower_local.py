@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedgraft.experiment.config import Config, to_toml
 from fedgraft.experiment.federation_app import app_files
+from fedgraft.experiment.federation_process import gate
 
 
 def free_port() -> int:
@@ -24,7 +25,7 @@ def free_port() -> int:
 
 
 class LocalFederation:
-    """SuperLink and SuperNodes in a scratch folder; everything that was started is ended."""
+    """SuperLink and SuperNodes in a scratch folder; everything that was started is ended, with this process at last."""
 
     def __init__(self, folder: Path, nodes: int = 3, cache: Path | None = None) -> None:
         self.folder, self.port = folder, free_port()
@@ -32,7 +33,7 @@ class LocalFederation:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")}
         self.environment = kept | {
             "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05", "FEDGRAFT_CACHE": str(cache or folder / "cache"),
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", "FEDGRAFT_CACHE": str(cache or folder / "cache"),
             "FEDGRAFT_NODE_HOME": str(folder / "node"), "OMP_NUM_THREADS": "1",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }  # fmt: skip
@@ -42,13 +43,13 @@ class LocalFederation:
     def spawn(self, name: str, *words: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [str(Path(sys.executable).parent / words[0]), *words[1:]],
-                env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                gate(words[0], words[1:]), env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
     def start_link(self) -> None:
         self.spawn(
-            "link", "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port),
+            "link", "superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port),
             "--disable-runtime-dependency-installation",
         )  # fmt: skip
         end = time.monotonic() + 60
@@ -69,7 +70,7 @@ class LocalFederation:
     def start_node(self, client: int, **words: str) -> None:
         config = " ".join([f"partition-id={client}", *(f"{k}={v!r}".replace("'", '"') for k, v in words.items())])
         self.spawn(
-            f"node{client}", "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}",
+            f"node{client}", "supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}",
             "--host", "127.0.0.1", "--port", str(free_port()), "--node-config", config,
         )  # fmt: skip
 

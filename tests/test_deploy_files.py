@@ -20,7 +20,7 @@ from fedgraft.experiment import federation, federation_control, federation_proce
 from fedgraft.experiment.config import load
 from fedgraft.experiment.federation_app import app_files
 from fedgraft.experiment.federation_control import RunState, app_bundle, reason_of
-from fedgraft.experiment.federation_gate import admitted, same_app
+from fedgraft.experiment.federation_gate import Pace, admitted, same_app
 from fedgraft.experiment.federation_keys import check_private_key, days_left, fingerprint, make_node_key, public_key_of
 from fedgraft.experiment.federation_node import NodeChoice, tell, why_ended
 from fedgraft.experiment.federation_server import run_folder
@@ -324,6 +324,55 @@ def test_a_number_that_belongs_to_somebody_else_is_left_alone(tmp_path: Path) ->
     assert known.alive
     federation_process.end(known)
     other.wait()
+
+
+def test_a_bound_process_and_its_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """The parent gets no chance to tell: it is killed. An unbound process stays, so the check can fail."""
+    nap = "import subprocess,sys,time;c=subprocess.Popen([sys.executable,'-c','import time;time.sleep(60)']);"
+    gate = "from fedgraft.experiment.federation_process import live_with_parent as l;l();" + nap
+    gate += "print(c.pid,flush=True);time.sleep(60)"
+    parent = (
+        "import sys,time;from pathlib import Path;from fedgraft.experiment.federation_process import spawn\n"
+        f"home=Path({str(tmp_path)!r})\n"
+        f"for name in ('bound','free'): print(spawn([sys.executable,'-c',{gate!r}],home,home/name,name=='bound').pid)\n"
+        "sys.stdout.flush();time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    for name in ("bound", "free"):
+        while not (tmp_path / name).exists() or not (tmp_path / name).read_text().strip():
+            time.sleep(0.05)
+        pids.append(int((tmp_path / name).read_text().split()[0]))
+    bound, free, child_of_bound, child_of_free = (
+        federation_process.Process(pid, federation_process._began(pid) or 0) for pid in pids
+    )
+    process.kill()
+    process.communicate()
+    federation_process._await([bound, child_of_bound], 20)
+    assert not bound.alive and not child_of_bound.alive
+    assert free.alive and child_of_free.alive
+    assert federation_process.end(free)
+
+
+def test_a_node_looks_often_while_there_is_work_and_calmly_when_not() -> None:
+    now, pauses = [0.0], list[float]()
+    pace = Pace(lambda: now[0], pauses.append)
+    for moment in (0.0, 1.0, 20.0, 600.0):
+        now[0] = moment
+        pace.sleep(3)
+    assert pauses == [0.1, 0.1, 1.0, 3]
+    pace.worked()
+    pace.sleep(3)
+    assert pauses[-1] == 0.1
+
+
+def test_why_a_run_ended_is_kept_where_the_engine_does_not_know(fed: federation.FederationFolder) -> None:
+    fed.note_run(5, fed.path / "a")
+    fed.note_run(6, fed.path / "b")
+    fed.note_end(5, "the server was gone")
+    assert (fed.end_of(5), fed.end_of(6), fed.end_of(7)) == ("the server was gone", "", "")
+    assert [known["folder"] for known in fed.runs()] == [str(fed.path / "a"), str(fed.path / "b")]
 
 
 def test_a_taken_port_is_one_sentence() -> None:

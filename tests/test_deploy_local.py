@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -46,9 +47,10 @@ def ours(root: Path) -> list[str]:
 def start(root: Path, *words: str) -> subprocess.Popen[str]:
     """`fedgraft WORDS` with its temporary files below `root`, by which its processes can be told from others."""
     root.mkdir(exist_ok=True)
+    told = ctypes.CDLL(None).prctl  # the first word of it: send me a signal when my parent dies
     return subprocess.Popen(
         [*COMMAND, *words], cwd=root, env={**os.environ, "TMPDIR": str(root)}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=lambda: told(1, signal.SIGTERM),
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     north, stranger = (make_node_key(root / name, name)[0] for name in ("north", "stranger"))
     fed.register("north", north.with_suffix(".pub"))
     attempts: dict[str, Attempt] = {}
-    server = federation_server.start_server(fed)
+    server = federation_server.start_server(fed, bound=True)
     try:
         foreign = root / "others" / "ca.crt"
         for name, choice in {
@@ -79,7 +79,8 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
             if name == "plaintext":
                 words = [*without(words, "--root-certificates"), "--insecure", "--max-retries", "1"]
             choice.home.mkdir(mode=0o700)
-            attempts[name] = Attempt(federation_process.spawn(words, choice.home, choice.home / "node.log"), choice)
+            process = federation_process.spawn(words, choice.home, choice.home / "node.log", bound=True)
+            attempts[name] = Attempt(process, choice)
         until = time.monotonic() + SECONDS
         while not all(attempt.over() for attempt in attempts.values()) and time.monotonic() < until:
             time.sleep(0.2)

@@ -480,3 +480,35 @@ def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pyt
     pretend_ray(monkeypatch, False)
     with pytest.raises(FedgraftError, match=r"pip install 'fedgraft\[simulation\]'"):
         flower_apps.simulate(load(None, ["engine=flower-sim"]), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["clear", "secure"])
+def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: Any) -> None:
+    from fedgraft.algorithm import Protection
+    from fedgraft.secure_round import Sums
+
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy)
+    spoilt = {1: b"nonsense", 3: pack(Reply("toy", -1, 3, sums={"gram": torch.ones(2)})), 4: bytes(10_000_000)}
+    for client, data in spoilt.items() if kind == "clear" else [(1, b"nonsense")]:
+        grid.nodes[engine.roster.nodes[client]].spoil = lambda a, data=data: replace(a, reply=data) if a.reply else a  # type: ignore[misc]
+    sums = Sums(engine.exchange, "toy", range(5), toy.network, Protection(kind))
+    found = sums.ask("statistics")
+    honest = Sums(InProcess(toy.algorithm, toy.place).exchange, "toy", [0, 2], toy.network, Protection())
+    assert set(sums.lost) == (set(spoilt) if kind == "clear" else {1})
+    if kind == "clear":
+        assert torch.equal(found["gram"], honest.ask("statistics")["gram"])
+
+
+def test_answers_of_a_secure_sum_are_measured_by_its_plan_and_not_by_the_engine() -> None:
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy)
+    engine.limit = 10
+    grid.nodes[engine.roster.nodes[0]].spoil = lambda a: replace(a, reply=b"x" * 50) if a.reply else a
+    grid.nodes[engine.roster.nodes[1]].spoil = lambda a: replace(a, reply=b"x" * 50) if a.reply else a
+    orders = [Order("toy", 0, 0, "train"), Order("toy", 0, 1, "train")]
+    orders = [replace(o, space=toy.space.digest, vector=toy.state.vector, settings={"lr": 0.1}) for o in orders]
+    assert engine.exchange(orders) == [(0, b"x" * 50), (1, b"x" * 50)]
+    from fedgraft.engines.flower_server import _screened_later
+
+    assert _screened_later("secure.masked") and not _screened_later("evaluate")

@@ -175,6 +175,9 @@ def submit(
         bool, typer.Option("--resume", help="continue an unfinished run from its last checkpoint")
     ] = False,
     server_data: Annotated[Path | None, typer.Option("--server-data", help="the coordinator's own images")] = None,
+    wait: Annotated[
+        float | None, typer.Option("--wait", help="seconds to wait for absent nodes (default: 300)", min=0)
+    ] = None,
 ) -> None:
     """Coordinator: start the run on the connected nodes, and return."""
     from fedgraft.experiment import federation_server
@@ -184,7 +187,7 @@ def submit(
     path = federation_server.run_folder(found, folder, resume)
     with federation_server.control_of(found) as control:
         _name_missing(found, control.nodes())
-    run = federation_server.submit(found, path, server_data)
+    run = federation_server.submit(found, path, server_data, wait)
     typer.echo(f"run {run} started; it writes to {path}")
     typer.echo(f"how it stands: fedgraft deploy status {fed}   live: fedgraft watch {path}")
 
@@ -221,7 +224,7 @@ def status(fed: Fed) -> None:
     typer.echo(f"run {state.id}: {state.status}{_rounds(found, folder)}")
     if folder is not None:
         typer.echo(f"folder: {folder}")
-    if state.status == "failed":
+    if reason:  # failed, or stopped by something that nobody asked for
         typer.echo(f"the run died: {reason}", err=True)
         typer.echo(
             f"mend that, then continue it with: fedgraft deploy submit {fed} --folder {folder} --resume", err=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,7 @@ def _images(files: list[Path], size: int) -> Iterator[np.ndarray]:
         raise FedgraftError(f"these files are not readable images, repair or remove them: {'; '.join(bad[:5])}{more}.")
 
 
-def read_image(path: Path, size: int) -> np.ndarray:
+def read_image(path: Path | BytesIO, size: int) -> np.ndarray:
     """One file as uint8 (size, size, 3), turned upright as its EXIF data says."""
     from PIL import Image, ImageOps
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from fedgraft.errors import FedgraftError
 
 log = logging.getLogger("fedgraft")
+_ANSWER = 60.0  # seconds that a connected node has to answer a greeting
 
 
 class Post(Protocol):
@@ -73,10 +74,13 @@ class Roster:
         log.warning("node %d is refused: %s", node, reason)
 
     def gather(self, least: int, patience: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        """Wait until every client has a node; after `patience` seconds `least` of them are enough."""
+        """Wait until every client has a node; after `patience` seconds `least` of them are enough.
+
+        Nodes that are connected by then get the time to say who they are.
+        """
         end = clock() + patience
         self.refresh()
-        while len(self.nodes) < self.clients and clock() < end:
+        while len(self.nodes) < self.clients and clock() < end + (_ANSWER if self._asked else 0):
             sleep(0.2)
             self.refresh()
         if len(self.nodes) < max(1, least):

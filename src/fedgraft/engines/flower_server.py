@@ -29,6 +29,8 @@ from fedgraft.workplace import Memory
 log = logging.getLogger("fedgraft")
 
 Arrival = Reply | tuple[int, bytes | str]
+_EXPIRED = (3, 4)  # Flower's codes of an order or an answer that is over its time to live, which is our deadline
+_SUMS = frozenset({"statistics", "head_gradient", "sensitivity"})
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ def failure_of(message: Message) -> str:
     )
 
 
+def _screened_later(action: str) -> bool:
+    """Whether whoever asked reads the bytes: changes, summands and secure sums have limits and shapes of their own."""
+    return action == "train" or action in _SUMS or action.startswith("secure.")
+
+
 @dataclass(frozen=True)
 class _Letter:
     order: Order
@@ -113,7 +120,7 @@ class FlowerEngine:
         self.roster = Roster(post, clients)
         self.memory: dict[int, Memory] = {}
         self.limit = 1 << 30
-        """Most bytes of a reply that is no training reply (those are screened against what was asked for)."""
+        """Most bytes of a reply that nobody screens against what was asked for."""
         self.classes: tuple[str, ...] = ()
         """The federation's classes, where nodes bring data of their own."""
         self._opened: ArrayRecord | None = None
@@ -219,7 +226,8 @@ class FlowerEngine:
         """A reply, its bytes, or why there is none; None: the node must be told the edit space again."""
         client = letter.order.client
         if message.has_error():
-            return client, failure_of(message)
+            late = message.error.code in _EXPIRED and self.patience.deadline is not None
+            return client, f"no answer within {self.patience.deadline:g} s" if late else failure_of(message)
         if message.metadata.src_node_id != letter.node:
             return client, "the answer came from another node"
         arrays, words = take(message.content)
@@ -232,7 +240,7 @@ class FlowerEngine:
         data, step = arrays.get("reply", b""), whole_number(words, "step")
         if step not in (letter.becomes - 1, letter.becomes):
             return client, f"it answered with step {step} of its memory instead of {letter.becomes}"
-        if letter.order.action == "train":
+        if _screened_later(letter.order.action):
             arrival: Arrival = (client, data)
         else:
             try:

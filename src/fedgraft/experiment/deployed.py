@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.data.own_table import TABLES, load_table
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.sources import Dataset, Store, load_dataset
 from fedgraft.data.split import stratified_split
@@ -52,9 +53,15 @@ class OwnDeal(Deal):
         return super().test_rows(0)
 
 
+def load_own(source: str, path: str) -> Dataset:
+    """Somebody's own data; without a source the path's ending tells a table from a folder of class folders."""
+    kind = source or {".npz": "npz", ".parquet": "parquet"}.get(Path(path).suffix, "folder")
+    return Dataset(kind, *load_table(kind, Path(path))) if kind in TABLES else load_dataset(kind, path)
+
+
 def own_deal(config: Config, source: str, path: str, classes: Sequence[str]) -> OwnDeal:
     """A node's own data under the federation's classes, with its share of validation images held out."""
-    dataset = load_dataset(source or "folder", path)
+    dataset = load_own(source, path)
     if classes:
         dataset = Dataset(dataset.name, _named(dataset.train, classes), _named(dataset.test, classes))
     labels = np.asarray(dataset.train.labels)
@@ -109,9 +116,14 @@ class RemoteDeal(Deal):
         return torch.zeros(1, dtype=torch.int64)
 
 
+def _path_source(config: Config) -> str:
+    """The config's data source where it is one that reads a path in a format of its own."""
+    return config.data.source if config.data.source in ("cifar10", "cifar100", "features") else ""
+
+
 def remote_deal(config: Config, facts: Mapping[int, Mapping[str, Any]], server_data: str, source: str) -> RemoteDeal:
     """The server's view of nodes that bring their own data; `facts` are what they said of it."""
-    own = load_dataset(source or config.data.source, server_data) if server_data else None
+    own = load_own(source or _path_source(config), server_data) if server_data else None
     if own is None:
         classes = tuple(sorted({name for found in facts.values() for name in found["classes"]}))
         size = config.data.image_size or 32

@@ -88,6 +88,15 @@ class FederationFolder:
             self.path / "runs.json", json.dumps([*self.runs(), {"id": str(run), "folder": str(folder)}], indent=2)
         )
 
+    def note_end(self, run: int, reason: str) -> None:
+        """Remember why a run ended where the engine does not know."""
+        told = [known | ({"reason": reason} if known["id"] == str(run) else {}) for known in self.runs()]
+        write_text(self.path / "runs.json", json.dumps(told, indent=2))
+
+    def end_of(self, run: int) -> str:
+        """Why a run ended, if that was noted."""
+        return next((known.get("reason", "") for known in self.runs() if known["id"] == str(run)), "")
+
     def runs(self) -> list[dict[str, str]]:
         """The runs submitted so far, oldest first: id and folder."""
         path = self.path / "runs.json"

@@ -27,6 +27,8 @@ clientapp = "fedgraft_app.client:app"
 config = ""
 folder = ""
 server-data = ""
+server-source = ""
+wait = ""
 """
 
 

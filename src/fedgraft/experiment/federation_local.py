@@ -62,7 +62,7 @@ def local_federation(config: Config, through: Callable[[str], str] = str) -> Ite
     try:
         for name in names:
             fed.register(name, make_node_key(root / name, name)[1])
-        address = through(start_server(fed).address)
+        address = through(start_server(fed, bound=True).address)
         for number, name in enumerate(names):
             choice = NodeChoice(address, fed.authority, root / name / f"{name}.key", number)
             choice.check()

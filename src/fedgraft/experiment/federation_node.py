@@ -67,9 +67,9 @@ class NodeChoice:
         ])  # fmt: skip
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the node in the background, its words in the log of its home."""
+        """Start the node, its words in the log of its home; it ends with this process."""
         self.home.mkdir(mode=0o700, exist_ok=True)
-        return processes.spawn(self.words(), self.home, self.home / "node.log")
+        return processes.spawn(self.words(), self.home, self.home / "node.log", bound=True)
 
 
 def run_node(choice: NodeChoice, say: Callable[[str], None]) -> None:

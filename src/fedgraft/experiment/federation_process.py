@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from fedgraft.errors import FedgraftError
 
 _PATIENCE = 10.0  # seconds a process gets to end by itself
+_LIVES_WITH = "FEDGRAFT_LIVES_WITH"
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,38 @@ def gate(which: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "fedgraft.experiment.federation_gate", which, *flags]
 
 
-def spawn(words: Sequence[str], home: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, so that Ctrl-C here is not Ctrl-C there, with its words in a log."""
+def spawn(words: Sequence[str], home: Path, log: Path, bound: bool = False) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, so that Ctrl-C here is not Ctrl-C there, with its words in a log.
+
+    A gate that is `bound` ends by itself when this process is gone, however it ended.
+    """
     log.touch(mode=0o600)
+    settings = environment(home) | ({_LIVES_WITH: str(os.getpid())} if bound else {})
     with log.open("ab") as file:
         return subprocess.Popen(
-            words, env=environment(home), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            words, env=settings, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
+
+
+def live_with_parent() -> None:
+    """Where `spawn` said so: end this process and all it started as soon as the one that started it is gone."""
+    parent = int(os.environ.pop(_LIVES_WITH, "0"))
+    if not parent:
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:  # an orphan gets another parent at once
+            time.sleep(0.5)
+        family = _descendants(os.getpid())
+        for what, seconds in ((signal.SIGTERM, _PATIENCE / 2), (signal.SIGKILL, _PATIENCE / 5)):
+            for one in family:
+                _signal(one, what)
+            _await(family, seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_PATIENCE / 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def known(process: subprocess.Popen[bytes]) -> Process:

@@ -19,8 +19,16 @@ if TYPE_CHECKING:
 START_SECONDS = 120.0
 
 
-def start_server(fed: FederationFolder, port: int | None = None, bind: str | None = None) -> Server:
-    """Start the SuperLink in the background, wait until it answers, and let the registered keys in."""
+LOST = "the server was gone while it ran"
+
+
+def start_server(
+    fed: FederationFolder, port: int | None = None, bind: str | None = None, bound: bool = False
+) -> Server:
+    """Start the SuperLink in the background, wait until it answers, and let the registered keys in.
+
+    It outlives this process unless it is `bound` to it. Runs that an earlier server left behind are over.
+    """
     require_flower()
     if (running := server_of(fed)) is not None:
         raise FedgraftError(
@@ -32,17 +40,27 @@ def start_server(fed: FederationFolder, port: int | None = None, bind: str | Non
     number = port or processes.free_port(host)
     processes.check_port(host, number)
     begin = fed.log.stat().st_size if fed.log.exists() else 0
-    process = processes.spawn(processes.gate("superlink", _flags(fed, host, number)), fed.home, fed.log)
+    process = processes.spawn(processes.gate("superlink", _flags(fed, host, number)), fed.home, fed.log, bound)
     known = processes.known(process)
     server = Server(known.pid, known.began, host, number)
     processes.remember(fed.path / "server.json", server)
     try:
         _await_answer(fed, server, begin)
         admit(fed)
+        _end_lost_runs(fed)
     except BaseException:
         processes.end(known)
         raise
     return server
+
+
+def _end_lost_runs(fed: FederationFolder) -> None:
+    """Runs are processes of their server: what a new one finds unfinished in its database has no process any more."""
+    with control_of(fed) as control:
+        for run in control.runs():
+            if not run.over:
+                control.stop(run.id)
+                fed.note_end(run.id, LOST)
 
 
 def _flags(fed: FederationFolder, host: str, port: int) -> list[str]:
@@ -127,8 +145,11 @@ def run_folder(fed: FederationFolder, folder: Path | None, resume: bool) -> Path
     return path
 
 
-def submit(fed: FederationFolder, folder: Path, server_data: Path | None = None) -> int:
-    """Start the run of this federation's config, or continue it from its last checkpoint; returns its id."""
+def submit(fed: FederationFolder, folder: Path, server_data: Path | None = None, wait: float | None = None) -> int:
+    """Start the run of this federation's config, or continue it from its last checkpoint; returns its id.
+
+    The run waits up to `wait` seconds until every node is connected, and then starts with those that are.
+    """
     from fedgraft.experiment.config import to_toml
 
     settings = {"config": to_toml(fed.config), "folder": str(folder)}
@@ -136,6 +157,8 @@ def submit(fed: FederationFolder, folder: Path, server_data: Path | None = None)
         if not server_data.exists():
             raise FedgraftError(f"there is no {server_data}; --server-data names the coordinator's own images.")
         settings["server-data"] = str(server_data.absolute())
+    if wait is not None:
+        settings["wait"] = f"{wait:g}"
     with control_of(fed) as control:
         busy = [run for run in control.runs() if not run.over]
         if busy:
@@ -156,7 +179,7 @@ def state_of(fed: FederationFolder, run: int) -> tuple[RunState, str]:
     with control_of(fed) as control:
         state = control.run(run)
         reason = reason_of(state, control.log(run)) if state.status == "failed" else ""
-    return state, reason
+    return state, reason or (fed.end_of(run) if state.status == "stopped" else "")
 
 
 def with_clients(config: Config, nodes: int) -> Config:

@@ -155,7 +155,7 @@ class RunFolder:
             self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 yield
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):  # told to end; Flower turns its signals into an exit
                 self._note_end("interrupted")
                 raise
             except BaseException as error:
