@@ -39,6 +39,7 @@ from fedgraft.experiment.parts import (
     check_blocks,
     deal,
     device_named,
+    install,
     norm_ratio,
     open_space,
     per_round,
@@ -136,9 +137,7 @@ class Setup:
 
     def follow(self, head: Tensor, mask: Tensor | None) -> None:
         """Open the space that a server has opened, on a machine of its clients: from its head and its mask's bits."""
-        with torch.no_grad():
-            self.network.head.weight.copy_(head[:, :-1])
-            self.network.head.bias.copy_(head[:, -1])
+        install(self.network, head)
         if self.config.moves.kind == "lora":
             self._open_lora()
         elif mask is None:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft import zoo
 from fedgraft.algorithm import Algorithm, Mixture, Moves, Privacy, Protection, by_examples, uniform, vary
-from fedgraft.contracts import Examples
+from fedgraft.contracts import Examples, Network
 from fedgraft.data.given import FeatureStore
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.sources import Dataset, load_dataset
@@ -119,6 +119,13 @@ def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
     m, classes = config.model, len(dataset.classes)
     name = f"features:width={dataset.train.width}" if isinstance(dataset.train, FeatureStore) else m.name
     return load_network(name, classes, config.data.image_size, m.dropout, config.seed)
+
+
+def install(network: Network, head: Tensor) -> None:
+    """Write a (classes, width+1) head into the network."""
+    with torch.no_grad():
+        network.head.weight.copy_(head[:, :-1])
+        network.head.bias.copy_(head[:, -1])
 
 
 def device_named(name: str) -> torch.device:

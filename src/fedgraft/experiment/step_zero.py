@@ -26,6 +26,7 @@ from fedgraft.contracts import Examples, Network
 from fedgraft.data.store import cache_dir
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.build import Setup
+from fedgraft.experiment.parts import install
 from fedgraft.experiment.record_files import keep
 from fedgraft.local.evaluate import Evaluation
 from fedgraft.messages import Order, Reply
@@ -209,13 +210,6 @@ def tempered(head: Tensor, judge: Judge) -> Tensor:
     scales = torch.logspace(0, 2.5, 26, dtype=torch.float64).tolist()
     losses = [loss for _, loss in judge([head * scale for scale in scales])]
     return head * scales[losses.index(min(losses))]
-
-
-def install(network: Network, head: Tensor) -> None:
-    """Write a (classes, width+1) head into the network."""
-    with torch.no_grad():
-        network.head.weight.copy_(head[:, :-1])
-        network.head.bias.copy_(head[:, -1])
 
 
 @torch.inference_mode()
