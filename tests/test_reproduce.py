@@ -16,7 +16,6 @@ from fedgraft.errors import FedgraftError
 from fedgraft.experiment import claims, reproduce, studies
 from fedgraft.experiment.claims import CONTRADICTED, SUPPORTED, UNDECIDED, UNMEASURED, UNSEEN
 from fedgraft.experiment.claims_rows import ROWS, of_kind
-from fedgraft.experiment.config import validate
 from fedgraft.experiment.figures import FIGURES
 from fedgraft.experiment.reproduce import Found, Shelf, Work, carry_out
 from fedgraft.experiment.reproduce_page import group_rows, write
@@ -119,22 +118,12 @@ def test_levels_come_before_what_the_scale_says_last() -> None:
     assert {cell.config().local.lr for cell in cells(parse(text, "a"), "laptop", "a")} == {0.01, 0.1}
 
 
-def test_the_editing_preset_asks_for_the_runs_of_the_recipe() -> None:
-    found = {cell.label: cell for cell in cells(load_preset("editing"), "laptop", "editing", "D")}
+def test_runs_that_choose_a_rate_are_short_and_leave_the_test_set_alone() -> None:
+    found = {cell.label: cell for cell in cells(load_preset("editing"), "paper", "editing", "D")}
     config = found["N_c=10/random"].config(seed=2)
-    mask = {"strategy": "random", "sparsity": 0.9, "samples": 1024, "rounds": 4}
-    wanted = validate(
-        {
-            "name": "edit", "seed": 2, "engine": "reference", "data": {"source": "cifar100", "path": "D"},
-            "partition": {"clients": 100, "kind": "classes", "classes_per_client": 10},
-            "model": {"name": "nano", "head": "probe"}, "moves": {"kind": "masked", "mask": mask},
-            "local": {"steps": 4, "batch_size": 32, "momentum": 0.9}, "schedule": {"kind": "cosine"},
-            "rounds": {"total": 20, "fraction": 0.1, "evaluate_every": 6, "checkpoint_every": 50},
-        }
-    )  # fmt: skip
-    assert (config.digest, config.name) == (wanted.digest, "edit")
     short = reproduce._short(config, 0.009, 0.34)
-    assert (short.rounds.total, short.rounds.evaluate_every) == (6, 0)
+    assert (short.rounds.total, short.rounds.evaluate_every, short.rounds.test) == (6, 0, False)
+    assert (config.rounds.total, config.rounds.test) == (20, True)
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------

@@ -159,13 +159,15 @@ class _Central:
 
     def _summary(self) -> dict[str, Any]:
         setup = self.setup
-        setup.space.scatter(self.vector if self.best.vector is None else self.best.vector, setup.network)
-        test = evaluate(setup.network, setup.tests, torch.arange(len(setup.tests.labels)))
+        test = {}
+        if self.config.rounds.test:
+            setup.space.scatter(self.vector if self.best.vector is None else self.best.vector, setup.network)
+            test = {"test": asdict(evaluate(setup.network, setup.tests, torch.arange(len(setup.tests.labels))))}
         return {
             "kind": f"centralised {self.config.centralized.kind}",
             "validation": {"accuracy": self.best.accuracy},
             "best_round": self.best.round,
-            "test": asdict(test),
+            **test,
             "rounds": self.epoch,
             "bytes_up": 0,
             "bytes_down": 0,

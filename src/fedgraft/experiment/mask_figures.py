@@ -147,6 +147,6 @@ def _accuracies(seen: Sequence[Seen], out: Path, suffix: str) -> list[Path]:
     for s in seen:
         summary = s.folder.summary()
         sent = (summary.get("bytes_up", 0) + summary.get("bytes_down", 0)) / 1e6
-        if summary and sent:
+        if sent and "test" in summary:
             points[s.label] = (sent, 100 * summary["test"]["accuracy"])
     return [*made, draw("bytes_accuracy", out / f"accuracy_by_traffic{suffix}", points)] if points else made

@@ -237,6 +237,7 @@ class Rounds(Section):
     fraction: float = Field(0.5, gt=0, le=1, description="C, the share of clients in a round")
     sampling: Literal["fixed", "poisson"] = "fixed"
     evaluate_every: int = Field(5, ge=0, description="validation every n rounds (0: only at the end)")
+    test: bool = Field(True, description="test the best model at the end; false while settings are still chosen")
     patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy (0: never)")
     min_delta: float = Field(1e-3, ge=0, description="what counts as better")
     checkpoint_every: int = Field(5, ge=1)

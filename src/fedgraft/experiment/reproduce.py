@@ -6,6 +6,7 @@ repeated, whatever its name. Missing ones go through `sweep.run_many`, which res
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,8 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
     summary = run.summary()
     kind, _, phase = measure.partition(":")
     if kind in {"test", "best"}:
-        return 100 * float(summary["test" if kind == "test" else "validation"]["accuracy"])
+        split = "test" if kind == "test" else "validation"
+        return 100 * float(summary[split]["accuracy"]) if split in summary else None
     if kind in {"personal", "finetuned"}:
         value = summary.get("personal", {}).get("mean" if kind == "personal" else "finetuned_mean")
         return None if value is None else 100 * float(value)
@@ -89,6 +91,9 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
     if kind == "spread":  # of the clients' mean steps in round 1, where all settings start from the same model
         drift = lines[0]["clients"]["drift"]
         return sum(d * d for d in drift) / len(drift) / (from_folder(folder).local.steps or 4) ** 2
+    if kind == "loss":
+        losses = [float(line["loss"]) for line in lines if line.get("loss") is not None]
+        return losses[-1] if losses and math.isfinite(losses[-1]) else None
     seen = [(line["round"], 100 * line["accuracy"]) for line in lines if line.get("accuracy") is not None]
     if kind == "rounds_to":
         return None if target is None else rounds_to([r for r, _ in seen], [a for _, a in seen], target)
@@ -174,9 +179,10 @@ def _with_rate(config: Config, rate: float | None) -> Config:
 
 
 def tune(work: Work, every: Sequence[Cell]) -> dict[str, float]:
-    """By cell the learning rate that is best on validation after the last round.
+    """By cell the learning rate with the least validation loss after the last round.
 
-    The best round would not do: where training harms, that is the start, whatever the rate. Nor would test images.
+    The best round would not do: where training harms, that is the start, whatever the rate. Nor would accuracies,
+    which differ by less than their noise in short runs, or test images, which these runs do not touch.
     """
     tuning = work.preset.tuning
     if tuning is None:
@@ -192,8 +198,9 @@ def tune(work: Work, every: Sequence[Cell]) -> dict[str, float]:
     best: dict[str, float] = {}
     for cell in every:
         if owner[cell.label] == cell.label:
-            scores = {r: measure_of(done[f"{cell.label} lr {r}"], "last") or 0.0 for r in _rates(work, cell)}
-            best[cell.label] = max(scores, key=lambda rate: scores[rate])
+            found = {r: measure_of(done[f"{cell.label} lr {r}"], "loss") for r in _rates(work, cell)}
+            losses = {r: math.inf if loss is None else loss for r, loss in found.items()}
+            best[cell.label] = min(losses, key=lambda rate: losses[rate])
     return {label: best[at] for label, at in owner.items() if at in best}
 
 
@@ -216,7 +223,7 @@ def _rates(work: Work, cell: Cell) -> list[float]:
 def _short(config: Config, rate: float, share: float) -> Config:
     total = config.rounds.total
     rounds = total if share == 1 else max(min(3, total), int(total * share))
-    return vary(config, local__lr=rate, rounds__total=rounds, rounds__evaluate_every=0)
+    return vary(config, local__lr=rate, rounds={"total": rounds, "evaluate_every": 0, "test": False})
 
 
 def estimate(work: Work, every: Sequence[Cell]) -> str:

@@ -55,7 +55,7 @@ class Scale(Section):
 
 
 class Tuning(Section):
-    """Learning rates that are tried with seed 0, judged by validation after the last round."""
+    """Learning rates that are tried with seed 0, judged by validation loss after the last round."""
 
     rates: dict[str, list[float]] = Field(min_length=1, description="by level of `axis`; `*` for the others")
     axis: str = ""

@@ -211,6 +211,7 @@ class _Run:
             self.best = Best(start.accuracy, 0, 0, state.vector)
         self.spent += time.perf_counter() - began
         self.phases["step 0"] = self.spent
+        self._add(self._traffic())
         log.info("step 0 (%s head) took %.1f s", self.config.model.head, self.spent)
         self._save(state)
         return state
@@ -239,7 +240,7 @@ class _Run:
 
     def _one_round(self, state: ServerState, track: Followers) -> ServerState:
         """One round, its evaluation if one is due, and its line in the record."""
-        began, r = time.perf_counter(), self.config.rounds
+        began, r, before = time.perf_counter(), self.config.rounds, self._traffic()
         new, summary = run_round(self.setup.algorithm, self.setup.federation, state, self.engine, self.setup.judge)
         representation_figures.keep_mixing(self.record.path, self.config, summary)
         for offence in summary.offences:
@@ -249,12 +250,22 @@ class _Run:
             log.warning("round %d: too few usable answers, so nothing changed", new.round)
         if new.round == r.total or (r.evaluate_every and new.round % r.evaluate_every == 0):
             new = self._validate(new, line)
-        self.totals = {key: self.totals[key] + int(line[key]) for key in self.totals}
+        line |= self._traffic(before)  # all that crossed the wire, also what only a deployment sends
+        self._add(line)
         self.spent += time.perf_counter() - began
         self.record.append(line)
         track.log(line)
         self.progress.update(line)
         return new
+
+    def _traffic(self, before: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Bytes that crossed the wire, since `before`, where clients are on other machines; else there is no wire."""
+        remote, then = self.setup.remote, before or {"bytes_up": 0, "bytes_down": 0}
+        now = {} if remote is None else {"bytes_up": remote.received, "bytes_down": remote.sent}
+        return {key: value - then[key] for key, value in now.items()}
+
+    def _add(self, bytes: Mapping[str, Any]) -> None:
+        self.totals = {key: value + int(bytes.get(key, 0)) for key, value in self.totals.items()}
 
     def _validate(self, state: ServerState, line: dict[str, Any]) -> ServerState:
         """Measure on validation images, remember the best, and let clients test themselves where asked."""
@@ -331,21 +342,13 @@ class _Run:
         return found
 
     def _finish(self, state: ServerState) -> dict[str, Any]:
-        """The test set, once, with the best model by validation."""
-        setup = self.setup
-        best = self.best.vector if self.best.vector is not None else state.vector
-        if setup.deal.blind:
-            test = self._count(best, state.round, "test")
-        else:
-            self._show(best)
-            rows = torch.arange(len(setup.deal.dataset.test.labels))
-            setup.ready(setup.tests, rows)
-            test = evaluate(setup.network, setup.tests, rows)
+        """What is kept of the run; the test set is seen here, once, with the best model by validation."""
+        setup, before = self.setup, self._traffic()
         summary: dict[str, Any] = {
             "kind": "federated",
             "validation": {"accuracy": self.best.accuracy},
             "best_round": self.best.round,
-            "test": asdict(test),
+            **({"test": asdict(self._test(state))} if self.config.rounds.test else {}),
             "rounds": state.round,
             **self.totals,
             "seconds": self.spent,
@@ -361,7 +364,23 @@ class _Run:
             }  # fmt: skip
         if self.config.personal.evaluate != "never":
             summary["personal"] = self.personal(state)
+        if setup.remote is not None:
+            self._add(self._traffic(before))
+            for key, total in self.totals.items():  # step 0, calibration and the final test are no round's
+                summary |= {
+                    key: total,
+                    f"{key}_outside_rounds": total - sum(int(one[key]) for one in self.record.metrics()),
+                }
         return summary
+
+    def _test(self, state: ServerState) -> Evaluation:
+        best, setup = state.vector if self.best.vector is None else self.best.vector, self.setup
+        if setup.deal.blind:
+            return self._count(best, state.round, "test")
+        self._show(best)
+        rows = torch.arange(len(setup.deal.dataset.test.labels))
+        setup.ready(setup.tests, rows)
+        return evaluate(setup.network, setup.tests, rows)
 
     def _save(self, state: ServerState) -> None:
         began = time.perf_counter()

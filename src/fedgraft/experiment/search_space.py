@@ -55,8 +55,9 @@ class Trial:
         return " ".join(f"{key}={value}" for key, value in self.setting.items()) or "as it is"
 
     def scores(self, split: str = "validation") -> list[float]:
-        """Accuracies by seed."""
-        return [self.summaries[seed][split]["accuracy"] for seed in self.runs if seed in self.summaries]
+        """Accuracies by seed; none for a test set that was left alone."""
+        found = [self.summaries[seed] for seed in self.runs if seed in self.summaries]
+        return [summary[split]["accuracy"] for summary in found if split in summary]
 
 
 def parse_axis(word: str) -> Axis:

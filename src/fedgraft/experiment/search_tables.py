@@ -58,7 +58,8 @@ def _numbers(trials: Sequence[Trial]) -> list[list[object]]:
     for trial in ranked(trials):
         numbers: list[object] = []
         for split in ("validation", "test"):
-            found = statistics.summarise(trial.scores(split)) if trial.summaries else None
+            scores = trial.scores(split)
+            found = statistics.summarise(scores) if scores else None
             numbers += ["", ""] if found is None else [found.mean, found.std]
         settings = [trial.setting[key] for key in keys]
         lines.append([*settings, len(trial.summaries), *numbers, _megabytes(trial, ""), trial.status])
@@ -72,7 +73,7 @@ def _runs(trials: Sequence[Trial]) -> list[list[object]]:
     ]
     for trial in trials:
         for seed, s in sorted(trial.summaries.items()):
-            numbers = [s["validation"]["accuracy"], s["test"]["accuracy"]]
+            numbers = [s["validation"]["accuracy"], s.get("test", {}).get("accuracy", "")]
             numbers += [s[key] for key in ("best_round", "bytes_up", "bytes_down", "seconds")]
             lines.append([*(trial.setting[key] for key in keys), seed, trial.runs[seed].digest, *numbers])
     return lines
