@@ -139,7 +139,8 @@ def run_many(
     def ended(label: str, worker: Worker) -> None:
         if summary := finished(worker.folder):
             found[label] = summary
-            report(estimate.step(f"{label}: test {100 * summary['test']['accuracy']:.2f} %"))
+            split = "test" if "test" in summary else "validation"
+            report(estimate.step(f"{label}: {split} {100 * summary[split]['accuracy']:.2f} %"))
         else:
             failed[label] = last_words(worker.folder)
             report(estimate.step(f"{label}: failed"))
