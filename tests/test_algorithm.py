@@ -154,8 +154,8 @@ def test_what_clients_are_asked_for_follows_from_the_slots() -> None:
 
 def test_weights_by_examples_and_uniform() -> None:
     answers = Answers((0, 1), torch.tensor([10.0, 30.0], dtype=torch.float64), [])
-    assert by_examples().weights(answers, None).tolist() == [10.0, 30.0]
-    assert uniform().weights(answers, None).tolist() == [1.0, 1.0]
+    assert by_examples().weights(answers).tolist() == [10.0, 30.0]
+    assert uniform().weights(answers).tolist() == [1.0, 1.0]
 
 
 def test_robust_rules_say_what_they_are() -> None:

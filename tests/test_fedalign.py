@@ -16,6 +16,7 @@ from fedgraft.algorithm import Answers, Moves
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.config import load
+from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.run import run
 from fedgraft.experiment.step_zero import install_head
 from fedgraft.local.train import LocalRule
@@ -232,3 +233,5 @@ def test_each_mode_runs_from_a_config(tmp_path: Path, align: str, monkeypatch: p
     monkeypatch.setattr("fedgraft.experiment.run.publish", lambda *a, **k: None)
     summary = run(load(None, [*TINY, f"algorithm.align={align}"]), tmp_path / "run", console=False)
     assert summary["rounds"] == 1
+    scores = RunFolder.open(tmp_path / "run").metrics()[0]["alignment"]  # whoever measured them, the figures see them
+    assert set(scores) == {"early", "middle", "late"} and all(0 <= s <= 1 for layer in scores.values() for s in layer)

@@ -30,7 +30,7 @@ PRIVATE = Protection(privacy=Privacy(Mechanism(1.0, 0.5, 10)))
 def telling(shape: tuple[int | str, ...] = ("classes",)) -> Weigher:
     """Weights a client knows by itself, from clients that show a tensor all the same."""
     show = Observe("labels", (), {"labels": shape})
-    return Weigher("telling", lambda answers, judge: torch.ones(len(answers.clients)), (show,), lambda s, n: s)
+    return Weigher("telling", lambda answers: torch.ones(len(answers.clients)), (show,), lambda s, n: s)
 
 
 CASES: list[tuple[Callable[[], Algorithm], str]] = [

@@ -72,14 +72,16 @@ class Observe:
 
 @dataclass(frozen=True)
 class Weigher:
-    """How much each client counts: `weights(answers, judge)` -> float64 (m,), not necessarily normalised."""
+    """How much each client counts: `weights(answers)` -> float64 (m,), not necessarily normalised."""
 
     name: str
-    weights: Callable[[Answers, Any], Tensor]
+    weights: Callable[[Answers], Tensor]
     wants: tuple[Observe, ...] = ()
     own: Callable[[float, Mapping[str, float]], float] | None = None
     """`own(share, scalars)`: the weight a client gives itself, in [0, 1], where it can know it; `share` is its number
     of examples over the largest allowed. A secure sum then carries the weight inside."""
+    judged: tuple[str, ...] = ()
+    """Scalars that the server computes from the changes itself, so that nobody can lie about them."""
     needs_moving_body: bool = False
 
 
@@ -148,12 +150,12 @@ class Protection:
 
 def by_examples() -> Weigher:
     """Weights in proportion to the number of examples, normalised over those who answered."""
-    return Weigher("examples", lambda answers, judge: answers.examples, own=lambda share, scalars: share)
+    return Weigher("examples", lambda answers: answers.examples, own=lambda share, scalars: share)
 
 
 def uniform() -> Weigher:
     """Every client counts the same."""
-    return Weigher("uniform", lambda answers, judge: torch.ones_like(answers.examples), own=lambda share, s: 1.0)
+    return Weigher("uniform", lambda answers: torch.ones_like(answers.examples), own=lambda share, s: 1.0)
 
 
 def mean() -> Combiner:

@@ -126,7 +126,12 @@ def _clear(
         new = server.skip(state)
         record["skipped"] = True
     else:
-        weights = algorithm.weigh.weights(answers, judge)
+        if names := algorithm.weigh.judged:
+            assert judge.align is not None
+            scores = judge.align(answers).tolist()
+            told = zip(answers.scalars, scores, strict=True)
+            answers = replace(answers, scalars=[{**said, **dict(zip(names, row, strict=True))} for said, row in told])
+        weights = algorithm.weigh.weights(answers)
         fold = fold_mixture if isinstance(algorithm.combine, Mixture) else fold_common
         try:
             new, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
@@ -159,9 +164,12 @@ def _secure(
     offences = [Offence(client, f"lost at stage {stage!r} of the secure sum") for client, stage in done.lost.items()]
     count = len(done.survivors)
     if algorithm.protects.privacy is not None:
-        total = torch.zeros(judge.length) if done.change is None else done.change * count
-        within = done.scalars.get("within", 0.0) * count
-        new = fold_private(algorithm, state, [total], within, count, judge.length, done.step)
+        # A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting
+        # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
+        told = max(0, count - 1)
+        total = torch.zeros(judge.length) if done.change is None else done.change * told
+        within = done.scalars.get("within", 0.0) * told
+        new = fold_private(algorithm, state, [total], within, told, judge.length, done.step)
     elif done.change is None or count < federation.minimum_answers:
         return server.skip(state), {**record, "skipped": True}, offences, {}
     else:
@@ -357,7 +365,7 @@ def relative_drift(clients: Mapping[str, list[float]]) -> float:
 
 
 def _alignment(answers: Answers) -> dict[str, Any]:
-    """Alignment by client and layer, for the figures, where clients reported it."""
+    """Alignment by client and layer, for the figures, where it was measured."""
     layers = [name for name in answers.scalars[0] if name.startswith("alignment:")]
     if not layers:
         return {}

@@ -105,11 +105,8 @@ def fedalign(
     null = null_level(probe, keep, top) if null_correction else 0.0
     names = tuple(f"alignment:{layer}" for layer in layers)
 
-    def weights(answers: Answers, judge: Any) -> Tensor:
-        if align == "server":
-            scores = judge.align(answers)
-        else:
-            scores = torch.tensor([[s[name] for name in names] for s in answers.scalars], dtype=torch.float64)
+    def weights(answers: Answers) -> Tensor:
+        scores = torch.tensor([[s[name] for name in names] for s in answers.scalars], dtype=torch.float64)
         found = alignment_weights(answers.examples, scores, gamma, None, null, cap).weights
         return (
             random_weights_like(found, torch_stream(seed, "random_weights", answers.round))
@@ -123,8 +120,9 @@ def fedalign(
         return share * max(score, 1e-6) ** gamma
 
     observe = Observe("alignment", names, options={"layers": layers, "keep": keep, "top": top})
-    wants = () if align == "server" else (observe,)
-    weigher = Weigher(f"alignment:{align}", weights, wants, own if align == "client" else None, needs_moving_body=True)
+    wants, judged = ((), names) if align == "server" else ((observe,), ())
+    mine = own if align == "client" else None
+    weigher = Weigher(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True)
     return vary(fedavg(**options), name="fedalign", weigh=weigher)
 
 
