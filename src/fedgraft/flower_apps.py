@@ -25,8 +25,8 @@ from fedgraft.errors import FedgraftError, MissingExtra
 
 if TYPE_CHECKING:
     from fedgraft.experiment.config import Config
+    from fedgraft.experiment.following import Progress
     from fedgraft.experiment.node import Nodes
-    from fedgraft.experiment.run import Progress
 
 __all__ = ["client", "server", "simulate"]
 

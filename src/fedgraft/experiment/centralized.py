@@ -21,8 +21,11 @@ from fedgraft.experiment import step_zero
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, merge, to_toml, validate
+from fedgraft.experiment.following import Followers, Progress, Silent
+from fedgraft.experiment.publish import publish
 from fedgraft.experiment.record import RunFolder
-from fedgraft.experiment.run import Best, Followers, Progress, Silent, install_head, is_finished, one_thread, publish
+from fedgraft.experiment.run import Best, is_finished, one_thread
+from fedgraft.experiment.step_zero import install_head
 from fedgraft.local.evaluate import evaluate
 from fedgraft.local.train import train
 from fedgraft.randomness import torch_stream

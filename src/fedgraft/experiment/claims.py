@@ -70,7 +70,7 @@ def quantity(claim: Claim, found: Found) -> list[float] | None:
         return None
     if claim.ratio:
         return [a / b for a, b in zip(left, right, strict=True)] if all(right) else None
-    return [a - b for a, b in zip(left, right, strict=True)]
+    return [round(a - b, 9) for a, b in zip(left, right, strict=True)]  # equal is equal, whatever the last bit says
 
 
 def verdicts(found: Found) -> list[Verdict]:

@@ -26,8 +26,9 @@ from fedgraft.data.store import make_store
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.build import Remote, Setup
 from fedgraft.experiment.config import Config, validate
+from fedgraft.experiment.following import Progress
 from fedgraft.experiment.parts import Deal
-from fedgraft.experiment.run import Progress, run
+from fedgraft.experiment.run import run
 
 
 def config_of(text: str) -> Config:

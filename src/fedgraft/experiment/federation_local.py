@@ -23,7 +23,7 @@ from fedgraft.experiment.federation_server import control_of, start_server, stat
 
 if TYPE_CHECKING:
     from fedgraft.experiment.config import Config
-    from fedgraft.experiment.run import Progress
+    from fedgraft.experiment.following import Progress
 
 JOIN_SECONDS = 180.0
 _LOOK = 0.5  # seconds between two looks at the run's files
@@ -50,7 +50,9 @@ class LocalFederation:
 
 
 @contextmanager
-def local_federation(config: Config, through: Callable[[str], str] = str) -> Iterator[LocalFederation]:
+def local_federation(
+    config: Config, through: Callable[[str, Path], str] = lambda address, certificates: address
+) -> Iterator[LocalFederation]:
     """Start server and nodes for a config's clients, and end them all afterwards, whatever happened.
 
     `through` may name another address for nodes to reach the server by, such as a proxy that counts.
@@ -62,7 +64,7 @@ def local_federation(config: Config, through: Callable[[str], str] = str) -> Ite
     try:
         for name in names:
             fed.register(name, make_node_key(root / name, name)[1])
-        address = through(start_server(fed, bound=True).address)
+        address = through(start_server(fed, bound=True).address, fed.certificates)
         for number, name in enumerate(names):
             choice = NodeChoice(address, fed.authority, root / name / f"{name}.key", number)
             choice.check()

@@ -63,6 +63,7 @@ def environment(home: Path) -> dict[str, str]:
     return kept | {
         "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUNBUFFERED": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "3",  # at most; our helper looks often while there is work
         # Flower starts its helpers by name: they must be those of this installation.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }  # fmt: skip

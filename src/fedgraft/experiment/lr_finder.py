@@ -20,7 +20,8 @@ from fedgraft.errors import FedgraftError
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.centralized import as_central
 from fedgraft.experiment.config import Config
-from fedgraft.experiment.run import install_head, one_thread
+from fedgraft.experiment.run import one_thread
+from fedgraft.experiment.step_zero import install_head
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import train

@@ -7,7 +7,7 @@ from fedgraft.experiment.build import Setup, per_round
 from fedgraft.experiment.cautions import warnings_for
 from fedgraft.experiment.config import Config, validate
 from fedgraft.experiment.display import size
-from fedgraft.experiment.run import describe
+from fedgraft.experiment.publish import describe
 from fedgraft.messages import Payload, Reply, wire_size
 
 

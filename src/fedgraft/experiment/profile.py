@@ -21,10 +21,11 @@ from fedgraft.experiment import figures
 from fedgraft.experiment.adapted import adapted
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.parts import per_round
+from fedgraft.experiment.publish import PHASES_FILE
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.report import write_report
 from fedgraft.experiment.roofline import Roofline, best_seconds, measure_roofline
-from fedgraft.experiment.run import PHASES_FILE, one_thread
+from fedgraft.experiment.run import one_thread
 
 
 @dataclass(frozen=True)

@@ -2,59 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedgraft import server
 from fedgraft.algorithm import Mixture, vary
-from fedgraft.errors import FedgraftError
 from fedgraft.exchange.privacy import NOT_COVERED
-from fedgraft.experiment import figures, representation_figures, step_zero
+from fedgraft.experiment import representation_figures, step_zero
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.cautions import warnings_for
 from fedgraft.experiment.checkpoint import Checkpoint
 from fedgraft.experiment.config import Config, to_toml
+from fedgraft.experiment.following import Followers, Progress, Silent
 from fedgraft.experiment.parts import budget
 from fedgraft.experiment.personal_store import PersonalStore
+from fedgraft.experiment.publish import describe, keep_phases, publish
 from fedgraft.experiment.record import RunFolder
-from fedgraft.experiment.record_files import write_text
-from fedgraft.experiment.report import write_report
 from fedgraft.experiment.step_zero import install_head
-from fedgraft.experiment.trackers import Tracker, tracker
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
 from fedgraft.server import ServerState
 
 log = logging.getLogger("fedgraft")
-PHASES_FILE = "phases.json"
-
-
-class Progress(Protocol):
-    """Somebody who wants to see how it goes."""
-
-    def start(self, total: int, done: int, text: str) -> None: ...
-    def update(self, line: Mapping[str, Any]) -> None: ...
-
-
-class Silent:
-    """Nobody watches."""
-
-    def start(self, total: int, done: int, text: str) -> None:
-        """Ignore."""
-
-    def update(self, line: Mapping[str, Any]) -> None:
-        """Ignore."""
 
 
 @dataclass(frozen=True)
@@ -76,28 +54,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class Followers:
-    """All trackers of a run as one; an interrupted run ends them too."""
-
-    def __init__(self, config: Config, folder: Path, after: int) -> None:
-        self.all: list[Tracker] = [tracker(name, folder) for name in config.track.trackers]
-        for one in self.all:
-            one.start(config.model_dump(mode="json"), config.name, after)
-        self.summary: Mapping[str, Any] = {}
-
-    def __enter__(self) -> Followers:
-        return self
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        """One more round."""
-        for one in self.all:
-            one.log(int(line["round"]), line)
-
-    def __exit__(self, *ignored: object) -> None:
-        for one in self.all:
-            one.finish(self.summary)
 
 
 def run(
@@ -129,38 +85,6 @@ def run(
         publish(record, setup)
         keep_phases(folder, {**work.phases, "figures and report": time.perf_counter() - began})
         return summary
-
-
-def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
-    """Note what is no part of a round, and the most memory this process and its largest worker held."""
-    peaks = {"this process": resource.RUSAGE_SELF, "largest worker": resource.RUSAGE_CHILDREN}
-    memory = {name: resource.getrusage(who).ru_maxrss / 1024 for name, who in peaks.items()}
-    write_text(folder / PHASES_FILE, json.dumps({"seconds": dict(seconds), "megabytes": memory}, indent=2) + "\n")
-
-
-def publish(record: RunFolder, setup: Setup) -> None:
-    """The figures of a finished run - accuracy, loss, who holds what - and its report."""
-    try:
-        _draw(record, setup)
-    except OSError as error:
-        raise FedgraftError(
-            f"the run is finished and its results are stored, but its figures and report could not be written "
-            f"({error.strerror}) in {record.path}; make room and run it again, which only draws."
-        ) from error
-
-
-def _draw(record: RunFolder, setup: Setup) -> None:
-    folder, lines, held = record.path / "figures", record.metrics(), setup.deal.histogram()
-    folder.mkdir(exist_ok=True)
-    for key, label, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
-        found = [(line["round"], factor * line[key]) for line in lines if line.get(key) is not None]
-        if found:
-            series = {setup.config.name: ([x for x, _ in found], [y for _, y in found], None)}
-            figures.curves(folder / f"{key}.png", series, xlabel="round", ylabel=label)
-    if len(held) <= 1000:
-        figures.draw("client_classes", folder / "client_classes.png", held)
-    representation_figures.draw_all(record.path, lines, setup.config.partition.clients)
-    write_report(record.path, partition=held, classes=setup.deal.dataset.train.classes)
 
 
 def is_finished(folder: Path) -> bool:
@@ -452,16 +376,3 @@ class _Run:
         )  # fmt: skip
         log.info("resumed after round %d", state.round)
         return state
-
-
-def describe(setup: Setup) -> str:
-    """One line for the log: what moves, who takes part, how it is carried out."""
-    f, s = setup.federation, setup.space
-    mode = f"features kept at entry {setup.entry} of {setup.network.depth}" if setup.entry else "from pixels"
-    mode = mode if setup.network.depth else "on given features"
-    total = sum(p.numel() for p in setup.network.parameters())
-    kind = "one model per client" if isinstance(setup.algorithm.combine, Mixture) else "one model"
-    return (
-        f"{setup.algorithm.name}: {s.trained:,} of {total:,} weights move, "
-        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}"
-    )
