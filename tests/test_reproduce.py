@@ -118,6 +118,28 @@ def test_levels_come_before_what_the_scale_says_last() -> None:
     assert {cell.config().local.lr for cell in cells(parse(text, "a"), "laptop", "a")} == {0.01, 0.1}
 
 
+def test_a_best_rate_at_an_end_is_held_against_a_further_one() -> None:
+    assert reproduce.widen([0.1, 0.3, 1.0], 1.0) == [0.1, 0.3, 1.0, 3.33]
+    assert reproduce.widen([0.1, 0.3, 1.0], 0.1) == [0.0333, 0.1, 0.3, 1.0]
+    assert reproduce.widen([0.1, 0.3, 1.0], 0.3) == [0.1, 0.3, 1.0]
+    assert reproduce.widen([1e-12], 1e-12) == [1e-12]
+
+
+def test_the_list_grows_until_the_best_is_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = parse(PRESET + 'tuning = { rates = { "*" = [0.1, 0.3, 1.0] } }', "a")
+    work = Work("a", preset, "laptop", (1,), tmp_path)
+    asked: list[str] = []
+
+    def no_runs(work: Work, wanted: reproduce.Wanted) -> dict[str, Path]:
+        asked[:] = list(wanted)
+        return {label: Path(label) for label in wanted}
+
+    monkeypatch.setattr(reproduce, "carry_out", no_runs)
+    monkeypatch.setattr(reproduce, "measure_of", lambda p, m: abs(float(p.name.split("lr ")[1]) - 2.7))
+    assert set(reproduce.tune(work, cells(preset, "laptop", "a")).values()) == {3.33}
+    assert [label.split("lr ")[1] for label in asked] == 2 * ["0.1", "0.3", "1", "3.33", "11.1"]
+
+
 def test_runs_that_choose_a_rate_are_short_and_leave_the_test_set_alone() -> None:
     found = {cell.label: cell for cell in cells(load_preset("editing"), "paper", "editing", "D")}
     config = found["N_c=10/random"].config(seed=2)

@@ -19,6 +19,8 @@ from fedgraft.experiment.statistics import rounds_to
 from fedgraft.experiment.sweep import finished, folder_of, run_many, vary
 
 TUNING_SEED = 0
+WIDENED = 2
+"""How often a list of learning rates may grow because its best is at an end."""
 Report = Callable[[str], None]
 Wanted = Mapping[str, tuple[Config, bool]]
 """Configs by label, and whether each is trained in one place."""
@@ -182,26 +184,44 @@ def tune(work: Work, every: Sequence[Cell]) -> dict[str, float]:
     """By cell the learning rate with the least validation loss after the last round.
 
     The best round would not do: where training harms, that is the start, whatever the rate. Nor would accuracies,
-    which differ by less than their noise in short runs, or test images, which these runs do not touch.
+    which differ by less than their noise in short runs, or test images, which these runs do not touch. A best rate at
+    an end of its list is tried against a further one.
     """
     tuning = work.preset.tuning
     if tuning is None:
         return {}
     owner = {cell.label: _tuned_at(work, cell) for cell in every}
-    tries = {
-        f"{cell.label} lr {rate}": (_short(cell.config(seed=TUNING_SEED), rate, tuning.rounds), cell.central)
-        for cell in every
-        if owner[cell.label] == cell.label
-        for rate in _rates(work, cell)
-    }
-    done = carry_out(work, tries)
-    best: dict[str, float] = {}
-    for cell in every:
-        if owner[cell.label] == cell.label:
-            found = {r: measure_of(done[f"{cell.label} lr {r}"], "loss") for r in _rates(work, cell)}
-            losses = {r: math.inf if loss is None else loss for r, loss in found.items()}
-            best[cell.label] = min(losses, key=lambda rate: losses[rate])
+    tuned = {cell.label: cell for cell in every if owner[cell.label] == cell.label}
+    rates = {label: _rates(work, cell) for label, cell in tuned.items()}
+    for _ in range(1 + WIDENED):
+        tries = {
+            f"{label} lr {rate:g}": (_short(cell.config(seed=TUNING_SEED), rate, tuning.rounds), cell.central)
+            for label, cell in tuned.items()
+            for rate in rates[label]
+        }
+        done = carry_out(work, tries)
+        losses = {
+            label: {rate: measure_of(done[f"{label} lr {rate:g}"], "loss") for rate in rates[label]} for label in tuned
+        }
+        best = {label: min(found, key=lambda rate: _order(found[rate])) for label, found in losses.items()}
+        wider = {label: widen(rates[label], best[label]) for label in tuned}
+        if wider == rates:
+            break
+        rates = wider
     return {label: best[at] for label, at in owner.items() if at in best}
+
+
+def _order(loss: float | None) -> float:
+    return math.inf if loss is None else loss
+
+
+def widen(rates: Sequence[float], best: float) -> list[float]:
+    """One more rate beyond the best if that is the first or the last of several: the true best may lie outside."""
+    if len(rates) > 1 and best == rates[-1]:
+        return [*rates, float(f"{best * best / rates[-2]:.3g}")]
+    if len(rates) > 1 and best == rates[0]:
+        return [float(f"{best * best / rates[1]:.3g}"), *rates]
+    return list(rates)
 
 
 def _tuned_at(work: Work, cell: Cell) -> str:
