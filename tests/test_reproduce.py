@@ -312,7 +312,9 @@ def test_the_command_writes_a_page_and_the_summary(tmp_path: Path) -> None:
     words = ["reproduce", "settings", "--scale", "tiny", "--out", str(tmp_path), "--summary"]
     said = CliRunner().invoke(app, words)
     assert said.exit_code == 0, said.output
-    assert "`rounds.fraction`" in (tmp_path / "settings.md").read_text() and (tmp_path / "summary.md").is_file()
+    assert "`rounds.fraction`" in (tmp_path / "settings.md").read_text()
+    summary = (tmp_path / "summary.md").read_text()
+    assert "[settings](settings.md)" in summary and "not run yet: `fedgraft reproduce editing`" in summary
 
 
 @pytest.mark.parametrize("words", [[], ["editing", "--scale", "huge"], ["nothing"]])

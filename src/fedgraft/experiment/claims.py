@@ -131,7 +131,18 @@ def summary(out: Path) -> str:
             where = f"[{name}]({name}.md){f', {found.scale}' if found else ''}"
             rows.append([row, f"{text}: {claim.text} ({claim.document})", where, numbers, f"**{said}**"])
     header = ["row", "what the documents claim", "experiment", "what we measured", "verdict"]
-    return _PAGE.format(table=table(header, rows), rule=_RULE)
+    return _PAGE.format(table=table(header, rows), rule=_RULE, experiments=_experiments(out))
+
+
+def _experiments(out: Path) -> str:
+    """Every experiment: its page, or the command that makes it."""
+    rows = []
+    for name in names():
+        there = (out / f"{name}.md").is_file()
+        rows.append(
+            [f"[{name}]({name}.md)" if there else f"not run yet: `fedgraft reproduce {name}`", load_preset(name).title]
+        )
+    return table(["page", "what it is about"], rows)
 
 
 def claims_of(row: int) -> list[tuple[str, Claim]]:
@@ -166,4 +177,8 @@ One row per claim of the [checklist](../checklist.md) (kind L); a claim with sev
 This page is made by `fedgraft reproduce --summary`.
 
 {table}
+
+## All experiments
+
+{experiments}
 """
