@@ -156,6 +156,11 @@ def test_partitions_by_word() -> None:
 
 
 def test_refusals() -> None:
+    begun: list[str] = []
+    for name in ("sign_flip", "backdoor_boosted"):  # known before the first cell has cost anything
+        with pytest.raises(FedgraftError, match="nobody sees one"):
+            attack_table(config("protects.kind=secure"), ["label_flip", name], ["mean"], report=begun.append)
+    assert not begun
     with pytest.raises(FedgraftError, match="no attack 'sign'"):
         attack_table(config(), ["sign"], ["mean"], report=quiet)
     with pytest.raises(FedgraftError, match="no rule 'average'"):

@@ -128,7 +128,10 @@ def test_the_weighted_mean_equals_the_plain_one_within_the_quantisation() -> Non
 
 
 def dropout_case(seed: int) -> str:
-    """One random federation with up to 30 % lost at each stage: 'exact', 'abort', or 'wrong'."""
+    """One random federation with up to 30 % lost at each stage: 'exact', 'abort', or 'wrong'.
+
+    To give up although every client has enough holders that stay to the end is wrong too.
+    """
     rng = np.random.default_rng(seed)
     n = int(rng.integers(3, 13))
     sparse = n > 6 and bool(rng.integers(2))
@@ -142,7 +145,8 @@ def dropout_case(seed: int) -> str:
     try:
         result = run_locally(inputs, plan, 0, drop_at=drop)
     except SecureAbort:
-        return "abort"
+        stay = set(plan.clients) - set().union(*drop.values())
+        return "wrong" if all(plan.enough(u, stay) for u in plan.clients) else "abort"
     gone = set().union(*(drop.get(stage, set()) for stage in STAGES[:3]))
     right = not gone & set(result.survivors) and is_exact(result.words, inputs, plan, result.survivors)
     return "exact" if right else "wrong"
@@ -170,6 +174,18 @@ def test_exactly_the_threshold_suffices_at_every_stage(stage: str) -> None:
     assert fine.lost == dict.fromkeys((11, 16), stage)
     with pytest.raises(SecureAbort):
         run_locally(inputs, plan, 0, drop_at={stage: {11, 13, 16}})
+
+
+def test_a_server_that_gives_up_without_need_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: it wants everybody to stay."""
+
+    def everybody(self: SecureServer, stage: str, left: list[int]) -> list[int]:
+        if len(left) < len(self.plan.clients):
+            raise SecureAbort("somebody is lost")
+        return sorted(left)
+
+    monkeypatch.setattr(SecureServer, "_enough", everybody)
+    assert dropout_cases(40)["wrong"] > 0
 
 
 def test_a_mask_left_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,11 +633,24 @@ def test_wrong_shares_are_noticed(liars: int, abort: bool) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"threshold": 3}, {"threshold": 8}, {"degree": 3}, {"degree": 0}, {"degree": 4, "threshold": 6}],
+    [{"threshold": 3}, {"threshold": 8}, {"degree": 3}, {"degree": 0}, {"degree": 4, "threshold": 6}, {"room": 6}],
 )
 def test_plans_that_protect_nobody_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(FedgraftError):
         make(7, **options)
+
+
+def test_a_ring_with_more_room_has_larger_steps_and_the_same_sum() -> None:
+    plan, inputs = make(5)
+    wide = replace(plan, room=500)
+    assert wide.ring.step("change") == pytest.approx(100 * plan.ring.step("change"), rel=1e-6)
+    assert Plan.from_bytes(wide.to_bytes()) == wide and wide.digest != plan.digest
+    result = run_locally(inputs, wide, 0)
+    assert is_exact(result.words, inputs, wide, result.survivors)
+    text = wide.to_bytes().decode()
+    for other in ("500.0", "true", '"500"', "4"):
+        with pytest.raises(FedgraftError):
+            Plan.from_bytes(text.replace('"room":500', f'"room":{other}').encode())
 
 
 def test_bad_cohorts_and_damaged_plans_are_refused() -> None:

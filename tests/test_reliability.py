@@ -16,8 +16,17 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.reliability.__main__ import CHECKS  # noqa: E402
 from benchmarks.reliability.outcome import Outcome, keep, kept, page, share  # noqa: E402
 
-SCALES = {"dropouts": 0.01, "view": 0.02, "hostile": 0.01, "malformed": 0.001}
-SLOW = {"damaged": 0.02, "kills": 0.02, "cost": 0.1, "sizes": 0.25, "accounts": 0.004, "liar": 0.1, "soak": 0.02}
+SCALES = {"dropouts": 0.01, "view": 0.02, "hostile": 0.01, "thousand": 0.06, "malformed": 0.001}
+SLOW = {
+    "damaged": 0.02,
+    "kills": 0.02,
+    "cost": 0.1,
+    "sizes": 0.25,
+    "accounts": 0.004,
+    "noise": 0.02,
+    "liar": 0.1,
+    "soak": 0.02,
+}
 
 
 @pytest.fixture(autouse=True)

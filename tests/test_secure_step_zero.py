@@ -357,7 +357,8 @@ def test_an_answer_over_its_size_is_not_even_unpacked(monkeypatch: pytest.Monkey
     assert sum(over for _, _, over in read) == 1 and all(limit is not None and limit < 1 << 18 for _, limit, _ in read)
 
 
-def test_large_answers_are_asked_for_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("protects", [SECURE, Protection()], ids=lambda p: p.kind)
+def test_large_answers_are_asked_for_in_groups(protects: Protection, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may hold all answers of one exchange, so one exchange does not ask for too many."""
     monkeypatch.setattr(secure_round, "_HELD", 1)
     monkeypatch.setattr(secure_round, "_GROUP", 2)
@@ -368,11 +369,28 @@ def test_large_answers_are_asked_for_in_groups(monkeypatch: pytest.MonkeyPatch) 
         sizes.append(len(orders))
         return list(inner(orders))
 
-    found = Sums(exchange, "toy", CLIENTS, toy.network, SECURE).ask("statistics")
-    assert set(sizes) == {2, 1} and len(sizes) == 3 * len(STAGES)
+    found = Sums(exchange, "toy", CLIENTS, toy.network, protects).ask("statistics")
+    assert set(sizes) == {2, 1} and len(sizes) == 3 * (len(STAGES) if protects is SECURE else 1)
     monkeypatch.undo()
-    wanted = secured(calm).ask("statistics")
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    wanted = Sums(calm.engine.exchange, "toy", CLIENTS, calm.network, protects).ask("statistics")
+    if protects is SECURE:
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_long_vectors_add_up_to_the_same_bits_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are added one by one in client order, whatever the groups; a group without an answer adds nothing."""
+    whole = asked(clear(Toy(zoo.fedavg())), "sensitivity", Toy(zoo.fedavg()))
+    without = asked(clear(Toy(zoo.fedavg()), [2, 3, 4]), "sensitivity", Toy(zoo.fedavg()))
+    monkeypatch.setattr(secure_round, "_HELD", 1)
+    monkeypatch.setattr(secure_round, "_GROUP", 2)
+    grouped = asked(clear(Toy(zoo.fedavg())), "sensitivity", Toy(zoo.fedavg()))
+    assert all(torch.equal(grouped[name], whole[name]) for name in whole)
+    toy = Toy(zoo.fedavg())
+    inner = toy.engine.exchange
+    sums = Sums(lambda o: [r for r in inner(o) if r.client > 1], "toy", CLIENTS, toy.network, Protection())
+    found = asked(sums, "sensitivity", toy)
+    assert all(torch.equal(found[name], without[name]) for name in without) and sorted(sums.lost) == [0, 1]
 
 
 def test_a_client_whose_numbers_do_not_fit_leaves_and_is_named() -> None:

@@ -41,9 +41,9 @@ def kills(scale: float) -> Outcome:
             }
     names = {"in_place": "file overwritten in place", "no_round": "weights without the round"}
     return Outcome(
-        report.identical == count and not report.failures,
-        f"{report.identical} of {count} resumed runs bit-identical ({report.kills} were killed before their end, "
-        f"{report.while_writing} of them in the middle of a write)",
+        report.identical == report.kills == count and not report.failures,
+        f"{report.identical} of {report.kills} killed runs bit-identical after they were resumed "
+        f"({report.while_writing} of them killed in the middle of a write)",
         {names[way]: f"{same} of {few} identical" for way, same in naive.items()},
         all(same < few for same in naive.values()),
         {"count": count, "kills": report.kills, "while_writing": report.while_writing, "naive": naive},

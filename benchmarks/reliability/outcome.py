@@ -16,16 +16,20 @@ NOTES = """
 ## How to read them
 
 - `dropouts`: losses add up over the stages, so about half of the random cases fall below their threshold. Those must
-  end in a clean abort.
+  end in a clean abort. To give up although enough clients stay would count as wrong.
 - `cost`: the bar on bytes has a broken variant. The bar on time has none; its control is flwr's own repeats held
   against each other, which must give a ratio near 1. Both sides work in one process and one thread.
-- `malformed`: every aggregator gets the common kinds and those about the fields that only it asks for.
+- `malformed`: every aggregator gets the common kinds and those about the fields that only it asks for. Of the 1,000
+  replies of a kind ten come alone in a round; the others come with one of each other kind, all from one client. Where
+  such a crowd is not dropped whole, each of its replies gets a round of its own, and that is counted.
+- `thousand`: in a graph of neighbours a client's work does not grow with the cohort.
 - `sizes`: how far the resident memory of a process rises while it screens one reply. The received bytes are in a mapped
   file and not counted.
-- `accounts`: a secure sum that is given up for want of one client is outside the account
+- `noise`: a secure sum that is given up for want of one client is outside the account
   ([SECURITY.md](../SECURITY.md)).
-- `liar`: the bar on accuracy is for scores that the server computes. Where clients report their own score, only the cap
-  on the weight is promised.
+- `liar`: the bar on accuracy is for a lie about similarity, with a poisoned change, where the server computes the
+  scores. Where clients report their own score, or where the liar claims a billion examples too, only the cap on the
+  weight is promised: a liar at that cap can cost far more than six points, as the row shows.
 - `soak`: caches fill during the first few hundred rounds. A run of fewer than 2,000 shows a slope and gets no verdict.
 """
 
@@ -94,7 +98,8 @@ def page(store: Path, checks: Mapping[str, Check]) -> str:
     ]
     lines += [_row(name, checks[name], found[name]) for name in checks]
     lines += NOTES.splitlines()
-    lines += ["", "## How each row was made", "", "| check | command | date (UTC) | took | source | machine |"]
+    lines += ["", "## How each row was made", "", "What it took is wall time on a machine that did other work too.", ""]
+    lines += ["| check | command | date (UTC) | took | source | machine |"]
     lines += ["|---|---|---|---|---|---|", *[_made(name, one) for name, one in found.items() if one], ""]
     return "\n".join(lines)
 

@@ -72,14 +72,16 @@ class Clients:
         return SimpleNamespace(closing=SimpleNamespace(memory={}, sums={}), reach=1.0, loss=0.0, steps=1)
 
 
-def released(algorithm: Algorithm, changes: Sequence[Tensor], lost: dict[int, str], round_: int = 0) -> Tensor:
-    """What one private round adds to the model."""
+def released(
+    algorithm: Algorithm, changes: Sequence[Tensor], lost: dict[int, str], round_: int = 0, first: int = 0
+) -> Tensor:
+    """What one private round adds to the model; the cohort are the clients from `first` on."""
     assert algorithm.protects.privacy is not None
     length, mechanism = len(changes[0]), algorithm.protects.privacy.mechanism
     federation = Federation("run", 0, mechanism.population, len(changes), 10, constant(0.1), "poisson", largest=5)
     state = ServerState(round_, torch.zeros(length), algorithm.server.init(length), clip=BOUND)
     settings = {"lr": 0.1, "clip": BOUND}
-    orders = [Order("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(len(changes))]
+    orders = [Order("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(first, len(changes))]
     carry = rounds._secure if algorithm.protects.kind == "secure" else rounds._clear
     engine = Clients(algorithm, changes, lost)
     new, _, _, _ = carry(algorithm, federation, state, orders, engine, Judge("s", length, length, 4, 3))
@@ -91,60 +93,82 @@ def case(seed: int, length: int, kind: Kind) -> tuple[list[Tensor], dict[int, st
     rng = np.random.default_rng(seed)
     sizes = {"zero": 0.0, "nan": math.nan, "small": 1e-4, "large": 100.0}
     changes = []
-    for k in range(int(rng.integers(4, 12))):
-        noise = torch.randn(length, generator=torch.Generator().manual_seed(seed * 100 + k)) / math.sqrt(length)
+    aligned = rng.random() < 0.5  # all changes in one direction: what one client adds is not lost among the others
+    for k in range(int(rng.integers(2, 12))):
+        stream = torch.Generator().manual_seed(seed * 100 + (0 if aligned else k))
+        noise = torch.randn(length, generator=stream) / math.sqrt(length)
         changes.append(noise * sizes[str(rng.choice([*sizes, "large", "small"]))])
     ways = STAGES[1:] if kind == "secure" else STAGES[:1]
     lost = {k: str(rng.choice(ways)) for k in range(len(changes)) if rng.random() < 0.15}
     return changes, lost, Mechanism(NOISE, float(rng.uniform(0.05, 0.5)), int(rng.integers(20, 200)))
 
 
-def reach(kind: Kind, clients: int, length: int) -> float:
+def reach(kind: Kind, population: int, length: int) -> float:
     """The stated sensitivity of the sum."""
-    return sensitivity(BOUND, 1.0, 1.0 / ((2**31 - 1) // clients) if kind == "secure" else 0.0, length)
+    return sensitivity(BOUND, 1.0, 1.0 / ((2**31 - 1) // population) if kind == "secure" else 0.0, length)
 
 
-def summed(changes: Sequence[Tensor], lost: dict[int, str], kind: Kind) -> tuple[Tensor, bool]:
-    """The clipped sum over those whose summand arrives; and whether a secure sum has enough of them to be opened."""
+def summed(changes: Sequence[Tensor], lost: dict[int, str], kind: Kind, first: int = 0) -> tuple[Tensor, bool]:
+    """What a round releases before noise: the clipped sum over those whose summand arrives, and whether it is opened.
+
+    A secure sum counts one less than there are, and needs two thirds of the cohort to the end.
+    """
     late = STAGES[4:] if kind == "secure" else ()
-    finite = [k for k, c in enumerate(changes) if bool(torch.isfinite(c).all())]
+    cohort = range(first, len(changes))
+    finite = [k for k in cohort if bool(torch.isfinite(changes[k]).all())]
     kept = [k for k in finite if lost.get(k, STAGES[-1]) in late or k not in lost]
     stay = [k for k in kept if k not in lost]
     total = torch.zeros(len(changes[0]), dtype=torch.float64)
     for k in kept:
         total += clip(changes[k], BOUND)[0].double()
-    return total, kind == "clear" or len(stay) >= 2 * len(changes) // 3 + 1
+    if kind == "clear":
+        return total, True
+    opened = len(cohort) > 1 and len(stay) >= 2 * len(cohort) // 3 + 1
+    return total * ((len(kept) - 1) / len(kept) if opened else 0.0), opened
 
 
 def noise_case(seed: int, length: int, kind: Kind) -> float:
     """Relative error of the noise's deviation in one random round; a round that is given up releases noise alone."""
     changes, lost, mechanism = case(seed, length, kind)
     algorithm = private(mechanism.population, mechanism.probability, NOISE, kind)
-    total, opened = summed(changes, lost, kind)
-    noise = released(algorithm, changes, lost, seed) - (total if opened else 0.0) / mechanism.expected
-    return abs(float(noise.std()) / (NOISE * reach(kind, len(changes), length) / mechanism.expected) - 1)
+    noise = released(algorithm, changes, lost, seed) - summed(changes, lost, kind)[0] / mechanism.expected
+    return abs(float(noise.std()) / (NOISE * reach(kind, mechanism.population, length) / mechanism.expected) - 1)
 
 
-def shift_case(seed: int, length: int, kind: Kind) -> float | None:
-    """How far one client's answer moves the release, in units of the stated sensitivity; the noise is switched off.
+def shift_case(seed: int, length: int, kind: Kind) -> tuple[float, int]:
+    """How far one client moves the release by being sampled, and by answering, in units of the stated sensitivity.
 
-    None: a secure sum is given up for want of this one answer. An account takes who is lost as given (SECURITY.md).
+    The noise is switched off. Also how many secure sums are given up for want of this one client, which are left out:
+    an account takes who is lost as given (SECURITY.md).
     """
     changes, lost, mechanism = case(seed, length, kind)
     algorithm = private(mechanism.population, mechanism.probability, 0.0, kind)
     there = {k: stage for k, stage in lost.items() if k != 0}
     silent = {**there, 0: "secure.masked" if kind == "secure" else "train"}
-    if summed(changes, there, kind)[1] != summed(changes, silent, kind)[1]:
-        return None
-    with_it, without = (released(algorithm, changes, gone, seed) for gone in (there, silent))
-    moved = float(torch.linalg.vector_norm(with_it - without)) * mechanism.expected
-    return moved / reach(kind, len(changes), length)
+    with_it, opened = released(algorithm, changes, there, seed), summed(changes, there, kind)[1]
+    most, given_up = 0.0, 0
+    for gone, first in ((silent, 0), (there, 1)):
+        # A cohort of one is not a loss: no sum is asked of it, and the account covers that.
+        if summed(changes, gone, kind, first)[1] != opened and len(changes) - first > 1:
+            given_up += 1
+            continue
+        moved = with_it - released(algorithm, changes, gone, seed, first)
+        most = max(most, float(torch.linalg.vector_norm(moved)) * mechanism.expected)
+    return most / reach(kind, mechanism.population, length), given_up
 
 
 def largest_shift(cases: int, length: int, kind: Kind) -> tuple[float, int]:
     """The most that one client moves a release over so many rounds, and how many were given up for want of it."""
     found = [shift_case(seed, length, kind) for seed in range(cases)]
-    return max(moved for moved in found if moved is not None), found.count(None)
+    return max(moved for moved, _ in found), sum(given_up for _, given_up in found)
+
+
+def pair_shift(length: int) -> float:
+    """How far the second client of a secure sum moves it, where both go one way: alone, the first is not asked."""
+    changes = [torch.full((length,), 100.0)] * 2
+    algorithm = private(20, 0.1, 0.0, "secure")
+    with_it, without = (released(algorithm, changes, {}, first=first) for first in (0, 1))
+    return float(torch.linalg.vector_norm(with_it - without)) * 2.0 / reach("secure", 20, length)
 
 
 def quiet() -> None:

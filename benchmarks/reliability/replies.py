@@ -1,7 +1,10 @@
 """Malformed replies of every kind against every way of combining: only the offender goes, the rest keeps its bits.
 
-The kinds live in tests/test_exchange_screening.py. Each case is a whole round of the server: six replies arrive in
-random order, one of them malformed; the state after it must equal, bit for bit, that of the round without it.
+The kinds live in tests/test_exchange_screening.py. Each round is a whole one of the server: five honest replies arrive
+in random order among the malformed ones of a sixth client; each of those must be dropped under that client's name, and
+the state after the round must equal, bit for bit, that of the round without the client. Some rounds have one malformed
+reply; most have one of every kind, in random order. Where such a crowd is not dropped whole, each of its replies gets a
+round of its own, and that counts.
 
 Each aggregator asks for what it needs (control variates, displacements, alignment, representations) and, so that every
 kind applies to it, for the fields of that test as well. Its own fields are spoiled too.
@@ -9,8 +12,9 @@ kind applies to it, for the fields of that test as well. Its own fields are spoi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -31,10 +35,13 @@ from fedgraft.round import Judge
 from fedgraft.server import Federation, ServerState
 from test_exchange_screening import EXPECTED, LENGTH, MALFORMED, Spoiler, honest, put
 
+LAYERS = len(zoo.fedalign(align="server").weigh.judged)
+
 
 def scored(answers: Answers) -> Tensor:
-    """What a server finds on a probe of its own, (m, 1): here a function of the changes."""
-    return torch.stack([1 / (1 + change.double().norm()) for change in answers.changes])[:, None]
+    """What a server finds on a probe of its own, (m, layers): here a function of the changes."""
+    found = torch.stack([1 / (1 + change.double().norm()) for change in answers.changes])
+    return found[:, None].expand(-1, LAYERS)
 
 
 JUDGE = Judge("mask-a", LENGTH, LENGTH, 4, 3, align=scored)
@@ -163,36 +170,69 @@ def _bytes(vector: Tensor) -> bytes:
     return vector.contiguous().numpy().tobytes()
 
 
-def fuzz(count: int, kinds: Sequence[str] | None = None, names: Sequence[str] | None = None) -> dict[str, int]:
-    """`count` cases of each kind and aggregator: how many were well, accepted something, crashed, or hit others."""
-    found = {"cases": 0, "well": 0, "crashed": 0, "accepted": 0, "others touched": 0, "kinds": 0}
+@dataclass(frozen=True)
+class Target:
+    """One aggregator: its honest replies, what it must come to without each client, and the ways to spoil a reply."""
+
+    algorithm: Algorithm
+    replies: Sequence[Reply]
+    clean: Sequence[bytes]
+    spoilers: Mapping[str, Spoiler]
+
+
+def targets(names: Sequence[str] | None = None) -> Iterator[Target]:
+    """The aggregators; call it inside `widened` expectations. Without the liar there are none to be safe from."""
+    with_liar, without = aggregators(1), aggregators(0)
+    for name in names or with_liar:
+        algorithm = with_liar[name]
+        replies = [sent(algorithm, k) for k in range(6)]
+        clean = [after(without[name], [(c, replies[c]) for c in range(6) if c != k])[0] for k in range(6)]
+        yield Target(algorithm, replies, clean, {**MALFORMED, **own_kinds(algorithm)})
+
+
+def fuzz(
+    alone: int, crowds: int, kinds: Sequence[str] | None = None, names: Sequence[str] | None = None
+) -> Counter[str]:
+    """What became of each kind, `alone` times by itself and `crowds` times among the others, for each aggregator."""
+    found = Counter[str]()
     with mock.patch.object(rounds, "expectation", widened):
-        with_liar, without = aggregators(1), aggregators(0)
-        for name in names or with_liar:
-            algorithm = with_liar[name]
-            replies = [sent(algorithm, k) for k in range(6)]
-            clean = [after(without[name], [(c, replies[c]) for c in range(6) if c != k])[0] for k in range(6)]
-            spoilers = {**MALFORMED, **own_kinds(algorithm)}
-            found["kinds"] += len(spoilers)
-            for kind in kinds or spoilers:
-                for seed in range(count):
-                    rng = np.random.default_rng(seed)
-                    liar = int(rng.integers(6))
-                    arrivals: list[Any] = [(c, replies[c]) for c in range(6) if c != liar]
-                    arrivals.insert(int(rng.integers(6)), (liar, spoilers[kind](replies[liar], rng)))
-                    found[_case(algorithm, arrivals, liar, clean[liar])] += 1
-                    found["cases"] += 1
+        for target in targets(names):
+            chosen = list(kinds or target.spoilers)
+            found["kinds"] += len(chosen)
+            for seed in range(alone):
+                for kind in chosen:
+                    found += attempt(target, [kind], np.random.default_rng(seed))
+            for seed in range(crowds):
+                found += attempt(target, chosen, np.random.default_rng([seed, 1]))
     return found
 
 
-def _case(algorithm: Algorithm, arrivals: Sequence[Any], liar: int, clean: bytes) -> str:
+def attempt(target: Target, kinds: Sequence[str], rng: np.random.Generator) -> Counter[str]:
+    """One round with a malformed reply of each of these kinds from one client: how many of them were well dropped."""
+    liar = int(rng.integers(6))
+    spoiled = [(liar, target.spoilers[kind](target.replies[liar], rng)) for kind in kinds]
+    arrivals: list[Any] = [*((c, target.replies[c]) for c in range(6) if c != liar), *spoiled]
+    arrivals = [arrivals[i] for i in rng.permutation(len(arrivals))]
+    verdict = _verdict(target, arrivals, liar, len(spoiled))
+    found = Counter({"rounds": 1})
+    if verdict == "well" or len(spoiled) == 1:
+        return found + Counter({"cases": len(spoiled), verdict: len(spoiled)})
+    honest_ones = [arrival for arrival in arrivals if arrival[0] != liar]
+    for one in spoiled:  # who of the crowd it was
+        found += Counter({"rounds": 1, "cases": 1, _verdict(target, [*honest_ones, one], liar, 1): 1})
+    if not found.total() - found["rounds"] - found["cases"] - found["well"]:
+        found["accepted"] += 1  # each alone is dropped and all together are not
+    return found
+
+
+def _verdict(target: Target, arrivals: Sequence[Any], liar: int, spoiled: int) -> str:
     try:
-        model, dropped = after(algorithm, arrivals)
+        model, dropped = after(target.algorithm, arrivals)
     except Exception:
         return "crashed"
-    if dropped == [liar] and model == clean:
+    if dropped == [liar] * spoiled and model == target.clean[liar]:
         return "well"
-    return "accepted" if liar not in dropped else "others touched"
+    return "accepted" if dropped.count(liar) < spoiled else "others touched"
 
 
 def _open_gate(guard: str) -> Callable[..., Any]:
@@ -201,8 +241,8 @@ def _open_gate(guard: str) -> Callable[..., Any]:
 
 def malformed(scale: float) -> Outcome:
     """All kinds, all aggregators; then with each guard of the screening taken out."""
-    count = share(1000, scale)
-    found = fuzz(count)
+    count, alone = share(1000, scale, 2), share(10, scale)
+    found = fuzz(alone, count - alone)
     broken = {}
     for guard, kinds in {
         "_check_envelope": ["another run", "last round", "another mask"],
@@ -211,15 +251,16 @@ def malformed(scale: float) -> Outcome:
         "decode": ["nan", "too short", "float64"],
     }.items():
         with mock.patch.object(screening, guard, _open_gate(guard)):
-            bad = fuzz(2, kinds, ["mean", "median", "scaffold", "fednova", "count_mean"])
+            bad = fuzz(1, 1, kinds, ["mean", "median", "scaffold", "fednova", "count_mean"])
         broken[guard] = bad["cases"] - bad["well"]
     wrong = {key: found[key] for key in ("crashed", "accepted", "others touched")}
     every = aggregators(1)
     return Outcome(
         not any(wrong.values()),
-        f"{found['cases']:,} rounds ({len(MALFORMED)} kinds and those of each one's own fields, {count:,} cases each, "
-        f"{len(every)} aggregators): " + ", ".join(f"{n} {key}" for key, n in wrong.items()),
+        f"{found['cases']:,} malformed replies ({len(MALFORMED)} kinds and those of each one's own fields, {count:,} "
+        f"of each kind, {len(every)} aggregators) in {found['rounds']:,} rounds: "
+        + ", ".join(f"{n} {key}" for key, n in wrong.items()),
         {f"screening without `{guard}`": f"{n} wrong" for guard, n in broken.items()},
         all(broken.values()),
-        {"count": count, "aggregators": list(every), **found},
+        {"count": count, "alone": alone, "aggregators": list(every), **found},
     )

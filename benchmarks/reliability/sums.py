@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy as np
+
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.exchange.secure_sum import SecureServer
-from test_exchange_secure_sum import dropout_cases
+from fedgraft.exchange.secure_sum import STAGES, SecureServer, drive
+from test_exchange_secure_sum import Local, dropout_cases, is_exact, make
 
 
 def dropouts(scale: float) -> Outcome:
@@ -28,4 +30,33 @@ def dropouts(scale: float) -> Outcome:
         {text: f"{wrong} wrong of {few}" for text, wrong in broken.items()},
         all(broken.values()),
         {**found, "count": count},
+    )
+
+
+def crowd(clients: int) -> tuple[bool, int, int]:
+    """A secure sum on a graph of 20 neighbours each, 3 % lost at each stage: exact?, survivors, most bytes sent."""
+    plan, inputs = make(clients, 8, degree=20, threshold=11)
+    rng = np.random.default_rng(0)
+    local = Local(plan, inputs, drop={s: {u for u in plan.clients if rng.random() < 0.03} for s in STAGES})
+    result = drive(SecureServer(plan), local)
+    sent = dict.fromkeys(plan.clients, 0)
+    for _, u, data in local.seen:
+        sent[u] += sum(tensor.numel() * tensor.element_size() for tensor in data.values())
+    return is_exact(result.words, inputs, plan, result.survivors), len(result.survivors), max(sent.values())
+
+
+def thousand(scale: float) -> Outcome:
+    """A cohort too large for everybody to share keys with everybody."""
+    clients = share(1000, scale, 60)
+    exact, survivors, most = crowd(clients)
+    small = crowd(60)[2]
+    with mock.patch.object(SecureServer, "_take_off_pairs", lambda *args: None):
+        spoiled = crowd(60)[0]
+    return Outcome(
+        exact and most <= small,
+        f"{clients:,} clients: {'exact' if exact else 'WRONG'} over the {survivors} that stay; a client sends at most "
+        f"{most:,} bytes for 8 coordinates, in a cohort of 60 {small:,}",
+        {"masks of the lost stay in (60 clients)": "exact" if spoiled else "wrong"},
+        not spoiled,
+        {"clients": clients, "survivors": survivors, "bytes": most},
     )

@@ -132,6 +132,8 @@ class Privacy:
     adaptive: AdaptiveClip | None = None
     key: bytes = b""
     """Key of the noise; whoever knows it can take the noise off."""
+    bound: bool = False
+    """The noise follows from the sum too, as it should where the key is a secret; else from key and round alone."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fedgraft import server
-from fedgraft.algorithm import Algorithm, Answers, Mixture
+from fedgraft.algorithm import Algorithm, Answers, Mixture, secure_segments
 from fedgraft.combine.mean import drift_report, sum_unweighted
 from fedgraft.combine.mixture import mix, mixing_matrix, moved
 from fedgraft.combine.robust import TooFew
 from fedgraft.combine.server_rules import RoundInfo, sign_agreement
-from fedgraft.exchange.privacy import clip, sensitivity
+from fedgraft.exchange.privacy import bound_key, clip, sensitivity
+from fedgraft.exchange.ring import Ring
 from fedgraft.exchange.screening import Accepted, Expectation, Field, Offence, screen
 from fedgraft.messages import Order, Reply, unpack_bits, wire_size
 from fedgraft.secure_round import SecureSum, secure_sum, zero_sum_mean
@@ -161,15 +162,18 @@ def _secure(
     )
     record: dict[str, Any] = {"bytes_up": done.bytes_up, "bytes_down": done.bytes_down}
     record["exchanged"] = time.perf_counter()
+    if hidden and done.change is None:
+        record["given_up"] = True
     offences = [Offence(client, f"lost at stage {stage!r} of the secure sum") for client, stage in done.lost.items()]
     count = len(done.survivors)
-    if algorithm.protects.privacy is not None:
+    if (privacy := algorithm.protects.privacy) is not None:
         # A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting
         # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
         told = max(0, count - 1)
         total = torch.zeros(judge.length) if done.change is None else done.change * told
         within = done.scalars.get("within", 0.0) * told
-        new = fold_private(algorithm, state, [total], within, told, judge.length, done.step)
+        ring = Ring(secure_segments(algorithm, judge.length, judge.trained), privacy.mechanism.population)
+        new = fold_private(algorithm, state, [total], within, told, judge.length, ring.step("change"))
     elif done.change is None or count < federation.minimum_answers:
         return server.skip(state), {**record, "skipped": True}, offences, {}
     else:
@@ -196,14 +200,14 @@ def fold_private(
     for change in changes:  # what arrives in the clear is clipped again: a client may not have done it
         total += change.double() if step is not None else clip(change, state.clip)[0].double()
     reach = sensitivity(state.clip, 1.0, step or 0.0, length)
-    mechanism = privacy.mechanism
+    mechanism, key = privacy.mechanism, bound_key(privacy.key, total) if privacy.bound else privacy.key
     if privacy.adaptive is not None:
         mechanism = replace(mechanism, noise=privacy.adaptive.change_noise)
-    change = mechanism.release(total, reach, privacy.key, state.round)
+    change = mechanism.release(total, reach, key, state.round)
     info = RoundInfo(mechanism.population, max(1, round(mechanism.expected)))
     bound = state.clip
     if privacy.adaptive is not None:
-        bound = privacy.adaptive.update(state.clip, within, answered, privacy.key, state.round)
+        bound = privacy.adaptive.update(state.clip, within, answered, key, state.round)
     return replace(server.fold(algorithm, state, change, info), clip=bound)
 
 

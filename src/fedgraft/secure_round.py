@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +48,6 @@ class SecureSum:
     scalars: Mapping[str, float] = field(default_factory=dict)
     survivors: tuple[int, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)
-    step: float = 0.0
-    """Distance of neighbouring numbers in the sum."""
     bytes_up: int = 0
     bytes_down: int = 0
 
@@ -68,7 +67,10 @@ class Courier:
         degree = self.protects.degree
         degree = None if degree is None or degree >= len(clients) - 1 else degree
         name = series(first.run, str(first.settings["sums"]))
-        server = SecureServer(Plan(name, first.round, clients, segments, degree, self.protects.threshold))
+        # Under privacy the step must not depend on who was sampled, or one client would move everybody's rounding.
+        private = self.protects.privacy if first.settings["sums"] == "train" else None
+        room = private.mechanism.population if private else None
+        server = SecureServer(Plan(name, first.round, clients, segments, degree, self.protects.threshold, room))
         try:
             return drive(server, partial(self._ask, server))
         finally:
@@ -122,10 +124,9 @@ def secure_sum(
         result = courier.total(secure_segments(algorithm, length, trained))
         change, sums, scalars = weighted_mean(result)
     except SecureAbort as error:
-        log.warning("round %d: the secure sum was given up, nothing was changed: %s", orders[0].round, error)
+        log.warning("round %d: the secure sum was given up, nothing of it is used: %s", orders[0].round, error)
         return SecureSum(lost=courier.lost, bytes_up=courier.up, bytes_down=courier.down)
-    step = algorithm.protects.limit / ((2**31 - 1) // len(orders))
-    return SecureSum(change, sums, scalars, result.survivors, courier.lost, step, courier.up, courier.down)
+    return SecureSum(change, sums, scalars, result.survivors, courier.lost, courier.up, courier.down)
 
 
 class Sums:
@@ -177,24 +178,33 @@ class Sums:
     def _clear(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
         wanted = summands(action, self.network, orders[0].settings) if orders else {}
         fields = {name: Field(s.shape, s.dtype) for name, s in wanted.items()}
-        arrivals = list(self.exchange(orders))
-        replies = [a for a in arrivals if not (isinstance(a, tuple) and isinstance(a[1], str))]
-        expected = Expectation(self.run, -1, frozenset(self.clients), sums=fields)
-        accepted, offences = screen(replies, expected)  # type: ignore[arg-type]
-        if not accepted:
+        total, there, reasons = dict[str, Tensor](), set[int](), dict[int, str]()
+        group = max(_GROUP, _HELD // max(1, Expectation(self.run, -1, frozenset(), sums=fields).limit))
+        for begin in range(0, len(orders), group):
+            asked = orders[begin : begin + group]
+            expected = Expectation(self.run, -1, frozenset(order.client for order in asked), sums=fields)
+            accepted, offences = screen(_replies(self.exchange(asked)), expected)
+            for name in fields if accepted else ():
+                total[name] = _added([a.reply.sums[name] for a in accepted], total.get(name))
+            there |= {a.reply.client for a in accepted}
+            reasons |= {o.client: o.reason for o in offences}
+        if not there:
             raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to sum.")
-        there = {a.reply.client for a in accepted}
-        reasons = {o.client: o.reason for o in offences}
-        lost = {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}
-        return {name: _added([a.reply.sums[name] for a in accepted]) for name in fields}, lost
+        return total, {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}
 
 
-def _added(parts: Sequence[Tensor]) -> Tensor:
+def _replies(arrivals: Iterable[Any]) -> Iterator[Any]:
+    """What came, apart from the sentences about who did not answer."""
+    return (a for a in arrivals if not (isinstance(a, tuple) and isinstance(a[1], str)))
+
+
+def _added(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:
     """The sum in client order, float64. Long float32 vectors are added one by one: a stack would double them all."""
     if parts[0].dtype == torch.float64:
-        return torch.stack(list(parts)).sum(0)
-    total = parts[0].double()
-    for part in parts[1:]:
+        total = torch.stack(list(parts)).sum(0)
+        return total if before is None else before + total
+    total, rest = (parts[0].double(), parts[1:]) if before is None else (before, parts)
+    for part in rest:
         total.add_(part)
     return total
 

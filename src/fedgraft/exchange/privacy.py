@@ -6,7 +6,7 @@ who is lost then only shrinks the sum, and one client more or less moves it by a
 turns q, z and the number of rounds into epsilon.
 
 Noise comes from SHAKE-256 under a 32-byte key. With a secret key it cannot be told from true randomness, and a resumed
-run adds the same noise to the same round instead of giving a second sample of it.
+run adds the same noise to the same sum instead of giving a second sample of it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ NOT_COVERED = (
     "changes of buffers such as batch-norm statistics, unless they are part of the clipped vector",
 )
 """What an epsilon does not speak about; stands in the report."""
+HIDDEN_NOT_COVERED = (
+    "clients that do not clip: inside a secure sum nobody can check it",
+    "sums that were given up for want of a client, counted under given_up",
+)
+"""What it does not speak about besides, where the sum is hidden."""
 
 
 def clip(change: Tensor, bound: float) -> tuple[Tensor, bool]:
@@ -54,6 +59,11 @@ def sensitivity(bound: float, largest_weight: float = 1.0, step: float = 0.0, le
 def secret_key() -> bytes:
     """A fresh 32-byte key from the operating system: keep it with the server's state, never in a report."""
     return os.urandom(32)
+
+
+def bound_key(key: bytes, total: Tensor) -> bytes:
+    """A key for this very sum. A round repeated over other answers gets other noise: the same would cancel out."""
+    return hashlib.sha256(key + total.numpy().tobytes()).digest()
 
 
 def simulation_key(seed: int) -> bytes:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
@@ -53,6 +53,8 @@ class Plan:
     """Neighbours per client, even; None: the complete graph."""
     threshold: int | None = None
     """Shares needed out of a client's holders (its neighbours and itself); None: floor(2n/3) + 1."""
+    room: int | None = None
+    """Summands that the ring has room for; None: one per client. It sets the step of the fixed-point numbers."""
 
     def __post_init__(self) -> None:
         ids = self.clients
@@ -63,6 +65,8 @@ class Plan:
                 f"the threshold of a secure sum must be over half of the {self.holders} holders of a client's shares "
                 f"and not over all of them, not {self.needed}"
             )
+        if self.room is not None and self.room < len(ids):
+            raise FedgraftError(f"a ring for {self.room} summands would wrap under the sum of {len(ids)} clients")
         _ = self.graph, self.ring  # refuse a bad degree or bad segments here
 
     @property
@@ -83,8 +87,8 @@ class Plan:
 
     @cached_property
     def ring(self) -> Ring:
-        """The fixed-point layout, for as many summands as there are clients."""
-        return Ring(self.segments, len(self.clients))
+        """The fixed-point layout."""
+        return Ring(self.segments, len(self.clients) if self.room is None else self.room)
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -104,21 +108,31 @@ class Plan:
         """Whether enough holders of a client's shares are present."""
         return sum(v in present for v in (client, *self.graph[client])) >= self.needed
 
+    @cached_property
+    def _text(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True).encode()
+
     def to_bytes(self) -> bytes:
         """The plan as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True).encode()
+        return self._text
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         """What `to_bytes` wrote; refuses anything else."""
-        try:
-            plain = json.loads(data)
-            segments = tuple(Segment(**s) for s in plain.pop("segments"))
-            clients = tuple(plain.pop("clients"))
-            plan = cls(clients=clients, segments=segments, **plain)
-            ints = [plan.round, *clients, *(s.length for s in segments), plan.holders, plan.needed]
-            if type(plan.run) is not str or not all(type(i) is int for i in ints) or plan.to_bytes() != data:
-                raise ValueError("not in the form that to_bytes writes")
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            raise FedgraftError(f"the plan of a secure sum cannot be read: {str(error)[:120]}") from error
-        return plan
+        return _read(data)
+
+
+@lru_cache(maxsize=4)
+def _read(data: bytes) -> Plan:
+    """A plan is read at every stage, in a simulation by every client; its graph is made once."""
+    try:
+        plain = json.loads(data)
+        segments = tuple(Segment(**s) for s in plain.pop("segments"))
+        clients = tuple(plain.pop("clients"))
+        plan = Plan(clients=clients, segments=segments, **plain)
+        ints = [plan.round, *clients, *(s.length for s in segments), plan.holders, plan.needed, plan.ring.clients]
+        if type(plan.run) is not str or not all(type(i) is int for i in ints) or plan.to_bytes() != data:
+            raise ValueError("not in the form that to_bytes writes")
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise FedgraftError(f"the plan of a secure sum cannot be read: {str(error)[:120]}") from error
+    return plan

@@ -24,7 +24,7 @@ from fedgraft.combine.robust import COMBINERS, TooFew
 from fedgraft.contracts import Examples
 from fedgraft.data.examples import FeatureExamples, ImageExamples
 from fedgraft.engines.batched import Batched
-from fedgraft.engines.hostile import NAMES, Hostile, Trigger, choose_liars
+from fedgraft.engines.hostile import DATA_ATTACKS, NAMES, Hostile, Trigger, choose_liars
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
@@ -72,6 +72,11 @@ def attack_table(
     _check(rules, RULES, "rule")
     if config.data.source == "features" and any("backdoor" in name for name in attacks):
         raise FedgraftError("a backdoor is a pattern of pixels, and these data are given features; leave it out.")
+    if config.protects.kind == "secure" and (blind := [n for n in attacks if DATA_ATTACKS.get(n, "changes")]):
+        raise FedgraftError(
+            f"{blind[0]} rewrites changes, and inside a secure sum nobody sees one; use label_flip or backdoor, or "
+            "protects.kind='clear'."
+        )
     cells: list[Cell] = []
     with one_thread():
         for partition in partitions or (config.partition.kind,):

@@ -241,7 +241,7 @@ def build_privacy(config: Config) -> Privacy | None:
     noise = p.noise or noise_for(float(p.epsilon or 0), q, config.rounds.total, private_delta(config))
     mechanism = Mechanism(noise, q, config.partition.clients)
     key = secret_key() if p.secret else simulation_key(config.seed)
-    return Privacy(mechanism, p.clip, AdaptiveClip(mechanism) if p.adaptive else None, key)
+    return Privacy(mechanism, p.clip, AdaptiveClip(mechanism) if p.adaptive else None, key, p.secret)
 
 
 def private_delta(config: Config) -> float:
