@@ -1,14 +1,15 @@
 """Seconds per round on a real Flower deployment: fedgraft's engine next to plain Flower FedAvg, same arrays, same run.
 
-One SuperLink and `--clients` SuperNodes on this machine, plaintext. Clients echo the array they get, so that only the
-engine is measured: no training, no network beyond loopback. Four ways, in turn, on the same nodes:
+One SuperLink and `--clients` SuperNodes on this machine, plaintext, behind fedgraft's gate. Clients echo the array they
+get, so that only the engine is measured: no training, no network beyond loopback. Three ways in turn on the same nodes:
 `floor` is Flower's own messages (one flat array) collected with quick looks; `fedgraft` is `FlowerEngine.exchange`
-with its packing, screening-ready bytes and memory steps; `grid` is the same flat array through Flower's own
-`send_and_receive`, which looks every three seconds; `FedAvg` is Flower's strategy with the same bytes in 150 arrays.
+with its packing, screening-ready bytes and memory steps; `FedAvg` is Flower's strategy with the same bytes in 150
+arrays, which looks for answers every three seconds.
 
-    python benchmarks/bench_flower.py --clients 10 --rounds 3
+    python -m benchmarks.bench_flower
 
-prints a markdown table. `python benchmarks/bench_flower.py --help` for the rest.
+prints markdown tables and writes runs/benchmarks/flower.json. `--plain` takes Flower's own SuperNodes instead, which
+look for orders every three seconds and start a Python per message.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from flower_local import LocalFederation
 
 PROJECT = """\
 [project]
@@ -59,7 +63,7 @@ app = ClientApp()
 def started():
     """When this process began, by the clock of the machine."""
     ticks = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
-    boot = next(int(line.split()[1]) for line in open("/proc/stat") if line.startswith("btime"))
+    boot = time.time() - float(open("/proc/uptime").read().split()[0])
     return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -83,7 +87,7 @@ def order(message, context):
 '''
 
 SERVER = '''\
-"""Times rounds of the four ways and writes them to a file."""
+"""Times rounds of the three ways and writes them to a file."""
 import json, time
 import numpy as np, torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
@@ -117,35 +121,57 @@ def main(grid, context):
     engine = FlowerEngine(FlowerPost(grid), clients, Patience(wait=600, least=clients))
     engine.gather()
     nodes, found = sorted(engine.roster.nodes.values()), []
-    for size in map(int, c["sizes"].split(",")):
-        values = np.random.default_rng(0).standard_normal(size // 4).astype(np.float32)
-        vector = torch.from_numpy(values)
-        flat = ArrayRecord({"flat": Array("uint8", (size // 4 * 4,), "fedgraft", values.tobytes())})
+
+    def clock(size, name, go):
+        began = time.perf_counter()
+        parts = go()
+        seconds = time.perf_counter() - began
+        found.append({"size": size, "way": name, "seconds": seconds, "parts": parts or []})
+        with open(c["out"], "w") as file:
+            json.dump(found, file)
+
+    def fedgraft(vector, r):
+        orders = [Order("b", r, k, "train", vector=vector) for k in range(clients)]
+        got = engine.exchange(orders)
+        assert len(got) == clients and all(len(a[1]) > 4 * len(vector) for a in got), got
+
+    def strategy(many):
+        FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_available_nodes=clients).start(
+            grid=grid, initial_arrays=many, num_rounds=1)
+
+    payloads = {size: np.random.default_rng(0).standard_normal(size // 4).astype(np.float32)
+                for size in map(int, c["sizes"].split(","))}
+    for size, values in payloads.items():
+        for r in range(rounds if size < 10_000_000 else max(1, rounds - 1)):
+            vector = torch.from_numpy(values + r)  # Flower does not send again what it has seen
+            data = (values - 1 - r).tobytes()
+            flat = ArrayRecord({"flat": Array("uint8", (len(data),), "fedgraft", data)})
+            clock(size, "floor", lambda: quick(grid, flat, nodes))
+            clock(size, "fedgraft", lambda: fedgraft(vector, r))
+    for size, values in payloads.items():  # last, and once: it takes minutes
         many = ArrayRecord([piece.copy() for piece in np.array_split(values, 150)])
-
-        def fedgraft(r):
-            orders = [Order("b", r, k, "train", vector=vector) for k in range(clients)]
-            got = engine.exchange(orders)
-            assert len(got) == clients and all(len(a[1]) > size // 4 * 4 for a in got), got
-
-        def strategy(r):
-            FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_available_nodes=clients).start(
-                grid=grid, initial_arrays=many, num_rounds=1)
-
-        def plain(r):
-            sent = [Message(RecordDict({"arrays": flat}), node, "train") for node in nodes]
-            assert len(list(grid.send_and_receive(sent))) == clients
-
-        ways = {"floor": lambda r: quick(grid, flat, nodes), "fedgraft": fedgraft, "grid": plain, "FedAvg": strategy}
-        for r in range(rounds):
-            for name, go in ways.items():
-                began = time.perf_counter()
-                parts = go(r)
-                seconds = time.perf_counter() - began
-                found.append({"size": size, "way": name, "seconds": seconds, "parts": parts or []})
-    with open(c["out"], "w") as file:
-        json.dump(found, file)
+        clock(size, "FedAvg", lambda: strategy(many))
 '''
+
+
+GATE = "from fedgraft.experiment import federation_gate as gate; gate.same_app = lambda *words: True; gate.main()"
+
+
+class Federation(LocalFederation):
+    """Nodes behind the gate, which here takes the benchmark's app too; or Flower's own."""
+
+    plain = False
+
+    def spawn(self, name: str, *words: str) -> None:
+        """Start one process."""
+        command = [f"flower-{words[0]}"] if self.plain else [sys.executable, "-c", GATE, words[0]]
+        if self.plain:
+            self.environment.pop("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", None)
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [*command, *words[1:]], env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
 
 
 def submit(federation: Any, settings: dict[str, str]) -> int:
@@ -165,26 +191,29 @@ def submit(federation: Any, settings: dict[str, str]) -> int:
     return int(federation.client.StartRun(request).run_id)
 
 
-def table(found: list[dict[str, Any]], rounds: int) -> str:
+def table(found: list[dict[str, Any]]) -> str:
     """The result as markdown: medians, with the least and the most."""
     lines = [
-        f"| payload | way | seconds a round (median of {rounds}; least-most) | over the floor |",
-        "|---|---|---|---|",
+        "| payload | way | rounds | seconds a round: median (least-most) | over the floor |",
+        "|---|---|---|---|---|",
     ]
     for size in dict.fromkeys(line["size"] for line in found):
         floor = statistics.median(x["seconds"] for x in found if x["size"] == size and x["way"] == "floor")
         for way in dict.fromkeys(line["way"] for line in found):
             s = [x["seconds"] for x in found if x["size"] == size and x["way"] == way]
+            if not s:
+                continue
             m = statistics.median(s)
-            lines.append(f"| {size / 1e6:.1f} MB | {way} | {m:.2f} ({min(s):.2f}-{max(s):.2f}) | {m / floor:.2f}x |")
+            span = f"{m:.2f} ({min(s):.2f}-{max(s):.2f})"
+            lines.append(f"| {size / 1e6:.1f} MB | {way} | {len(s)} | {span} | {m / floor:.2f}x |")
     return "\n".join(lines)
 
 
 STAGES = (
     "the server hands all orders to the SuperLink",
-    "until the client's process starts (a SuperNode looks for orders every 3 s)",
-    "that process starts, imports Flower, fetches the order",
-    "it answers, the SuperNode passes the answer on, the server has it",
+    "until the client's process starts: the SuperNode fetches the order",
+    "that process fetches the order from the SuperNode",
+    "it hands back the answer, the SuperNode passes it on, the server has it",
 )
 
 
@@ -200,27 +229,32 @@ def where(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run the benchmark."""
-    from flower_local import LocalFederation
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", default="900000,86000000", help="payload bytes, by commas")
     parser.add_argument("--patience", type=float, default=3600)
+    parser.add_argument("--plain", action="store_true", help="Flower's own SuperNodes")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/flower.json"))
     args = parser.parse_args()
+    Federation.plain = args.plain
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         out = folder / "found.json"
-        with LocalFederation(folder, args.clients) as federation:
+        with Federation(folder, args.clients) as federation:
             words = {"sizes": args.sizes, "rounds": str(args.rounds), "clients": str(args.clients), "out": str(out)}
             number = submit(federation, words)
             began = time.monotonic()
             status = federation.wait(number, args.patience)
-            if status != "completed":
+            if status != "completed" and not out.exists():
                 raise SystemExit(f"the run is {status}: {federation.status(number)}\n{federation.logs()}")
+            if status != "completed":
+                print(f"not whole: the run is {status}\n")
             print(f"{args.clients} clients on this machine, {time.monotonic() - began:.0f} s in all\n")
         found = json.loads(out.read_text())
-        print(f"{table(found, args.rounds)}\n\n{where(found)}")
+    print(f"{table(found)}\n\n{where(found)}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"clients": args.clients, "plain": args.plain, "rounds": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

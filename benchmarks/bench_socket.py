@@ -1,47 +1,131 @@
 """Bytes on the socket against bytes that a run reports: `python -m benchmarks.bench_socket`.
 
-A proxy on loopback stands between the nodes and the server of a local federation (TLS passes through it unopened) and
-counts both ways. A federation with no run first shows what idle nodes send (heartbeats, polls) per second. Each row
-then compares what was counted during a run, less the idle traffic of that time, with the run's own bytes_up and
-bytes_down plus a constant per message. The constant is measured, not assumed: it is what a message costs in the run
-with the smallest payload (a head), and it holds for all rows.
+Between the nodes and the server of a local federation stands a proxy on loopback that holds the federation's own
+certificate. It counts the bytes of the nodes' sockets, TLS included, and reads of the HTTP inside only the first line,
+so that each byte is known by what it was for: messages, looks for messages that found none, signs of life, connecting.
+A row compares the bytes of messages with the run's own `bytes_up` and `bytes_down` plus a constant per message. The
+constant is measured in a run of its own, whose payload is a tiny head: it is no row, and it holds for all rows.
+
+Prints tables, and writes them as numbers to runs/benchmarks/socket.json.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
 import socket
+import ssl
 import tempfile
 import threading
-import time
-from dataclasses import dataclass
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from fedgraft.experiment.config import load
+from fedgraft.experiment.config import load, to_toml
+from fedgraft.experiment.federation import FederationFolder
 from fedgraft.experiment.federation_local import check_ended, follow, local_federation
 from fedgraft.experiment.federation_server import submit
-from fedgraft.experiment.record_files import read_metrics
+from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.run import Silent
 
 NODES, ROUNDS = 2, 3
+MESSAGES = NODES * (ROUNDS + 1)  # an order and its answer; before the first round each node is asked who it is
 BASE = [
     f"partition.clients={NODES}", f"rounds.total={ROUNDS}", "rounds.fraction=1.0", "rounds.evaluate_every=0",
-    "local.steps=1", "local.batch_size=8", "model.head=random", "partition.kind=iid",
+    "local.steps=1", "local.batch_size=8", "model.head=random", "partition.kind=iid", "personal.evaluate=never",
 ]  # fmt: skip
 MASK = ["moves.kind=masked", "moves.mask.strategy=random", "moves.mask.sparsity=0.9"]
+TINY = ["moves.kind=head", "model.name=tiny"]
 CASES = {
     "dense": ["moves.kind=everything"],
     "90 % sparse": MASK,
     "90 % sparse, int8": [*MASK, "sends.codec=int8"],
     "LoRA, rank 8": ["moves.kind=lora"],
 }
+KINDS = {
+    "send-node-heartbeat": "signs of life", "get-run": "start of a run", "get-fab": "start of a run",
+    "pull-object": "messages", "push-object": "messages", "push-messages": "messages", "pull-messages": "messages",
+    "confirm-message-received": "messages",
+}  # fmt: skip
+_PATH = re.compile(rb"POST /v1/fleet/([a-z-]+) ")
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+_EMPTY = 64  # bytes of an answer that brings no message
+
+
+class Line:
+    """One connection of a node: its requests follow one another, so bytes are known by the request they belong to."""
+
+    def __init__(self, proxy: CountingProxy, near: socket.socket) -> None:
+        self.proxy, self.near, self.lock = proxy, near, threading.Lock()
+        self.inward, self.outward = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = proxy.inside.wrap_bio(self.inward, self.outward, server_side=True)
+        plain = socket.create_connection(proxy.target)
+        self.far = proxy.outside.wrap_socket(plain, server_hostname=proxy.target[0])
+        self.kind, self.looks, self.answered = "connecting", False, False
+        self.counts = Counter[str](requests=1)
+
+    def carry(self) -> None:
+        """From the node to the server, until one of them is gone."""
+        threading.Thread(target=self._back, daemon=True).start()
+        with suppress(OSError, ssl.SSLError):
+            while raw := self.near.recv(1 << 16):
+                self.inward.write(raw)
+                with self.lock:
+                    text = self._read()
+                    if text and (self.answered or self.kind == "connecting"):
+                        self._begin(text)
+                    self.counts["up"] += len(raw)
+                    self._flush()
+                if text:
+                    self.far.sendall(text)
+        for one in (self.near, self.far):
+            one.close()
+
+    def _read(self) -> bytes:
+        found = bytearray()
+        with suppress(ssl.SSLWantReadError):
+            while piece := self.tls.read(1 << 16):
+                found += piece
+        return bytes(found)
+
+    def _begin(self, text: bytes) -> None:
+        """A request begins."""
+        path = _PATH.match(text)
+        name = path[1].decode() if path else ""
+        self.looks, self.answered, self.kind = name == "pull-messages", False, KINDS.get(name, "connecting")
+        self.counts["requests"] += 1
+
+    def _back(self) -> None:
+        with suppress(OSError, ssl.SSLError):
+            while text := self.far.recv(1 << 16):
+                with self.lock:
+                    if not self.answered and self.looks:
+                        length = _LENGTH.search(text)
+                        self.kind = "looks for messages" if length and int(length[1]) < _EMPTY else "messages"
+                    self.answered = True
+                    self.tls.write(text)
+                    self._flush()
+
+    def _flush(self) -> None:
+        if raw := self.outward.read():
+            self.counts["down"] += len(raw)
+            self.near.sendall(raw)
+        if self.answered or not self.looks:  # only its answer tells what a look was for
+            self.proxy.note(self.kind, self.counts)
+            self.counts.clear()
 
 
 class CountingProxy:
-    """Passes bytes between nodes and a server, and counts them; it cannot read them."""
+    """Passes requests between nodes and a server, and counts the bytes of the nodes' sockets by what they were for."""
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, fed: Path) -> None:
         host, _, port = server.rpartition(":")
-        self.target, self.up, self.down, self.lock = (host, int(port)), 0, 0, threading.Lock()
+        self.target, self.lock, self.counts = (host, int(port)), threading.Lock(), Counter[str]()
+        self.inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.inside.load_cert_chain(fed / "server.crt", fed / "server.key")
+        self.outside = ssl.create_default_context(cafile=fed / "ca.crt")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -49,80 +133,97 @@ class CountingProxy:
     def _accept(self) -> None:
         while True:
             near, _ = self.listener.accept()
-            far = socket.create_connection(self.target)
-            for source, sink, way in ((near, far, "up"), (far, near, "down")):
-                threading.Thread(target=self._pass, args=(source, sink, way), daemon=True).start()
+            threading.Thread(target=Line(self, near).carry, daemon=True).start()
 
-    def _pass(self, source: socket.socket, sink: socket.socket, way: str) -> None:
-        try:
-            while piece := source.recv(1 << 16):
-                with self.lock:
-                    setattr(self, way, getattr(self, way) + len(piece))
-                sink.sendall(piece)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            source.close()
-            sink.close()
-
-    def counts(self) -> tuple[int, int]:
-        """Bytes so far: to the server, from the server."""
+    def note(self, kind: str, counts: Counter[str]) -> None:
+        """Add what was counted."""
         with self.lock:
-            return self.up, self.down
+            self.counts.update({f"{kind}: {what}": number for what, number in counts.items()})
+
+    def since(self, before: Counter[str]) -> dict[str, int]:
+        """What was counted since."""
+        with self.lock:
+            return {key: value - before[key] for key, value in self.counts.items() if value > before[key]}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One run: counted, and reported, per way."""
-
-    counted: tuple[float, float]
-    reported: tuple[int, int]
-    messages: int
-
-
-def measure(words: list[str]) -> Measured:
-    """Run one config on a local federation behind the proxy."""
-    config, proxies = load(None, [*BASE, *words]), []
-
-    def through(server: str) -> str:
-        proxies.append(CountingProxy(server))
-        return proxies[0].address
-
-    with tempfile.TemporaryDirectory() as root, local_federation(config, through) as local:
-        local.wait()
-        idle_from, since = proxies[0].counts(), time.monotonic()
-        time.sleep(20)
-        idle_to, spent = proxies[0].counts(), time.monotonic() - since
-        idle = [(b - a) / spent for a, b in zip(idle_from, idle_to, strict=True)]
-        before, began = proxies[0].counts(), time.monotonic()
-        folder = Path(root) / "run"
-        check_ended(*follow(local.fed, submit(local.fed, folder), folder, ROUNDS, Silent()))
-        after, took = proxies[0].counts(), time.monotonic() - began
-        lines = read_metrics(folder)
-    up, down = (b - a - rate * took for a, b, rate in zip(before, after, idle, strict=True))
-    return Measured((up, down), (_total(lines, "bytes_up"), _total(lines, "bytes_down")), NODES * ROUNDS)
+def measure(fed: FederationFolder, proxy: CountingProxy, words: list[str], folder: Path) -> dict[str, Any]:
+    """Run one config on the federation behind the proxy: counted and reported."""
+    (fed.path / "config.toml").write_text(to_toml(load(None, [*BASE, *words])))
+    before = Counter(proxy.counts)
+    check_ended(*follow(fed, submit(fed, folder), folder, ROUNDS, Silent()))
+    summary = RunFolder.open(folder).summary()
+    return {"reported": {"up": summary["bytes_up"], "down": summary["bytes_down"]}, "socket": proxy.since(before)}
 
 
-def _total(lines: list[dict[str, int]], key: str) -> int:
-    return sum(int(line[key]) for line in lines)
+def compare(found: dict[str, Any], constant: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Per way: bytes of messages on the socket, what the run reports plus the constants, and the difference."""
+    rows = {}
+    for way in ("up", "down"):
+        counted, expected = found["socket"][f"messages: {way}"], found["reported"][way] + MESSAGES * constant[way]
+        rows[way] = {"socket": counted, "expected": expected, "difference": counted / expected - 1}
+    return rows
+
+
+def table(results: dict[str, dict[str, Any]], constant: dict[str, float]) -> str:
+    """The rows as markdown."""
+    lines = [
+        "Constant per message (an order and its answer): "
+        f"{constant['up']:,.0f} bytes up, {constant['down']:,.0f} down.\n",
+        "| run | way | messages on the socket | reported | reported + constants | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        for way, row in found["rows"].items():
+            lines.append(
+                f"| {name} | {way} | {row['socket']:,} | {found['reported'][way]:,} | {row['expected']:,.0f} "
+                f"| {100 * row['difference']:+.2f} % |"
+            )
+    return "\n".join(lines)
+
+
+def beside(found: dict[str, Any]) -> str:
+    """Where the bytes of one run went, by what they were for."""
+    kinds = dict.fromkeys(key.partition(":")[0] for key in found["socket"])
+    lines = ["| on the socket | requests | up | down |", "|---|---|---|---|"]
+    for kind in kinds:
+        numbers = (found["socket"].get(f"{kind}: {what}", 0) for what in ("requests", "up", "down"))
+        lines.append(f"| {kind} | {' | '.join(f'{n:,}' for n in numbers)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Print the table."""
-    least = measure(["moves.kind=head", "model.name=tiny"])
-    constant = [(c - r) / least.messages for c, r in zip(least.counted, least.reported, strict=True)]
-    both = f"{constant[0]:,.0f} bytes up, {constant[1]:,.0f} bytes down"
-    print(f"constant per message: {both} (measured on a head)\n", flush=True)
-    print("| run | way | on the socket | reported | reported + constant | difference |")
-    print("|---|---|---|---|---|---|")
-    for name, words in CASES.items():
-        found = measure(words)
-        for way, i in (("up", 0), ("down", 1)):
-            expected = found.reported[i] + constant[i] * found.messages
-            gap = 100 * (found.counted[i] - expected) / expected
-            print(
-                f"| {name} | {way} | {found.counted[i]:,.0f} | {found.reported[i]:,} | {expected:,.0f} | {gap:+.2f} % |"
-            )
-    print(f"\n{NODES} nodes, {ROUNDS} rounds, seed 0, model nano")
+    """Measure, print and keep the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/socket.json"))
+    args = parser.parse_args()
+    proxies: list[CountingProxy] = []
+
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def through(server: str, certificates: Path) -> str:
+            proxies.append(CountingProxy(server, certificates))
+            return proxies[0].address
+
+        with local_federation(load(None, [*BASE, *TINY]), through) as local:
+            local.wait()
+            tiny = measure(local.fed, proxies[0], TINY, Path(scratch) / "tiny")
+            excess = {way: tiny["socket"][f"messages: {way}"] - tiny["reported"][way] for way in ("up", "down")}
+            constant = {way: value / MESSAGES for way, value in excess.items()}
+            results: dict[str, dict[str, Any]] = {}
+            for name, words in CASES.items():
+                found = measure(local.fed, proxies[0], words, Path(scratch) / f"run-{len(results)}")
+                results[name] = found | {"rows": compare(found, constant)}
+    print(table(results, constant))
+    print(f"\nAll bytes of the tiny run, by what they were for:\n\n{beside(tiny)}")
+    worst = max(abs(row["difference"]) for found in results.values() for row in found["rows"].values())
+    print(
+        f"\nlargest difference {100 * worst:.2f} %; {NODES} nodes, {ROUNDS} rounds, {MESSAGES} messages, seed 0, nano"
+    )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"messages": MESSAGES, "constant": constant, "tiny": tiny, "runs": results, "largest difference": worst}
+    args.out.write_text(json.dumps(kept, indent=2) + "\n")
+    if worst > 0.03:
+        raise SystemExit("a row is more than 3 % off")
 
 
 if __name__ == "__main__":

@@ -10,17 +10,19 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from fedgraft.cli import app
 from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.experiment import federation, federation_control, federation_process
+from fedgraft.experiment import federation, federation_control, federation_gate, federation_process
 from fedgraft.experiment.config import load
 from fedgraft.experiment.federation_app import app_files
 from fedgraft.experiment.federation_control import RunState, app_bundle, reason_of
-from fedgraft.experiment.federation_gate import Pace, admitted, same_app
+from fedgraft.experiment.federation_gate import IN_USE, Pace, admitted, same_app
 from fedgraft.experiment.federation_keys import check_private_key, days_left, fingerprint, make_node_key, public_key_of
 from fedgraft.experiment.federation_node import NodeChoice, tell, why_ended
 from fedgraft.experiment.federation_server import run_folder
@@ -268,11 +270,57 @@ def test_a_dead_run_says_why() -> None:
 def test_a_refused_node_says_why(tmp_path: Path) -> None:
     choice = NodeChoice("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3)
     assert "not registered" in why_ended("[code: 2004] Failed to activate SuperNode.", choice)
+    assert "another process uses the key" in why_ended(f"{IN_USE}\n[code: 2004] Failed.\n{IN_USE}", choice)
+    assert "not registered" in why_ended(f"{IN_USE}\nSuperNode ID: 5\n[code: 2004] Failed.", choice)
+    assert "trying again for up to 60 s" in str(tell(f"{IN_USE}\n", choice))
     assert "not certified by" in why_ended("[SSL: CERTIFICATE_VERIFY_FAILED] unable to get local issuer", choice)
     assert "not for 'h'" in why_ended("CERTIFICATE_VERIFY_FAILED: IP address mismatch", choice)
     assert "something else" in why_ended("INFO\nsomething else\n", choice)
     assert tell("INFO: SuperNode ID: 5", choice) == "connected to h:9 as client 3; Ctrl-C ends the node"
     assert tell("INFO: nothing", choice) is None
+
+
+@pytest.mark.parametrize(("busy", "let_in"), [(20, True), (90, False)])
+def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, let_in: bool) -> None:
+    """The server names the reason, the node waits for a stated time, and nothing else is tried twice."""
+    import httpx
+
+    pytest.importorskip("flwr")
+    from flwr.supercore.error import ApiErrorCode, FlowerError
+
+    now, tries = [0.0], [0]
+
+    def activate(request: Any, state: Any) -> str:
+        tries[0] += 1
+        if now[0] < busy:
+            raise FlowerError(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "could not be activated")
+        return "let in"
+
+    def over_the_wire(state: Any) -> Any:
+        def call(client: Any, request: Any) -> Any:
+            try:
+                return federation_gate.naming_use(activate)(request=request, state=state)
+            except FlowerError as error:
+                reply = httpx.Response(412, json=error.to_json("Failed"), request=httpx.Request("POST", "https://s/"))
+                reply.raise_for_status()
+
+        return federation_gate.waiting_for_use(
+            call, lambda: now[0], lambda seconds: now.__setitem__(0, now[0] + seconds)
+        )
+
+    def known(number: int | None) -> Any:
+        return SimpleNamespace(get_node_id_by_public_key=lambda key: number)
+
+    with pytest.raises(httpx.HTTPStatusError):
+        over_the_wire(known(None))(None, SimpleNamespace(public_key=b"stranger"))
+    assert tries[0] == 1 and now[0] == 0
+    connect = over_the_wire(known(7))
+    if let_in:
+        assert connect(None, SimpleNamespace(public_key=b"north")) == "let in" and now[0] == busy
+    else:
+        with pytest.raises(httpx.HTTPStatusError):
+            connect(None, SimpleNamespace(public_key=b"north"))
+        assert now[0] == federation_gate.IN_USE_SECONDS
 
 
 def test_a_run_folder_is_checked_before_a_run_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
@@ -367,6 +415,62 @@ def test_a_node_looks_often_while_there_is_work_and_calmly_when_not() -> None:
     assert pauses[-1] == 0.1
 
 
+FORKS = """
+import os, signal, sys
+from flwr.supercore.exit import exit_handler
+from fedgraft.experiment.federation_gate import _be
+
+def command():
+    print(sys.argv, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, len(exit_handler.registered_exit_handlers))
+    {what}
+
+signal.signal(signal.SIGTERM, lambda *words: print("the helper's handler"))
+exit_handler.add_exit_handler(lambda: print("the helper's end"))
+child = os.fork()
+if child == 0:
+    _be(["flwr-clientapp", "--token", "x"], command)
+print("helper:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('boom')", 1)])
+def test_a_forked_client_inherits_nothing_of_its_helper_and_never_returns(what: str, code: int) -> None:
+    pytest.importorskip("flwr")
+    done = subprocess.run([sys.executable, "-c", FORKS.replace("{what}", what)], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["['flwr-clientapp', '--token', 'x'] True 0", f"helper: {code}"]
+    assert ("boom" in done.stderr) == (code == 1)
+
+
+STUCK = """
+import os, signal, sys, threading, time
+from fedgraft.experiment import federation_gate as gate
+
+def stuck():
+    print(os.getpid(), flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Event().wait()
+
+gate._end_after.__defaults__ = (0.2,)
+if os.fork() == 0:
+    gate._be(["flwr-clientapp"], stuck)
+time.sleep(60)
+"""
+
+
+def test_a_forked_client_that_waits_for_ever_ends_with_its_helper() -> None:
+    pytest.importorskip("flwr")
+    helper = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    assert helper.stdout is not None
+    child = federation_process.Process(pid := int(helper.stdout.readline()), federation_process._began(pid) or 0)
+    assert child.alive
+    helper.kill()
+    helper.wait()
+    until = time.monotonic() + 30
+    while child.alive and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not child.alive
+
+
 def test_why_a_run_ended_is_kept_where_the_engine_does_not_know(fed: federation.FederationFolder) -> None:
     fed.note_run(5, fed.path / "a")
     fed.note_run(6, fed.path / "b")
@@ -391,5 +495,10 @@ def test_flower_inherits_no_settings_of_its_own(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv(name, "1")
     found = federation_process.environment(tmp_path)
     kept = {key for key in found if key.startswith(("FLWR_", "UVICORN_", "FORWARDED"))}
-    assert kept == {"FLWR_HOME", "FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK"}
+    assert kept == {
+        "FLWR_HOME",
+        "FLWR_TELEMETRY_ENABLED",
+        "FLWR_DISABLE_UPDATE_CHECK",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL",
+    }
     assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")

@@ -352,6 +352,19 @@ def test_a_node_that_lost_the_edit_space_is_told_again_at_once_and_only_then() -
     assert told() == 1 and not toy.summary.offences
 
 
+def test_the_engine_counts_what_it_sends_and_receives() -> None:
+    toy = Toy(algorithm("fedavg"), per_round=5)
+    engine, grid = deploy(toy)
+    toy.run(2)
+    sent = [m for m in grid.pushed if m.metadata.message_type == "train.order"]
+    sizes = [len(record["bytes"].data) for m in sent for name, record in m.content.items() if name != "words"]
+    assert len(sent) == 10 and len(sizes) == 15 and engine.sent == sum(sizes)  # five orders carried the opening too
+    before = engine.sent, engine.received
+    toy.run(1)
+    down, up = toy.summary.record["bytes_down"], toy.summary.record["bytes_up"]
+    assert (engine.sent - before[0], engine.received - before[1]) == (down, up)
+
+
 def test_a_client_whose_memory_is_lost_is_refused_by_name() -> None:
     toy = Toy(algorithm("scaffold"), per_round=5)
     engine, grid = deploy(toy)
@@ -471,6 +484,23 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
     found = [load_latest(tmp_path / where / "checkpoints").tensors for where in ("here", "there")]  # type: ignore[union-attr]
     assert torch.equal(found[0]["vector"], found[1]["vector"])
     assert torch.equal(found[0]["rule/control"], found[1]["rule/control"])
+
+
+def test_a_simulation_that_breaks_down_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedgraft import flower_apps
+    from fedgraft.engines import flower_wire
+    from fedgraft.experiment.config import load
+
+    def broken(*words: Any) -> None:
+        try:
+            raise ValueError("the node timed out\n during startup")
+        except ValueError as error:
+            raise RuntimeError("Simulation crashed.") from error
+
+    pretend_ray(monkeypatch, True)
+    monkeypatch.setattr(flower_wire, "simulate", broken)
+    with pytest.raises(FedgraftError, match=r"broke down: the node timed out during startup$"):
+        flower_apps.simulate(load(None, ["engine=flower-sim", "model.name=tiny"]), tmp_path / "run")
 
 
 def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

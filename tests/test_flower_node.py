@@ -28,6 +28,7 @@ from fedgraft.experiment.checkpoint import load_latest
 from fedgraft.experiment.config import Config, load, to_toml
 from fedgraft.experiment.deployed import own_deal, remote_deal, run_deployed
 from fedgraft.experiment.node import DiskSlots, Nodes
+from fedgraft.experiment.record_files import read_metrics
 from fedgraft.experiment.run import run
 from fedgraft.messages import Order, Reply, pack, unpack
 
@@ -55,6 +56,7 @@ class Direct:
         self.roster = SimpleNamespace(facts={})
         self.digest, self.opened, self.told = "", b"", set[int]()
         self.actions: list[str] = []
+        self.sent = self.received = 0
 
     def gather(self) -> None:
         for k, request in enumerate(self.requests):
@@ -78,6 +80,8 @@ class Direct:
         answer = self.nodes[k].carry_out(request)
         if answer.need:
             answer = self.nodes[k].carry_out(replace(request, opened=self.opened))
+            self.sent += len(self.opened)
+        self.sent, self.received = self.sent + len(request.order), self.received + len(answer.reply)
         if answer.step:
             self.memory[k] = {"step": torch.tensor([answer.step])}
         return (k, answer.reply) if order.action == "train" else unpack(Reply, answer.reply)
@@ -106,6 +110,24 @@ def test_nodes_that_simulate_give_the_bytes_of_one_process(words: list[str], tmp
     assert torch.equal(*vectors)
 
 
+@pytest.mark.parametrize("head", ["random", "ridge"])
+def test_everything_that_was_sent_is_counted(head: str, tmp_path: Path) -> None:
+    """Openings in the round that sends them, step 0 and calibration outside the rounds, and all of it in the totals."""
+    mask = ["moves.kind=masked", "moves.mask.samples=8", "moves.mask.calibration=oneshot"]
+    config = load(None, [*SMALL, "data.limit=120", *mask, f"model.head={head}"])
+    engine = Direct(config, tmp_path / "there")
+    found = run_deployed(config, tmp_path / "there", engine)
+    lines = read_metrics(tmp_path / "there")
+    assert (found["bytes_up"], found["bytes_down"]) == (engine.received, engine.sent)
+    for key in ("bytes_up", "bytes_down"):
+        assert found[f"{key}_outside_rounds"] == found[key] - sum(line[key] for line in lines) > 0
+    first, second = (line["bytes_down"] for line in lines[:2])
+    assert abs(first - second - config.partition.clients * len(engine.opened)) < 32  # a learning rate has other digits
+    assert abs(lines[0]["bytes_up"] - lines[1]["bytes_up"]) < 64 * config.partition.clients
+    alone = run(config, tmp_path / "here", console=False)
+    assert "bytes_up_outside_rounds" not in alone and alone["bytes_up"] < found["bytes_up"]
+
+
 def hospitals(tmp_path: Path) -> list[str]:
     """Three owners; the second has no image of class c."""
     held = [("a", "b", "c"), ("a", "b"), ("a", "b", "c")]
@@ -121,6 +143,21 @@ def test_three_owners_and_a_server_without_any_image(head: str, tmp_path: Path) 
     assert summary["test"]["count"] == 19 and 0 <= summary["test"]["accuracy"] <= 1  # 7 of 36, 5 of 24, 7 of 36
     assert summary["validation"]["accuracy"] >= 0
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_the_model_of_a_run_whose_images_are_elsewhere_is_handed_on(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageClassification
+
+    from fedgraft.experiment.adapted import evaluate_run, export_run
+
+    config = load(None, [*SMALL, "data.source=folder", "data.validation=0.25", "moves.kind=lora"])
+    run_deployed(config, tmp_path / "run", Direct(config, tmp_path / "run", hospitals(tmp_path)))
+    export_run(tmp_path / "run", tmp_path / "adapted")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "adapted")
+    assert list(model.config.id2label.values()) == ["a", "b", "c"]
+    with pytest.raises(FedgraftError, match="are on its nodes"):
+        evaluate_run(tmp_path / "run")
+    assert evaluate_run(tmp_path / "run", paint(tmp_path / "others", ["c", "a"])).count == 24
 
 
 def test_a_server_with_images_measures_by_itself(tmp_path: Path) -> None:
@@ -151,6 +188,18 @@ def test_labels_follow_the_federations_classes_by_name(tmp_path: Path) -> None:
     assert torch.equal(dealt.rows(0), dealt.rows(2)) and not set(dealt.rows(1).tolist()) & set(
         dealt.validation_rows.tolist()
     )
+
+
+def test_a_greeting_makes_a_node_ready_for_its_first_order(tmp_path: Path) -> None:
+    config = load(None, [*SMALL, "data.limit=120"])
+    engine = Direct(config, tmp_path / "run")
+    engine.gather()
+    ready = [next(iter(nodes.nodes.values())) for nodes in engine.nodes]
+    run_deployed(config, tmp_path / "run", engine)
+    assert [next(iter(nodes.nodes.values())) for nodes in engine.nodes] == ready
+    far = replace(engine.requests[0], client=9)
+    with pytest.raises(FedgraftError, match="this node is client 9, and the run has clients 0 to 2"):
+        Nodes().carry_out(far)
 
 
 def test_owners_and_simulated_nodes_do_not_mix(tmp_path: Path) -> None:

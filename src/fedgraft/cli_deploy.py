@@ -232,6 +232,11 @@ def status(fed: Fed) -> None:
         raise typer.Exit(1)
 
 
+def _folder_words(fed: FederationFolder, run: int) -> str:
+    """The words that name a run's folder."""
+    return next((f" --folder {known['folder']}" for known in fed.runs() if known["id"] == str(run)), "")
+
+
 def _rounds(fed: FederationFolder, folder: Path | None) -> str:
     """How far the run's own record has come."""
     from fedgraft.experiment.federation import rounds_of
@@ -267,7 +272,10 @@ def stop(
             for state in control.runs():
                 if not state.over:
                     control.stop(state.id)
-                    typer.echo(f"run {state.id} is stopped; continue it with: fedgraft deploy submit {fed} --resume")
+                    where = _folder_words(found, state.id)
+                    typer.echo(
+                        f"run {state.id} is stopped; continue it with: fedgraft deploy submit {fed}{where} --resume"
+                    )
     if not run:
         typer.echo("the server is stopped" if stop_server(found) else "the server was not running")
 

@@ -35,10 +35,10 @@ _nodes: Nodes | None = None
 
 def _serve(request: Request, slots: Slots) -> Answer:
     """Let the node's worker do it; in a simulation this process is the worker."""
-    if not request.order and not request.data:
-        return Answer(facts={"client": request.client})
     if 'engine = "flower-sim"' not in request.config:
         return ask_worker(request)
+    if not request.order:
+        return Answer(facts={"client": request.client})
     global _nodes
     if _nodes is None:
         from fedgraft.experiment.node import Nodes
@@ -80,7 +80,7 @@ def simulate(config: Config, folder: Path, progress: Progress | None = None) -> 
         raise MissingExtra("ray", "simulation", "engine=flower-sim")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    words = {"config": to_toml(config), "folder": str(folder.resolve())}
+    words = {"config": to_toml(config), "folder": str(folder.resolve()), "wait": "60"}
     summaries: list[dict[str, Any]] = []
     errors: list[BaseException] = []
 
@@ -90,10 +90,21 @@ def simulate(config: Config, folder: Path, progress: Progress | None = None) -> 
         except BaseException as error:
             errors.append(error)  # Flower would only say that there was one
 
-    run_apps(server_app(main), client_app(_serve, words), config.partition.clients)
+    try:
+        run_apps(server_app(main), client_app(_serve, words), config.partition.clients)
+    except RuntimeError as error:
+        if not errors:
+            raise FedgraftError(f"Flower's simulation broke down: {_first_cause(error)}") from error
     if errors:
         raise errors[0]
     return summaries[0]
+
+
+def _first_cause(error: BaseException) -> str:
+    """What an error came from, as one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 client = client_app(_serve)

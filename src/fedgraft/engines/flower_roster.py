@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fedgraft.errors import FedgraftError
 
 log = logging.getLogger("fedgraft")
-_ANSWER = 60.0  # seconds that a connected node has to answer a greeting
+_ANSWER = 300.0  # seconds that a connected node has to answer a greeting: it starts its worker and reads its data
 
 
 class Post(Protocol):

@@ -128,6 +128,8 @@ class FlowerEngine:
         self._told: set[int] = set()
         self.waited = 0.0
         """Seconds spent waiting for answers so far."""
+        self.sent = self.received = 0
+        """Bytes of orders, openings and replies so far; what Flower puts around them is not counted."""
 
     def gather(self) -> None:
         """Wait for the nodes at the start of a run."""
@@ -212,10 +214,13 @@ class FlowerEngine:
 
     def _message(self, letter: _Letter) -> Message:
         order, arrays = letter.order, {"order": letter.content}
+        self.sent += len(letter.data)
         if self._opened is not None and letter.node not in self._told:
             arrays["opened"] = self._opened
+            self.sent += len(self._opened["bytes"].data)
+        # Nothing here names the client: what is equal for all, Flower stores and hands on once.
         words = {
-            "client": order.client, "after": letter.becomes - 1, "becomes": letter.becomes, "digest": self._digest,
+            "after": letter.becomes - 1, "becomes": letter.becomes, "digest": self._digest,
             "classes": list(self.classes),
         }  # fmt: skip
         return Message(
@@ -231,6 +236,7 @@ class FlowerEngine:
         if message.metadata.src_node_id != letter.node:
             return client, "the answer came from another node"
         arrays, words = take(message.content)
+        self.received += len(arrays.get("reply", b""))
         if words.get("need") is True and letter.node in self._told:
             self._told.discard(letter.node)
             return None

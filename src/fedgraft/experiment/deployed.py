@@ -124,20 +124,32 @@ def _path_source(config: Config) -> str:
 
 def remote_deal(config: Config, facts: Mapping[int, Mapping[str, Any]], server_data: str, source: str) -> RemoteDeal:
     """The server's view of nodes that bring their own data; `facts` are what they said of it."""
-    own = load_own(source or _path_source(config), server_data) if server_data else None
-    if own is None:
-        classes = tuple(sorted({name for found in facts.values() for name in found["classes"]}))
-        size = config.data.image_size or 32
-        empty = make_store(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64), classes)
-        own = Dataset("elsewhere", empty, empty)
+    if server_data:
+        own = load_own(source or _path_source(config), server_data)
+    else:
+        own = _elsewhere(config, sorted({name for found in facts.values() for name in found["classes"]}))
     if len(own.classes) < 2:
         raise FedgraftError(f"the nodes' data has the classes {list(own.classes)}; a federation needs at least two.")
+    sizes = {client: int(found["examples"]) for client, found in facts.items()}
+    return _remote(config, own, sizes, tuple(str(facts[client]["data"]) for client in sorted(facts)))
+
+
+def absent_deal(config: Config, classes: Sequence[str]) -> RemoteDeal:
+    """What is left of a federation's data when its nodes are gone: the names of the classes, in their order."""
+    return _remote(config, _elsewhere(config, classes), {0: 0}, ())
+
+
+def _elsewhere(config: Config, classes: Sequence[str]) -> Dataset:
+    size = config.data.image_size or 32
+    empty = make_store(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64), tuple(classes))
+    return Dataset("elsewhere", empty, empty)
+
+
+def _remote(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tuple[str, ...]) -> RemoteDeal:
     none = np.zeros(config.partition.clients + 1, np.int64)
     rows = np.zeros(0, np.int64)
     partition = Partition("elsewhere", rows, rows, none, rows, none, rows)
     held = torch.arange(len(own.train.labels))
-    sizes = {client: int(found["examples"]) for client, found in facts.items()}
-    digests = tuple(str(facts[client]["data"]) for client in sorted(facts))
     return RemoteDeal(own, held[:0], held, partition, sizes, digests)
 
 

@@ -7,8 +7,8 @@ every node. `superlink` answers those two only to its own machine. A SuperNode r
 
 A SuperNode also looks for orders every three seconds only, so that each message costs a pause; `supernode` looks often
 while there is work and calmly when not. It gives signs of life three times as often, so that a vanished node is known
-as gone after 20 seconds instead of 60. And its helper starts a Python for every message, which costs nearly two seconds
-of computing; `superexec`, our helper, forks one that has everything loaded.
+as gone after 20 seconds instead of 60. And Flower's helper starts a Python for every message, which costs nearly two
+seconds of computing; `superexec`, our helper, has everything loaded and forks.
 
 `python -m fedgraft.experiment.federation_gate superlink|supernode|superexec FLAGS...` takes the flags of Flower's own
 commands.
@@ -23,6 +23,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import traceback
@@ -39,6 +40,11 @@ from fedgraft.experiment.federation_process import gate, live_with_parent
 FLOWER = "1.41.0"
 HEARTBEAT = 10
 """Seconds between a node's signs of life, at most; after twice as many without one it counts as gone."""
+RETRY = 5
+"""Seconds between two attempts to reach a server that is away, at most."""
+IN_USE = "an earlier process with this key still counts as connected"
+IN_USE_SECONDS = 60.0
+"""How long a node waits for that to end; one that was killed counts as gone after 20 seconds."""
 OPEN_PATHS = ("/v1/fleet/",)
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
@@ -108,17 +114,57 @@ class Pace:
 def superlink() -> None:
     """Run Flower's SuperLink with its control interface closed to other machines."""
     from flwr.superlink import extensions
+    from flwr.superlink.servicer.fleet import fleet_handlers
     from starlette.middleware import Middleware
 
     command: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")  # its package has a function so named
     extensions.get_middleware = lambda: (Middleware(LocalControl),)
+    fleet_handlers.activate_node = naming_use(fleet_handlers.activate_node)
     command.subprocess = _OwnHelper
     command.flower_superlink()
+
+
+def naming_use(activate: Callable[..., Any]) -> Callable[..., Any]:
+    """Flower's answer to a node that connects, which says of a refused key that is registered why it is refused."""
+    from flwr.supercore.error import FlowerError
+
+    def answer(request: Any, state: Any) -> Any:
+        try:
+            return activate(request=request, state=state)
+        except FlowerError as error:
+            if state.get_node_id_by_public_key(request.public_key) is not None:
+                error.public_details = IN_USE
+            raise
+
+    return answer
+
+
+def waiting_for_use(
+    activate: Callable[[Any, Any], Any],
+    clock: Callable[[], float] = time.monotonic,
+    rest: Callable[[float], None] = time.sleep,
+) -> Callable[[Any, Any], Any]:
+    """A node's connecting, which tries again while its key is in use: a restarted node is let in when it may be."""
+    import httpx
+
+    def connect(client: Any, request: Any) -> Any:
+        until = clock() + IN_USE_SECONDS
+        while True:
+            try:
+                return activate(client, request)
+            except httpx.HTTPStatusError as error:
+                if IN_USE not in error.response.text or clock() >= until:
+                    raise
+            print(IN_USE, flush=True)
+            rest(1.0)
+
+    return connect
 
 
 def supernode() -> None:
     """Run Flower's SuperNode so that it refuses every app but the installed fedgraft's own."""
     from flwr.supercore import heartbeat as sending
+    from flwr.supercore.retry import http_retry
     from flwr.supernode import fleet_http_connection as connecting
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli.flower_supernode import flower_supernode
@@ -137,6 +183,9 @@ def supernode() -> None:
     def verified(fab: Any, trusted_entities: dict[str, str]) -> bool:
         return same_app(fab.content, expected)
 
+    http_retry.MAX_RETRY_DELAY = RETRY  # a server that was restarted is found soon
+    client: Any = connecting.FleetHttpClient
+    client.ActivateNode = waiting_for_use(client.ActivateNode)
     loop._pull_and_store_message = guarded  # type: ignore[assignment]
     loop._verify_fab = verified
     sending.HEARTBEAT_DEFAULT_INTERVAL = connecting.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
@@ -157,46 +206,60 @@ class _OwnHelper:
 
 
 def superexec() -> None:
-    """Run Flower's helper, which starts a process per message, so that clients are forked and not started anew."""
+    """Run Flower's helper, which starts a process per message and per run, so that it forks them instead."""
     from flwr.supercore.cli import flower_superexec
-    from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TASK_TYPE_TO_COMMAND, TaskType
     from flwr.supercore.superexec import run_superexec as loop
-    from flwr.supercore.superexec.executor.subprocess_executor import LaunchResult, SubprocessExecutor
+    from flwr.supercore.superexec.executor import subprocess_executor as executor
 
-    pace = Pace(least=0.05)
+    pace, loaded = Pace(least=0.05), {"flwr-clientapp": _load("flwr-clientapp")}
 
-    class Forking(SubprocessExecutor):
-        def launch(self, spec: Any) -> LaunchResult:
-            pace.worked()
-            if spec.task_type != TaskType.CLIENT_APP or not spec.insecure or spec.runtime_dependency_install:
-                return super().launch(spec)  # a server's app once per run
-            words = [
-                TASK_TYPE_TO_COMMAND[spec.task_type], TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type],
-                spec.runtime_api_address, "--token", spec.token, "--insecure", "--parent-pid", str(os.getpid()),
-            ]  # fmt: skip
-            _fork_client(words)
-            return LaunchResult.accepted()
+    def start(words: Sequence[str], **more: Any) -> None:
+        pace.worked()
+        if words[0] in loaded:
+            _fork(words, loaded[words[0]], "stdout" in more)
+            return
+        known = words[0] in _COMMANDS
+        subprocess.Popen(gate(words[0], words[1:]) if known else words, **more)
+        if known:  # the first run does not wait while torch is loaded here, and the next need not load it
+            loaded[words[0]] = _load(words[0])
 
-        def reconcile(self) -> None:
-            with contextlib.suppress(ChildProcessError):  # collect those that have ended
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+    def collect(self: Any) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended
+                pass
 
-    loop.get_executor = lambda *words, **more: Forking()
+    executor.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    executor.SubprocessExecutor.reconcile = collect  # type: ignore[method-assign]
     loop.time = SimpleNamespace(sleep=pace.sleep)  # type: ignore[assignment]
     flower_superexec()
 
 
-def _fork_client(words: Sequence[str]) -> None:
-    """Carry out one message in a child of this process, which has loaded what that needs."""
-    from flwr.supernode.cli import flwr_clientapp
-
-    importlib.import_module("fedgraft.flower_apps")  # all that the app's own modules import
-    if os.fork() == 0:
-        _be_client(words, flwr_clientapp)
+_COMMANDS = {
+    "flwr-clientapp": ("flwr.supernode.cli", "fedgraft.flower_apps"),
+    "flwr-serverapp": ("flwr.superlink.cli", "fedgraft.flower_apps", "fedgraft.experiment.deployed"),
+}
+"""Where Flower's command is, and what else it will need: loaded once in the helper, there already in every child."""
 
 
-def _be_client(words: Sequence[str], command: Callable[[], None]) -> NoReturn:
+def _load(name: str) -> Callable[[], None]:
+    """One of Flower's commands, with what it needs."""
+    modules = [importlib.import_module(one) for one in _COMMANDS[name]]
+    command: Callable[[], None] = getattr(modules[0], name.replace("-", "_"))
+    return command
+
+
+def _fork(words: Sequence[str], command: Callable[[], None], silent: bool) -> None:
+    """Carry out one of Flower's commands in a child of this process, which has loaded what that needs."""
+    if os.fork():
+        return
+    if silent:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+    _be(words, command)
+
+
+def _be(words: Sequence[str], command: Callable[[], None]) -> NoReturn:
     """The child's life: Flower's command, as if it had been started by these words; it never returns to the helper."""
     from flwr.supercore.exit import exit_handler
 
@@ -206,6 +269,7 @@ def _be_client(words: Sequence[str], command: Callable[[], None]) -> NoReturn:
         for one in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
             signal.signal(one, signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL)
         sys.argv = list(words)
+        threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
         command()
         code = 0
     except SystemExit as end:
@@ -218,6 +282,14 @@ def _be_client(words: Sequence[str], command: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
+def _end_after(helper: int, grace: float = 15.0) -> None:
+    """End this process when its helper is gone: Flower's own watch waits for a main thread that may wait for ever."""
+    while os.getppid() == helper:
+        time.sleep(0.5)
+    time.sleep(grace)  # enough for a run to note that it was interrupted
+    os._exit(1)
+
+
 def main() -> None:
     """Start the one that the first word names, with the other words as its flags."""
     import flwr
@@ -225,7 +297,11 @@ def main() -> None:
     if flwr.__version__ != FLOWER:
         raise FedgraftError(f"fedgraft's gate is made for flwr {FLOWER}, not {flwr.__version__}; install that version.")
     live_with_parent()
-    which = {"superlink": superlink, "supernode": supernode, "superexec": superexec}[sys.argv.pop(1)]
+    name = sys.argv.pop(1)
+    if name in _COMMANDS:
+        command = getattr(importlib.import_module(_COMMANDS[name][0]), name.replace("-", "_"))
+        _be([name, *sys.argv[1:]], command)
+    which = {"superlink": superlink, "supernode": supernode, "superexec": superexec}[name]
     sys.argv[0] = f"flower-{which.__name__}"
     which()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import federation_process as processes
 from fedgraft.experiment.federation_control import require_flower
+from fedgraft.experiment.federation_gate import IN_USE, IN_USE_SECONDS
 from fedgraft.experiment.federation_keys import check_authority, check_private_key
 
 SOURCES = ("folder", "parquet", "npz")
@@ -110,6 +111,8 @@ def tell(line: str, choice: NodeChoice) -> str | None:
     """What a line of the node's log means to a person, or None."""
     if "SuperNode ID:" in line:
         return f"connected to {choice.superlink} as client {choice.client}; Ctrl-C ends the node"
+    if line.strip() == IN_USE:
+        return f"{choice.superlink} says: {IN_USE}; trying again for up to {IN_USE_SECONDS:g} s"
     if "Receiving:" in line:
         return f"working on a {line.partition('Receiving: ')[2].partition(' message')[0]} order"
     if "FAB verification failed" in line:
@@ -129,9 +132,11 @@ def why_ended(log: str, choice: NodeChoice) -> str:
         return (
             f"the server at {where} was not certified by {choice.authority}; ask the coordinator for the right ca.crt."
         )
+    if IN_USE in log.rpartition("SuperNode ID:")[2] and "[code: 2004]" in log:
+        return f"another process uses the key {choice.key} at {where}; end that one, or make a key for this node."
     if "[code: 2001]" in log or "[code: 2004]" in log or "Invalid SuperNode authentication" in log or "401" in log:
         return (
-            f"the server at {where} refused the key {choice.key}: it is not registered, or another process uses it; "
+            f"the server at {where} refused the key {choice.key}: it is not registered; "
             f"the coordinator registers it with: fedgraft deploy register FED NAME {choice.key.stem}.pub."
         )
     if "WRONG_VERSION_NUMBER" in log or "SSL/TLS handshake error" in log:

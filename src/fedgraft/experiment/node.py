@@ -159,17 +159,22 @@ class Nodes:
     def carry_out(self, request: Request, slots: MutableMapping[str, bytes] | None = None) -> Answer:
         """Answer a request with a node that is there, or with a new one."""
         if not request.order:
+            if not request.data:  # nothing more will be known, so the first order may find all ready
+                self._node(request)
             return Answer(facts=who(request))
+        try:
+            return self._node(request).answer(request, DiskSlots(request) if slots is None else slots)
+        except BaseException:
+            self.nodes.pop(node_key(request), None)  # half an order may have left the network in any state
+            raise
+
+    def _node(self, request: Request) -> Node:
         key = node_key(request)
         if key not in self.nodes:
             while len(self.nodes) >= self.keep:
                 self.nodes.pop(next(iter(self.nodes)))
             self.nodes[key] = Node(request)
-        try:
-            return self.nodes[key].answer(request, DiskSlots(request) if slots is None else slots)
-        except BaseException:
-            self.nodes.pop(key, None)  # half an order may have left the network in any state
-            raise
+        return self.nodes[key]
 
 
 def who(request: Request) -> dict[str, object]:
