@@ -1,33 +1,94 @@
-"""`make bench`: every benchmark in turn, each in its own process. Words choose some: `python -m benchmarks head`.
+"""`make bench`: every benchmark, the most telling first, each in a process of its own. Words choose some.
 
-`peers` compares with other frameworks and writes docs/benchmarks.md; here it takes the short way of about half an hour
-(`python -m benchmarks.peers --help` has the long one). The others print a table each.
+    python -m benchmarks                # all, about three quarters of an hour
+    python -m benchmarks --minutes 20   # the same until then; what is measured by then is the result
+    python -m benchmarks head sparse
+
+Everything is measured once before anything is repeated. docs/benchmarks.md is written anew after every step, also when
+it is stopped with Ctrl-C.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+PEERS = ["-m", "benchmarks.peers", "--quick", "--timeout", "240"]
+FIRST = ("W1", "W2", "W3", "W4-sparse-nano", "W4-sparse-vits", "W4-qk-nano", "W4-lora-nano")
+ALONE = ("scale", "micro", "sparse", "fisher", "head")
 
 
 def commands() -> dict[str, list[str]]:
     """Every benchmark by name, as the words that start it."""
     here = Path(__file__).parent
     alone = {path.stem.removeprefix("bench_"): [str(path)] for path in sorted(here.glob("bench_*.py"))}
-    return {**alone, "peers": ["-m", "benchmarks.peers", "--quick"]}
+    return {**alone, "peers": PEERS}
+
+
+def steps() -> list[tuple[str, list[str]]]:
+    """Everything in its order: once, then again."""
+    found = commands()
+    return [
+        ("peers, once", [*PEERS, "--repeats", "1", *FIRST]),
+        *((name, found[name]) for name in ALONE),
+        ("peers, W1 and W2 again", [*PEERS, "W1", "W2"]),
+        ("peers, all again", PEERS),
+        *((name, words) for name, words in found.items() if name not in (*ALONE, "peers")),
+    ]
+
+
+def carry_out(words: list[str], seconds: float) -> bool:
+    """Run one step, at most so long; nothing of it is left behind. Returns whether it ended well."""
+    process = subprocess.Popen([sys.executable, *words], start_new_session=True)
+    try:
+        return process.wait(None if math.isinf(seconds) else max(1.0, seconds)) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)  # so that the benchmark ends what it has started
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def main() -> None:
-    """Run the benchmarks that are named, or all."""
+    """Run the benchmarks that are named, or all, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
     found = commands()
-    wanted = sys.argv[1:] or list(found)
-    unknown = [name for name in wanted if name not in found]
-    if unknown:
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(found)}; default: all")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many")
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in found]:
         sys.exit(f"there is no benchmark {unknown[0]!r}; choose from {', '.join(found)}")
-    for name in wanted:
-        print(f"\n== {name} ==", flush=True)
-        subprocess.run([sys.executable, *found[name]], check=True)
+    until, failed = time.time() + 60 * given.minutes, []
+    for name, words in [(n, found[n]) for n in given.names] or steps():  # one that fails does not take others along
+        left = until - time.time()
+        if left < 10:
+            print("no time left", flush=True)
+            break
+        print(f"\n== {name} == {time.strftime('%H:%M:%S')}", flush=True)
+        limited = ["--minutes", f"{left / 60:.3f}"] if "benchmarks.peers" in words and given.minutes < math.inf else []
+        if not carry_out([*words, *limited], left + 15 * bool(limited)):
+            failed.append(name)
+        write_page()
+    if failed:
+        sys.exit(f"not finished: {', '.join(failed)}")
+
+
+def write_page() -> None:
+    """docs/benchmarks.md of what is there, in this process, because it costs little."""
+    from benchmarks.peers.__main__ import render
+
+    render(draw=False)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 The limit is the time of the round's multiplications at the rate of a large matrix product on the same cores. All
 take turns, so that a busy machine slows them alike; ratios are between the best times, medians stand beside them.
+Writes runs/benchmarks/head.json.
 
     python benchmarks/bench_head.py --repeats 3
 """
@@ -9,10 +10,12 @@ take turns, so that a busy machine slows them alike; ratios are between the best
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +33,7 @@ from fedgraft.round import Engine
 from fedgraft.zoo import fedavg
 
 SIDE = 1024
+OUT = Path("runs") / "benchmarks" / "head.json"
 
 
 class Given(FeatureExamples):
@@ -93,9 +97,10 @@ def product(threads: int) -> Callable[[], object]:
 def main() -> None:
     """Print seconds a round, and the ratios to the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"clients": 100, "examples": 500, "per-round": 10, "steps": 16, "batch": 64, "width": 384, "classes": 100}
+    sizes = {"clients": 100, "examples": 450, "per-round": 10, "steps": 16, "batch": 64, "width": 384, "classes": 100}
     for name, default in {**sizes, "repeats": 3, "rounds": 5, "threads": os.cpu_count() or 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     torch.set_num_threads(1)
     algorithm, place = federation(given)
@@ -116,16 +121,30 @@ def main() -> None:
             seconds[name].append(timed(lambda engine=engine: list(engine.exchange(orders))))  # type: ignore[misc]
         for n, large in limits.items():
             least[n].append(scale * timed(large))
-    for n, found in least.items():
-        show(f"limit, {n} threads", found, {})
-    for name, found in seconds.items():
-        show(name, found, least)
+    result = {"seconds": seconds, "least": {str(n): found for n, found in least.items()}, "load": os.getloadavg()[0]}
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result))
+    print(section(given.out))
 
 
-def show(name: str, found: list[float], limits: dict[int, list[float]]) -> None:
-    """One line: best and median time, and how often the best limit fits into the best time."""
-    ratios = "".join(f"  {min(found) / min(limit):5.2f} x limit of {n}" for n, limit in limits.items())
-    print(f"{name:20} best {1e3 * min(found):7.2f} ms  median {1e3 * statistics.median(found):7.2f} ms{ratios}")
+def section(path: Path = OUT) -> str:
+    """The result of the last run as Markdown."""
+    found = json.loads(path.read_text())
+    limits = {int(n): min(times) for n, times in found["least"].items()}
+    lines = [
+        "## A round of a linear head",
+        "",
+        "Command: `python benchmarks/bench_head.py`. W1's ten clients, engine only; rows in turn, ratios between the "
+        f"best of {len(next(iter(found['seconds'].values())))}.",
+        "",
+        "| | best, ms | median, ms | " + " | ".join(f"times the limit of {n} threads" for n in limits) + " |",
+        "|---|---|---|" + "---|" * len(limits),
+    ]
+    rows = {f"limit, {n} threads": found["least"][str(n)] for n in limits} | found["seconds"]
+    for name, times in rows.items():
+        ratios = " | ".join(f"{min(times) / limit:.2f}" for limit in limits.values())
+        lines.append(f"| {name} | {1e3 * min(times):.2f} | {1e3 * statistics.median(times):.2f} | {ratios} |")
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

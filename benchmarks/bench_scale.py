@@ -2,10 +2,11 @@
 
 Every point runs in a process of its own, so that its peak memory is its own. Head: a linear head on given features,
 batched engine, `m` clients of `K`. Mixing: `K` personal models of `d` weights on a shelf, of which a cohort is mixed by
-a similarity matrix. The least time of a mixing round is the larger of its bytes at copy speed and its products at the
-peak rate: with a cohort of m the product has 2·m²·d operations, so beyond some tens of clients it is compute that
-binds. ResNet-18 has 11.2 million weights; a thousand such models are 45 GB, so d grows here as far as the disk
-allows and the slope against d says the rest. Writes runs/benchmarks/scale.json and scale.png.
+a similarity matrix. Edit: `m` clients of an edit of `k` of ViT-S/16's weights: reset, four optimizer steps without the
+network's passes, and the mean. The least time of a mixing round is the larger of its bytes at copy speed and its
+products at the peak rate: with a cohort of m the product has 2·m²·d operations, so beyond some tens of clients it is
+compute that binds. ResNet-18 has 11.2 million weights; a thousand such models are 45 GB, so the curve against d has a
+cohort of ten, and that against the cohort smaller models. Writes runs/benchmarks/scale.json and scale.png.
 
     python benchmarks/bench_scale.py           # up to 100,000 clients and 1,000 a round
     python benchmarks/bench_scale.py --small   # a quick look
@@ -24,15 +25,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from fedgraft.algorithm import Moves
 from fedgraft.client import Workplace
+from fedgraft.combine.mean import weighted_mean
 from fedgraft.combine.mixture import mix, mixing_matrix
 from fedgraft.data.examples import GivenExamples
-from fedgraft.edit.space import select
+from fedgraft.edit.space import EditSpace, Part, select
 from fedgraft.engines.batched import Batched
 from fedgraft.experiment.personal_store import PersonalStore
 from fedgraft.experiment.roofline import measure_roofline
+from fedgraft.local.optimizers import sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalRule
 from fedgraft.models.backbones import load_network
@@ -93,6 +97,32 @@ def mixing(clients: int, cohort: int, length: int) -> dict[str, float]:
     return {"seconds": min(seconds), "least": least, "bytes_least": moved / peak.bandwidth, "megabytes": memory}
 
 
+def edit(clients: int, cohort: int, size: int) -> dict[str, float]:
+    """What a round of a sparse edit costs beside the network's own passes."""
+    torch.set_num_threads(1)
+    shapes = [*[(384, 384)] * 4, (1536, 384), (384, 1536)] * 12
+    network, total = nn.ParameterList(torch.zeros(shape) for shape in shapes), sum(a * b for a, b in shapes)
+    draw, rule, parts = torch_stream(0, "edit"), sgdm(0.9), []
+    for place, (a, b) in enumerate(shapes):
+        index = torch.randperm(a * b, generator=draw)[: round(size * a * b / total)].sort().values
+        parts.append(Part(str(place), (a, b), index))
+    space = EditSpace(tuple(parts))
+    bound, vector, seconds = space.bind(network), torch.zeros(space.size), []  # type: ignore[arg-type]
+    gradient = 1e-3 * torch.randn(space.trained, generator=draw)
+    for _ in range(4):
+        began, changes = time.perf_counter(), []
+        for _ in range(cohort):
+            bound.load(vector)
+            state = rule.init(space.trained)
+            for _ in range(4):
+                rule.step(bound.values, gradient.clone(), state, 1e-3)
+                bound.push()
+            changes.append(bound.values - vector)
+        vector = vector + weighted_mean(changes, torch.ones(cohort))
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": min(seconds), "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
 def points(small: bool) -> dict[str, list[tuple[int, int, int]]]:
     """What is measured: (clients, cohort, size) by curve."""
     if small:
@@ -102,6 +132,7 @@ def points(small: bool) -> dict[str, list[tuple[int, int, int]]]:
             "head against d": [(1000, 20, d) for d in (32, 128)],
             "mixing against d": [(100, 10, d) for d in (1000, 10_000)],
             "mixing against the cohort": [(100, m, 1000) for m in (5, 20)],
+            "edit against k": [(10, 2, k) for k in (10_000, 100_000)],
         }
     return {
         "head against K": [(k, 1000, 384) for k in (1000, 10_000, 100_000)],
@@ -109,11 +140,12 @@ def points(small: bool) -> dict[str, list[tuple[int, int, int]]]:
         "head against d": [(100_000, 100, d) for d in (96, 384, 1536)],
         "mixing against d": [(1000, 10, d) for d in (100_000, 1_000_000, 11_200_000)],
         "mixing against the cohort": [(1000, m, 100_000) for m in (10, 100, 1000)],
+        "edit against k": [(100, 10, k) for k in (20_000, 200_000, 2_000_000)],
     }
 
 
-def measure(small: bool) -> dict[str, list[dict[str, float]]]:
-    """Every point in a process of its own."""
+def measure(small: bool, out: Path) -> dict[str, list[dict[str, float]]]:
+    """Every point in a process of its own; what there is so far is always in the file."""
     found: dict[str, list[dict[str, float]]] = {}
     for name, some in points(small).items():
         found[name] = []
@@ -123,6 +155,7 @@ def measure(small: bool) -> dict[str, list[dict[str, float]]]:
             row = {"clients": clients, "cohort": cohort, "size": size, **json.loads(done.stdout)}
             found[name].append(row)
             print(name, row, flush=True)
+            out.write_text(json.dumps({"curves": found, "small": small}, indent=2))
     return found
 
 
@@ -139,7 +172,7 @@ def section(path: Path = OUT) -> str:
         lines += [
             f"**{name}**",
             "",
-            "| K | cohort | d | ms a round | peak MB | times the least |",
+            f"| K | cohort | {'k' if name.endswith(' k') else 'd'} | ms a round | peak MB | times the least |",
             "|---|---|---|---|---|---|",
         ]
         for row in rows:
@@ -156,11 +189,26 @@ def section(path: Path = OUT) -> str:
     return "\n".join([*lines, ""])
 
 
+def bars(path: Path = OUT) -> list[tuple[str, str, float, float, bool]]:
+    """What was to be shown: workload, what, bar, found, reached."""
+    curves = json.loads(path.read_text())["curves"]
+    first, last = curves["head against K"][0], curves["head against K"][-1]
+    slower, larger = last["seconds"] / first["seconds"], last["megabytes"] / first["megabytes"]
+    mixed = curves["mixing against d"][-1]
+    ratio = mixed["seconds"] / mixed["least"]
+    clients = f"{last['clients']:,} clients, times {first['clients']:,}"
+    return [
+        ("W5", f"seconds of a round with {clients} (about 1)", 1.1, slower, slower <= 1.1),
+        ("W5", f"memory with {clients} (at most)", 1.2, larger, larger <= 1.2),
+        ("W5", f"mixing {mixed['size']:,} weights, times the memory's limit (at most)", 2.0, ratio, ratio <= 2),
+    ]
+
+
 def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
     """Cost growth, each curve relative to its first point."""
     from fedgraft.experiment.figures import curves
 
-    axis = {"K": "clients", "cohort": "cohort", "d": "size"}
+    axis = {"K": "clients", "cohort": "cohort", "d": "size", "k": "size"}
     series = {}
     for name, rows in found.items():
         xs = [row[axis[name.split()[-1]]] for row in rows]
@@ -177,11 +225,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.point:
         kind, *numbers = given.point
-        print(json.dumps({"head": head, "mixing": mixing}[kind](*map(int, numbers))))
+        print(json.dumps({"head": head, "mixing": mixing, "edit": edit}[kind](*map(int, numbers))))
         return
-    found = measure(given.small)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps({"curves": found, "small": given.small}, indent=2))
+    found = measure(given.small, given.out)
     draw(found, given.out.with_suffix(".png"))
     print(section(given.out))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks" / "peers" / "shared"))
 
+from benchmarks import __main__ as benchmarks_main  # noqa: E402
+from benchmarks import bench_sparse  # noqa: E402
 from benchmarks.__main__ import commands  # noqa: E402
 from benchmarks.peers import harness, page, workloads  # noqa: E402
 from benchmarks.peers.measure import memory, watch  # noqa: E402
@@ -25,6 +28,10 @@ from benchmarks.peers.workloads import SPECS, Spec  # noqa: E402
 
 TINY = replace(SPECS["W1"], name="W1", examples=200, clients=4, per_round=2, classes=5, rounds=2, steps=3, batch_size=8)
 PEERS = ROOT / "benchmarks" / "peers"
+WORDS: dict[str, Any] = {
+    "name": "W1", "task": "head", "clients": 4, "per_round": 2, "rounds": 2, "steps": 3, "batch_size": 8, "lr": 0.1,
+    "momentum": 0.9, "evaluate_every": 10, "classes": 5, "seed": 0, "cores": 2, "digest": "d", "data": "",
+}  # fmt: skip
 
 
 def result(peer: str, seconds: float, rounds: int = 50, accuracy: float = 0.7, **more: Any) -> dict[str, Any]:
@@ -106,6 +113,76 @@ def test_page_says_when_the_work_is_unlike(tmp_path: Path) -> None:
     spec = SPECS["W1"]
     store(tmp_path, spec, {"fedgraft": [result("fedgraft", 0.01)], "pfl": [result("pfl", 0.1, accuracy=0.4)]})
     assert "compares unlike work" in page.page(tmp_path, [spec], None)
+
+
+def curve(seconds: list[float], **more: float) -> list[dict[str, float]]:
+    return [{"clients": 10, "cohort": 2, "size": 5, "seconds": s, "megabytes": 100.0, **more} for s in seconds]
+
+
+def test_page_shows_the_benchmarks_without_peers(tmp_path: Path) -> None:
+    """Each has a section and its bars; a cost that grows, or a calibration that takes too long, is called so."""
+    costs = {name: [1.0, 0.1] for name in bench_sparse.COSTS}
+    dear = {name: [1.0, 0.05] for name in bench_sparse.COSTS}
+    points = [{"sparsity": 0.9, "k": 100, "costs": costs, "bytes": 40}, {"sparsity": 0.99, "k": 10, "costs": dear,
+              "bytes": 4}]  # fmt: skip
+    curves = {"head against K": curve([1.0, 1.5]), "mixing against d": curve([1.0, 1.0], least=0.4)}
+    kept: dict[str, Any] = {
+        "head": {"seconds": {"batched": [0.02]}, "least": {"2": [0.01]}, "load": 0.0},
+        "scale": {"curves": curves, "small": True},
+        "sparse": {"model": "tiny", "d": 1000, "bytes": 400, "repeats": 1, "points": points},
+        "fisher": {"runs": [[1.0, 1.7]], "peak": 1.9, "before": 0.5, "samples": 2, "size": 8, "batch": 2, "threads": 1},
+        "micro": {"rows": [["one", 2.0, 1.0, "copy"]], "gflops": 1.0, "gbytes": 1.0, "load": 0.0},
+    }
+    for name, found in kept.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    text = page.page(tmp_path, [], None)
+    assert "| batched | 20.00 | 20.00 | 2.00 |" in text and "| one | 2000.00 | 1000.00 | 2.00 | copy |" in text
+    assert "| W5 | seconds of a round with 10 clients, times 10 (about 1) | 1.1 | 1.50 | not reached |" in text
+    assert "| W5 | mixing 5 weights, times the memory's limit (at most) | 2 | 2.50 | not reached |" in text
+    assert "| calibration | Fisher scores, times forward-backward (at most) | 1.5 | 1.70 | not reached |" in text
+    assert "| calibration | peak memory, GB (at most) | 2 | 1.90 | reached |" in text
+    assert (
+        "| sparse | client reset: a coordinate at 90 %, times one at 99 % (at most) | 1.25 | 0.20 | reached |" in text
+    )
+
+
+def test_page_has_the_bars_of_extraction_and_bytes(tmp_path: Path) -> None:
+    bare = result("bare", 0.1, bare_image=1.0, extract_image=1.3) | {"round_seconds": []}
+    store(tmp_path, SPECS["W3-nano"], {"fedgraft": [result("fedgraft", 0.01)], "bare": [bare]})
+    ours = result("fedgraft", 0.01, bytes_up=1000.0, coordinates={"of": 2_000})
+    store(tmp_path, SPECS["W4-sparse-nano"], {"fedgraft": [ours]})
+    text = page.page(tmp_path, list(SPECS.values()), None)
+    assert "| W3-nano | extraction, times a bare forward pass (at most) | 1.15 | 1.30 | not reached |" in text
+    assert "| W4-sparse-nano | bytes up, times fewer than all weights | 9.9 | 8.00 | not reached |" in text
+
+
+def test_no_run_begins_after_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(harness, "prepare", lambda spec, folder, cores: Workload(**WORDS))
+    monkeypatch.setattr(harness, "_turn", lambda spec, peer, *rest: begun.append(peer))
+    harness.bench([TINY], harness.Plan(2, True, False, 10, 2, until=0.0), tmp_path)
+    assert begun == []
+    harness.bench([TINY], harness.Plan(2, True, False, 10, 2), tmp_path)
+    assert len(begun) == 2 * (2 + len(TINY.peers)) and begun[0] != begun[len(begun) // 2], "peers take turns"
+
+
+def test_a_run_that_the_end_cuts_short_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*ignored: object) -> dict[str, Any]:
+        raise harness.Failed("ended")
+
+    monkeypatch.setattr(harness, "run_one", ended)
+    harness._turn(TINY, "pfl", Workload(**WORDS), 0, tmp_path, harness.Plan(1, True, False, 10, 2, until=0.0))
+    assert page.reason(tmp_path, TINY, "pfl") == "not run yet"
+    harness._turn(TINY, "pfl", Workload(**WORDS), 0, tmp_path, harness.Plan(1, True, False, 10, 2))
+    assert page.reason(tmp_path, TINY, "pfl") == "ended"
+
+
+def test_all_benchmarks_have_a_place_and_one_that_hangs_is_ended() -> None:
+    names = [name for name, _ in benchmarks_main.steps()]
+    assert names[0] == "peers, once" and names.index("peers, W1 and W2 again") > names.index("head")
+    assert set(commands()) - {"peers"} <= set(names)
+    assert not benchmarks_main.carry_out(["-c", "import time; time.sleep(60)"], 1.0)
+    assert benchmarks_main.carry_out(["-c", "pass"], math.inf)
 
 
 def test_page_without_results_and_plot(tmp_path: Path) -> None:
@@ -270,7 +347,7 @@ def test_pins_are_exact_and_name_no_host() -> None:
 def test_words_choose_workloads() -> None:
     assert [s.name for s in workloads.chosen(["W1", "W3"])] == ["W1", "W3-nano", "W3-vits"]
     assert len(workloads.chosen([])) == len(SPECS)
-    assert [s.name for s in workloads.chosen(["W3", "W4-qk-vits"], quick=True)] == ["W3-nano", "W4-qk-vits"]
+    assert [s.name for s in workloads.chosen(["W2", "W4-qk-vits"])] == ["W2", "W4-qk-vits"]
     with pytest.raises(SystemExit, match="W9"):
         workloads.chosen(["W9"])
     assert SPECS["W3-nano"].rounds_of("fedgraft", True) == 100

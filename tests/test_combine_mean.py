@@ -150,3 +150,14 @@ def test_drift_report() -> None:
     assert report.norms.tolist() == [5.0, 5.0, 0.0]
     assert report.drifts.tolist() == [4.0, 4.0, 3.0]
     assert report.cosines.tolist() == pytest.approx([0.6, 0.6, 0.0])
+
+
+@pytest.mark.parametrize("length", [5, m.CHUNK + 3])
+def test_drift_of_equal_changes_is_exactly_zero_and_else_the_distance(length: int) -> None:
+    """Also beyond one chunk; the identity for the distance must not leave rounding where there is nothing."""
+    draw = torch.Generator().manual_seed(0)
+    change = torch.randn(length, generator=draw)
+    assert m.drift_report([change, change.clone()], change).drifts.tolist() == [0.0, 0.0]
+    other = change + 1e-3 * torch.randn(length, generator=draw)
+    found = m.drift_report([other], change).drifts
+    assert float(found[0]) == pytest.approx(float((other.double() - change.double()).norm()), rel=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from fedgraft.engines.batched import Batched, applies
 from fedgraft.engines.in_process import InProcess
 from fedgraft.exchange.codecs import codec
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalRule, batches
+from fedgraft.local.train import LocalRule, drawn
 from fedgraft.messages import Order, Reply, pack
 from toy import CLASSES, WIDTH, Toy, client_rows
 
@@ -119,24 +118,26 @@ def test_agrees_with_other_servers_and_with_a_model_per_client(name: str) -> Non
     assert difference(zoo.named(name, local=LocalRule(amount=3, batch_size=8), moves=HEAD)) < 1e-5
 
 
-def wrong_order(rows: Tensor, rule: LocalRule, generator: Generator) -> Iterator[Tensor]:
-    return iter(list(batches(rows, rule, generator))[::-1])
+def wrong_order(rows: Tensor, rule: LocalRule, generator: Generator) -> Tensor:
+    return drawn(rows, rule, generator).flip(0)
 
 
 def wrong_smoothing(step: Any) -> Any:
-    return lambda logits, y, weights, smoothing: step(logits, y, weights, smoothing / 2)
+    return lambda logits, y, smoothing: step(logits, y, smoothing / 2)
 
 
-def unweighted(step: Any) -> Any:
-    return lambda logits, y, weights, smoothing: step(
-        logits, y, torch.full_like(weights, 1 / weights.shape[2]), smoothing
-    )
+def unweighted(gather: Any) -> Any:
+    def wrong(*given: Any) -> tuple[Tensor, Tensor]:
+        labels, weights = gather(*given)
+        return labels, torch.full_like(weights, 1 / weights.shape[3])  # padding counts
+
+    return wrong
 
 
 def forgetful(step: Any) -> Any:
-    def wrong(stack: Any, error: Tensor, inputs: Tensor, rate: float) -> None:
+    def wrong(stack: Any, error: Tensor, inputs: Tensor, rate: float, scale: float) -> None:
         stack.d_bias.zero_()  # the velocity of the biases is lost, that of the weights is not
-        step(stack, error, inputs, rate)
+        step(stack, error, inputs, rate, scale)
 
     return wrong
 
@@ -144,13 +145,13 @@ def forgetful(step: Any) -> Any:
 def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in another order, half the smoothing, padding that counts: each far above the tolerance."""
     with monkeypatch.context() as patch:
-        patch.setattr(batched, "batches", wrong_order)
+        patch.setattr(batched, "drawn", wrong_order)
         assert difference(fedavg(), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(batched, "_error", wrong_smoothing(batched._error))
         assert difference(fedavg(label_smoothing=0.1), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
-        patch.setattr(batched, "_error", unweighted(batched._error))
+        patch.setattr(Batched, "_gather", unweighted(Batched._gather))
         assert difference(fedavg(batch_size=17), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(batched._Stack, "step", forgetful(batched._Stack.step))
@@ -168,8 +169,9 @@ def test_the_written_out_gradient_is_that_of_autograd(smoothing: float, scale: f
     weights = torch.rand(c, 1, b, generator=g, dtype=torch.float64)
     stack = batched._Stack(values.clone(), torch.zeros_like(values), (c, k, d), sgdm(0.0))
     room = torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2))
-    losses = batched._error(room, labels, weights, smoothing)
-    stack.step(room, inputs, 0.0)
+    error, found = batched._error(room, labels, smoothing)
+    losses = -(found * weights).sum((1, 2))
+    stack.step(error.mul_(weights), inputs, 0.0, 1.0)
     leaf = values.requires_grad_()
     weight, bias = leaf[: c * k * d].view(c, k, d), leaf[c * k * d :].view(c, 1, k)
     logits = (inputs @ weight.transpose(1, 2) + bias).transpose(1, 2)  # (c, k, b)

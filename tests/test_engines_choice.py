@@ -19,22 +19,25 @@ from fedgraft.experiment.run import run
 from fedgraft.experiment.step_zero import install_head
 
 NO = "the optimizer is adamw, not sgdm"
+MUCH = 1e12
 TABLE = [
-    # wanted, workers, obstacle, head only, on cpu, clients -> mode, workers
-    (("auto", 0, None, True, True, 10), ("batched", 1)),
-    (("auto", 3, None, True, True, 10), ("batched", 1)),  # the number of workers never decides the bytes
-    (("auto", 0, NO, True, True, 10), ("in_process", 1)),
-    (("auto", 2, NO, True, True, 10), ("pool", 2)),
-    (("auto", 0, NO, False, True, 10), ("pool", 4)),
-    (("auto", 0, NO, False, True, 2), ("pool", 2)),  # no more workers than clients
-    (("auto", 0, NO, False, True, 1), ("in_process", 1)),
-    (("auto", 1, NO, False, True, 10), ("in_process", 1)),
-    (("auto", 0, NO, False, False, 10), ("in_process", 1)),  # a GPU is not shared by forks
-    (("reference", 0, None, True, True, 10), ("in_process", 1)),
-    (("reference", 0, None, False, True, 10), ("pool", 4)),
-    (("reference", 5, None, False, True, 10), ("pool", 5)),
-    (("batched", 0, None, True, True, 10), ("batched", 1)),
-    (("batched", 0, NO, False, True, 10), ("batched", 1)),
+    # wanted, workers, obstacle, work, on cpu, clients -> mode, workers
+    (("auto", 0, None, 0.0, True, 10), ("batched", 1)),
+    (("auto", 3, None, 0.0, True, 10), ("batched", 1)),  # the number of workers never decides the bytes
+    (("auto", 0, NO, 0.0, True, 10), ("in_process", 1)),
+    (("auto", 2, NO, 0.0, True, 10), ("pool", 2)),
+    (("auto", 0, NO, MUCH, True, 10), ("pool", 4)),
+    (("auto", 0, NO, MUCH, True, 2), ("pool", 2)),  # no more workers than clients
+    (("auto", 0, NO, MUCH, True, 1), ("in_process", 1)),
+    (("auto", 1, NO, MUCH, True, 10), ("in_process", 1)),
+    (("auto", 0, NO, choice.WORTH / 2, True, 10), ("in_process", 1)),  # not worth a message
+    (("auto", 2, NO, choice.WORTH / 2, True, 10), ("pool", 2)),  # unless asked for
+    (("auto", 0, NO, MUCH, False, 10), ("in_process", 1)),  # a GPU is not shared by forks
+    (("reference", 0, None, 0.0, True, 10), ("in_process", 1)),
+    (("reference", 0, None, MUCH, True, 10), ("pool", 4)),
+    (("reference", 5, None, MUCH, True, 10), ("pool", 5)),
+    (("batched", 0, None, 0.0, True, 10), ("batched", 1)),
+    (("batched", 0, NO, MUCH, True, 10), ("batched", 1)),
 ]
 
 
@@ -50,13 +53,13 @@ def test_the_number_of_workers_never_moves_a_run_between_modes_of_other_bytes() 
     """The config's digest leaves workers out, so for all of them a run is batched, or for none."""
     for wanted in ("auto", "reference", "batched"):
         for obstacle in (None, NO):
-            modes = {choose_engine(wanted, n, obstacle, True).mode == "batched" for n in range(5)}
+            modes = {choose_engine(wanted, n, obstacle, 0.0).mode == "batched" for n in range(5)}
             assert len(modes) == 1
 
-    def naive(wanted: str, workers: int, obstacle: str | None, head_only: bool) -> str:
-        return "pool" if workers > 1 else choose_engine(wanted, workers, obstacle, head_only).mode  # type: ignore[arg-type]
+    def naive(wanted: str, workers: int, obstacle: str | None, work: float) -> str:
+        return "pool" if workers > 1 else choose_engine(wanted, workers, obstacle, work).mode  # type: ignore[arg-type]
 
-    assert len({naive("auto", n, None, True) == "batched" for n in range(5)}) == 2  # the check sees such a rule
+    assert len({naive("auto", n, None, 0.0) == "batched" for n in range(5)}) == 2  # the check sees such a rule
 
 
 def setup_of(*words: str) -> Setup:

@@ -156,6 +156,13 @@ def test_evaluation_is_a_plain_count_and_adds_up() -> None:
     assert whole + nothing == whole and evaluate(network, examples, rows[:0]) == nothing
 
 
+def test_evaluation_by_threads_gives_the_same_bits() -> None:
+    network, examples = ToyNetwork(), ToyExamples(60)
+    rows = torch.arange(60)
+    assert evaluate(network, examples, rows, 7) == evaluate(network, examples, rows, 7, threads=3)
+    assert evaluate(network, examples, rows, 7) != evaluate(network, examples, rows[:59], 7, threads=3)
+
+
 def test_evaluation_changes_nothing() -> None:
     network, examples = ToyNetwork(), ToyExamples(60)
     before: Any = [p.detach().clone() for p in network.parameters()]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import shutil
+import time
 from pathlib import Path
 
 from benchmarks.peers.harness import Failed, Plan, bench, environment
 from benchmarks.peers.page import page, plot
-from benchmarks.peers.workloads import SPECS, Spec, chosen
+from benchmarks.peers.workloads import SPECS, Spec, chosen, smallest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,15 +30,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("workloads", nargs="*", help="W1 W2 W3 W4, or single rows; default: all")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds of W2 to W4, ViT-S rows only by name")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds of W2 and W3, the rest extrapolated")
+    parser.add_argument("--tiny", action="store_true", help="only see whether everything runs; writes no page")
     parser.add_argument("--fresh", action="store_true", help="run again what is there already")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds after which one run is ended")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many, whatever is there by then")
+    parser.add_argument("--prepare", action="store_true", help="only write the data of the workloads")
     parser.add_argument("--threads", type=int, help="threads of each peer, on a busy machine; default: all cores")
     parser.add_argument("--page-only", action="store_true", help="only write the page from what is there")
     parser.add_argument("--estimate", action="store_true", help="only say how long it would take")
     parser.add_argument("--environments", action="store_true", help="only create the environments")
     given = parser.parse_args()
-    specs, root = chosen(given.workloads, given.quick), ROOT / "runs" / "benchmarks"
+    specs, root = chosen(given.workloads), ROOT / "runs" / "benchmarks"
+    if given.tiny:
+        specs, root = [smallest(spec) for spec in specs], root / "tiny"
     times = {spec.name: estimate(spec, given.repeats, given.quick) / 60 for spec in specs}
     each = ", ".join(f"{name} {minutes:.1f}" for name, minutes in times.items())
     print(f"about {sum(times.values()):.0f} minutes on two idle cores: {each}", flush=True)
@@ -49,13 +57,30 @@ def main() -> None:
                 print(f"{peer}: cannot be installed: {why}", flush=True)
     if given.environments:
         return
-    if not given.page_only:
-        cores = given.threads or os.cpu_count() or 1
-        bench(specs, Plan(given.repeats, given.quick, given.fresh, given.timeout, cores), root)
-    docs = ROOT / "docs"
-    drawn = plot(root, list(SPECS.values()), docs / "benchmarks.png")
-    (docs / "benchmarks.md").write_text(page(root, list(SPECS.values()), "benchmarks.png" if drawn else None))
-    print(f"wrote {docs / 'benchmarks.md'}")
+    cores, repeats = given.threads or os.cpu_count() or 1, 0 if given.prepare else given.repeats
+    plan = Plan(repeats, given.quick, given.fresh, given.timeout, cores, time.time() + 60 * given.minutes)
+    if given.tiny:
+        bench(specs, plan, root)
+        print(page(root, specs, None))
+        return
+    try:
+        if not given.page_only:
+            bench(specs, plan, root, lambda: render(draw=False))
+    finally:  # also when somebody stops it
+        if not given.prepare:
+            render()
+
+
+def render(draw: bool = True) -> None:
+    """Write docs/benchmarks.md from what is there by now, and its plots where they are wanted."""
+    root, docs, specs = ROOT / "runs" / "benchmarks", ROOT / "docs", list(SPECS.values())
+    if draw:
+        plot(root, specs, docs / "benchmarks.png")
+        if (root / "scale.png").exists():
+            shutil.copy(root / "scale.png", docs / "scale.png")
+        print(f"wrote {docs / 'benchmarks.md'}", flush=True)
+    picture = docs / "benchmarks.png"
+    (docs / "benchmarks.md").write_text(page(root, specs, picture.name if picture.exists() else None))
 
 
 if __name__ == "__main__":

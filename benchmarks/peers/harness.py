@@ -9,10 +9,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,10 +105,8 @@ def run_one(spec: Spec, peer: str, workload: Workload, root: Path, timeout: floa
     done = watch([str(python), str(HERE / peer / "run.py"), str(folder)], env, folder / "log.txt", timeout)
     result = folder / "result.json"
     if not result.exists() or done.code:
-        why = (
-            f"ended after {timeout:.0f} s" if done.code == -9 else last_line((folder / "log.txt").read_text("replace"))
-        )
-        raise Failed(f"exit code {done.code}: {why}")
+        said = last_line((folder / "log.txt").read_text(errors="replace"))
+        raise Failed(f"exit code {done.code}: {f'ended after {timeout:.0f} s' if done.code == -9 else said}")
     return {**json.loads(result.read_text()), **cost(done), "key": key_of(workload, peer), "of": spec.rounds}
 
 
@@ -155,17 +156,25 @@ class Plan:
     fresh: bool
     timeout: float
     cores: int
+    until: float = math.inf
+    """A time of `time.time` at which everything ends; what is there by then is the result."""
 
 
-def bench(specs: list[Spec], plan: Plan, root: Path) -> None:
-    """All runs that are not there yet: repeat by repeat, within a repeat every peer in turn."""
-    for spec in specs:
-        print(f"{spec.name}: preparing data", flush=True)
-        base = prepare(spec, root / "data" / spec.name, plan.cores)
-        for repeat in range(plan.repeats):
+def bench(specs: list[Spec], plan: Plan, root: Path, after: Callable[[], object] = lambda: None) -> None:
+    """All runs that are not there yet: repeat by repeat of everything, within a repeat every peer in turn.
+
+    `after` is called when a repeat of a workload is done.
+    """
+    work = {spec.name: prepare(spec, root / "data" / spec.name, plan.cores) for spec in specs}
+    for repeat in range(plan.repeats):
+        for spec in specs:
             turn = [*OURS, *spec.peers]
             for peer in turn[repeat % len(turn) :] + turn[: repeat % len(turn)]:
-                _turn(spec, peer, replace(base, rounds=spec.rounds_of(peer, plan.quick)), repeat, root, plan)
+                if time.time() > plan.until:
+                    print("no time left", flush=True)
+                    return
+                _turn(spec, peer, replace(work[spec.name], rounds=spec.rounds_of(peer, plan.quick)), repeat, root, plan)
+            after()
 
 
 def _turn(spec: Spec, peer: str, workload: Workload, repeat: int, root: Path, plan: Plan) -> None:
@@ -175,10 +184,12 @@ def _turn(spec: Spec, peer: str, workload: Workload, repeat: int, root: Path, pl
         return
     place.mkdir(parents=True, exist_ok=True)
     try:
-        result = run_one(spec, peer, workload, root, plan.timeout)
+        result = run_one(spec, peer, workload, root, min(plan.timeout, plan.until - time.time()))
         if peer != "bare":
             check(result, workload)
     except Failed as reason:
+        if time.time() >= plan.until:  # it was ended, which says nothing about it
+            return
         error.write_text(json.dumps({"reason": str(reason)}))
         print(f"{spec.name} {peer}: failed: {reason}", flush=True)
         return

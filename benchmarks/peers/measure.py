@@ -48,16 +48,18 @@ def watch(command: list[str], env: dict[str, str], log: Path, timeout: float) ->
     peak = 0.0
     with log.open("wb") as out:
         process = subprocess.Popen(command, env={**env, MARK: mark}, stdout=out, stderr=subprocess.STDOUT)
-        while process.poll() is None and time.perf_counter() - began < timeout:
-            pids = [process.pid, *marked(mark)]
-            peak = max(peak, sum(memory(pid) for pid in set(pids)))
-            times |= {pid: found for pid in set(pids) if (found := cpu(pid)) is not None}
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(EVERY)
-        seconds, late = time.perf_counter() - began, process.poll() is None
-        after = machine()
-        end([*([process.pid] if late else []), *marked(mark)])
-        process.wait()
+        try:
+            while process.poll() is None and time.perf_counter() - began < timeout:
+                pids = [process.pid, *marked(mark)]
+                peak = max(peak, sum(memory(pid) for pid in set(pids)))
+                times |= {pid: found for pid in set(pids) if (found := cpu(pid)) is not None}
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(EVERY)
+        finally:  # also when somebody stops the benchmark: nothing is left behind
+            seconds, late = time.perf_counter() - began, process.poll() is None
+            after = machine()
+            end([*([process.pid] if late else []), *marked(mark)])
+            process.wait()
     for _ in range(50):  # the next run begins when this one's last process is gone
         if not marked(mark):
             break

@@ -8,6 +8,7 @@ import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def table(root: Path, spec: Spec) -> list[str]:
     lines = [
         f"### {spec.name}: {spec.text}", "",
         f"{spec.clients} clients, {spec.per_round} per round, {spec.steps} steps, batch {spec.batch_size}, "
-        f"{spec.rounds} rounds, {spec.examples:,} examples.", "",
+        f"{spec.rounds} rounds, {spec.examples:,} examples. Repeats: {repeated(found)}.", "",
         "| | s per round | times fedgraft | whole process, s | times fedgraft | peak MB | cores "
         "| other load | test % |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -118,6 +119,12 @@ def table(root: Path, spec: Spec) -> list[str]:
         dense = 4 * moved["of"] / ours[-1]["bytes_up"]
         lines += ["", f"Bytes up per client: {ours[-1]['bytes_up']:,.0f}, {dense:.2f} times fewer than all weights."]
     return [*lines, ""]
+
+
+def repeated(found: dict[str, list[dict[str, Any]]]) -> str:
+    """How often the rows of a workload were measured."""
+    counts = sorted({len(results) for results in found.values() if results})
+    return " to ".join(map(str, counts[:1] + counts[1:][-1:])) or "none"
 
 
 def _row(root: Path, spec: Spec, peer: str, results: list[dict[str, Any]], base: dict[str, float]) -> str:
@@ -162,6 +169,12 @@ def bars(root: Path, specs: Sequence[Spec]) -> list[str]:
             ratio = cost["round"]["fedgraft"] / cost["round"]["bare"]
             bar = LIMITS[spec.group]
             lines.append(_bar(spec, "round, times the bare hardware (at most)", bar, ratio, ratio <= bar))
+        if "extract_image" in found.get("bare", [{}])[0]:
+            ratio = statistics.median(r["extract_image"] / r["bare_image"] for r in found["bare"])
+            lines.append(_bar(spec, "extraction, times a bare forward pass (at most)", 1.15, ratio, ratio <= 1.15))
+        if spec.task == "sparse":
+            ratio = 4 * found["fedgraft"][0]["coordinates"]["of"] / found["fedgraft"][0]["bytes_up"]
+            lines.append(_bar(spec, "bytes up, times fewer than all weights", 9.9, ratio, ratio >= 9.9))
         if spec.group == "W1":
             own = statistics.median(r["peak_mb"] for r in found["fedgraft"])
             least = [statistics.median(r["peak_mb"] for r in found[p]) for p in spec.peers if p in found]
@@ -169,6 +182,23 @@ def bars(root: Path, specs: Sequence[Spec]) -> list[str]:
                 ratio = own / min(least)
                 lines.append(_bar(spec, "memory, times the leanest peer (at most)", 1.0, ratio, ratio <= 1))
     return lines
+
+
+def others(root: Path) -> dict[str, Any]:
+    """The benchmarks without peers that have a result, by name: their modules, which know how to show it."""
+    names = ("head", "scale", "sparse", "fisher", "micro")
+    return {name: import_module(f"benchmarks.bench_{name}") for name in names if (root / f"{name}.json").exists()}
+
+
+def other_bars(root: Path) -> list[str]:
+    """The bars of those."""
+    rows = [
+        row for name, one in others(root).items() if hasattr(one, "bars") for row in one.bars(root / f"{name}.json")
+    ]
+    return [
+        f"| {name} | {what} | {bar:g} | {found:.2f} | {'reached' if good else 'not reached'} |"
+        for name, what, bar, found, good in rows
+    ]
 
 
 def _bar(spec: Spec, what: str, bar: float, found: float, good: bool) -> str:
@@ -214,16 +244,23 @@ def page(root: Path, specs: Sequence[Spec], picture: str | None) -> str:
         "Other load is how many cores other processes and the hypervisor had during the run: ratios taken under load "
         "are rough. In W3 peers are given images and run the frozen trunk in every step, as their users would; W1 is "
         "the comparison when peers are given features. FedJAX has no part in W3 and W4, whose networks are torch's; "
-        "W4 compares with the plain loop, Flower and pfl.", "",
+        "FedLab stands in W1 alone; W4 compares with the plain loop, and with pfl in one row. ViT-S/16 shapes and W4 "
+        "have fewer clients and images than W1 to W3, so that all takes half an hour; each table names its sizes.", "",
         f"- Machine: {machine()}",
         f"- Dates: {dates[0]} to {dates[-1]}, repeats: {', '.join(map(str, repeats))}" if dates else "- No results yet",
         *versions(root, used), "",
     ]  # fmt: skip
     if picture:
         lines += [f"![Seconds per round, by workload]({picture})", ""]
-    lines += ["## What was to be shown", "", *bars(root, used), "", "## Workloads", ""]
+    lines += ["## What was to be shown", "", *bars(root, used), *other_bars(root), ""]
+    note = Path(__file__).parent / "note.md"
+    lines += [note.read_text(), ""] if note.exists() else []
+    lines += ["## Workloads", ""]
     for spec in used:
         lines += table(root, spec)
+    for name, one in others(root).items():
+        lines += one.section(root / f"{name}.json").splitlines()
+        lines += ["", "![Growth of the cost](scale.png)", ""] if name == "scale" else [""]
     return "\n".join(lines).rstrip() + "\n"
 
 

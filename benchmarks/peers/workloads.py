@@ -62,20 +62,22 @@ class Spec:
         return self.rounds if whole else min(self.measured, self.rounds)
 
 
-def _sparse(task: str, model: str, name: str, **numbers: Any) -> Spec:
+def _sparse(task: str, model: str, name: str, peers: tuple[str, ...], **numbers: Any) -> Spec:
     what = {
         "sparse": "10 % of the blocks' weights",
         "qk": "query and key weights only",
         "lora": "LoRA, rank 8, q and v",
     }
     options = {"sparse": {"density": 0.1}, "qk": {}, "lora": {"rank": 8, "alpha": 16.0}}[task]
+    text = f"{what[task]} of {'nano' if name == 'nano' else 'ViT-S/16 shapes at 64 px'}"
     return Spec(
-        f"W4-{task}-{name}", f"{what[task]} of {name}", task, model, TORCH_PEERS, 3, 2, 4, 32,
-        evaluate_every=100, options=options, **numbers,
+        f"W4-{task}-{name}", text, task, model, peers, 3, 3, evaluate_every=100, batch_size=32, options=options,
+        **numbers,
     )  # fmt: skip
 
 
-SMALL = {"clients": 10, "per_round": 2, "classes": 10, "examples": 2_000}
+NANO = {"steps": 4, "clients": 20, "per_round": 4, "classes": 20, "examples": 4_000, "each": 1.5, "own": (9.0, 1.5)}
+SMALL = {"steps": 2, "clients": 10, "per_round": 2, "classes": 10, "examples": 1_000, "each": 3.5, "own": (11.0, 3.0)}
 SPECS = {
     spec.name: spec
     for spec in (
@@ -84,31 +86,36 @@ SPECS = {
             50, 50, 16, 64, examples=50_000, lr=0.05, each=0.2, own=(4.0, 0.03),
         ),
         Spec(
-            "W2", "small CNN on 32x32 images", "cnn", "cnn:width=32,size=32", (*TORCH_PEERS, "fedjax", "fedlab"),
-            20, 3, 16, 32, options={"width": 32}, own=(8.0, 2.0),
+            "W2", "small CNN on 32x32 images", "cnn", "cnn:width=32,size=32", (*TORCH_PEERS, "fedjax"),
+            20, 3, 16, 32, options={"width": 32}, own=(6.0, 2.0),
         ),
         Spec(
-            "W3-nano", "head of a frozen nano, from images", "frozen", "nano", (*TORCH_PEERS, "fedlab"),
-            100, 3, 4, 64, complete=True, lr=0.05, own=(40.0, 0.03),
+            "W3-nano", "head of a frozen nano, from images", "frozen", "nano", TORCH_PEERS,
+            100, 3, 4, 64, complete=True, lr=0.05, each=5.0, own=(35.0, 0.03),
         ),
+        _sparse("sparse", "nano", "nano", ("torch_loop", "pfl"), **NANO),
         Spec(
             "W3-vits", "head of frozen ViT-S/16 shapes at 64 px, from images", "frozen", VIT_S, ("torch_loop",),
             100, 2, 4, 64, per_round=2, clients=10, classes=10, examples=2_000, complete=True, lr=0.05,
-            each=5.0, own=(40.0, 0.03),
+            each=5.0, own=(25.0, 0.03),
         ),
-        *(_sparse(task, "nano", "nano") for task in ("sparse", "qk", "lora")),
-        *(_sparse(task, VIT_S, "vits", **SMALL) for task in ("sparse", "qk", "lora")),
+        _sparse("sparse", VIT_S, "vits", ("torch_loop",), **SMALL),
+        *(_sparse(task, "nano", "nano", ("torch_loop",), **NANO) for task in ("qk", "lora")),
+        *(_sparse(task, VIT_S, "vits", (), **SMALL) for task in ("qk", "lora")),
     )
 }  # fmt: skip
 
 
-def chosen(words: list[str], quick: bool = False) -> list[Spec]:
-    """The specs that these words mean: W4 stands for all of its rows; no words, all rows. Quick: large ones by name."""
+def smallest(spec: Spec) -> Spec:
+    """The same work at a size that shows nothing but whether it runs."""
+    return replace(spec, rounds=2, measured=2, steps=2, batch_size=8, clients=4, per_round=2, classes=5, examples=200)
+
+
+def chosen(words: list[str]) -> list[Spec]:
+    """The specs that these words mean: W4 stands for all of its rows; no words, all rows."""
     if strange := [w for w in words if not any(w in (s.name, s.group) for s in SPECS.values())]:
         raise SystemExit(f"there is no workload {strange[0]!r}; choose from W1, W2, W3, W4, {', '.join(SPECS)}")
-    usual = [s for s in SPECS.values() if not (quick and s.name.endswith("-vits"))]
-    named = {s.name for s in usual if not words or s.group in words} | set(words)
-    return [spec for spec in SPECS.values() if spec.name in named]
+    return [spec for spec in SPECS.values() if not words or spec.group in words or spec.name in words]
 
 
 def config_of(spec: Spec, rounds: int, folder: Path) -> dict[str, Any]:

@@ -82,6 +82,8 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAPS = {"auxiliary", "sums", "evidence"}
+_text = json.JSONEncoder(separators=(",", ":")).encode
+_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in (Order, Reply)}
 
 M = TypeVar("M", Order, Reply)
 
@@ -90,29 +92,29 @@ def _split(message: Order | Reply) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Separate the plain fields (for the JSON header) from the tensors."""
     plain: dict[str, Any] = {"kind": type(message).__name__}
     tensors: dict[str, Tensor] = {}
-    for f in fields(message):
-        value = getattr(message, f.name)
-        if f.name in _MAPS:
-            tensors |= {f"{f.name}/{key}": tensor for key, tensor in value.items()}
+    for name in _FIELDS[type(message)]:
+        value = getattr(message, name)
+        if name in _MAPS:
+            tensors |= {f"{name}/{key}": tensor for key, tensor in value.items()}
         elif isinstance(value, Tensor):
-            tensors[f.name] = value
+            tensors[name] = value
         elif isinstance(value, Payload):
-            plain[f.name] = {"codec": value.codec, "length": value.length}
-            tensors |= {f"{f.name}/{key}": tensor for key, tensor in value.arrays.items()}
+            plain[name] = {"codec": value.codec, "length": value.length}
+            tensors |= {f"{name}/{key}": tensor for key, tensor in value.arrays.items()}
         elif value is not None:
-            plain[f.name] = dict(value) if isinstance(value, Mapping) else value
+            plain[name] = dict(value) if isinstance(value, Mapping) else value
     return plain, tensors
 
 
 def _header(message: Order | Reply) -> tuple[bytes, list[Tensor], int]:
     plain, tensors = _split(message)
-    entries: dict[str, Any] = {"__metadata__": {"fedgraft": json.dumps(plain, separators=(",", ":"))}}
+    entries: dict[str, Any] = {"__metadata__": {"fedgraft": _text(plain)}}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = _text(entries).encode()
     return text + b" " * (-len(text) % 8), list(tensors.values()), offset
 
 

@@ -12,6 +12,7 @@ from fedgraft.contracts import Examples, Network
 from fedgraft.edit.masks import Mask
 from fedgraft.edit.space import Bound, EditSpace
 from fedgraft.errors import FedgraftError
+from fedgraft.local.transfer import onto
 from fedgraft.messages import Order, Reply
 
 Memory = Mapping[str, Tensor]
@@ -89,7 +90,7 @@ def _feature_batches(place: Workplace, rows: Tensor) -> list[tuple[Tensor, Tenso
     device = next(place.network.parameters()).device
     out = []
     for picked in rows.split(512):
-        z = place.network.features(place.examples.batch(picked).to(device), place.examples.entry)
+        z = place.network.features(onto(place.examples.batch(picked), device), place.examples.entry)
         out.append((z.cpu(), place.examples.labels[picked]))
     return out
 

@@ -11,18 +11,27 @@ import multiprocessing
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import torch
 from protocol import Clock, Workload, given_folder, read
 
-from fedgraft.contracts import Network
-from fedgraft.data.feature_cache import CachedExamples
-from fedgraft.experiment.build import Setup
-from fedgraft.experiment.config import load
+if TYPE_CHECKING:
+    from fedgraft.contracts import Network
+    from fedgraft.experiment.build import Setup
 
-SIDE, REPEATS, BLOCK = 1024, 30, 32
+SIDE, REPEATS, BLOCK, IMAGES = 1024, 30, 32, 352
+
+
+def opened(folder: Path) -> Setup:
+    """The run's parts, as fedgraft makes them."""
+    from fedgraft.experiment.build import Setup
+    from fedgraft.experiment.config import load
+
+    torch.set_num_threads(1)  # before any work, so that this process can be forked
+    return Setup(load(folder / "config.toml"))
 
 
 def products(workload: Workload, width: int) -> list[float]:
@@ -41,12 +50,13 @@ def products(workload: Workload, width: int) -> list[float]:
 
 def extraction(setup: Setup, images: int) -> dict[str, float]:
     """Seconds per image of a bare forward pass and of fedgraft's extraction, block by block in turn, medians."""
-    torch.set_num_threads(1)
+    from fedgraft.data.feature_cache import CachedExamples
+
     network, pixels = setup.network, setup.plain_pixels
     kept = setup.at_entry(pixels, network.depth)
     assert isinstance(kept, CachedExamples)
     bare, own = [], []
-    for start in range(BLOCK, images, BLOCK):
+    for start in range(BLOCK, images - BLOCK + 1, BLOCK):
         rows = torch.arange(start, start + BLOCK)
         inputs = pixels.batch(rows)
         began = time.perf_counter()
@@ -61,7 +71,6 @@ def extraction(setup: Setup, images: int) -> dict[str, float]:
 
 def passes(network: Network, setup: Setup, count: int, entry: int) -> float:
     """Seconds of so many forward and backward passes over one batch."""
-    torch.set_num_threads(1)
     size = setup.config.local.batch_size
     inputs, labels = setup.plain_pixels.batch(torch.arange(size)), setup.plain_pixels.labels[:size]
     network.train()
@@ -75,26 +84,23 @@ def passes(network: Network, setup: Setup, count: int, entry: int) -> float:
     return time.perf_counter() - began
 
 
-def _worker(config: str, count: int, rounds: int, gate: object, found: object) -> None:
-    setup = Setup(load(Path(config)))
-    setup.open()
-    moved = {part.name for part in setup.space.parts}
-    for name, parameter in setup.network.named_parameters():
-        parameter.requires_grad = name in moved
+def _worker(setup: Setup, count: int, rounds: int, gate: object, found: object) -> None:
     passes(setup.network, setup, 1, setup.entry)
     for _ in range(rounds):
         gate.wait()  # type: ignore[attr-defined]
         found.put(passes(setup.network, setup, count, setup.entry))  # type: ignore[attr-defined]
 
 
-def training(workload: Workload, config: Path) -> list[float]:
+def training(workload: Workload, setup: Setup) -> list[float]:
     """Seconds of a round's passes, shared by one process per core."""
-    context = multiprocessing.get_context("spawn")
+    setup.open()
+    moved = {part.name for part in setup.space.parts}
+    for name, parameter in setup.network.named_parameters():
+        parameter.requires_grad = name in moved
+    context = multiprocessing.get_context("fork")
     gate, found = context.Barrier(workload.cores), context.Queue()
-    share, rounds = workload.per_round * workload.steps // workload.cores, max(2, workload.rounds)
-    workers = [
-        context.Process(target=_worker, args=(str(config), share, rounds, gate, found)) for _ in range(workload.cores)
-    ]
+    share, rounds = workload.per_round * workload.steps // workload.cores, max(3, workload.rounds)
+    workers = [context.Process(target=_worker, args=(setup, share, rounds, gate, found)) for _ in range(workload.cores)]
     for worker in workers:
         worker.start()
     times = [found.get() for _ in range(rounds * workload.cores)]
@@ -110,9 +116,9 @@ def main() -> None:
     if workload.task == "head":
         clock.rounds = products(workload, arrays["train_x"].shape[1])
     elif workload.task == "frozen":
-        more = extraction(Setup(load(folder / "config.toml")), min(1024, len(arrays["train_x"])))
+        more = extraction(opened(folder), min(IMAGES, len(arrays["train_x"])))
     else:
-        clock.rounds = training(workload, folder / "config.toml")
+        clock.rounds = training(workload, opened(folder))
     clock.write(folder, "bare", ("torch", "transformers"), 0.0, **more)
 
 

@@ -112,15 +112,24 @@ class DriftReport:
 
 
 def drift_report(changes: Iterable[Tensor], mean: Tensor) -> DriftReport:
-    """Norm, drift and cosine to the mean of every change, reading each once."""
-    rows = []
+    """Norm, drift and cosine to the mean of every change, reading each once.
+
+    |c - a|^2 is |c|^2 - 2 c.a + |a|^2 in float64, exactly zero where c equals a.
+    """
+    whole = mean.to(torch.float64) if len(mean) <= CHUNK else None  # a long mean is widened piece by piece
+    pieces = [(piece, whole) for piece in chunks(len(mean))]
+    size, rows = 0.0, []
+    for piece, kept in pieces:
+        a = mean[piece].to(torch.float64) if kept is None else kept
+        size += float(a @ a)
     for change in changes:
-        found = torch.zeros(3, dtype=torch.float64)
-        for piece in chunks(len(mean)):
-            c, a = change[piece].to(torch.float64), mean[piece].to(torch.float64)
-            found += torch.stack([c @ c, (c - a) @ (c - a), c @ a])
-        rows.append(found)
-    square, drift, inner = torch.stack(rows).unbind(1)  # each (m,)
-    scale = square.sqrt() * norm(mean)
-    cosines = torch.where(scale > 0, inner / scale, 0.0).clamp(-1, 1)
-    return DriftReport(square.sqrt(), drift.sqrt(), cosines)
+        square = inner = 0.0
+        for piece, kept in pieces:
+            a = mean[piece].to(torch.float64) if kept is None else kept
+            c = change[piece].to(torch.float64)
+            square, inner = square + float(c @ c), inner + float(c @ a)
+        rows.append((square, inner))
+    squares, inners = torch.tensor(rows, dtype=torch.float64).unbind(1)  # each (m,)
+    scale = squares.sqrt() * math.sqrt(size)
+    cosines = torch.where(scale > 0, inners / scale, 0.0).clamp(-1, 1)
+    return DriftReport(squares.sqrt(), (squares - 2 * inners + size).clamp(min=0).sqrt(), cosines)

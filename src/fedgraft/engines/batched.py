@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Protocol, runtime_checkable
 
@@ -25,23 +26,22 @@ from torch.nn.functional import linear
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.client import Memory, Workplace, handle
-from fedgraft.contracts import Examples
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import Preparable, prepare_features
 from fedgraft.local.optimizers import Optimizer
-from fedgraft.local.train import batches
+from fedgraft.local.train import LocalRule, drawn
 from fedgraft.messages import Order, Reply
 from fedgraft.randomness import torch_stream
 
 CHUNK = 5
 """Clients stacked in one product: enough to hide the cost of a call, few enough to stay near the processor."""
-BUDGET = 1 << 24
-"""Floats of features that one chunk gathers at a time (64 MB)."""
+BUDGET = 1 << 19
+"""Floats of features that one chunk gathers at a time (2 MB, which stay near the processor until they are used)."""
 
 
 @runtime_checkable
 class Placing(Protocol):
-    """Examples that can also write a batch into memory that is there already."""
+    """Examples in memory that can write a batch to where it is wanted, for several threads at once."""
 
     def batch_into(self, rows: Tensor, generator: torch.Generator | None, out: Tensor) -> None:
         """What `batch` gives, written to `out`."""
@@ -88,16 +88,27 @@ def _is_linear(place: Workplace) -> bool:
 
 @dataclass(frozen=True)
 class _Job:
-    """One client's order with the rows of its steps."""
+    """One client's order and its rows. How they fall into batches is drawn where the steps are taken."""
 
     place: int
     order: Order
-    steps: tuple[Tensor, ...]
-    examples: int
+    rows: Tensor
+    rule: LocalRule
+    seed: int
 
-    @property
-    def width(self) -> int:
-        return len(self.steps[0])
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each step; the last of an epoch may have fewer."""
+        full, rest = divmod(len(self.rows), width := min(self.rule.batch_size, len(self.rows)))
+        if self.rule.unit == "steps":
+            return [width] * self.rule.amount
+        return ([width] * full + [rest] * bool(rest)) * self.rule.amount
+
+    @cached_property
+    def drawn(self) -> Tensor:
+        """The rows of all steps, one step after the other."""
+        shuffle = torch_stream(self.seed, "shuffle", "train", self.order.round, self.order.client)
+        return drawn(self.rows, self.rule, shuffle)
 
 
 class _Stack:
@@ -118,14 +129,16 @@ class _Stack:
         if self.fused:
             gradient.zero_()
 
-    def step(self, error: Tensor, inputs: Tensor, rate: float) -> None:
-        """One step along the gradients that these errors (c, k, b) at the logits mean."""
-        torch.baddbmm(self.d_weight, error, inputs, beta=self.decay, out=self.d_weight)  # beta 0 overwrites
-        if self.fused:
-            self.d_bias.mul_(self.decay).add_(error.sum(2, keepdim=True))
-            self.values.sub_(self.gradient, alpha=rate)
+    def step(self, error: Tensor, inputs: Tensor, rate: float, scale: float) -> None:
+        """One step along the gradients that these errors (c, k, b) at the logits mean, all of them times `scale`."""
+        if self.fused:  # the velocity stands for 1 / scale times itself, which saves a pass over the errors
+            torch.baddbmm(self.d_weight, error, inputs, beta=self.decay, out=self.d_weight)
+            torch.add(error.sum(2, keepdim=True), self.d_bias, alpha=self.decay, out=self.d_bias)
+            self.values.sub_(self.gradient, alpha=rate * scale)
         else:
+            torch.baddbmm(self.d_weight, error, inputs, beta=0, alpha=scale, out=self.d_weight)  # beta 0 overwrites
             torch.sum(error, 2, keepdim=True, out=self.d_bias)
+            self.d_bias.mul_(scale)
             self.optimizer.step(self.values, self.gradient, self.state, rate)
 
 
@@ -138,8 +151,10 @@ class Batched:
         self.threads = threads or cores()
         self.reason = applies(algorithm, place)
         """Why orders are carried out one by one, if they are."""
+        self._placing = place.examples if isinstance(place.examples, Placing) else None
         self._reading = threading.Lock()
         self._buffers: list[dict[str, Tensor]] = []
+        self._crew: ThreadPoolExecutor | None = None
 
     def exchange(self, orders: Sequence[Order]) -> list[Reply]:
         """Carry out the orders; replies in their order."""
@@ -157,32 +172,28 @@ class Batched:
         """Replies in the order of the orders; clients of equal steps and about equal batches share a chunk."""
         if not orders:
             return []
-        jobs = [self._job(i, order) for i, order in enumerate(orders)]
+        rule, seed = self.algorithm.local, self.place.seed
+        jobs = [_Job(i, order, self.place.rows(order.client), rule, seed) for i, order in enumerate(orders)]
         if isinstance(self.place.examples, Preparable) and torch.get_num_threads() == 1:
-            prepare_features(self.place.examples, torch.cat([rows for job in jobs for rows in job.steps]), self.threads)
-        jobs.sort(key=lambda job: (len(job.steps), float(job.order.settings["lr"]), job.width, job.place))
+            prepare_features(self.place.examples, torch.cat([job.drawn for job in jobs]), self.threads)
+        jobs.sort(key=lambda job: (len(job.sizes), float(job.order.settings["lr"]), job.sizes[0], job.place))
         chunks = []
-        for _, group in groupby(jobs, key=lambda job: (len(job.steps), job.order.settings["lr"])):
+        for _, group in groupby(jobs, key=lambda job: (len(job.sizes), job.order.settings["lr"])):
             alike = list(group)
             chunks += [alike[i : i + CHUNK] for i in range(0, len(alike), CHUNK)]
         if len(chunks) == 1 or self.threads == 1:
             replies = [reply for chunk in chunks for reply in self._chunk(chunk)]
         else:
-            with ThreadPoolExecutor(min(self.threads, len(chunks))) as threads:
-                replies = [reply for part in threads.map(self._chunk, chunks) for reply in part]
+            self._crew = self._crew or ThreadPoolExecutor(self.threads)  # kept: a new thread is slow at first
+            replies = [reply for part in self._crew.map(self._chunk, chunks) for reply in part]
         by_place = {job.place: reply for job, reply in zip([j for c in chunks for j in c], replies, strict=True)}
         return [by_place[i] for i in range(len(orders))]
-
-    def _job(self, place: int, order: Order) -> _Job:
-        rows = self.place.rows(order.client)
-        shuffle = torch_stream(self.place.seed, "shuffle", "train", order.round, order.client)
-        return _Job(place, order, tuple(batches(rows, self.algorithm.local, shuffle)), len(rows))
 
     @torch.no_grad()
     def _chunk(self, jobs: list[_Job]) -> list[Reply]:
         """Train the heads of these clients side by side."""
         rule, network = self.algorithm.local, self.place.network
-        c, b, d, k = len(jobs), max(job.width for job in jobs), network.width, network.classes
+        c, b, d, k = len(jobs), max(job.sizes[0] for job in jobs), network.width, network.classes
         buffers = self._buffers.pop() if self._buffers else {}
         values, gradient = (_buffer(buffers, name, c * k * (d + 1)) for name in ("values", "gradient"))
         stack = _Stack(values, gradient, (c, k, d), rule.optimizer)
@@ -190,85 +201,88 @@ class Batched:
             assert job.order.vector is not None
             stack.weight[i] = job.order.vector[: k * d].view(k, d)
             stack.bias[i] = job.order.vector[k * d :].view(k, 1)
-        rate = rule.rate(float(jobs[0].order.settings["lr"]), jobs[0].examples)
+        rate = rule.rate(float(jobs[0].order.settings["lr"]), len(jobs[0].rows))
         flips = [torch_stream(self.place.seed, "augment", "train", j.order.round, j.order.client) for j in jobs]
         room = _buffer(buffers, "logits", c * k * b).view(c, k, b)
-        steps, losses = len(jobs[0].steps), []
+        steps, likelihoods = len(jobs[0].sizes), []
         span = max(1, BUDGET // (c * b * d))
         for begin in range(0, steps, span):
             some = slice(begin, min(begin + span, steps))
             features = _buffer(buffers, "features", c * (some.stop - begin) * b * d).view(c, -1, b, d)
             labels, weights = self._gather(jobs, flips, some, features)
-            for x, y, w in zip(features.unbind(1), labels.unbind(1), weights.unbind(1), strict=True):
+            for i, (x, y) in enumerate(zip(features.unbind(1), labels.unbind(1), strict=True)):
                 torch.baddbmm(stack.bias, stack.weight, x.transpose(1, 2), out=room)
-                losses.append(_error(room, y, w, rule.label_smoothing))
-                stack.step(room, x, rate)
-        means = torch.stack(losses).mean(0).tolist()
+                error, found = _error(room, y, rule.label_smoothing)
+                if weights is not None:
+                    found.mul_(weights[:, i])
+                    error.mul_(weights[:, i])
+                stack.step(error, x, rate, 1 / b if weights is None else 1.0)
+                likelihoods.append(found)
+        means = torch.stack(likelihoods).sum((2, 3)).mean(0).div_(-b if weights is None else -1).tolist()
         replies = [self._reply(job, stack.weight[i], stack.bias[i], means[i]) for i, job in enumerate(jobs)]
         self._buffers.append(buffers)
         return replies
 
     def _gather(
         self, jobs: list[_Job], flips: list[torch.Generator], some: slice, features: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Fill the features (c, steps, b, d) of some steps; returns labels and weights, (c, steps, 1, b) each.
 
-        A batch that is shorter than the others is filled up with zeros of weight zero.
+        A batch that is shorter than the others is filled up with zeros of weight zero. Without such there are no
+        weights: every example counts 1 / b.
         """
         c, steps, b, d = features.shape
+        even = all(size == b for job in jobs for size in job.sizes)
         labels, weights = torch.zeros(c, steps, b, dtype=torch.int64), torch.full((c, steps, b), 1 / b)
         for i, job in enumerate(jobs):
-            rows = torch.cat(job.steps[some])
+            rows = job.drawn[sum(job.sizes[: some.start]) : sum(job.sizes[: some.stop])]
             whole = len(rows) == steps * b
             room = features[i].view(-1, d) if whole else torch.empty(len(rows), d)
-            with self._reading:  # examples may compute what they have not kept yet, with the one network there is
-                _read(self.place.examples, rows, flips[i], room)
+            self._read(rows, flips[i], room)
             if whole:
                 labels[i] = self.place.examples.labels[rows].view(steps, b)
                 continue
-            sizes = torch.tensor([len(batch) for batch in job.steps[some]])[:, None]
+            sizes = torch.tensor(job.sizes[some])[:, None]
             real = torch.arange(b) < sizes  # (steps, b)
             features[i] = 0.0
             features[i][real] = room
             labels[i][real] = self.place.examples.labels[rows]
             weights[i] = real / sizes
-        return labels.unsqueeze(2), weights.unsqueeze(2)
+        return labels.unsqueeze(2), None if even else weights.unsqueeze(2)
+
+    def _read(self, rows: Tensor, flips: torch.Generator, room: Tensor) -> None:
+        """Put the training inputs of these rows into `room`, without a copy between where the examples can do that."""
+        if self._placing is not None:
+            self._placing.batch_into(rows, flips, room)
+            return
+        with self._reading:  # examples may compute what they have not kept yet, with the one network there is
+            room.copy_(self.place.examples.batch(rows, flips))
 
     def _reply(self, job: _Job, weight: Tensor, bias: Tensor, loss: float) -> Reply:
         order = job.order
         assert order.vector is not None
         change = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(order.vector)
         stream = torch_stream(self.place.seed, "encode", order.round, order.client)
-        answer = Reply(order.run, order.round, order.client, order.space, job.examples)
-        metrics = {"loss": loss, "steps": float(len(job.steps))}
+        answer = Reply(order.run, order.round, order.client, order.space, len(job.rows))
+        metrics = {"loss": loss, "steps": float(len(job.sizes))}
         return replace(answer, change=self.algorithm.sends.encode(change, stream, {}), metrics=metrics)
 
 
-def _error(logits: Tensor, labels: Tensor, weights: Tensor, smoothing: float) -> Tensor:
-    """Turn logits (c, k, b) into the gradient of each client's mean loss by them, in place; returns the losses (c,).
+def _error(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """From logits (c, k, b) the gradient of each example's loss by them, and minus that loss (c, 1, b).
 
-    The smoothed cross-entropy is lse - (1 - s) logit_y - s mean(logits), its gradient softmax - (1 - s) onehot - s/k.
-    Logits are kept with classes first, which makes both products run along their memory. The largest logit is taken
-    off first, so no exponential overflows and their sum cannot underflow.
+    The smoothed cross-entropy is -(1 - s) log p_y - s mean(log p), its gradient p - (1 - s) onehot - s/k. Logits are
+    kept with classes first, which makes both products run along their memory.
     """
-    logits.sub_(logits.amax(1, keepdim=True))
-    target = logits.gather(1, labels)  # (c, 1, b)
+    error = torch.log_softmax(logits, 1)
+    found = error.gather(1, labels)
     if smoothing:
-        target.mul_(1 - smoothing).add_(logits.mean(1, keepdim=True), alpha=smoothing)
-    total = logits.exp_().sum(1, keepdim=True)
-    logits.mul_(weights / total)
+        found.mul_(1 - smoothing).add_(error.mean(1, keepdim=True), alpha=smoothing)
+    error.exp_()
     if smoothing:
-        logits.sub_(weights * (smoothing / logits.shape[1]))
-    logits.scatter_add_(1, labels, weights * (smoothing - 1))
-    return total.log_().sub_(target).mul_(weights).sum((1, 2))
-
-
-def _read(examples: Examples, rows: Tensor, flips: torch.Generator, room: Tensor) -> None:
-    """Put the training inputs of these rows into `room`, without a copy between where the examples can do that."""
-    if isinstance(examples, Placing):
-        examples.batch_into(rows, flips, room)
-    else:
-        room.copy_(examples.batch(rows, flips))
+        error.sub_(smoothing / logits.shape[1])
+    error.scatter_add_(1, labels, torch.full_like(found, smoothing - 1))
+    return error, found
 
 
 def _buffer(buffers: dict[str, Tensor], name: str, size: int) -> Tensor:

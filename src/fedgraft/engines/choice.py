@@ -7,8 +7,9 @@
 | `reference` | reference | reference |
 
 Reference orders run in `workers` processes, which does not change a byte: `workers=0` means one for each core where a
-network is trained on a CPU, and none beside this process where only a head is, or on another device. The number of
-workers never decides between batched and reference, because those differ in the last bits.
+network is trained on a CPU and a round is worth it, and none beside this process otherwise. A round is worth it from
+`WORTH` multiply-adds on, counted as images times the weights they meet, which is the least they can cost. The number
+of workers never decides between batched and reference, because those differ in the last bits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Wanted = Literal["auto", "reference", "batched"]
+WORTH = 1e8
+"""Multiply-adds of a round, some milliseconds, below which sending orders to workers takes longer than it saves."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,12 @@ class Choice:
 
 
 def choose_engine(
-    wanted: Wanted, workers: int, obstacle: str | None, head_only: bool, on_cpu: bool = True, clients: int = 1
+    wanted: Wanted, workers: int, obstacle: str | None, work: float, on_cpu: bool = True, clients: int = 1
 ) -> Choice:
-    """The engine for these orders. `obstacle`: why they cannot be batched, None where they can."""
+    """The engine for these orders. `obstacle`: why they cannot be batched, None where they can.
+
+    `work` is the least number of multiply-adds of a round; 0 means that only a head is trained.
+    """
     if wanted == "batched" or (wanted == "auto" and obstacle is None):
         why = obstacle or "all clients of a round in one product"
         return Choice("batched", 1, why if obstacle is None else f"one by one, because {why}")
@@ -42,8 +48,9 @@ def choose_engine(
         number, how = workers, f"workers={workers}{reason}"
     elif not on_cpu:
         number, how = 1, f"one process{asked}: the device is no CPU{reason}"
-    elif head_only:
-        number, how = 1, f"one process{asked}: a head alone is too little work for more{reason}"
+    elif work < WORTH:
+        what = f"{work / 1e6:.0f} million multiply-adds a round are" if work else "a head alone is"
+        number, how = 1, f"one process{asked}: {what} too little work for more{reason}"
     else:
         number = max(1, min(cores(), clients))
         how = f"{number} processes{asked}, one for each core, same bytes as one{reason}"

@@ -14,6 +14,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.experiment import checkpoint, step_zero
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.config import from_folder
+from fedgraft.experiment.deployed import absent_deal
 from fedgraft.experiment.record import RunFolder
 from fedgraft.local.evaluate import Evaluation, evaluate
 
@@ -29,7 +30,7 @@ def adapted(folder: Path) -> Setup:
     config = from_folder(folder)
     if config.digest != record.config_digest:
         raise FedgraftError(f"{folder / 'config.toml'} was changed since the run began; restore it, or run it anew")
-    setup = Setup(config)
+    setup = Setup(config, absent_deal(config, found.meta["classes"]) if "classes" in found.meta else None)
     tensors = found.tensors
     step_zero.install(setup.network, torch.cat([tensors["head/weight"], tensors["head/bias"][:, None]], 1))
     setup.open({n.removeprefix("edit/"): t for n, t in tensors.items() if n.startswith("edit/")})
@@ -40,6 +41,8 @@ def adapted(folder: Path) -> Setup:
 def evaluate_run(folder: Path, data: str | None = None) -> Evaluation:
     """Accuracy on the run's test images, or on a class-per-directory folder with the same classes."""
     setup = adapted(folder)
+    if data is None and setup.deal.blind:
+        raise FedgraftError(f"the images of {folder} are on its nodes; name a folder of others with --data.")
     if data is None:
         return evaluate(setup.network, setup.test_pixels, torch.arange(len(setup.test_pixels)), 128)
     other = load_dataset("folder", data, image_size=setup.network.image_size)

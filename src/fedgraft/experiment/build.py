@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -61,6 +62,9 @@ class Remote(Protocol):
     """An engine whose clients are on other machines, which must be told the edit space."""
 
     memory: dict[int, Memory]
+    sent: int
+    received: int
+    """Bytes of all messages so far, whatever for."""
 
     def open(self, run: str, tensors: Mapping[str, Tensor]) -> None: ...
     def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, Reply | bytes | str]]: ...
@@ -237,9 +241,14 @@ class Setup:
 
     def ready(self, examples: Examples, rows: Tensor) -> None:
         """Compute what is not kept of these rows yet, side by side on all cores; without a feature cache do nothing."""
+        if isinstance(examples, CachedExamples) and self.threads > 1:
+            prepare_features(examples, rows, self.threads)
+
+    @property
+    def threads(self) -> int:
+        """How many things this process may do side by side between rounds, each on one thread."""
         alone = self.config.workers == 1 or torch.get_num_threads() > 1 or self.network.head.weight.device.type != "cpu"
-        if isinstance(examples, CachedExamples) and not alone:
-            prepare_features(examples, rows, self.config.workers or cores())
+        return 1 if alone else self.config.workers or cores()
 
     @cached_property
     def entry(self) -> int:
@@ -350,11 +359,21 @@ class Setup:
     def choice(self, place: Workplace, preparing: bool = False) -> Choice:
         """How orders at this place are carried out. What prepares a run (step 0, a mask) is never batched."""
         c = self.config
-        head_only = place.examples.entry == self.network.depth
         wanted: Wanted = "reference" if preparing or c.engine == "flower-sim" else c.engine
         obstacle = applies(self.algorithm, place) if wanted == "auto" else None
         on_cpu = self.network.head.weight.device.type == "cpu"
-        return choose_engine(wanted, c.workers, obstacle, head_only, on_cpu, per_round(c))
+        return choose_engine(wanted, c.workers, obstacle, self._work(place, preparing), on_cpu, per_round(c))
+
+    def _work(self, place: Workplace, preparing: bool) -> float:
+        """Multiply-adds of a round, at least: every image meets each weight behind its entry. 0: the head's alone."""
+        entry, network, rule = place.examples.entry, self.network, self.algorithm.local
+        if entry == network.depth:
+            return 0.0
+        if preparing:  # every client is asked, about as many images as it likes
+            return math.inf
+        met = sum(p.numel() for name, p in network.named_parameters() if network.block_of(name) >= entry)
+        images = rule.batch_size * rule.steps(max(1, self.deal.total // self.federation.clients))
+        return float(met * images * per_round(self.config))
 
     def sums(self, place: Workplace) -> Sums:
         """What asks this run's clients for sums before the first round, hidden where the run hides them."""

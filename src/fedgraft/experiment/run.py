@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgraft import server
 from fedgraft.algorithm import Mixture, vary
-from fedgraft.exchange.privacy import NOT_COVERED
+from fedgraft.exchange.privacy import HIDDEN_NOT_COVERED, NOT_COVERED
 from fedgraft.experiment import representation_figures, step_zero
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.cautions import warnings_for
@@ -214,7 +214,7 @@ class _Run:
         self._show(vector)
         rows = setup.deal.validation_rows if len(setup.deal.validation_rows) else setup.deal.train_rows
         setup.ready(setup.examples, rows)
-        return evaluate(setup.network, setup.examples, rows)
+        return evaluate(setup.network, setup.examples, rows, threads=setup.threads)
 
     def _count(self, vector: Tensor, round: int, split: str) -> Evaluation:
         """The common model on images that the clients hold; they send counts and sums of losses, nothing else."""
@@ -286,6 +286,9 @@ class _Run:
                 "epsilon": account.epsilon, "delta": account.delta, "noise": account.noise, "rounds": account.spent,
                 "not_covered": list(NOT_COVERED), "repeatable_noise": not self.config.protects.privacy.secret,  # type: ignore[union-attr]
             }  # fmt: skip
+            if self.config.protects.kind == "secure":
+                summary["privacy"]["not_covered"] += HIDDEN_NOT_COVERED
+                summary["privacy"]["given_up"] = sum("given_up" in line for line in self.record.metrics())
         if self.config.personal.evaluate != "never":
             summary["personal"] = self.personal(state)
         if setup.remote is not None:
@@ -304,7 +307,7 @@ class _Run:
         self._show(best)
         rows = torch.arange(len(setup.deal.dataset.test.labels))
         setup.ready(setup.tests, rows)
-        return evaluate(setup.network, setup.tests, rows)
+        return evaluate(setup.network, setup.tests, rows, threads=setup.threads)
 
     def _save(self, state: ServerState) -> None:
         began = time.perf_counter()
@@ -328,6 +331,8 @@ class _Run:
         }  # fmt: skip
         at_best = self.best.accuracy if self.best.round == state.round else None
         meta |= {"personal": stored} if stored else {}
+        if not self.setup.deal.rows_known:  # the data is elsewhere, and the model's outputs must be named
+            meta["classes"] = list(self.setup.deal.dataset.classes)
         self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
         if isinstance(state.personal, PersonalStore):
             state.personal.release(self.record.checkpoints)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from fedgraft.contracts import Examples, Network
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
+from fedgraft.local.transfer import onto
 
 
 class Flat(Protocol):
@@ -69,16 +70,19 @@ class Trained:
     closing: Closing
 
 
-def batches(rows: Tensor, rule: LocalRule, generator: torch.Generator) -> Iterator[Tensor]:
-    """Row batches of one round: exactly J steps from an endless reshuffled stream, or E whole epochs."""
+def drawn(rows: Tensor, rule: LocalRule, generator: torch.Generator) -> Tensor:
+    """The rows of one round in the order they are met: J steps from an endless reshuffled stream, or E whole epochs."""
     n, size = len(rows), min(rule.batch_size, len(rows))
-    if rule.unit == "epochs":
-        for _ in range(rule.amount):
-            yield from rows[torch.randperm(n, generator=generator)].split(size)
-        return
-    passes = math.ceil(rule.amount * size / n)
-    stream = torch.cat([torch.randperm(n, generator=generator) for _ in range(passes)])
-    yield from rows[stream[: rule.amount * size]].split(size)
+    wanted = rule.amount * (n if rule.unit == "epochs" else size)
+    passes = [torch.randperm(n, generator=generator) for _ in range(math.ceil(wanted / n))]
+    return rows[torch.cat(passes)[:wanted]]
+
+
+def batches(rows: Tensor, rule: LocalRule, generator: torch.Generator) -> Iterator[Tensor]:
+    """Row batches of one round; the last of an epoch may be smaller."""
+    order, size = drawn(rows, rule, generator), min(rule.batch_size, len(rows))
+    for part in order.split(len(rows)) if rule.unit == "epochs" else [order]:
+        yield from part.split(size)
 
 
 def train(
@@ -103,9 +107,8 @@ def train(
     losses, rates = [], []
     scale = 2.0**16 if rule.amp == "float16" else 1.0
     for step, picked in enumerate(batches(rows, rule, shuffle)):
-        inputs = examples.batch(picked, augment).to(device, non_blocking=True)
+        inputs, labels = onto(examples.batch(picked, augment), device), onto(examples.labels[picked], device)
         with torch.autocast(inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None):
-            labels = examples.labels[picked].to(device)
             loss = cross_entropy(network(inputs, examples.entry), labels, label_smoothing=rule.label_smoothing)
         (loss * scale).backward()
         gradient = flat.gradient()
