@@ -103,12 +103,12 @@ def quick(grid, record, nodes):
     messages = [Message(RecordDict({"arrays": record}), node, "train") for node in nodes]
     first = time.time()
     waiting, began = set(grid.push_messages(messages)), time.monotonic()
-    pushed, parts = time.time(), []
+    parts = []
     while waiting:
         for reply in grid.pull_messages(list(waiting)):
             waiting.discard(reply.metadata.reply_to_message_id)
             m = reply.content["metrics"]
-            at = [first, pushed, m["started"], m["handled"], time.time()]
+            at = [first, m["started"], m["handled"], time.time()]
             parts.append([b - a for a, b in zip(at, at[1:])])
         time.sleep(min(0.5, max(0.02, 0.02 * (time.monotonic() - began))))
     return parts
@@ -210,8 +210,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 STAGES = (
-    "the server hands all orders to the SuperLink",
-    "until the client's process starts: the SuperNode fetches the order",
+    "the server hands it to the SuperLink, the SuperNode sees it, the client's process starts",
     "that process fetches the order from the SuperNode",
     "it hands back the answer, the SuperNode passes it on, the server has it",
 )
