@@ -29,7 +29,7 @@ def by_root() -> fedgraft.Weigher:
     `own` is the same rule as a client can apply it to itself, so that a secure sum can carry the weight.
     """
 
-    def weights(answers: fedgraft.Answers, judge: object) -> Tensor:
+    def weights(answers: fedgraft.Answers) -> Tensor:
         return answers.examples.sqrt()
 
     return fedgraft.Weigher("root", weights, own=lambda share, scalars: share**0.5)

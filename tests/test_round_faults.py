@@ -19,7 +19,7 @@ from fedgraft.algorithm import Algorithm, Protection, uniform, vary
 from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
 from fedgraft.exchange.ring import Ring
-from fedgraft.experiment import figures, report
+from fedgraft.experiment import figures_plain, publish, report
 from fedgraft.experiment import run as running
 from fedgraft.experiment.build import Setup
 from fedgraft.experiment.cautions import warnings_for
@@ -239,8 +239,6 @@ def fills(original: Callable[..., Any], room: int = 0, call: int = 1) -> Callabl
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Path, list[Any]]:
     """A config, a folder, and what an unbroken run of it leaves: metrics and test result."""
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(figures, "curves", lambda path, *a, **k: path.write_bytes(b"drawn"))
-    monkeypatch.setattr(figures, "draw", lambda name, path, *a, **k: path.write_bytes(b"drawn"))
     config = load(None, SMALL)
     return config, tmp_path, left(running.run(config, tmp_path / "unbroken", console=False), tmp_path / "unbroken")
 
@@ -256,8 +254,8 @@ PLACES: dict[str, tuple[Any, str, int, int, str]] = {
     "first checkpoint": (RunFolder, "save_checkpoint", 500, 1, r"round 0 could not be written.*resume"),
     "last checkpoint": (RunFolder, "save_checkpoint", 500, 3, r"round 2 could not be written.*intact.*resume"),
     "results": (RunFolder, "finish", 0, 1, r"summary.json could not be written.*make room"),
-    "figures": (figures, "curves", 0, 1, r"results are stored.*File too large.*run it again"),
-    "report": (running, "write_report", 100, 1, r"results are stored.*File too large.*run it again"),
+    "figures": (figures_plain, "curve", 0, 1, r"results are stored.*File too large.*run it again"),
+    "report": (publish, "write_report", 100, 1, r"results are stored.*File too large.*run it again"),
 }
 
 
@@ -287,7 +285,7 @@ def test_a_report_written_in_place_would_stay_torn(
     config, root, _ = small
     monkeypatch.setattr(report, "write_atomic", lambda path, chunks: path.write_bytes(b"".join(chunks)))
     with monkeypatch.context() as patch, full_disk(resource.RLIM_INFINITY):
-        patch.setattr(running, "write_report", fills(running.write_report, 100))
+        patch.setattr(publish, "write_report", fills(publish.write_report, 100))
         with pytest.raises(FedgraftError):
             running.run(config, root / "run", console=False)
     running.run(config, root / "run", console=False)

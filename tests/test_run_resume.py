@@ -135,9 +135,9 @@ def test_the_test_images_are_touched_once(tmp_path: Path, monkeypatch: pytest.Mo
     seen: list[int] = []
     real = run_module.evaluate
 
-    def counting(network: Any, examples: Any, rows: Tensor, *rest: Any) -> Any:
+    def counting(network: Any, examples: Any, rows: Tensor, *rest: Any, **words: Any) -> Any:
         seen.append(len(examples))
-        return real(network, examples, rows, *rest)
+        return real(network, examples, rows, *rest, **words)
 
     monkeypatch.setattr(run_module, "evaluate", counting)
     run(config("rounds.evaluate_every=1"), tmp_path / "run", console=False)

@@ -57,7 +57,7 @@ def run_here(name: str, scale: float, store: Path) -> bool:
     torch.set_num_threads(1)  # as runs do; and a forked child must not meet another's threads
     sys.path.insert(0, str(ROOT / "tests"))
     check = getattr(importlib.import_module(f"benchmarks.reliability.{CHECKS[name].module}"), name)
-    began = time.monotonic()
+    began, source = time.monotonic(), revision() or "no checkout"  # now: a checkout may move on during a long check
     try:
         outcome: Outcome = check(scale)
     except Exception as error:  # a check that breaks is a row that fails, and the others go on
@@ -66,7 +66,7 @@ def run_here(name: str, scale: float, store: Path) -> bool:
         "check": name, "scale": scale, "seconds": time.monotonic() - began,
         "command": f"python -m benchmarks.reliability {name} --scale {scale:g}",
         "date": datetime.now(UTC).isoformat(timespec="seconds")[:16].replace("T", " "),
-        "revision": revision() or "no checkout", "machine": processor(),
+        "revision": source, "machine": processor(),
     }  # fmt: skip
     keep(store, name, outcome, about)
     print(f"{name}: {'holds' if outcome.passed and outcome.caught else 'FAILS'} - {outcome.result}", flush=True)

@@ -16,7 +16,7 @@ NOTES = """
 ## How to read them
 
 - `dropouts`: losses add up over the stages, so about half of the random cases fall below their threshold. Those must
-  end in a clean abort. To give up although enough clients stay would count as wrong.
+  end in a clean abort.
 - `cost`: the bar on bytes has a broken variant. The bar on time has none; its control is flwr's own repeats held
   against each other, which must give a ratio near 1. Both sides work in one process and one thread.
 - `malformed`: every aggregator gets the common kinds and those about the fields that only it asks for. Of the 1,000
