@@ -128,7 +128,7 @@ def summary(out: Path) -> str:
         for name, claim in claims_of(row):
             found = kept[name].get((row, claim.text))
             numbers, said = (found.numbers or "–", found.verdict) if found else ("–", UNMEASURED)
-            where = f"[{name}]({name}.md){f', {found.scale}' if found else ''}"
+            where = f"[{name}]({name}.md), {found.scale}" if found else name
             rows.append([row, f"{text}: {claim.text} ({claim.document})", where, numbers, f"**{said}**"])
     header = ["row", "what the documents claim", "experiment", "what we measured", "verdict"]
     return _PAGE.format(table=table(header, rows), rule=_RULE, experiments=_experiments(out))

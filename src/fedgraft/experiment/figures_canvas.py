@@ -92,6 +92,10 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
     """Name the axes, and the panel if it has a title."""
     axes.set(xlabel=plain_text(xlabel), ylabel=plain_text(ylabel))
+    if xlabel in {"round", "epoch"}:  # there is no round 2.5
+        from matplotlib.ticker import MaxNLocator
+
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(title)
 
 

@@ -21,6 +21,13 @@ from fedgraft.experiment.sweep import finished, folder_of, run_many, vary
 TUNING_SEED = 0
 WIDENED = 2
 """How often a list of learning rates may grow because its best is at an end."""
+MEASURES = {
+    "test": "test of the best round (%)", "best": "best validation (%)", "last": "validation, last round (%)",
+    "personal": "mean client accuracy (%)", "finetuned": "mean client accuracy, fine-tuned (%)",
+    "megabytes": "MB up and down", "spread": "variance of clients' mean steps", "rounds_to": "rounds to the target",
+}  # fmt: skip
+"""Column titles by measure."""
+
 Report = Callable[[str], None]
 Wanted = Mapping[str, tuple[Config, bool]]
 """Configs by label, and whether each is trained in one place."""

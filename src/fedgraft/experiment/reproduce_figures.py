@@ -9,7 +9,7 @@ from typing import Any
 
 from fedgraft.experiment import figures
 from fedgraft.experiment.record import RunFolder
-from fedgraft.experiment.reproduce import Found
+from fedgraft.experiment.reproduce import MEASURES, Found
 from fedgraft.experiment.reproduce_preset import Cell, Figure, level_of, picked
 from fedgraft.experiment.statistics import summarise
 
@@ -42,10 +42,10 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
             shutil.copy(picture, path)
         return picture.is_file()
     data: Any
-    if kind.draw is figures.bars:
-        data = _bars(figure, found, here)
-    elif kind.draw is figures.scatter_front:
-        data = _points(found, here)
+    if kind.draw in (figures.bars, figures.scatter_front):
+        measure = figure.y if figure.y in MEASURES and kind.draw is figures.bars else found.work.preset.measure
+        texts["ylabel"] = MEASURES.get(measure, measure)
+        data = (_bars if kind.draw is figures.bars else _points)(figure, found, here, measure)
     elif figure.panels:
         split = {
             level: picked(found.work.preset, here, {figure.panels: level}) for level in _levels(found, figure.panels)
@@ -109,9 +109,10 @@ def curve_of(folders: Sequence[Path], key: str) -> Line:
     return [runs[0][i][0] for i in range(length)], [s.mean for s in stats], [s.std for s in stats]
 
 
-def _bars(figure: Figure, found: Found, cells: Sequence[Cell]) -> dict[str, dict[str, tuple[float, float]]]:
+def _bars(
+    figure: Figure, found: Found, cells: Sequence[Cell], measure: str
+) -> dict[str, dict[str, tuple[float, float]]]:
     groups: dict[str, dict[str, tuple[float, float]]] = {}
-    measure = figure.y if figure.y not in {"accuracy", "loss"} else found.work.preset.measure
     for cell in cells:
         if values := found.measured(cell.label, measure):
             stats = summarise(values)
@@ -120,10 +121,10 @@ def _bars(figure: Figure, found: Found, cells: Sequence[Cell]) -> dict[str, dict
     return groups
 
 
-def _points(found: Found, cells: Sequence[Cell]) -> dict[str, tuple[float, float]]:
+def _points(figure: Figure, found: Found, cells: Sequence[Cell], measure: str) -> dict[str, tuple[float, float]]:
     points = {}
     for cell in cells:
-        gain, cost = found.measured(cell.label, found.work.preset.measure), found.measured(cell.label, "megabytes")
+        gain, cost = found.measured(cell.label, measure), found.measured(cell.label, "megabytes")
         if gain and cost:
-            points[cell.label.replace("/", ", ")] = (summarise(cost).mean, summarise(gain).mean)
+            points[_name(figure, found, cell)] = (summarise(cost).mean, summarise(gain).mean)
     return points

@@ -10,16 +10,9 @@ from fedgraft.experiment import claims, reproduce_figures
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.report import rows_csv, write_tables
-from fedgraft.experiment.reproduce import Found, measure_of
+from fedgraft.experiment.reproduce import MEASURES, Found, measure_of
 from fedgraft.experiment.reproduce_preset import Cell
 from fedgraft.experiment.statistics import Difference, bytes_to, latex, paired, summarise, table
-
-MEASURES = {
-    "test": "test of the best round (%)", "best": "best validation (%)", "last": "validation, last round (%)",
-    "personal": "mean client accuracy (%)", "finetuned": "mean client accuracy, fine-tuned (%)",
-    "megabytes": "MB up and down", "spread": "variance of clients' mean steps", "rounds_to": "rounds to the target",
-}  # fmt: skip
-"""Column titles by measure."""
 
 
 def write(found: Found, out: Path) -> Path:
