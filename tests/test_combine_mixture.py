@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,13 +112,12 @@ def test_permuting_clients_permutes_the_result() -> None:
     torch.testing.assert_close(a, b)
 
 
-def test_output_into_a_file(tmp_path: Path) -> None:
+def test_pieces_carry_the_mean_of_the_offsets_in_the_bits_of_the_plain_mean() -> None:
     anchor, offsets, mixing = stack(1, 400, 5)[0], stack(3, 400), mixture.mixing_matrix(similar(3))
-    store = np.lib.format.open_memmap(tmp_path / "personal.npy", mode="w+", dtype=np.float32, shape=(3, 400))
-    mixture.mix(anchor, offsets, mixing, out=store, chunk=64)
-    store.flush()
-    reopened = np.load(tmp_path / "personal.npy", mmap_mode="r")
-    np.testing.assert_array_equal(reopened, mixture.mix(anchor, offsets, mixing, chunk=64).numpy())
+    weights, mean = torch.tensor([1.0, 5.0, 2.0]), torch.empty(400)
+    pieces = list(mixture.blended(anchor, offsets, mixing, (weights, mean), chunk=64))
+    assert torch.equal(mixture.gathered(pieces, 3, 400), mixture.mix(anchor, offsets, mixing, chunk=64))
+    assert torch.equal(mean, anchor + weighted_mean(offsets, weights))
 
 
 def test_refusals() -> None:

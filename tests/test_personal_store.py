@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -36,18 +35,11 @@ ON_DISK = "rounds.personal_memory_mb=0"
 
 
 def rows(*values: float) -> Tensor:
-    return torch.tensor([[v] * 3 for v in values])
-
-
-def fill_with(values: Tensor) -> object:
-    def fill(room: np.ndarray) -> None:
-        room[:] = values.numpy()
-
-    return fill
+    return torch.tensor([[v] * 3 for v in values], dtype=torch.float32)
 
 
 def after(store: PersonalStore, round: int, clients: list[int], values: Tensor, keep: bool = True) -> PersonalStore:
-    return store.renewed(round, clients, fill_with(values), keep)  # type: ignore[arg-type]
+    return store.renewed(round, clients, [(slice(0, 2), values[:, :2]), (slice(2, 3), values[:, 2:])], keep)
 
 
 def files(folder: Path) -> list[str]:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedgraft import server
 from fedgraft.algorithm import Algorithm, Answers, Mixture, secure_segments
 from fedgraft.combine.mean import drift_report, sum_unweighted
-from fedgraft.combine.mixture import mix, mixing_matrix, moved
+from fedgraft.combine.mixture import blended, gathered, mixing_matrix
 from fedgraft.combine.robust import TooFew
 from fedgraft.combine.server_rules import RoundInfo, sign_agreement
 from fedgraft.exchange.privacy import bound_key, clip, sensitivity
@@ -38,9 +37,9 @@ class Shelf(Protocol):
     """Personal models kept elsewhere than in memory: a mapping that makes the next one itself."""
 
     def renewed(
-        self, round: int, clients: Sequence[int], fill: Callable[[np.ndarray], object], keep: bool
+        self, round: int, clients: Sequence[int], pieces: Iterable[tuple[slice, Tensor]], keep: bool
     ) -> Mapping[int, Tensor]:
-        """The models after this round; `fill` writes those of the clients, (m, k). Others are kept or forgotten."""
+        """The models after this round; `pieces` are columns of the clients', (m, k). Others are kept or forgotten."""
         ...
 
 
@@ -319,19 +318,20 @@ def fold_mixture(
     models = [server.model_of(state, k) for k in answers.clients]
 
     def offsets(piece: slice) -> Tensor:  # (m, piece): made as they are needed, because all of them may be large
-        pairs = zip(models, answers.changes, strict=True)
-        return torch.stack([(model[piece] - anchor[piece]) + change[piece] for model, change in pairs])
+        found = torch.empty(len(models), piece.stop - piece.start)
+        for row, model, change in zip(found, models, answers.changes, strict=True):
+            torch.sub(model[piece], anchor[piece], out=row).add_(change[piece])
+        return found
 
+    common = torch.empty_like(anchor)
+    pieces = blended(anchor, offsets, matrix, (weights, common))
     personal: Mapping[int, Tensor]
     if isinstance(state.personal, Shelf):
-        personal = state.personal.renewed(
-            state.round, answers.clients, lambda room: mix(anchor, offsets, matrix, room), keep
-        )
+        personal = state.personal.renewed(state.round, answers.clients, pieces, keep)
     else:
-        mixed = mix(anchor, offsets, matrix)
+        mixed = gathered(pieces, len(models), len(anchor))
         personal = {**(state.personal if keep else {}), **dict(zip(answers.clients, mixed, strict=True))}
     share = weights / weights.sum()
-    common = moved(anchor, offsets, weights)
     # The anchor follows the mean: a client that never took part starts from what the others have, not from the past.
     new = replace(state, round=state.round + 1, vector=common, personal=personal)
     return new, describe(answers, accepted, share, common - anchor, common - anchor), {"mixing": matrix}

@@ -6,7 +6,7 @@ similarity gives every client the same bits, and the same bits as the plain mean
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fedgraft.combine.mean import CHUNK, accumulate, chunks, normalised
 from fedgraft.errors import FedgraftError
+
+LEAST, CACHED = 1 << 12, 1 << 19
+"""Coordinates of a piece at least, and floats of a piece of all clients together that stay near the processor."""
 
 Rows = Tensor | np.ndarray | Sequence[Tensor] | Callable[[slice], Tensor]
 """m vectors of length k, as a stack, a memory-mapped array, a list, or a function that gives one piece of all."""
@@ -42,24 +45,38 @@ def blender(mixing: Tensor) -> Callable[[Tensor], Tensor]:
     """
     distinct, which = torch.unique(mixing, dim=0, return_inverse=True)
     if 1 < len(mixing) == len(distinct):
-        return lambda pieces: (mixing @ pieces.to(torch.float64)).to(torch.float32)
+        narrow = mixing.to(torch.float32)
+        return lambda pieces: narrow @ pieces
     return lambda pieces: torch.stack([accumulate(pieces, row).to(torch.float32) for row in distinct])[which]
 
 
-def mix(anchor: Tensor, offsets: Rows, mixing: Tensor, out: np.ndarray | None = None, chunk: int = CHUNK) -> Tensor:
-    """New personal vectors anchor + W @ offsets, (rows of W, k), piece by piece; into `out` when it is given."""
+def blended(
+    anchor: Tensor, offsets: Rows, mixing: Tensor, mean: tuple[Tensor, Tensor] | None = None, chunk: int | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """New personal vectors anchor + W @ offsets, piece by piece: the coordinates, and their values (rows of W, piece).
+
+    With `mean`, a pair (weights, out), each piece also fills `out` with the next anchor, anchor + weighted mean of the
+    offsets, in the bits of `weighted_mean`: offsets may lie on a disk and are read once.
+    """
     blend = blender(mixing)
-    result = torch.empty(len(mixing), len(anchor)) if out is None else torch.from_numpy(out)
-    for piece in chunks(len(anchor), chunk):
-        result[:, piece] = anchor[piece] + blend(_piece(offsets, piece))
-    return result
+    shares = None if mean is None else normalised(mean[0])
+    for piece in chunks(len(anchor), chunk or min(CHUNK, max(LEAST, CACHED // len(mixing)))):
+        rows = _piece(offsets, piece)
+        if mean is not None and shares is not None:
+            mean[1][piece] = anchor[piece] + accumulate(rows, shares).to(torch.float32)
+        yield piece, blend(rows).add_(anchor[piece])
 
 
-def moved(anchor: Tensor, offsets: Rows, weights: Tensor, chunk: int = CHUNK) -> Tensor:
-    """The next anchor: anchor + weighted mean of the offsets, piece by piece, with the bits of `weighted_mean`."""
-    shares, result = normalised(weights), torch.empty_like(anchor)
-    for piece in chunks(len(anchor), chunk):
-        result[piece] = anchor[piece] + accumulate(_piece(offsets, piece), shares).to(torch.float32)
+def mix(anchor: Tensor, offsets: Rows, mixing: Tensor, chunk: int | None = None) -> Tensor:
+    """New personal vectors anchor + W @ offsets, (rows of W, k)."""
+    return gathered(blended(anchor, offsets, mixing, chunk=chunk), len(mixing), len(anchor))
+
+
+def gathered(pieces: Iterable[tuple[slice, Tensor]], rows: int, length: int) -> Tensor:
+    """Pieces of `blended` put together in memory."""
+    result = torch.empty(rows, length)
+    for piece, values in pieces:
+        result[:, piece] = values
     return result
 
 

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from fedgraft.errors import FedgraftError
+from fedgraft.local.memory import keep_freed_memory
 
 Parts = list[memoryview]
 Work = Callable[[Parts], list[bytes]]
@@ -219,6 +220,7 @@ def _serve(work: Work, pipe: Connection, board: Board, inherited: list[Connectio
     for other in inherited:  # a copy of a parent's end would keep that pipe open after the parent's death
         other.close()
     torch.set_num_threads(1)
+    keep_freed_memory()
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
             header: dict[str, Any]

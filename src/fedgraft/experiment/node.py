@@ -31,6 +31,7 @@ from fedgraft.experiment.build import Setup
 from fedgraft.experiment.checkpoint import write_atomic
 from fedgraft.experiment.config import Config
 from fedgraft.experiment.deployed import config_of, own_deal
+from fedgraft.local.memory import keep_freed_memory
 from fedgraft.messages import BadMessage, Order, pack, unpack
 
 log = logging.getLogger("fedgraft")
@@ -192,6 +193,7 @@ def main() -> None:
     """The worker process of a node."""
     logging.basicConfig(level=logging.INFO, format="fedgraft node: %(message)s")
     torch.set_num_threads(1)
+    keep_freed_memory()
     serve(Path(sys.argv[1]), int(sys.argv[2]), Nodes().carry_out)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,17 +108,19 @@ class PersonalStore(Mapping[int, Tensor]):
         return len(self._table)
 
     def renewed(
-        self, round: int, clients: Sequence[int], fill: Callable[[np.ndarray], object], keep: bool
+        self, round: int, clients: Sequence[int], pieces: Iterable[tuple[slice, Tensor]], keep: bool
     ) -> PersonalStore:
-        """The store after this round: `fill` writes the clients' new rows (m, k); the others stay, or with
+        """The store after this round: `pieces` are columns of the clients' new rows (m, k); the others stay, or with
         keep=False have none."""
         shelf = self._shelf
         path = shelf.path(round)
         temporary = path.with_name(f".{path.name}.tmp")
-        out = np.memmap(temporary, np.float32, "w+", shape=(len(clients), shelf.length))
-        fill(out)
-        out.flush()
-        del out
+        # Written, not mapped: fresh pages of a map cost four times as much. `digest` waits for the disk, if need be.
+        with temporary.open("wb") as file:
+            file.truncate(4 * len(clients) * shelf.length)
+            for piece, values in pieces:
+                for place, row in enumerate(values.numpy()):
+                    _write(file.fileno(), memoryview(row).cast("B"), 4 * (place * shelf.length + piece.start))
         temporary.replace(path)
         shelf.digests.pop(round, None)
         table = {**(self._table if keep else {}), **{k: (round, i) for i, k in enumerate(clients)}}
@@ -140,6 +142,13 @@ class PersonalStore(Mapping[int, Tensor]):
         used = {round for round, _ in self._table.values()}
         self._shelf.pinned = frozenset(used | {r for path in listing(checkpoints) for r in _named_by(path)})
         self._shelf.sweep(used)
+
+
+def _write(file: int, data: memoryview, place: int) -> None:
+    """All of the data at this place of the file; the system may take it in parts."""
+    while data:
+        done = os.pwrite(file, data, place)
+        data, place = data[done:], place + done
 
 
 def _named_by(checkpoint: Path) -> list[int]:

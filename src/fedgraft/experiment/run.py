@@ -28,6 +28,7 @@ from fedgraft.experiment.publish import describe, keep_phases, publish
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.step_zero import install_head
 from fedgraft.local.evaluate import Evaluation, evaluate
+from fedgraft.local.memory import keep_freed_memory
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
 from fedgraft.server import ServerState
@@ -48,6 +49,7 @@ class Best:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Clients compute on one thread: the number of threads changes the bits of a sum."""
+    keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

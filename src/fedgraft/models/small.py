@@ -62,6 +62,6 @@ class SmallCnn(nn.Module):
         self.stem = ChannelsLast()
         with drawn_from(derive(seed, "trunk")):
             self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+                nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.MaxPool2d(2), nn.ReLU())
                 for before, after in ((3, width), (width, 2 * width))
             )
