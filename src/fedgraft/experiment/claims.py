@@ -105,7 +105,8 @@ def _said(claim: Claim, found: Difference) -> str:
         else claim.left
     )
     against = f"{claim.expect} {f'within {claim.margin:g} of' if claim.expect == 'same' else 'than'} {n:g}"
-    interval = f"{d.mean + n:.3g} [{d.low + n:.3g}, {d.high + n:.3g}]"
+    mean, low, high = (0.0 if abs(x) < 1e-9 else x for x in (d.mean + n, d.low + n, d.high + n))
+    interval = f"{mean:.3g} [{low:.3g}, {high:.3g}]"
     return f"{claim.measure} of {what}: {interval}, {d.count} seeds, p {found.p:.3f}; claimed: {against}"
 
 

@@ -150,6 +150,30 @@ def _facts(found: Found) -> str:
     return f"Scale {work.scale}: {source}, `{network}`, seeds {seeds}, {runs} runs." if found.cells else ""
 
 
+_SETTINGS = (
+    "data.limit", "data.image_size", "data.validation", "partition.kind", "partition.clients", "rounds.fraction",
+    "rounds.total", "local.steps", "local.epochs", "local.batch_size", "local.lr", "local.momentum", "moves.kind",
+    "moves.freeze_blocks", "centralized.epochs", "model.head",
+)  # fmt: skip
+
+
+def _settings(found: Found) -> str:
+    """How large the experiment was; what differs between its cells is left to the tables."""
+    tables = [cell.config().model_dump() | {"central": cell.central} for cell in found.cells]
+    central = {table["central"] for table in tables}
+    said = []
+    for key in _SETTINGS:
+        section, name = key.split(".")
+        if (section == "centralized") not in central and section in {"centralized", "rounds", "partition"}:
+            continue  # says nothing about these runs
+        if key == "local.lr" and found.rates:
+            continue  # tuned
+        values = {str(table[section][name]) for table in tables}
+        if values not in ({"None"}, set()):
+            said.append(f"{key}={values.pop()}" if len(values) == 1 else f"{key} varies")
+    return f"Settings: {', '.join(said)}." if said else ""
+
+
 def _markdown(
     found: Found,
     tables: Mapping[str, Sequence[Mapping[str, Any]]],
@@ -159,6 +183,8 @@ def _markdown(
     work, preset = found.work, found.work.preset
     warning = "**Digits and a drawn network: these numbers only show that every step works.**\n\n"
     parts = [f"# {preset.title}\n\n{preset.question}\n\n{warning if work.scale == 'tiny' else ''}{_facts(found)}"]
+    if found.cells:
+        parts.append(_settings(found))
     parts.append(f"Checklist rows: {', '.join(map(str, preset.rows))}. Command: `{work.command}`")
     if preset.tuning is not None:
         parts.append(
