@@ -181,11 +181,20 @@ class Batched:
         for _, group in groupby(jobs, key=lambda job: (len(job.sizes), job.order.settings["lr"])):
             alike = list(group)
             chunks += [alike[i : i + CHUNK] for i in range(0, len(alike), CHUNK)]
-        if len(chunks) == 1 or self.threads == 1:
-            replies = [reply for chunk in chunks for reply in self._chunk(chunk)]
-        else:
-            self._crew = self._crew or ThreadPoolExecutor(self.threads)  # kept: a new thread is slow at first
-            replies = [reply for part in self._crew.map(self._chunk, chunks) for reply in part]
+        found: list[list[Reply]] = [[] for _ in chunks]
+        waiting = iter(enumerate(chunks))
+
+        def work() -> None:
+            for place, chunk in waiting:  # shared: whoever is free takes the next one
+                found[place] = self._chunk(chunk)
+
+        if helpers := min(self.threads, len(chunks)) - 1:
+            self._crew = self._crew or ThreadPoolExecutor(self.threads - 1)  # kept: a new thread is slow at first
+        helping = [self._crew.submit(work) for _ in range(helpers)] if self._crew else []
+        work()
+        for helper in helping:
+            helper.result()
+        replies = [reply for part in found for reply in part]
         by_place = {job.place: reply for job, reply in zip([j for c in chunks for j in c], replies, strict=True)}
         return [by_place[i] for i in range(len(orders))]
 

@@ -69,6 +69,12 @@ class Found:
     folders: dict[str, list[Path]] = field(default_factory=dict)
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     extra: str = ""
+    titles: dict[str, str] = field(default_factory=dict)
+    """What a study's values are called, where they are not what a run's would be."""
+
+    def title(self, measure: str) -> str:
+        """What a measure is called in tables and figures."""
+        return self.titles.get(measure) or MEASURES.get(measure, measure)
 
     def measured(self, label: str, measure: str) -> list[float] | None:
         """One number for each seed, percent for accuracies; None where there are none."""

@@ -44,7 +44,7 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
     data: Any
     if kind.draw in (figures.bars, figures.scatter_front):
         measure = figure.y if figure.y in MEASURES and kind.draw is figures.bars else found.work.preset.measure
-        texts["ylabel"] = MEASURES.get(measure, measure)
+        texts["ylabel"] = found.title(measure)
         data = (_bars if kind.draw is figures.bars else _points)(figure, found, here, measure)
     elif figure.panels:
         split = {

@@ -10,7 +10,7 @@ from fedgraft.experiment import claims, reproduce_figures
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.report import rows_csv, write_tables
-from fedgraft.experiment.reproduce import MEASURES, Found, measure_of
+from fedgraft.experiment.reproduce import Found, measure_of
 from fedgraft.experiment.reproduce_preset import Cell
 from fedgraft.experiment.statistics import Difference, bytes_to, latex, paired, summarise, table
 
@@ -64,11 +64,11 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {preset.axes[-1].name if preset.axes else "setting": level}
         if cell.label in found.rates:
             row["lr"] = f"{found.rates[cell.label]:g}"
-        row[MEASURES.get(preset.measure, preset.measure)] = _spread(scores[level])
+        row[found.title(preset.measure)] = _spread(scores[level])
         for more in ("test", "last", "finetuned"):
             values = found.measured(cell.label, more)
             if values and more != preset.measure:
-                row[MEASURES[more]] = _spread(values)
+                row[found.title(more)] = _spread(values)
         if any(reported.values()):
             row["reported (%)"] = reported[cell.label] or "–"
         if gaps:
@@ -191,7 +191,7 @@ def _markdown(
             "Learning rates were chosen on validation after the last round, with seed 0, which is not used below."
         )
     if tables:
-        parts.append(_LEGEND)
+        parts.append(_LEGEND + ("" if found.values else _ONCE))
     for name, rows in tables.items():
         heading = f"## {name}\n\n" if name else ""
         parts.append(heading + table(list(rows[0]), [list(row.values()) for row in rows]))
@@ -211,6 +211,6 @@ def _markdown(
 
 _LEGEND = (
     "Mean ± standard deviation over seeds. Differences are paired by seed, with Student's 95 % interval; p is "
-    "corrected by Holm within a table. The test set is used once per run, for the best round by validation, the start "
-    "included. Reported numbers are those of the documents' own networks and settings."
+    "corrected by Holm within a table. Reported numbers are those of the documents' own networks and settings."
 )
+_ONCE = " The test set is used once per run, for the best round by validation, the start included."

@@ -69,6 +69,7 @@ def attack(work: Work) -> Found:
     )
     found = [_attack_cells(work, start[0], seed, attacks, kept) for seed in work.seeds]
     values: dict[str, dict[str, list[float]]] = {}
+    by_attack: dict[str, dict[str, list[float]]] = {}
     for cell in start:
         partition = {"IID": _PARTITIONS[0], "Dirichlet 0.5": _PARTITIONS[1]}[cell.levels[0]]
         mine = [
@@ -76,8 +77,10 @@ def attack(work: Work) -> Found:
             for one in found
         ]
         if mine and all(c["accuracy"] for one in mine for c in one.values()):
+            by_attack[cell.label] = {name: _percent(mine, name, "accuracy") for name in ("honest", *attacks)}
             values[cell.label] = _attack_values(mine, attacks)
-    return Found(work, start, values=values, extra=_attack_page(values))
+    titles = {"test": "test, nobody lies (%)", "last": "test under the worst attack (%)"}
+    return Found(work, start, values=values, extra=_attack_page(values, by_attack), titles=titles)
 
 
 def _attack_cells(
@@ -100,21 +103,36 @@ def _attack_values(
 ) -> dict[str, list[float]]:
     """Accuracy without liars, the accuracy under the worst attack (by its mean), and the backdoor's success."""
 
-    def of(name: str, key: str) -> list[float]:
-        return [100 * float(str(one[name][key])) for one in mine]
-
-    worst = min(attacks, key=lambda name: summarise(of(name, "accuracy")).mean)
-    doors = [of(name, "backdoor") for name in attacks if "backdoor" in name]
+    worst = min(attacks, key=lambda name: summarise(_percent(mine, name, "accuracy")).mean)
+    doors = [_percent(mine, name, "backdoor") for name in attacks if "backdoor" in name]
     return {
-        "test": of("honest", "accuracy"), "last": of(worst, "accuracy"),
-        "best": max(doors, key=lambda v: summarise(v).mean) if doors else of("honest", "backdoor"),
+        "test": _percent(mine, "honest", "accuracy"), "last": _percent(mine, worst, "accuracy"),
+        "best": max(doors, key=lambda v: summarise(v).mean) if doors else _percent(mine, "honest", "backdoor"),
     }  # fmt: skip
 
 
-def _attack_page(values: Mapping[str, Mapping[str, list[float]]]) -> str:
-    rows = [[label, *(summarise(v[key]) for key in ("test", "last", "best"))] for label, v in values.items()]
-    header = ["partition and rule", "honest (%)", "under the worst attack (%)", "backdoor success, worst (%)"]
-    return "## Liars\n\n20 % of the clients lie.\n\n" + table(header, rows)
+def _percent(mine: Sequence[Mapping[str, Mapping[str, object]]], name: str, key: str) -> list[float]:
+    """One number of one attack, by seed."""
+    return [100 * float(str(one[name][key])) for one in mine]
+
+
+def _attack_page(
+    values: Mapping[str, Mapping[str, list[float]]], by_attack: Mapping[str, Mapping[str, list[float]]]
+) -> str:
+    """The worst drop and the backdoor by rule, then every attack."""
+    rows = []
+    for label, v in values.items():
+        drops = [a - b for a, b in zip(v["test"], v["last"], strict=True)]
+        worst = min(by_attack[label], key=lambda name: summarise(by_attack[label][name]).mean)
+        rows.append([label, summarise(drops), worst, summarise(v["best"])])
+    header = ["deal and rule", "points lost under the worst attack", "which", "backdoor success, the better of two (%)"]
+    said = "20 % of the clients lie; one run for each cell and seed, measured after the last round: nothing is chosen."
+    names = list(next(iter(by_attack.values()), {}))
+    each = [[label, *(f"{summarise(v[name]).mean:.1f}" for name in names)] for label, v in by_attack.items()]
+    return (
+        f"## Liars\n\n{said}\n\n{table(header, rows)}\n\n## Every attack\n\nTest accuracy (%), mean over seeds.\n\n"
+        + table(["deal and rule", *names], each)
+    )
 
 
 def settings(work: Work) -> Found:
