@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedgraft.errors import FedgraftError
@@ -186,7 +186,8 @@ def reproduce(work: Work) -> Found:
     }
     done = carry_out(work, wanted)
     folders = {cell.label: [done[f"{cell.label} seed {seed}"] for seed in work.seeds] for cell in every}
-    return Found(work, every, rates, folders)
+    found = Found(work, every, rates, folders)
+    return replace(found, extra=studies.against_controls(found))
 
 
 def _with_rate(config: Config, rate: float | None) -> Config:

@@ -16,7 +16,7 @@ from fedgraft.experiment.config import merge
 from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.reproduce import TUNING_SEED, Found, Work, carry_out
 from fedgraft.experiment.reproduce_preset import Cell, cells
-from fedgraft.experiment.statistics import summarise, table
+from fedgraft.experiment.statistics import paired, summarise, table
 from fedgraft.experiment.sweep import vary
 
 LIKE = "constant like "
@@ -42,6 +42,25 @@ def matched(work: Work, every: Sequence[Cell], rates: Mapping[str, float]) -> li
             cell = Cell(levels=cell.levels, table=merge(cell.table, size), central=cell.central)
         made.append(cell)
     return made
+
+
+def against_controls(found: Found) -> str:
+    """Each similarity minus the constant of its size, paired by seed; nothing where there is no such control."""
+    gaps: dict[str, list[float]] = {}
+    for cell in found.cells:
+        if LIKE in cell.label:
+            namesake = "/".join([*cell.levels[:-1], cell.levels[-1].removeprefix(LIKE)])
+            ours, control = (found.measured(label, found.work.preset.measure) for label in (namesake, cell.label))
+            if ours and control:
+                gaps[namesake] = [a - b for a, b in zip(ours, control, strict=True)]
+    if not gaps:
+        return ""
+    rows = [
+        [d.name, f"{d.difference.mean:+.2f} [{d.difference.low:+.2f}, {d.difference.high:+.2f}]", f"{d.p:.3f}"]
+        for d in paired([0.0] * len(next(iter(gaps.values()))), gaps)
+    ]
+    what = f"{found.title(found.work.preset.measure)}, minus the constant"
+    return "## Similarity against a constant of its size\n\n" + table(["", what, "p (Holm)"], rows)
 
 
 def mean_similarity(folder: Path) -> float:
