@@ -29,7 +29,9 @@ def opened(folder: Path) -> Setup:
     """The run's parts, as fedgraft makes them."""
     from fedgraft.experiment.build import Setup
     from fedgraft.experiment.config import load
+    from fedgraft.local.memory import keep_freed_memory
 
+    keep_freed_memory()  # the hardware does not need fresh pages either
     torch.set_num_threads(1)  # before any work, so that this process can be forked
     return Setup(load(folder / "config.toml"))
 

@@ -18,6 +18,9 @@ from fedgraft.errors import FedgraftError
 LEAST, CACHED = 1 << 12, 1 << 19
 """Coordinates of a piece at least, and floats of a piece of all clients together that stay near the processor."""
 
+GROUPS = 32
+"""Different rows of W up to which each is summed like the mean; beyond, a product is much faster."""
+
 Rows = Tensor | np.ndarray | Sequence[Tensor] | Callable[[slice], Tensor]
 """m vectors of length k, as a stack, a memory-mapped array, a list, or a function that gives one piece of all."""
 
@@ -40,14 +43,18 @@ def mixing_matrix(similarity: Tensor, examples: Tensor | None = None) -> Tensor:
 def blender(mixing: Tensor) -> Callable[[Tensor], Tensor]:
     """A function that makes W @ offsets of one piece of coordinates, (m, piece) -> (rows of W, piece) float32.
 
-    Rows of W that repeat (constant similarity, groups) are summed in client order like the mean; only rows that
-    are all different take the faster matrix product, whose order of summation is the library's.
+    Where there are few different rows (constant similarity, groups), they are summed in client order like the mean;
+    else the faster matrix product makes them, whose order of summation is the library's. Equal rows of W give equal
+    rows in both ways.
     """
     distinct, which = torch.unique(mixing, dim=0, return_inverse=True)
-    if 1 < len(mixing) == len(distinct):
-        narrow = mixing.to(torch.float32)
-        return lambda pieces: narrow @ pieces
-    return lambda pieces: torch.stack([accumulate(pieces, row).to(torch.float32) for row in distinct])[which]
+    if 1 < len(distinct) == len(mixing):
+        every = mixing.to(torch.float32)
+        return lambda pieces: every @ pieces
+    if len(distinct) <= GROUPS:
+        return lambda pieces: torch.stack([accumulate(pieces, row).to(torch.float32) for row in distinct])[which]
+    some = distinct.to(torch.float32)
+    return lambda pieces: (some @ pieces)[which]
 
 
 def blended(
