@@ -142,8 +142,6 @@ class VisionNetwork(nn.Module):
             self._check_pixels(inputs)
         if self.family is None:
             return _whole(self.backbone, inputs)
-        if inputs.ndim == 4 and self.family.norm is None:  # faster to convolve; the same numbers
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
         hidden = self.backbone.get_submodule(self.family.stem)(inputs) if entry == 0 else inputs  # (B, T, D) or maps
         for block in self.blocks[entry:until]:
             hidden = block(hidden)

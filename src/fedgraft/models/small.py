@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fedgraft.errors import FedgraftError
 from fedgraft.models.quiet import drawn_from
@@ -44,13 +45,24 @@ class NoTrunk(nn.Module):
         self.stem, self.blocks = nn.Identity(), nn.ModuleList()
 
 
+class ChannelsLast(nn.Module):
+    """Puts images channels-last, which convolutions on a CPU read faster; the numbers stay the same.
+
+    Not for a ResNet: with four channels the backward pass of torch 2.13 then writes beyond its memory on a CPU.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The same images, ordered for convolutions."""
+        return images.contiguous(memory_format=torch.channels_last)
+
+
 class SmallCnn(nn.Module):
     """Two convolutions with pooling."""
 
     def __init__(self, width: int, size: int, seed: int) -> None:
         super().__init__()
         self.config = SmallConfig("cnn", 0, size, 2 * width).at(size)
-        self.stem = nn.Identity()
+        self.stem = ChannelsLast()
         with drawn_from(derive(seed, "trunk")):
             self.blocks = nn.ModuleList(
                 nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.MaxPool2d(2), nn.ReLU())
