@@ -127,8 +127,8 @@ def test_permuting_clients_permutes_the_result() -> None:
 def test_pieces_carry_the_mean_of_the_offsets_in_the_bits_of_the_plain_mean() -> None:
     anchor, offsets, mixing = stack(1, 400, 5)[0], stack(3, 400), mixture.mixing_matrix(similar(3))
     weights, mean = torch.tensor([1.0, 5.0, 2.0]), torch.empty(400)
-    pieces = list(mixture.blended(anchor, offsets, mixing, (weights, mean), chunk=64))
-    assert torch.equal(mixture.gathered(pieces, 3, 400), mixture.mix(anchor, offsets, mixing, chunk=64))
+    pieces = [values for _, values in mixture.blended(anchor, offsets, mixing, (weights, mean), chunk=64)]
+    assert torch.equal(torch.cat(pieces, 1), mixture.mix(anchor, offsets, mixing, chunk=64))
     assert torch.equal(mean, anchor + weighted_mean(offsets, weights))
 
 

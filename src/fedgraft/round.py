@@ -13,7 +13,7 @@ from torch import Tensor
 from fedgraft import server
 from fedgraft.algorithm import Algorithm, Answers, Mixture, secure_segments
 from fedgraft.combine.mean import drift_report, sum_unweighted
-from fedgraft.combine.mixture import blended, gathered, mixing_matrix
+from fedgraft.combine.mixture import blended, mix, mixing_matrix
 from fedgraft.combine.robust import TooFew
 from fedgraft.combine.server_rules import RoundInfo, sign_agreement
 from fedgraft.exchange.privacy import bound_key, clip, sensitivity
@@ -324,12 +324,12 @@ def fold_mixture(
         return found
 
     common = torch.empty_like(anchor)
-    pieces = blended(anchor, offsets, matrix, (weights, common))
     personal: Mapping[int, Tensor]
     if isinstance(state.personal, Shelf):
+        pieces = blended(anchor, offsets, matrix, (weights, common))
         personal = state.personal.renewed(state.round, answers.clients, pieces, keep)
     else:
-        mixed = gathered(pieces, len(models), len(anchor))
+        mixed = mix(anchor, offsets, matrix, (weights, common))
         personal = {**(state.personal if keep else {}), **dict(zip(answers.clients, mixed, strict=True))}
     share = weights / weights.sum()
     # The anchor follows the mean: a client that never took part starts from what the others have, not from the past.

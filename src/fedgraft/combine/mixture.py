@@ -6,7 +6,7 @@ similarity gives every client the same bits, and the same bits as the plain mean
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -74,15 +74,12 @@ def blended(
         yield piece, blend(rows).add_(anchor[piece])
 
 
-def mix(anchor: Tensor, offsets: Rows, mixing: Tensor, chunk: int | None = None) -> Tensor:
-    """New personal vectors anchor + W @ offsets, (rows of W, k)."""
-    return gathered(blended(anchor, offsets, mixing, chunk=chunk), len(mixing), len(anchor))
-
-
-def gathered(pieces: Iterable[tuple[slice, Tensor]], rows: int, length: int) -> Tensor:
-    """Pieces of `blended` put together in memory."""
-    result = torch.empty(rows, length)
-    for piece, values in pieces:
+def mix(
+    anchor: Tensor, offsets: Rows, mixing: Tensor, mean: tuple[Tensor, Tensor] | None = None, chunk: int | None = None
+) -> Tensor:
+    """What `blended` gives, put together in memory: (rows of W, k)."""
+    result = torch.empty(len(mixing), len(anchor))
+    for piece, values in blended(anchor, offsets, mixing, mean, chunk):
         result[:, piece] = values
     return result
 

@@ -98,8 +98,7 @@ def _gap(base: str, gap: Difference | None) -> dict[str, str]:
     name = f"minus {base}, 95 % interval"
     if gap is None:
         return {name: "–", "p (Holm)": "–"}
-    d = gap.difference
-    return {name: f"{d.mean:+.2f} [{d.low:+.2f}, {d.high:+.2f}]", "p (Holm)": f"{gap.p:.3f}"}
+    return {name: str(gap), "p (Holm)": f"{gap.p:.3f}"}
 
 
 def _traffic(found: Found, cell: Cell) -> dict[str, str]:
@@ -159,8 +158,8 @@ _SETTINGS = (
 
 def _settings(found: Found) -> str:
     """How large the experiment was; what differs between its cells is left to the tables."""
-    tables = [cell.config().model_dump() | {"central": cell.central} for cell in found.cells]
-    central = {table["central"] for table in tables}
+    tables = [cell.config().model_dump() for cell in found.cells]
+    central = {cell.central for cell in found.cells}
     said = []
     for key in _SETTINGS:
         section, name = key.split(".")
@@ -169,7 +168,7 @@ def _settings(found: Found) -> str:
         if key == "local.lr" and found.rates:
             continue  # tuned
         values = {str(table[section][name]) for table in tables}
-        if values not in ({"None"}, set()):
+        if values != {"None"}:
             said.append(f"{key}={values.pop()}" if len(values) == 1 else f"{key} varies")
     return f"Settings: {', '.join(said)}." if said else ""
 

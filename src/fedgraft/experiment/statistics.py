@@ -60,6 +60,10 @@ class Difference:
     difference: Summary
     p: float
 
+    def __str__(self) -> str:
+        d = self.difference
+        return f"{d.mean:+.2f} [{d.low:+.2f}, {d.high:+.2f}]"
+
 
 def paired(base: Sequence[float], others: Mapping[str, Sequence[float]]) -> list[Difference]:
     """Each series minus the base, seed by seed, with paired t-tests and Holm's correction for many."""

@@ -29,7 +29,7 @@ _TINY = {"attacks": ("scaling", "backdoor_boosted"), "rules": ("mean", "median")
 def matched(work: Work, every: Sequence[Cell], rates: Mapping[str, float]) -> list[Cell]:
     """Give each control the mean similarity that its namesake shows with the tuning seed."""
     by = {cell.label: cell for cell in every}
-    namesake = {c.label: "/".join([*c.levels[:-1], c.levels[-1].removeprefix(LIKE)]) for c in every if LIKE in c.label}
+    namesake = _namesakes(every)
     sizing = {}
     for label in dict.fromkeys(namesake.values()):
         config = by[label].config(seed=TUNING_SEED)
@@ -44,21 +44,21 @@ def matched(work: Work, every: Sequence[Cell], rates: Mapping[str, float]) -> li
     return made
 
 
+def _namesakes(every: Sequence[Cell]) -> dict[str, str]:
+    """By the label of a control the label of the similarity whose size it has."""
+    return {c.label: "/".join([*c.levels[:-1], c.levels[-1].removeprefix(LIKE)]) for c in every if LIKE in c.label}
+
+
 def against_controls(found: Found) -> str:
     """Each similarity minus the constant of its size, paired by seed; nothing where there is no such control."""
     gaps: dict[str, list[float]] = {}
-    for cell in found.cells:
-        if LIKE in cell.label:
-            namesake = "/".join([*cell.levels[:-1], cell.levels[-1].removeprefix(LIKE)])
-            ours, control = (found.measured(label, found.work.preset.measure) for label in (namesake, cell.label))
-            if ours and control:
-                gaps[namesake] = [a - b for a, b in zip(ours, control, strict=True)]
+    for control, namesake in _namesakes(found.cells).items():
+        ours, theirs = (found.measured(label, found.work.preset.measure) for label in (namesake, control))
+        if ours and theirs:
+            gaps[namesake] = [a - b for a, b in zip(ours, theirs, strict=True)]
     if not gaps:
         return ""
-    rows = [
-        [d.name, f"{d.difference.mean:+.2f} [{d.difference.low:+.2f}, {d.difference.high:+.2f}]", f"{d.p:.3f}"]
-        for d in paired([0.0] * len(next(iter(gaps.values()))), gaps)
-    ]
+    rows = [[gap.name, gap, f"{gap.p:.3f}"] for gap in paired([0.0] * len(found.work.seeds), gaps)]
     what = f"{found.title(found.work.preset.measure)}, minus the constant"
     return "## Similarity against a constant of its size\n\n" + table(["", what, "p (Holm)"], rows)
 
@@ -122,12 +122,17 @@ def _attack_values(
 ) -> dict[str, list[float]]:
     """Accuracy without liars, the accuracy under the worst attack (by its mean), and the backdoor's success."""
 
-    worst = min(attacks, key=lambda name: summarise(_percent(mine, name, "accuracy")).mean)
+    worst = _worst({name: _percent(mine, name, "accuracy") for name in attacks})
     doors = [_percent(mine, name, "backdoor") for name in attacks if "backdoor" in name]
     return {
         "test": _percent(mine, "honest", "accuracy"), "last": _percent(mine, worst, "accuracy"),
         "best": max(doors, key=lambda v: summarise(v).mean) if doors else _percent(mine, "honest", "backdoor"),
     }  # fmt: skip
+
+
+def _worst(accuracies: Mapping[str, list[float]]) -> str:
+    """The attack that leaves the least, by its mean over seeds."""
+    return min(accuracies, key=lambda name: summarise(accuracies[name]).mean)
 
 
 def _percent(mine: Sequence[Mapping[str, Mapping[str, object]]], name: str, key: str) -> list[float]:
@@ -142,7 +147,7 @@ def _attack_page(
     rows = []
     for label, v in values.items():
         drops = [a - b for a, b in zip(v["test"], v["last"], strict=True)]
-        worst = min(by_attack[label], key=lambda name: summarise(by_attack[label][name]).mean)
+        worst = _worst({name: found for name, found in by_attack[label].items() if name != "honest"})
         rows.append([label, summarise(drops), worst, summarise(v["best"])])
     header = ["deal and rule", "points lost under the worst attack", "which", "backdoor success, the better of two (%)"]
     said = "20 % of the clients lie; one run for each cell and seed, measured after the last round: nothing is chosen."
