@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedgraft.cli import app
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import claims, reproduce, studies
-from fedgraft.experiment.claims import CONTRADICTED, SUPPORTED, UNDECIDED, UNMEASURED, UNSEEN
+from fedgraft.experiment.claims import ANOTHER, CONTRADICTED, SUPPORTED, UNDECIDED, UNMEASURED, UNSEEN
 from fedgraft.experiment.claims_rows import ROWS, of_kind
 from fedgraft.experiment.figures import FIGURES
 from fedgraft.experiment.reproduce import Found, Shelf, Work, carry_out
@@ -189,7 +189,8 @@ def test_verdicts_on_planted_numbers(tmp_path: Path) -> None:
     assert found.verdict == SUPPORTED and "large - small: 5 [" in found.numbers and "3 seeds" in found.numbers
     ratio = claims.verdicts(planted(tmp_path, small, large, ratio=True, number=1.0))[0]
     assert ratio.verdict == SUPPORTED
-    assert claims.verdicts(planted(tmp_path, small, large, scales=["paper"]))[0].verdict == UNMEASURED
+    elsewhere = claims.verdicts(planted(tmp_path, small, large, scales=["paper"], number=80.0))[0]
+    assert elsewhere.verdict == ANOTHER and elsewhere.numbers.endswith("claimed of another network: 80")
     assert claims.verdicts(planted(tmp_path, small, large, measure="finetuned"))[0].verdict == UNMEASURED
 
 
@@ -199,6 +200,10 @@ def test_many_claims_are_corrected_together(tmp_path: Path) -> None:
     many = found.work.preset.model_copy(update={"claims": [found.work.preset.claims[0]] * 20})
     found.work = Work("a", many, "tiny", found.work.seeds, found.work.runs, 0)
     assert alone.verdict == SUPPORTED and claims.verdicts(found)[0].verdict == UNSEEN
+    elsewhere = found.work.preset.claims[0].model_copy(update={"scales": ["paper"]})  # not judged, so not counted
+    few = many.model_copy(update={"claims": [found.work.preset.claims[0], *[elsewhere] * 19]})
+    found.work = Work("a", few, "tiny", found.work.seeds, found.work.runs, 0)
+    assert claims.verdicts(found)[0].verdict == SUPPORTED
 
 
 def test_the_summary_has_every_claim_and_says_what_is_missing(tmp_path: Path) -> None:

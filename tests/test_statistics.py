@@ -109,6 +109,8 @@ def test_gaps_that_do_not_vary() -> None:
     assert same.p == 1.0
     assert shifted.p == 0.0
     assert paired([1.0], {"one seed": [2.0]})[0].p == 1.0
+    assert str(shifted) == "+1.00 [+1.00, +1.00]" and str(same) == "+0.00 [+0.00, +0.00]"
+    assert str(paired([2e-5, 2e-5], {"tiny": [1e-5, 1e-5]})[0]).startswith("-1.00e-05 [")
     with pytest.raises(FedgraftError, match="m has 2 seeds and the base 3"):
         paired(base, {"m": [1.0, 2.0]})
 

@@ -7,6 +7,7 @@ corrected by Holm over the claims of one experiment:
   side; else no difference to be seen.
 - `same`: supported if the whole interval is within the margin; contradicted if all of it is outside; else no difference
   to be seen where p >= 0.05, and undecided where it is below.
+- A number of the documents' own network is shown beside ours but not judged where the scale has another network.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from fedgraft.experiment.reproduce import Found
 from fedgraft.experiment.reproduce_preset import Claim, load_preset, names
 from fedgraft.experiment.statistics import Difference, paired, table
 
-SUPPORTED, CONTRADICTED, UNSEEN, UNDECIDED, UNMEASURED = (
+SUPPORTED, CONTRADICTED, UNSEEN, UNDECIDED, UNMEASURED, ANOTHER = (
     "supported", "contradicted", "no difference to be seen", "undecided", "not measured yet",
+    "not judged: another network",
 )  # fmt: skip
 _LEVEL = 0.05
 
@@ -59,8 +61,8 @@ def judge(claim: Claim, found: Difference) -> str:
 
 
 def quantity(claim: Claim, found: Found) -> list[float] | None:
-    """The measured number of a claim by seed; None where it cannot be had at this scale."""
-    if not claim.left or found.work.scale not in claim.scales:
+    """The measured number of a claim by seed; None where it cannot be had."""
+    if not claim.left:
         return None
     left = found.measured(claim.left, claim.measure)
     if left is None or not claim.right:
@@ -74,27 +76,32 @@ def quantity(claim: Claim, found: Found) -> list[float] | None:
 
 
 def verdicts(found: Found) -> list[Verdict]:
-    """Every claim of a preset, judged."""
-    claims = found.work.preset.claims
+    """Every claim of a preset, judged where this scale can answer it."""
+    claims, name, scale = found.work.preset.claims, found.work.name, found.work.scale
     measured = {i: values for i, claim in enumerate(claims) if (values := quantity(claim, found)) is not None}
-    gaps = {str(i): [v - claims[i].number for v in values] for i, values in measured.items()}
-    seeds = len(next(iter(gaps.values()), []))
-    tested = {int(d.name): d for d in paired([0.0] * seeds, gaps)} if gaps else {}
+    told = {
+        i: difference
+        for able in (True, False)  # the correction counts what is judged
+        for i, difference in _against({i: v for i, v in measured.items() if (scale in claims[i].scales) == able}, claims)
+    }
     made = []
     for i, claim in enumerate(claims):
-        name, scale = found.work.name, found.work.scale
-        if i not in tested:
-            made.append(Verdict(claim.row, claim.text, claim.document, name, UNMEASURED, "", scale))
-            continue
-        made.append(
-            Verdict(
-                claim.row, claim.text, claim.document, name, judge(claim, tested[i]), _said(claim, tested[i]), scale
-            )
-        )
+        verdict, numbers = UNMEASURED, ""
+        if i in told:
+            verdict = judge(claim, told[i]) if scale in claim.scales else ANOTHER
+            numbers = _said(claim, told[i], judged=verdict != ANOTHER)
+        made.append(Verdict(claim.row, claim.text, claim.document, name, verdict, numbers, scale))
     return made
 
 
-def _said(claim: Claim, found: Difference) -> str:
+def _against(measured: Mapping[int, list[float]], claims: Sequence[Claim]) -> list[tuple[int, Difference]]:
+    """What was measured minus what is claimed, by the claim's place."""
+    gaps = {str(i): [value - claims[i].number for value in values] for i, values in measured.items()}
+    seeds = len(next(iter(gaps.values()), []))
+    return [(int(d.name), d) for d in paired([0.0] * seeds, gaps)] if gaps else []
+
+
+def _said(claim: Claim, found: Difference, judged: bool) -> str:
     """The measured number with its interval, and what it was held against."""
     d, n = found.difference, claim.number
     what = (
@@ -107,6 +114,8 @@ def _said(claim: Claim, found: Difference) -> str:
     against = f"{claim.expect} {f'within {claim.margin:g} of' if claim.expect == 'same' else 'than'} {n:g}"
     mean, low, high = (0.0 if abs(x) < 1e-9 else x for x in (d.mean + n, d.low + n, d.high + n))
     interval = f"{mean:.3g} [{low:.3g}, {high:.3g}]"
+    if not judged:
+        return f"{claim.measure} of {what}: {interval}, {d.count} seeds; claimed of another network: {n:g}"
     return f"{claim.measure} of {what}: {interval}, {d.count} seeds, p {found.p:.3f}; claimed: {against}"
 
 
@@ -173,9 +182,8 @@ One row per claim of the [checklist](../checklist.md) (kind L); a claim with sev
 
 {rule}
 
-"Not measured yet" also stands where a scale cannot answer: a number of the documents' own network needs
-`--scale paper`. With three seeds intervals are wide, so "no difference to be seen" does not mean that there is none.
-This page is made by `fedgraft reproduce --summary`.
+"Not judged" needs `--scale paper`, which has the documents' network. With three seeds intervals are wide, so "no
+difference to be seen" does not mean that there is none. This page is made by `fedgraft reproduce --summary`.
 
 {table}
 

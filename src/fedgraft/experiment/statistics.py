@@ -62,7 +62,9 @@ class Difference:
 
     def __str__(self) -> str:
         d = self.difference
-        return f"{d.mean:+.2f} [{d.low:+.2f}, {d.high:+.2f}]"
+        small = 1e-9 < max(abs(d.mean), abs(d.low), abs(d.high)) < 0.005  # hundredths would all read zero
+        mean, low, high = (f"{x:+.2e}" if small else f"{x:+.2f}" for x in (d.mean, d.low, d.high))
+        return f"{mean} [{low}, {high}]"
 
 
 def paired(base: Sequence[float], others: Mapping[str, Sequence[float]]) -> list[Difference]:
