@@ -21,7 +21,7 @@ from fedgraft.experiment.claims_rows import ROWS, of_kind
 from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.reproduce import Found
 from fedgraft.experiment.reproduce_preset import Claim, load_preset, names
-from fedgraft.experiment.statistics import Difference, paired, table
+from fedgraft.experiment.statistics import Difference, paired, summarise, table
 
 SUPPORTED, CONTRADICTED, UNSEEN, UNDECIDED, UNMEASURED, ANOTHER = (
     "supported", "contradicted", "no difference to be seen", "undecided", "not measured yet",
@@ -79,44 +79,30 @@ def verdicts(found: Found) -> list[Verdict]:
     """Every claim of a preset, judged where this scale can answer it."""
     claims, name, scale = found.work.preset.claims, found.work.name, found.work.scale
     measured = {i: values for i, claim in enumerate(claims) if (values := quantity(claim, found)) is not None}
-    told = {
-        i: difference
-        for able in (True, False)  # the correction counts what is judged
-        for i, difference in _against({i: v for i, v in measured.items() if (scale in claims[i].scales) == able}, claims)
-    }
+    gaps = {str(i): [v - claims[i].number for v in m] for i, m in measured.items() if scale in claims[i].scales}
+    seeds = len(next(iter(gaps.values()), []))
+    tested = {int(d.name): d for d in paired([0.0] * seeds, gaps)} if gaps else {}
     made = []
     for i, claim in enumerate(claims):
         verdict, numbers = UNMEASURED, ""
-        if i in told:
-            verdict = judge(claim, told[i]) if scale in claim.scales else ANOTHER
-            numbers = _said(claim, told[i], judged=verdict != ANOTHER)
+        if i in tested:
+            verdict, numbers = judge(claim, tested[i]), _said(claim, measured[i], tested[i].p)
+        elif i in measured:
+            verdict, numbers = ANOTHER, _said(claim, measured[i])
         made.append(Verdict(claim.row, claim.text, claim.document, name, verdict, numbers, scale))
     return made
 
 
-def _against(measured: Mapping[int, list[float]], claims: Sequence[Claim]) -> list[tuple[int, Difference]]:
-    """What was measured minus what is claimed, by the claim's place."""
-    gaps = {str(i): [value - claims[i].number for value in values] for i, values in measured.items()}
-    seeds = len(next(iter(gaps.values()), []))
-    return [(int(d.name), d) for d in paired([0.0] * seeds, gaps)] if gaps else []
-
-
-def _said(claim: Claim, found: Difference, judged: bool) -> str:
+def _said(claim: Claim, values: Sequence[float], p: float | None = None) -> str:
     """The measured number with its interval, and what it was held against."""
-    d, n = found.difference, claim.number
-    what = (
-        f"{claim.left} / {claim.right}"
-        if claim.ratio
-        else f"{claim.left} - {claim.right}"
-        if claim.right
-        else claim.left
-    )
-    against = f"{claim.expect} {f'within {claim.margin:g} of' if claim.expect == 'same' else 'than'} {n:g}"
-    mean, low, high = (0.0 if abs(x) < 1e-9 else x for x in (d.mean + n, d.low + n, d.high + n))
-    interval = f"{mean:.3g} [{low:.3g}, {high:.3g}]"
-    if not judged:
-        return f"{claim.measure} of {what}: {interval}, {d.count} seeds; claimed of another network: {n:g}"
-    return f"{claim.measure} of {what}: {interval}, {d.count} seeds, p {found.p:.3f}; claimed: {against}"
+    what = f"{claim.left} {'/' if claim.ratio else '-'} {claim.right}" if claim.right else claim.left
+    found = summarise(values)
+    mean, low, high = (0.0 if abs(x) < 1e-9 else x for x in (found.mean, found.low, found.high))
+    said = f"{claim.measure} of {what}: {mean:.3g} [{low:.3g}, {high:.3g}], {found.count} seeds"
+    if p is None:
+        return f"{said}; claimed of another network: {claim.number:g}"
+    against = f"{claim.expect} {f'within {claim.margin:g} of' if claim.expect == 'same' else 'than'} {claim.number:g}"
+    return f"{said}, p {p:.3f}; claimed: {against}"
 
 
 def verdict_table(found: Sequence[Verdict]) -> str:
