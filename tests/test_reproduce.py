@@ -8,15 +8,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from fedgraft.cli import app
+from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import claims, reproduce, studies
 from fedgraft.experiment.claims import ANOTHER, CONTRADICTED, SUPPORTED, UNDECIDED, UNMEASURED, UNSEEN
 from fedgraft.experiment.claims_rows import ROWS, of_kind
 from fedgraft.experiment.figures import FIGURES
+from fedgraft.experiment.parts import partition_options
 from fedgraft.experiment.reproduce import Found, Shelf, Work, carry_out
 from fedgraft.experiment.reproduce_page import group_rows, write
 from fedgraft.experiment.reproduce_preset import SCALES, Claim, cells, load_preset, names, parse
@@ -77,6 +80,18 @@ def test_a_preset_is_whole(name: str) -> None:
         assert {figure.lines, figure.panels} <= {*axes, ""} and figure.x in {*axes, "round"}
     assert not preset.study or preset.study in {*studies.WHOLE, "matched"}
     assert preset.scales["laptop"].core_minutes <= 170
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("scale", ["paper", "laptop"])
+def test_what_a_preset_deals_can_be_dealt(name: str, scale: Any) -> None:
+    preset = load_preset(name)
+    classes = int(preset.data.removeprefix("cifar"))
+    configs = [cell.config() for cell in cells(preset, scale, name)]
+    for config in {(c.data.limit, c.partition.model_dump_json()): c for c in configs}.values():
+        d, p = config.data, config.partition
+        labels = np.arange(min(d.limit or 50_000, int(50_000 * (1 - d.validation)))) % classes
+        make_partition(p.kind, labels, np.arange(10_000) % classes, p.clients, 1, **partition_options(config))
 
 
 def test_all_kinds_of_the_documents_are_drawn_by_some_preset() -> None:

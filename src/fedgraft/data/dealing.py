@@ -89,7 +89,7 @@ def deal_shards(
     if shards % len(present):
         raise FedgraftError(
             f"{per_client} shards for each of {clients} clients are {shards}, which {len(present)} classes cannot "
-            "share equally; choose a multiple, or per_class=False."
+            "share equally; choose a multiple, or the shard rule sorted."
         )
     each = shards // len(present)
     if counts.min() < each:

@@ -97,12 +97,13 @@ def deal(config: Config) -> Deal:
         _, kept = stratified_split(labels[train], d.limit / len(train), config.seed)
         train = train[kept]
     partition = make_partition(
-        p.kind, labels[train], np.asarray(dataset.test.labels), p.clients, config.seed, **_partition_options(config)
+        p.kind, labels[train], np.asarray(dataset.test.labels), p.clients, config.seed, **partition_options(config)
     )
     return Deal(dataset, torch.from_numpy(np.asarray(train)), torch.from_numpy(np.asarray(held)), partition)
 
 
-def _partition_options(config: Config) -> dict[str, object]:
+def partition_options(config: Config) -> dict[str, object]:
+    """What `make_partition` is told about this kind of partition."""
     p = config.partition
     own: dict[str, dict[str, object]] = {
         "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
