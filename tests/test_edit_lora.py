@@ -99,6 +99,12 @@ def test_a_freshly_adapted_network_computes_the_same_bits_and_stays_a_network(ne
     assert {network.block_of(name) for name in adapted(network)} == {0, 1}
 
 
+def test_blocks_before_the_first_get_no_adapter(network: Any) -> None:
+    attach(network, 2, 8, ["q", "fc2"], seed=1, first_block=1)
+    assert {network.block_of(name) for name in adapted(network)} == {1}
+    assert lora_layout(network, "mean").space.first_block(network) == 1
+
+
 def test_a_network_of_the_library_keeps_the_contract_and_its_entries() -> None:
     from fedgraft.models.backbones import load_network
 

@@ -142,6 +142,12 @@ def test_options_keep_the_law(words: list[str], tmp_path: Path) -> None:
     assert setup.mask is not None and faults(setup, setup.mask) == []
 
 
+def test_low_rank_factors_respect_frozen_blocks(tmp_path: Path) -> None:
+    words = ["moves.kind=lora", "moves.lora.rank=2", "moves.freeze_blocks=1", "personal.finetune_epochs=0"]
+    setup = carry_out(tmp_path, *words, "local.lr=0.001")
+    assert len(lora.adapted(setup.network)) == 2 and setup.entry == 1  # Q and V of the second block
+
+
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
 def test_low_rank_runs_leave_the_base_alone(mode: str, tmp_path: Path) -> None:
     words = ["moves.kind=lora", "moves.lora.rank=2", f"moves.lora.aggregate={mode}", "local.lr=0.001"]

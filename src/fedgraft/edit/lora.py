@@ -49,16 +49,25 @@ class StreamDropout(nn.Module):
 
 
 def attach(
-    network: Network, rank: int, alpha: float, targets: Sequence[str], seed: int, dropout: float = 0.0
+    network: Network,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    seed: int,
+    dropout: float = 0.0,
+    first_block: int = 0,
 ) -> Network:
-    """Adapt the trunk's linear layers that `targets` names (keywords or globs), in place; returns the network."""
+    """Adapt the trunk's linear layers that `targets` names (keywords or globs), in place; returns the network.
+
+    Blocks before `first_block`, and what lies before them, stay as they are.
+    """
     if rank < 1 or not (math.isfinite(alpha) and alpha > 0) or not 0 <= dropout < 1:
         raise FedgraftError(
             f"LoRA needs rank >= 1, alpha > 0 and 0 <= dropout < 1, not rank {rank}, alpha {alpha}, dropout {dropout}"
         )
     if adapted(network):
         raise FedgraftError("this network already has LoRA adapters; merge or detach them first")
-    names = target_layers(network, targets)
+    names = target_layers(network, targets, first_block)
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -86,10 +95,12 @@ def initial_a(shape: tuple[int, ...], seed: int, *where: int | str) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=torch_stream(seed, "lora", *where))
 
 
-def target_layers(network: Network, targets: Sequence[str]) -> list[str]:
+def target_layers(network: Network, targets: Sequence[str], first_block: int = 0) -> list[str]:
     """Names of the trunk's linear layers that the targets stand for; a target that matches nothing is refused."""
     modules = cast(nn.Module, network).named_modules()
     linear = [name for name, module in modules if isinstance(module, nn.Linear) and name.startswith("backbone.")]
+    if first_block:
+        linear = [name for name in linear if network.block_of(f"{name}.weight") >= first_block]
     found: set[str] = set()
     for target in targets:
         hits = {name for name in linear if _matches(name, target)}

@@ -124,8 +124,8 @@ class Setup:
         return stored
 
     def _open_lora(self) -> None:
-        c = self.config.moves.lora
-        attach(self.network, c.rank, c.alpha, c.targets, self.config.seed, c.dropout)
+        c, first = self.config.moves.lora, self.config.moves.freeze_blocks
+        attach(self.network, c.rank, c.alpha, c.targets, self.config.seed, c.dropout, first)
         head = [n for n, _ in self.network.named_parameters() if self.network.block_of(n) > self.network.depth]
         layout = lora_layout(self.network, c.aggregate, head if self.config.moves.head_too else ())
         self.layout, self._space = layout, layout.space
