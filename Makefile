@@ -37,7 +37,7 @@ check: lint
 test: lint
 	$(TESTS)
 
-# BENCH names some of them, for example `make bench BENCH=peers`; all take about three quarters of an hour.
+# BENCH names some of them, for example `make bench BENCH=peers`; all take about fifty minutes.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)
 

@@ -1,6 +1,6 @@
 """`make bench`: every benchmark, the most telling first, each in a process of its own. Words choose some.
 
-    python -m benchmarks                # all, about three quarters of an hour
+    python -m benchmarks                # all, about fifty minutes
     python -m benchmarks --minutes 20   # the same until then; what is measured by then is the result
     python -m benchmarks head sparse
 

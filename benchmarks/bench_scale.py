@@ -2,12 +2,13 @@
 
 Every point runs in a process of its own, so that its peak memory is its own. Head: a linear head on given features,
 batched engine, `m` clients of `K`. Mixing: `K` personal models of `d` weights on a shelf, of which a cohort is mixed by
-a similarity matrix. Edit: `m` clients of an edit of `k` of ViT-S/16's weights: reset, four optimizer steps without the
-network's passes, and the mean. The least time of a mixing round is the larger of its bytes at copy speed and its
-products at the peak rate: with a cohort of m the product has 2·m²·d operations, so beyond some tens of clients it is
-compute that binds. Beside it stands the time of writing the mixed models to a plain file, which a shelf cannot avoid.
-ResNet-18 has 11.2 million weights; a thousand such models are 45 GB, so the curve against d has a cohort of ten, and
-that against the cohort smaller models. Writes runs/benchmarks/scale.json and scale.png.
+the similarity of their representations, which is computed too. Edit: `m` clients of an edit of `k` of ViT-S/16's
+weights: reset, four optimizer steps without the network's passes, and the mean. The least time of a mixing round is the
+larger of its bytes at copy speed and its products at the peak rate: with a cohort of m the product has 2·m²·d
+operations, so beyond some tens of clients it is compute that binds. Beside it stands the time of writing the mixed
+models to a plain file, which a shelf cannot avoid. ResNet-18 has 11.2 million weights; a thousand such models are
+45 GB, so the curve against d has a cohort of ten, and that against the cohort smaller models. Writes
+runs/benchmarks/scale.json and scale.png.
 
     python benchmarks/bench_scale.py           # up to 100,000 clients and 1,000 a round
     python benchmarks/bench_scale.py --small   # a quick look
@@ -43,6 +44,7 @@ from fedgraft.models.backbones import load_network
 from fedgraft.randomness import torch_stream
 from fedgraft.round import Judge, run_round
 from fedgraft.server import Federation, start
+from fedgraft.weigh.similarity import crsm
 from fedgraft.zoo import fedavg
 
 OUT = Path("runs") / "benchmarks" / "scale.json"
@@ -74,7 +76,7 @@ def mixing(clients: int, cohort: int, length: int) -> dict[str, float]:
     torch.set_num_threads(1)
     peak = measure_roofline()
     anchor = torch.zeros(length)
-    matrix = mixing_matrix(torch.rand(cohort, cohort, generator=torch_stream(0, "similar")) + torch.eye(cohort))
+    shown = [torch.randn(64, 64, generator=torch_stream(0, "shown", k)) + k / cohort for k in range(cohort)]
     change = 1e-3 * torch.randn(length, generator=torch_stream(0, "change"))
     with tempfile.TemporaryDirectory(dir=".") as folder:
         shelf, seconds = PersonalStore.create(Path(folder) / "shelf", length), []
@@ -89,6 +91,7 @@ def mixing(clients: int, cohort: int, length: int) -> dict[str, float]:
                 return found
 
             began = time.perf_counter()
+            matrix = mixing_matrix(crsm(shown).double())
             shelf = shelf.renewed(round, chosen, blended(anchor, offsets, matrix), True)
             seconds.append(time.perf_counter() - began)
         row, written = memoryview(change.numpy()).cast("B"), []
@@ -99,7 +102,7 @@ def mixing(clients: int, cohort: int, length: int) -> dict[str, float]:
                     file.write(row)
             written.append(time.perf_counter() - began)
     moved = 4.0 * length * cohort * 3  # read, stack, write
-    least = peak.seconds(2.0 * cohort * cohort * length, moved)
+    least = peak.seconds(2.0 * cohort * (cohort * length + 64**3 + cohort * 64 * 64), moved)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     # The first round reads no model from the shelf: nobody has one yet.
     return {"seconds": min(seconds[1:]), "least": least, "written": min(written), "megabytes": memory}
@@ -215,15 +218,23 @@ def bars(path: Path = OUT) -> list[tuple[str, str, float, float, bool]]:
 
 
 def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """Cost growth, each curve relative to its first point."""
-    from fedgraft.experiment.figures import curves
+    """Growth of time and memory, each curve relative to its first point, on logarithmic axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
     axis = {"K": "clients", "cohort": "cohort", "d": "size", "k": "size"}
-    series = {}
-    for name, rows in found.items():
-        xs = [row[axis[name.split()[-1]]] for row in rows]
-        series[name] = ([x / xs[0] for x in xs], [row["seconds"] / rows[0]["seconds"] for row in rows], None)
-    curves(path, series, xlabel="times the size of the first point", ylabel="times its seconds")
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), sharex=True)
+    for panel, key in zip(panels, ("seconds", "megabytes"), strict=True):
+        for name, rows in found.items():
+            xs = [row[axis[name.split()[-1]]] for row in rows]
+            panel.plot([x / xs[0] for x in xs], [row[key] / rows[0][key] for row in rows], marker="o", label=name)
+        panel.set(xscale="log", yscale="log", xlabel="times the size of the first point", ylabel=f"times its {key}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def main() -> None:

@@ -70,23 +70,27 @@ def setup_of(*words: str) -> Setup:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"),
+    ("words", "kind", "said"),
     [
-        ([], Batched),
-        (["engine=reference"], InProcess),
-        (["local.optimizer=adamw"], InProcess),
-        (["moves.kind=last_blocks", "moves.blocks=1", "workers=2"], Pool),
-        (["moves.kind=last_blocks", "moves.blocks=1", "engine=batched"], Batched),
+        ([], Batched, "engine: batched, all clients"),
+        (["engine=reference"], InProcess, "engine: reference, one process as asked"),
+        (["local.optimizer=adamw"], InProcess, "not batched, because the optimizer is adamw"),
+        (["moves.kind=last_blocks", "moves.blocks=1", "workers=2"], Pool, "engine: reference, workers=2"),
+        (["moves.kind=last_blocks", "moves.blocks=1", "engine=batched"], Batched, "batched, one by one, because what"),
+        (["engine=batched", "local.clip=1.0"], Batched, "one by one, because gradients are clipped"),
+        (['data.augment=["flip","jitter"]', "workers=1"], InProcess, "features are not kept: data.augment has jitter"),
     ],
 )
-def test_a_run_follows_the_rule_and_says_so(words: list[str], kind: type, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_follows_the_rule_and_says_so(
+    words: list[str], kind: type, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with caplog.at_level(logging.INFO, "fedgraft"):
             setup = setup_of(*words)
             assert type(setup.engine()) is kind
-        assert any(record.message.startswith("engine: ") for record in caplog.records)
+        assert any(said in record.message for record in caplog.records), caplog.text
     finally:
         torch.set_num_threads(before)
 

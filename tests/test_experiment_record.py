@@ -18,6 +18,7 @@ import torch
 
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment import environment, record
+from fedgraft.experiment.checkpoint import load_best
 from fedgraft.experiment.record import RunFolder, describe, list_runs, plain, read_metrics, without_timing
 
 
@@ -56,7 +57,7 @@ def test_layout_and_reading_back(run: RunFolder) -> None:
         ".lock", "run.json", "config.toml", "metrics.jsonl", "log.txt", "environment.json", "summary.json",
         "checkpoints", "figures",
     }  # fmt: skip
-    best = again.best_checkpoint()
+    best = load_best(again.checkpoints, again.config_digest)
     assert best is not None and best.round == 9 and best.meta["config_digest"] == "digest"
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from fedgraft.cli import app
 from fedgraft.errors import FedgraftError
+from fedgraft.experiment.centralized import run_centralized
 from fedgraft.experiment.config import load
 from fedgraft.experiment.profile import Row, phase_rows, profile_run, table
 from fedgraft.experiment.record import RunFolder
@@ -75,6 +76,13 @@ def test_it_is_kept_and_shown_in_the_report(finished: Path) -> None:
     assert (finished / "figures" / "profile.png").stat().st_size > 1000
     picture = base64.b64encode((finished / "figures" / "profile.png").read_bytes()).decode()
     assert picture in (finished / "report.html").read_text()
+
+
+def test_a_run_in_one_place_is_profiled_too(tmp_path: Path) -> None:
+    words = ["model.name=cnn:width=2", "moves.kind=everything", "data.limit=90", "centralized.epochs=1"]
+    run_centralized(load(None, [*words, "centralized.kind=finetune"]), tmp_path / "run", console=False)
+    found = profile_run(tmp_path / "run")
+    assert found.sent == {"bytes_up": 0, "bytes_down": 0} and found.layers
 
 
 def test_a_run_without_a_round_is_refused(tmp_path: Path) -> None:

@@ -54,6 +54,16 @@ def test_every_table_figure_and_experiment_has_a_preset() -> None:
     assert [row for row, _, _, presets in found if not presets] == []
 
 
+def test_the_kinds_of_the_rows() -> None:
+    assert set(range(196, 228)) <= set(of_kind("TFE")) and len(of_kind("TFE")) == 59 and len(of_kind("L")) == 12
+    spec = Path(__file__).parents[2] / "shared" / "spec" / "CHECKLIST.md"
+    if not spec.is_file():
+        pytest.skip("the documents' own checklist is not here")
+    rows = re.findall(r"^\| (\d+) \|[^|]+\| ([A-Z/+,]+) \|", spec.read_text(), re.MULTILINE)
+    kinds = {int(row): re.sub(r"[^A-Z]", "", kind) for row, kind in rows if set(kind) & set("TFEL")}
+    assert kinds == {row: kind for row, (kind, _) in ROWS.items()}
+
+
 def test_every_claim_of_the_checklist_has_a_measurement() -> None:
     assert [row for row in of_kind("L") if not claims.claims_of(row)] == []
     judged = {claim.row for name in names() for claim in load_preset(name).claims}
@@ -338,7 +348,33 @@ def test_the_command_writes_a_page_and_the_summary(tmp_path: Path) -> None:
     assert "[settings](settings.md)" in summary and "not run yet: `fedgraft reproduce editing`" in summary
 
 
-@pytest.mark.parametrize("words", [[], ["editing", "--scale", "huge"], ["nothing"]])
+def test_digits_do_not_take_the_place_of_real_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["settings"], ["settings", "--scale", "tiny"]):
+        assert CliRunner().invoke(app, ["reproduce", *words]).exit_code == 0
+    assert (tmp_path / "docs/results/settings.md").exists() and (tmp_path / "docs/results/tiny/settings.md").exists()
+
+
+def test_all_goes_on_after_a_failure_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fedgraft.experiment.reproduce_preset.names", lambda: ["secure", "settings"])
+    said = CliRunner().invoke(app, ["reproduce", "--all", "--data", str(tmp_path / "nowhere")])
+    assert isinstance(said.exception, FedgraftError) and str(said.exception).startswith("secure could not be finished")
+    assert (tmp_path / "docs/results/settings.md").exists() and (tmp_path / "docs/results/summary.md").exists()
+    assert said.output.count("nowhere") == 1 and "--data" in said.output  # once, not once for each run
+
+
+def test_damaged_claims_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "secure").mkdir()
+    for text in ("[{", '[{"row": 1}]', '[{"row": 1, "text": "t", "colour": 2}]'):
+        (tmp_path / "secure" / "claims.json").write_text(text)
+        with pytest.raises(FedgraftError, match="reproduce that experiment again"):
+            claims.summary(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["editing", "--scale", "huge"], ["nothing"], ["--list", "--scale", "x"], ["secure", "--format", "gif"]]
+)
 def test_wrong_words_are_refused(words: list[str]) -> None:
     said = CliRunner().invoke(app, ["reproduce", *words])
     assert said.exit_code != 0 and isinstance(said.exception, FedgraftError)

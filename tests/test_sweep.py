@@ -75,7 +75,7 @@ except KeyboardInterrupt:
     status("interrupted")
     sys.exit(130)
 result = {"accuracy": good, "loss": 0.0}
-put("summary.json", {"validation": result, "test": {"accuracy": good - 0.1}, "best_round": total, "bytes_up": 1000,
+put("summary.json", {"validation": result, "test": {"accuracy": good - 0.1}, "best_round": total * (rate != 0.2), "bytes_up": 1000,
     "bytes_down": 2000, "seconds": 0.1, "rounds": total})
 status("finished")
 """
@@ -462,6 +462,9 @@ def test_the_command_prints_the_table_and_the_best(
     cli_sweep.sweep(TINY, ["local.lr=0.1,0.01"], "0,1", "grid", 20, 0, 2, tmp_path / "s")
     said = capsys.readouterr().out
     assert "best on validation: local.lr=0.1" in said and "100.05 ± 0.07" in said and "table.md" in said
+    assert "the start" not in said
+    cli_sweep.sweep(TINY, ["local.lr=0.2,0.001"], "0", "grid", 20, 0, 2, tmp_path / "t")
+    assert "its best round is the start" in capsys.readouterr().out
     with pytest.raises(FedgraftError, match="--seeds takes whole numbers"):
         cli_sweep.sweep(TINY, ["local.lr=0.1"], "a")
 

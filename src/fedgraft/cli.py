@@ -184,14 +184,16 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the figure")] = Path("comparison"),
+    formats: Annotated[str, typer.Option("--format", help="of the figure: png, and pdf or svg for papers")] = "png",
 ) -> None:
     """Compare runs: a table here, a page and a figure in a folder."""
     import rich
 
+    from fedgraft.cli_reproduce import figure_formats
     from fedgraft.experiment import display
     from fedgraft.experiment.compare import compare_runs
 
-    infos, written = compare_runs(runs, out)
+    infos, written = compare_runs(runs, out, figure_formats(formats))
     display.runs_table(rich.get_console(), infos)
     for path in written:
         typer.echo(path)

@@ -26,7 +26,7 @@ def profile(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None
     peak, sent = found.roofline, found.sent
     console.print(
         f"peak here: {peak.flops / 1e9:.0f} GFLOP/s on one thread, {peak.bandwidth / 1e9:.1f} GB/s copied\n"
-        f"sent: {sent['bytes_up'] / 1e6:.1f} MB up, {sent['bytes_down'] / 1e6:.1f} MB down",
+        f"sent: {sent['bytes_up'] / 1e6:.3g} MB up, {sent['bytes_down'] / 1e6:.3g} MB down",
         highlight=False,
     )
     if found.megabytes:

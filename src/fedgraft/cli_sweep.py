@@ -61,6 +61,8 @@ def sweep(
     rich.get_console().print(table)
     if (first := best(found)) is not None:
         typer.echo(f"best on validation: {first.label}")
+        if not any(summary["best_round"] for summary in first.summaries.values()):
+            typer.echo("but its best round is the start: no round of it improved on the model before training.")
     typer.echo(f"tables: {root / 'table.md'} (also .csv, .tex) and {root / 'runs.csv'}")
 
 

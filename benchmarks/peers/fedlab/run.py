@@ -61,9 +61,7 @@ def main() -> None:
     workload, arrays = read(folder)
     random.seed(workload.seed)
     torch.manual_seed(workload.seed)
-    task, whole = Task(workload, arrays), build(workload, arrays)
-    # FedLab sends every parameter; of a frozen trunk only the head is handed to it, as its users do.
-    model = Head(whole) if workload.task == "frozen" else whole
+    task, model = Task(workload, arrays), build(workload, arrays)
     handler = SyncServerHandler(model, workload.rounds, workload.per_round / workload.clients)
     trainer = Trainer(deepcopy(model), task)
     clock = Clock(workload)
@@ -71,25 +69,6 @@ def main() -> None:
     Pipeline(handler, trainer, clock).main()
     clock.steps = trainer.steps
     clock.write(folder, "fedlab", ("fedlab", "torch", "transformers"), task.accuracy(handler.model, "test"))
-
-
-class Head(nn.Module):
-    """A network whose trunk is nobody's parameter: kept outside of the module tree."""
-
-    def __init__(self, whole: nn.Module) -> None:
-        super().__init__()
-        self.head, self.outside = whole.head, [whole.trunk]
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Head:
-        twin = Head.__new__(Head)
-        nn.Module.__init__(twin)
-        twin.head, twin.outside = deepcopy(self.head, memo), self.outside
-        return twin
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            features = self.outside[0](pixel_values=x).last_hidden_state[:, 0]
-        return self.head(features)
 
 
 if __name__ == "__main__":

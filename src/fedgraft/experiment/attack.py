@@ -267,4 +267,4 @@ def write(cells: Sequence[Cell], out: Path, note: str = "") -> list[Path]:
     writer.writeheader()
     writer.writerows(asdict(cell) for cell in cells)
     (out / "attack.csv").write_text(text.getvalue(), encoding="utf-8")
-    return [out / "attack.md", out / "attack.csv", write_tables(out / "attack.html", "Attack table", tables, note)]
+    return [out / "attack.md", out / "attack.csv", write_tables(out / "attack.html", "Attack table", tables, [note])]

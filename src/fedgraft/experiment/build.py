@@ -255,6 +255,9 @@ class Setup:
         """The last entry before anything that moves: what lies before it is the same for the whole run."""
         c, network = self.config, self.network
         body_finetuned = c.personal.finetune_epochs > 0 and c.personal.finetune_part != "head"
+        if c.data.cache_features and not self.transform.deterministic:
+            changing = ", ".join(name for name in self.transform.train if name != "flip")
+            log.info("features are not kept: data.augment has %s, which changes an image anew each time", changing)
         if not c.data.cache_features or not self.transform.deterministic or body_finetuned or self.algorithm.wants:
             return 0
         return network.entry_for(self.space.first_block(network))
@@ -347,7 +350,7 @@ class Setup:
         where = place or self.place
         choice = self.choice(where, preparing=place is not None)
         if place is None:
-            log.info("engine: %s, %s", choice.mode, choice.why)
+            log.info("engine: %s, %s", "batched" if choice.mode == "batched" else "reference", choice.why)
         if choice.mode == "batched":
             return Batched(self.algorithm, where)
         if choice.mode == "in_process":
@@ -360,7 +363,7 @@ class Setup:
         """How orders at this place are carried out. What prepares a run (step 0, a mask) is never batched."""
         c = self.config
         wanted: Wanted = "reference" if preparing or c.engine == "flower-sim" else c.engine
-        obstacle = applies(self.algorithm, place) if wanted == "auto" else None
+        obstacle = applies(self.algorithm, place) if wanted != "reference" else None
         on_cpu = self.network.head.weight.device.type == "cpu"
         return choose_engine(wanted, c.workers, obstacle, self._work(place, preparing), on_cpu, per_round(c))
 

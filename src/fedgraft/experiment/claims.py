@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fedgraft.errors import FedgraftError
 from fedgraft.experiment.claims_rows import ROWS, of_kind
 from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.reproduce import Found
@@ -149,7 +150,10 @@ def claims_of(row: int) -> list[tuple[str, Claim]]:
 def _kept(path: Path) -> Mapping[tuple[int, str], Verdict]:
     if not path.is_file():
         return {}
-    return {(v["row"], v["text"]): Verdict(**v) for v in json.loads(path.read_text(encoding="utf-8"))}
+    try:
+        return {(v["row"], v["text"]): Verdict(**v) for v in json.loads(path.read_text(encoding="utf-8"))}
+    except (ValueError, KeyError, TypeError) as error:
+        raise FedgraftError(f"{path} is damaged or of an older version; reproduce that experiment again.") from error
 
 
 def listing() -> list[tuple[int, str, str, list[str]]]:

@@ -11,7 +11,9 @@ from fedgraft.experiment.record import RunFolder, RunInfo, describe
 from fedgraft.experiment.report import write_comparison
 
 
-def compare_runs(runs: Sequence[Path], out: Path) -> tuple[list[RunInfo], list[Path]]:
+def compare_runs(
+    runs: Sequence[Path], out: Path, formats: Sequence[str] = ("png",)
+) -> tuple[list[RunInfo], list[Path]]:
     """Rows of the table, and the files that were written."""
     if len(runs) < 2:
         raise FedgraftError("comparing needs at least two run folders")
@@ -22,8 +24,8 @@ def compare_runs(runs: Sequence[Path], out: Path) -> tuple[list[RunInfo], list[P
         name = folder.path.name if folder.path.name not in series else str(folder.path)
         lines = [line for line in folder.metrics() if line.get("accuracy") is not None]
         series[name] = ([x["round"] for x in lines], [100 * x["accuracy"] for x in lines], None)
-    figure = out / "accuracy.png"
-    figures.curves(figure, series, xlabel="round", ylabel="validation accuracy (%)")
-    page = out / "comparison.html"
-    write_comparison([folder.path for folder in folders], page)
-    return [describe(folder) for folder in folders], [page, figure]
+    page = write_comparison([folder.path for folder in folders], out / "comparison.html")
+    drawn = [out / f"accuracy.{kind}" for kind in formats]
+    for figure in drawn:
+        figures.curves(figure, series, xlabel="round", ylabel="validation accuracy (%)")
+    return [describe(folder) for folder in folders], [page, *drawn]

@@ -57,7 +57,7 @@ def _lines(axes: Axes, series: Series, xlabel: str, ylabel: str) -> None:
     elif len(series) > 1:
         figure = axes.get_figure(root=True)
         assert figure is not None
-        figure.legend(handles.values(), map(plain_text, handles), loc="outside right upper")
+        figure.legend(handles.values(), map(plain_text, handles), loc="outside right center")
 
 
 def _plot(axes: Axes, series: Series, styles: Mapping[str, tuple[str, str, str]]) -> dict[str, Any]:

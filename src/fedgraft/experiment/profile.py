@@ -23,6 +23,7 @@ from fedgraft.experiment.build import Setup
 from fedgraft.experiment.parts import per_round
 from fedgraft.experiment.publish import PHASES_FILE
 from fedgraft.experiment.record import RunFolder
+from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.report import write_report
 from fedgraft.experiment.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.experiment.run import one_thread
@@ -67,9 +68,9 @@ def profile_run(folder: Path) -> Profile:
         layers = measure_layers(setup, roofline)
     kept = _kept(folder)
     phases = phase_rows(lines, kept.get("seconds", {}), work_of(setup, layers), roofline)
-    sent = {key: sum(int(line[key]) for line in lines) for key in ("bytes_up", "bytes_down")}
+    sent = {key: sum(int(line.get(key, 0)) for line in lines) for key in ("bytes_up", "bytes_down")}
     found = Profile(phases, layers, sent, kept.get("megabytes", {}), roofline)
-    (folder / "profile.json").write_text(json.dumps(asdict(found), indent=2) + "\n")
+    write_text(folder / "profile.json", json.dumps(asdict(found), indent=2) + "\n")
     draw(found, folder / "figures" / "profile.png")
     write_report(folder, partition=setup.deal.histogram(), classes=setup.deal.dataset.train.classes)
     return found

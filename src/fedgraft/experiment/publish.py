@@ -19,8 +19,8 @@ PHASES_FILE = "phases.json"
 
 
 def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
-    """Note what is no part of a round, and the most memory this process and its largest worker held."""
-    peaks = {"this process": resource.RUSAGE_SELF, "largest worker": resource.RUSAGE_CHILDREN}
+    """Note what is no part of a round, and the most memory this process and its largest child process held."""
+    peaks = {"this process": resource.RUSAGE_SELF, "largest child process": resource.RUSAGE_CHILDREN}
     memory = {name: resource.getrusage(who).ru_maxrss / 1024 for name, who in peaks.items()}
     write_text(folder / PHASES_FILE, json.dumps({"seconds": dict(seconds), "megabytes": memory}, indent=2) + "\n")
 

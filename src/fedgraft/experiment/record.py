@@ -213,10 +213,6 @@ class RunFolder:
         self.rewind(None if found is None else found.round)
         return found
 
-    def best_checkpoint(self) -> Checkpoint | None:
-        """The stored checkpoint with the best validation value."""
-        return checkpoint.load_best(self.checkpoints, self.config_digest)
-
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the final results; a run that ends without them counts as interrupted."""
         self.sync()

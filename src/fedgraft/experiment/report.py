@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedgraft.errors import FedgraftError
 from fedgraft.experiment.checkpoint import write_atomic
 from fedgraft.experiment.record import RunFolder, RunInfo, describe, plain
 from fedgraft.experiment.report_charts import compare_charts, run_charts
@@ -60,27 +61,31 @@ def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, t
     folders = [run if isinstance(run, RunFolder) else RunFolder.open(run) for run in runs]
     names = _names(folders)
     lines = {name: folder.metrics() for name, folder in zip(names, folders, strict=True)}
-    rows = [_row(name, describe(run, lines[name]), run.summary()) for name, run in zip(names, folders, strict=True)]
+    rows = [_row(name, describe(run, lines[name]), lines[name]) for name, run in zip(names, folders, strict=True)]
     text = rows_csv([{"run": name, **row} for name, run in lines.items() for row in map(csv_row, run)])
-    configs = {name: flatten(tomllib.loads(folder.config_text)) for name, folder in zip(names, folders, strict=True)}
+    configs = {name: flatten(_config(folder)) for name, folder in zip(names, folders, strict=True)}
     body = [
         _header(title, f"{len(folders)} runs", _csv_link("comparison.csv", text)),
         "<main>",
         _section("Results", _grid(rows)),
+        _section("Over seeds", _grid(_over_seeds(rows, configs))),
         _section("What differs", _grid(_differences(configs))),
         _section("Curves", '<div class="charts" id="charts"></div>'),
+        _details(f"Config of {html.escape(names[0])}", f"<pre>{html.escape(folders[0].config_text)}</pre>"),
         "</main>",
     ]
     return _write(Path(path), title, "\n".join(body), {"charts": compare_charts(lines), "maps": []})
 
 
 def write_tables(
-    path: Path | str, title: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], note: str = "",
+    path: Path | str, title: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], notes: Sequence[str] = (),
     lines: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, pictures: Sequence[Path] = (),
+    configs: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """Write a page of tables, each a list of rows under a heading, with all their numbers as one CSV file.
 
-    `lines` are metrics by name, drawn over each other; `pictures` are files that become part of the page.
+    `notes` are paragraphs before them, `lines` metrics by name, drawn over each other; `pictures` are files that
+    become part of the page, `configs` texts by name that fold out.
     """
     charts = compare_charts(lines or {})
     text = rows_csv([{"table": name, **row} for name, rows in tables.items() for row in rows])
@@ -89,10 +94,11 @@ def write_tables(
     body = [
         _header(title, "finished", link),
         "<main>",
-        f"<p>{html.escape(note)}</p>" if note else "",
+        *(f"<p>{html.escape(note)}</p>" for note in notes),
         *sections,
         _section("Curves", '<div class="charts" id="charts"></div>' if charts else ""),
         _section("Figures", "".join(_picture(file.stem, file) for file in pictures)),
+        *(_details(f"Config of {html.escape(n)}", f"<pre>{html.escape(c)}</pre>") for n, c in (configs or {}).items()),
         "</main>",
     ]
     return _write(Path(path), title, "\n".join(body), {"charts": charts, "maps": []})
@@ -140,7 +146,7 @@ def show(name: str, value: Any) -> str:
         return f"{value / 1e6:,.2f} MB"
     if "seconds" in name:
         return clock(float(value))
-    if last in ("accuracy", "top5", "best", "test") or name.startswith("personal"):
+    if last in ("accuracy", "final accuracy", "top5", "best", "test") or name.startswith("personal"):
         return f"{100 * value:.2f} %"
     return str(value) if isinstance(value, int) else f"{value:.5g}"
 
@@ -219,10 +225,49 @@ def _grid(rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="scroll">{table}</div>'
 
 
-def _row(name: str, info: RunInfo, summary: Mapping[str, Any]) -> dict[str, Any]:
-    final = (summary.get("validation") or {}).get("accuracy")
+def _row(name: str, info: RunInfo, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    final = next((line["accuracy"] for line in reversed(lines) if line.get("accuracy") is not None), None)
     row = {"run": name, "status": info.status, "test": info.test, "final accuracy": final, "best": info.best}
     return {**row, "rounds": info.round, "bytes": info.bytes, "seconds": info.seconds}
+
+
+def _config(folder: RunFolder) -> dict[str, Any]:
+    try:
+        return tomllib.loads(folder.config_text)
+    except tomllib.TOMLDecodeError as error:
+        raise FedgraftError(f"{folder.path / 'config.toml'} is damaged ({error}); leave this run out.") from error
+
+
+def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Runs that differ in nothing but the seed, taken together; those of the first setting's seeds compared with it."""
+    from fedgraft.experiment.statistics import paired, summarise
+
+    same: dict[str, dict[str, float]] = {}
+    shown: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        config = configs[row["run"]]
+        rest = {key: value for key, value in config.items() if key not in {"seed", "name"}}
+        if row["test"] is not None:
+            key = json.dumps(plain(rest), sort_keys=True)
+            same.setdefault(key, {})[str(config.get("seed"))] = 100 * row["test"]
+            shown.setdefault(key, rest)
+    if not any(len(scores) > 1 for scores in same.values()):
+        return []
+    told = [row["key"] for row in _differences(shown)] if len(shown) > 1 else []
+    names = {key: ", ".join(f"{k}={_shown(rest.get(k))}" for k in told) or "all" for key, rest in shown.items()}
+    first, *others = same
+    comparable = {key: list(same[key].values()) for key in others if list(same[key]) == list(same[first])}
+    gaps = {gap.name: gap for gap in paired(list(same[first].values()), comparable)}
+    made = []
+    for key, scores in same.items():
+        values = list(scores.values())
+        row = {"setting": names[key], "seeds": len(values), "test (%)": str(summarise(values))}
+        for method, said in (("t", "Student"), ("bootstrap", "bootstrap")):
+            stats = summarise(values, method)
+            row[f"95 % ({said})"] = f"[{stats.low:.2f}, {stats.high:.2f}]"
+        gap = gaps.get(key)
+        made.append(row | {"minus the first": str(gap) if gap else "–", "p (Holm)": f"{gap.p:.3f}" if gap else "–"})
+    return made
 
 
 def _differences(configs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

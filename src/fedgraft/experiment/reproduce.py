@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.config import Config, from_folder
@@ -68,7 +69,8 @@ class Found:
     rates: dict[str, float] = field(default_factory=dict)
     folders: dict[str, list[Path]] = field(default_factory=dict)
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    extra: str = ""
+    extra: dict[str, tuple[str, list[dict[str, Any]]]] = field(default_factory=dict)
+    """Further tables by heading: a sentence, and rows."""
     titles: dict[str, str] = field(default_factory=dict)
     """What a study's values are called, where they are not what a run's would be."""
 
@@ -175,7 +177,9 @@ def reproduce(work: Work) -> Found:
     if work.preset.study in studies.WHOLE:
         return studies.WHOLE[work.preset.study](work)
     every = cells(work.preset, work.scale, work.name, work.data)
-    work.report(estimate(work, every))
+    check_data(every[0].config())
+    if tries := _tries(work, every):
+        work.report(f"tuning {estimate(work, every, tries)}")
     rates = tune(work, every)
     if work.preset.study:
         every = studies.named(work.preset.study)(work, every, rates)
@@ -184,10 +188,21 @@ def reproduce(work: Work) -> Found:
         for cell in every
         for seed in work.seeds
     }
+    work.report(estimate(work, every, wanted))
     done = carry_out(work, wanted)
     folders = {cell.label: [done[f"{cell.label} seed {seed}"] for seed in work.seeds] for cell in every}
     found = Found(work, every, rates, folders)
     return replace(found, extra=studies.against_controls(found))
+
+
+def check_data(config: Config) -> None:
+    """Open the data once, so that what is wrong with it is said once and not by every run."""
+    from fedgraft.data.sources import load_dataset
+
+    try:
+        load_dataset(config.data.source, config.data.path)
+    except FedgraftError as error:
+        raise FedgraftError(f"{error} (--data says where it is)") from error
 
 
 def _with_rate(config: Config, rate: float | None) -> Config:
@@ -208,12 +223,7 @@ def tune(work: Work, every: Sequence[Cell]) -> dict[str, float]:
     tuned = {cell.label: cell for cell in every if owner[cell.label] == cell.label}
     rates = {label: _rates(work, cell) for label, cell in tuned.items()}
     for _ in range(1 + WIDENED):
-        tries = {
-            f"{label} lr {rate:g}": (_short(cell.config(seed=TUNING_SEED), rate, tuning.rounds), cell.central)
-            for label, cell in tuned.items()
-            for rate in rates[label]
-        }
-        done = carry_out(work, tries)
+        done = carry_out(work, _tries(work, every, rates))
         losses = {
             label: {rate: measure_of(done[f"{label} lr {rate:g}"], "loss") for rate in rates[label]} for label in tuned
         }
@@ -223,6 +233,19 @@ def tune(work: Work, every: Sequence[Cell]) -> dict[str, float]:
             break
         rates = wider
     return {label: best[at] for label, at in owner.items() if at in best}
+
+
+def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float]] | None = None) -> Wanted:
+    """The short runs that choose learning rates; `rates` by label where they are not the preset's."""
+    tuning = work.preset.tuning
+    if tuning is None:
+        return {}
+    return {
+        f"{cell.label} lr {rate:g}": (_short(cell.config(seed=TUNING_SEED), rate, tuning.rounds), cell.central)
+        for cell in every
+        if _tuned_at(work, cell) == cell.label
+        for rate in (rates[cell.label] if rates else _rates(work, cell))
+    }
 
 
 def _order(loss: float | None) -> float:
@@ -260,16 +283,12 @@ def _short(config: Config, rate: float, share: float) -> Config:
     return vary(config, local__lr=rate, rounds={"total": rounds, "evaluate_every": 0, "test": False})
 
 
-def estimate(work: Work, every: Sequence[Cell]) -> str:
-    """How much there is to do, from what the preset says three seeds cost."""
-    tried = 0
-    if work.preset.tuning is not None:
-        tried = sum(len(_rates(work, cell)) for cell in every if _tuned_at(work, cell) == cell.label)
+def estimate(work: Work, every: Sequence[Cell], wanted: Wanted) -> str:
+    """How much there is to do, from what the preset says three seeds cost with their tuning."""
     shelf = Shelf(work.runs)
-    fixed = [(c.config(seed=s), c.central) for c in every for s in work.seeds] if not tried else []
-    known = sum(shelf.get(config, central) is not None for config, central in fixed)
-    total = len(every) * len(work.seeds) + tried
-    minutes = work.preset.scales[work.scale].core_minutes / (3 * len(every) + tried)  # type: ignore[index]
-    left = (total - known) * minutes / max(1, work.processes)
+    known = sum(shelf.get(config, central) is not None for config, central in wanted.values())
+    planned = 3 * len(every) + len(_tries(work, every))
+    minutes = work.preset.scales[work.scale].core_minutes / planned  # type: ignore[index]
+    left = (len(wanted) - known) * minutes / max(1, work.processes)
     done = f", {known} of them finished" if known else ""
-    return f"{work.name}: about {total} runs{done}, {left:.0f} minutes"
+    return f"{work.name}: about {len(wanted)} runs{done}, {left:.0f} minutes"

@@ -13,16 +13,23 @@ from fedgraft.experiment.reproduce import MEASURES, Found
 from fedgraft.experiment.reproduce_preset import Cell, Figure, level_of, picked
 from fedgraft.experiment.statistics import summarise
 
+_CURVES = {
+    "accuracy": "validation accuracy (%)", "loss": "validation loss", "personal_curve": "mean client accuracy (%)",
+}  # fmt: skip
+"""What the lines of metrics.jsonl are called."""
 Line = tuple[list[Any], list[float], list[float]]
 
 
-def draw_all(found: Found, folder: Path) -> list[tuple[Figure, Path]]:
-    """Every figure there is data for."""
+def draw_all(found: Found, folder: Path, formats: Sequence[str] = ("png",)) -> list[tuple[Figure, Path]]:
+    """Every figure there is data for, as PNG; in the other formats beside it."""
     made = []
     for figure in found.work.preset.figures:
         path = folder / f"{figure.name or figure.kind}.png"
         if _draw(figure, found, path):
             made.append((figure, path))
+            for other in formats:
+                if other != "png" and not figure.run:  # a run's own picture is what it is
+                    _draw(figure, found, path.with_suffix(f".{other}"))
     return made
 
 
@@ -42,9 +49,13 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
             shutil.copy(picture, path)
         return picture.is_file()
     data: Any
+    if (said := found.title(figure.y) if figure.x != "round" else _CURVES.get(figure.y)) and figure.y:
+        texts["ylabel"] = said
     if kind.draw in (figures.bars, figures.scatter_front):
         measure = figure.y if figure.y in MEASURES and kind.draw is figures.bars else found.work.preset.measure
         texts["ylabel"] = found.title(measure)
+        if kind.draw is figures.bars:
+            texts["xlabel"] = figure.lines or found.work.preset.axes[-1].name
         data = (_bars if kind.draw is figures.bars else _points)(figure, found, here, measure)
     elif figure.panels:
         split = {

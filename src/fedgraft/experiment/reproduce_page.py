@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.experiment import claims, reproduce_figures
+from fedgraft.experiment.config import to_toml
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.report import rows_csv, write_tables
@@ -15,25 +16,31 @@ from fedgraft.experiment.reproduce_preset import Cell
 from fedgraft.experiment.statistics import Difference, bytes_to, latex, paired, summarise, table
 
 
-def write(found: Found, out: Path) -> Path:
-    """Write everything; the path of the Markdown page."""
+def write(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> Path:
+    """Write everything, the figures in these formats too; the path of the Markdown page."""
     work = found.work
     folder = out / work.name
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = reproduce_figures.draw_all(found, folder)
+    drawn = reproduce_figures.draw_all(found, folder, formats)
     said = claims.verdicts(found)
     claims.keep(said, folder)
     tables = {name: group_rows(found, cells) for name, cells in groups(found).items()}
     tables = {name: rows for name, rows in tables.items() if rows}
-    write_text(folder / "runs.csv", rows_csv(run_rows(found)))
-    write_text(folder / "table.csv", rows_csv([{"group": n, **row} for n, rows in tables.items() for row in rows]))
-    parts = [latex(list(rows[0]), [list(row.values()) for row in rows]) for rows in tables.values()]
-    write_text(folder / "table.tex", "\n".join(parts))
+    if tables:
+        write_text(folder / "runs.csv", rows_csv(run_rows(found)))
     shown: dict[str, list[dict[str, Any]]] = {name or "Results": rows for name, rows in tables.items()}
+    shown |= {name: rows for name, (_, rows) in found.extra.items()}
     shown |= {name: [dict(row) for row in rows] for name, rows in work.preset.tables.items()}
+    write_text(folder / "table.csv", rows_csv([{"group": n, **row} for n, rows in shown.items() for row in rows]))
+    parts = [latex(list(rows[0]), [list(row.values()) for row in rows]) for rows in shown.values()]
+    write_text(folder / "table.tex", "\n".join(parts))
     shown["Claims"] = [{"claim": v.text, "measured": v.numbers, "verdict": v.verdict} for v in said]
-    note = " ".join([work.preset.question, _facts(found), *work.preset.notes])
-    write_tables(folder / "report.html", work.preset.title, shown, note, mean_lines(found), [path for _, path in drawn])
+    notes = [work.preset.question, _facts(found), _settings(found), f"Command: {work.command}", *work.preset.notes]
+    configs = {cell.label: to_toml(cell.config(seed=work.seeds[0])) for cell in found.cells[:1]}
+    pictures = [path for _, path in drawn]
+    write_tables(
+        folder / "report.html", work.preset.title, shown, [n for n in notes if n], mean_lines(found), pictures, configs
+    )
     page = out / f"{work.name}.md"
     write_text(page, _markdown(found, tables, said, [(f.title or f.kind, path) for f, path in drawn]))
     return page
@@ -65,14 +72,14 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         if cell.label in found.rates:
             row["lr"] = f"{found.rates[cell.label]:g}"
         row[found.title(preset.measure)] = _spread(scores[level])
+        if gaps:
+            row |= _gap(preset.baseline, gaps.get(level))
         for more in ("test", "last", "finetuned"):
             values = found.measured(cell.label, more)
             if values and more != preset.measure:
                 row[found.title(more)] = _spread(values)
         if any(reported.values()):
             row["reported (%)"] = reported[cell.label] or "–"
-        if gaps:
-            row |= _gap(preset.baseline, gaps.get(level))
         rows.append(row | _traffic(found, cell))
     return _filled(rows)
 
@@ -125,7 +132,8 @@ def run_rows(found: Found) -> list[dict[str, Any]]:
             rows.append({"cell": label, "seed": seed, "run": folder.name, **numbers})
     for label, values in found.values.items():
         for place, seed in enumerate(found.work.seeds):
-            rows.append({"cell": label, "seed": seed, **{m: v[place] for m, v in values.items() if place < len(v)}})
+            numbers = {found.title(m): v[place] for m, v in values.items() if place < len(v)}
+            rows.append({"cell": label, "seed": seed, **numbers})
     return rows
 
 
@@ -146,7 +154,8 @@ def _facts(found: Found) -> str:
     source = found.cells[0].table["data"]["source"] if found.cells else ""
     seeds = ", ".join(map(str, work.seeds))
     runs = sum(map(len, found.folders.values()))
-    return f"Scale {work.scale}: {source}, `{network}`, seeds {seeds}, {runs} runs." if found.cells else ""
+    count = f"{runs} runs" if runs else f"{len(found.values)} settings"
+    return f"Scale {work.scale}: {source}, `{network}`, seeds {seeds}, {count}." if found.cells else ""
 
 
 _SETTINGS = (
@@ -190,26 +199,27 @@ def _markdown(
             "Learning rates were chosen on validation after the last round, with seed 0, which is not used below."
         )
     if tables:
-        parts.append(_LEGEND + ("" if found.values else _ONCE))
+        parts.append(_LEGEND.format(found.title(preset.measure)) + ("" if found.values else _ONCE))
     for name, rows in tables.items():
         heading = f"## {name}\n\n" if name else ""
         parts.append(heading + table(list(rows[0]), [list(row.values()) for row in rows]))
     for name, settings in preset.tables.items():
         parts.append(f"## {name}\n\n" + table(list(settings[0]), [list(row.values()) for row in settings]))
-    if found.extra:
-        parts.append(found.extra)
+    for name, (sentence, rows) in found.extra.items():
+        parts += [f"## {name}", sentence, table(list(rows[0]), [list(row.values()) for row in rows])]
     if said:
         parts.append("## What the documents claim\n\n" + claims.verdict_table(said))
     if preset.notes:
         parts.append("## Notes on the documents\n\n" + "\n".join(f"- {note}" for note in preset.notes))
     parts += [f"![{title}]({work.name}/{path.name})\n\n`{work.command}`" for title, path in drawn]
-    files = "Numbers: [runs.csv]({0}/runs.csv), [table.csv]({0}/table.csv), [table.tex]({0}/table.tex); "
-    parts.append((files + "page: [report.html]({0}/report.html).").format(work.name))
-    return "\n\n".join(parts) + "\n"
+    names = [*(["runs.csv"] if tables else []), "table.csv", "table.tex", "report.html"]
+    parts.append("Files: " + ", ".join(f"[{name}]({work.name}/{name})" for name in names) + ".")
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 _LEGEND = (
-    "Mean ± standard deviation over seeds. Differences are paired by seed, with Student's 95 % interval; p is "
-    "corrected by Holm within a table. Reported numbers are those of the documents' own networks and settings."
+    "Mean ± standard deviation over seeds. Differences are of the column “{}”, paired by seed, with Student's "
+    "95 % interval; p is corrected by Holm within a table. Reported numbers are those of the documents' own networks "
+    "and settings."
 )
 _ONCE = " The test set is used once per run, for the best round by validation, the start included."

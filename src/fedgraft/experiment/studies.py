@@ -10,19 +10,21 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.config import merge
 from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.reproduce import TUNING_SEED, Found, Work, carry_out
 from fedgraft.experiment.reproduce_preset import Cell, cells
-from fedgraft.experiment.statistics import paired, summarise, table
+from fedgraft.experiment.statistics import paired, summarise
 from fedgraft.experiment.sweep import vary
 
 LIKE = "constant like "
 """Levels of this name are controls: one constant for all pairs, as large as that similarity is on average."""
 _LIARS = 0.2
 _PARTITIONS = ("stratified", "dirichlet:0.5")
+_DOOR = "backdoor success, the better of two (%)"
 _TINY = {"attacks": ("scaling", "backdoor_boosted"), "rules": ("mean", "median")}
 
 
@@ -49,7 +51,7 @@ def _namesakes(every: Sequence[Cell]) -> dict[str, str]:
     return {c.label: "/".join([*c.levels[:-1], c.levels[-1].removeprefix(LIKE)]) for c in every if LIKE in c.label}
 
 
-def against_controls(found: Found) -> str:
+def against_controls(found: Found) -> dict[str, tuple[str, list[dict[str, Any]]]]:
     """Each similarity minus the constant of its size, paired by seed; nothing where there is no such control."""
     gaps: dict[str, list[float]] = {}
     for control, namesake in _namesakes(found.cells).items():
@@ -57,10 +59,11 @@ def against_controls(found: Found) -> str:
         if ours and theirs:
             gaps[namesake] = [a - b for a, b in zip(ours, theirs, strict=True)]
     if not gaps:
-        return ""
-    rows = [[gap.name, gap, f"{gap.p:.3f}"] for gap in paired([0.0] * len(found.work.seeds), gaps)]
+        return {}
     what = f"{found.title(found.work.preset.measure)}, minus the constant"
-    return "## Similarity against a constant of its size\n\n" + table(["", what, "p (Holm)"], rows)
+    tested = paired([0.0] * len(found.work.seeds), gaps)
+    rows = [{"setting": gap.name, what: str(gap), "p (Holm)": f"{gap.p:.3f}"} for gap in tested]
+    return {"Similarity against a constant of its size": ("", rows)}
 
 
 def mean_similarity(folder: Path) -> float:
@@ -98,8 +101,8 @@ def attack(work: Work) -> Found:
         if mine and all(c["accuracy"] for one in mine for c in one.values()):
             by_attack[cell.label] = {name: _percent(mine, name, "accuracy") for name in ("honest", *attacks)}
             values[cell.label] = _attack_values(mine, attacks)
-    titles = {"test": "test, nobody lies (%)", "last": "test under the worst attack (%)"}
-    return Found(work, start, values=values, extra=_attack_page(values, by_attack), titles=titles)
+    titles = {"test": "test, nobody lies (%)", "last": "test under the worst attack (%)", "best": _DOOR}
+    return Found(work, start, values=values, extra=_attack_tables(values, by_attack), titles=titles)
 
 
 def _attack_cells(
@@ -140,23 +143,22 @@ def _percent(mine: Sequence[Mapping[str, Mapping[str, object]]], name: str, key:
     return [100 * float(str(one[name][key])) for one in mine]
 
 
-def _attack_page(
+def _attack_tables(
     values: Mapping[str, Mapping[str, list[float]]], by_attack: Mapping[str, Mapping[str, list[float]]]
-) -> str:
+) -> dict[str, tuple[str, list[dict[str, Any]]]]:
     """The worst drop and the backdoor by rule, then every attack."""
-    rows = []
+    worst = []
     for label, v in values.items():
         drops = [a - b for a, b in zip(v["test"], v["last"], strict=True)]
-        worst = _worst({name: found for name, found in by_attack[label].items() if name != "honest"})
-        rows.append([label, summarise(drops), worst, summarise(v["best"])])
-    header = ["deal and rule", "points lost under the worst attack", "which", "backdoor success, the better of two (%)"]
+        which = _worst({name: found for name, found in by_attack[label].items() if name != "honest"})
+        lost = {"points lost under the worst attack": str(summarise(drops)), "which": which}
+        worst.append({"deal and rule": label, **lost, _DOOR: str(summarise(v["best"]))})
+    each = [
+        {"deal and rule": label, **{name: f"{summarise(found).mean:.1f}" for name, found in v.items()}}
+        for label, v in by_attack.items()
+    ]
     said = "20 % of the clients lie; one run for each cell and seed, measured after the last round: nothing is chosen."
-    names = list(next(iter(by_attack.values()), {}))
-    each = [[label, *(f"{summarise(v[name]).mean:.1f}" for name in names)] for label, v in by_attack.items()]
-    return (
-        f"## Liars\n\n{said}\n\n{table(header, rows)}\n\n## Every attack\n\nTest accuracy (%), mean over seeds.\n\n"
-        + table(["deal and rule", *names], each)
-    )
+    return {"Liars": (said, worst), "Every attack": ("Test accuracy (%), mean over seeds.", each)}
 
 
 def settings(work: Work) -> Found:
