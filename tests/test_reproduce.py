@@ -373,7 +373,8 @@ def test_damaged_claims_are_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["editing", "--scale", "huge"], ["nothing"], ["--list", "--scale", "x"], ["secure", "--format", "gif"]]
+    "words",
+    [[], ["editing", "--scale", "huge"], ["nothing"], ["--list", "--scale", "x"], ["--list", "--format", "gif"]],
 )
 def test_wrong_words_are_refused(words: list[str]) -> None:
     said = CliRunner().invoke(app, ["reproduce", *words])

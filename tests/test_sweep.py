@@ -75,8 +75,8 @@ except KeyboardInterrupt:
     status("interrupted")
     sys.exit(130)
 result = {"accuracy": good, "loss": 0.0}
-put("summary.json", {"validation": result, "test": {"accuracy": good - 0.1}, "best_round": total * (rate != 0.2), "bytes_up": 1000,
-    "bytes_down": 2000, "seconds": 0.1, "rounds": total})
+put("summary.json", {"validation": result, "test": {"accuracy": good - 0.1}, "bytes_up": 1000,
+    "best_round": total * (rate != 0.2), "bytes_down": 2000, "seconds": 0.1, "rounds": total})
 status("finished")
 """
 
