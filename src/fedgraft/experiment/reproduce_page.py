@@ -49,8 +49,11 @@ def write(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> Path:
 def groups(found: Found) -> dict[str, list[Cell]]:
     """Cells by their levels on all axes but the last: each group is a table with its own baseline."""
     made: dict[str, list[Cell]] = {}
+    names = [axis.name for axis in found.work.preset.axes]
     for cell in found.cells:
-        made.setdefault(", ".join(cell.levels[:-1]), []).append(cell)
+        levels = zip(names, cell.levels[:-1], strict=False)
+        heading = ", ".join(f"{name} {level}" if level[:1].isdigit() else level for name, level in levels)
+        made.setdefault(heading, []).append(cell)
     return made
 
 
