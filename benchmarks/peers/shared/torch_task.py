@@ -74,6 +74,8 @@ def begin(model: nn.Module, arrays: dict[str, np.ndarray]) -> None:
 
 def restrict(model: Vit, workload: Workload) -> None:
     """Choose what may move: the head, the blocks (under a mask), the query and key weights, or low-rank factors."""
+    if workload.task != "frozen":  # a given head, which is not part of the edit
+        model.head.requires_grad_(False)
     if workload.task == "lora":
         from peft import LoraConfig, get_peft_model
 
