@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedgraft.cli import app
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
-from fedgraft.experiment import claims, reproduce, studies
+from fedgraft.experiment import claims, reproduce, reproduce_page, studies
 from fedgraft.experiment.claims import ANOTHER, CONTRADICTED, SUPPORTED, UNDECIDED, UNMEASURED, UNSEEN
 from fedgraft.experiment.claims_rows import ROWS, of_kind
 from fedgraft.experiment.figures import FIGURES
@@ -101,7 +101,8 @@ def test_what_a_preset_deals_can_be_dealt(name: str, scale: Any) -> None:
     for config in {(c.data.limit, c.partition.model_dump_json()): c for c in configs}.values():
         d, p = config.data, config.partition
         labels = np.arange(min(d.limit or 50_000, int(50_000 * (1 - d.validation)))) % classes
-        make_partition(p.kind, labels, np.arange(10_000) % classes, p.clients, 1, **partition_options(config))
+        dealt = make_partition(p.kind, labels, np.arange(10_000) % classes, p.clients, 1, **partition_options(config))
+        assert len(dealt.sizes()) == p.clients and dealt.sizes().min() > 0
 
 
 def test_all_kinds_of_the_documents_are_drawn_by_some_preset() -> None:
@@ -346,6 +347,15 @@ def test_the_command_writes_a_page_and_the_summary(tmp_path: Path) -> None:
     assert "`rounds.fraction`" in (tmp_path / "settings.md").read_text()
     summary = (tmp_path / "summary.md").read_text()
     assert "[settings](settings.md)" in summary and "not run yet: `fedgraft reproduce editing`" in summary
+
+
+def test_the_report_does_not_say_where_the_data_lay(tmp_path: Path) -> None:
+    preset = load_preset("align")
+    made = Work("align", preset, "laptop", (1,), tmp_path, 0, "/somewhere/private")
+    every = cells(preset, "laptop", "align", made.data)
+    assert "/somewhere/private" in str(every[0].config())
+    (text,) = reproduce_page._config(Found(made, every, {every[0].label: 0.123})).values()
+    assert "/somewhere/private" not in text and "lr = 0.123" in text
 
 
 def test_digits_do_not_take_the_place_of_real_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def bench(specs: list[Spec], plan: Plan, root: Path, after: Callable[[], object]
                     print("no time left", flush=True)
                     return
                 _turn(spec, peer, replace(work[spec.name], rounds=spec.rounds_of(peer, plan.quick)), repeat, root, plan)
-            if plan.quick and spec.complete:  # as many rounds as the peers do, for the accuracy alone
+            if repeat == 0 and plan.quick and spec.complete:  # as many rounds as the peers do, for the accuracy alone
                 _turn(spec, "fedgraft", replace(work[spec.name], rounds=spec.measured), SHORT, root, plan)
             after()
 

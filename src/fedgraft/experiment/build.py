@@ -255,12 +255,14 @@ class Setup:
         """The last entry before anything that moves: what lies before it is the same for the whole run."""
         c, network = self.config, self.network
         body_finetuned = c.personal.finetune_epochs > 0 and c.personal.finetune_part != "head"
-        if c.data.cache_features and not self.transform.deterministic:
+        if not c.data.cache_features or body_finetuned or self.algorithm.wants:
+            return 0
+        entry = network.entry_for(self.space.first_block(network))
+        if entry and not self.transform.deterministic:
             changing = ", ".join(name for name in self.transform.train if name != "flip")
             log.info("features are not kept: data.augment has %s, which changes an image anew each time", changing)
-        if not c.data.cache_features or not self.transform.deterministic or body_finetuned or self.algorithm.wants:
             return 0
-        return network.entry_for(self.space.first_block(network))
+        return entry
 
     @cached_property
     def examples(self) -> Examples:

@@ -81,11 +81,17 @@ class Deal:
         return len(self.dataset.train.classes)
 
 
+def open_data(config: Config) -> Dataset:
+    """The data that a config names."""
+    d = config.data
+    options = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
+    return load_dataset(d.source, d.path, **(options if d.source == "synthetic" else {}))
+
+
 def deal(config: Config) -> Deal:
     """Load the data, hold out validation images once, and deal the rest to the clients."""
     d, p = config.data, config.partition
-    options = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
-    dataset = load_dataset(d.source, d.path, **(options if d.source == "synthetic" else {}))
+    dataset = open_data(config)
     labels = np.asarray(dataset.train.labels)
     strange = [label for group in p.groups for label in group if not 0 <= label < len(dataset.train.classes)]
     if strange:

@@ -71,7 +71,7 @@ def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, t
         _section("Over seeds", _grid(_over_seeds(rows, configs))),
         _section("What differs", _grid(_differences(configs))),
         _section("Curves", '<div class="charts" id="charts"></div>'),
-        _details(f"Config of {html.escape(names[0])}", f"<pre>{html.escape(folders[0].config_text)}</pre>"),
+        _folded(names[0], folders[0].config_text),
         "</main>",
     ]
     return _write(Path(path), title, "\n".join(body), {"charts": compare_charts(lines), "maps": []})
@@ -98,7 +98,7 @@ def write_tables(
         *sections,
         _section("Curves", '<div class="charts" id="charts"></div>' if charts else ""),
         _section("Figures", "".join(_picture(file.stem, file) for file in pictures)),
-        *(_details(f"Config of {html.escape(n)}", f"<pre>{html.escape(c)}</pre>") for n, c in (configs or {}).items()),
+        *(_folded(name, text) for name, text in (configs or {}).items()),
         "</main>",
     ]
     return _write(Path(path), title, "\n".join(body), {"charts": charts, "maps": []})
@@ -189,6 +189,10 @@ def _details(title: str, content: str) -> str:
     return f"<details><summary>{title}</summary>{content}</details>" if content else ""
 
 
+def _folded(name: str, config: str) -> str:
+    return _details(f"Config of {html.escape(name)}", f"<pre>{html.escape(config)}</pre>")
+
+
 def _paragraph(text: str) -> str:
     return f'<p class="badge failed">{html.escape(text)}</p>' if text else ""
 
@@ -240,7 +244,7 @@ def _config(folder: RunFolder) -> dict[str, Any]:
 
 def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Runs that differ in nothing but the seed, taken together; those of the first setting's seeds compared with it."""
-    from fedgraft.experiment.statistics import paired, summarise
+    from fedgraft.experiment.statistics import gap_cells, paired, summarise
 
     same: dict[str, dict[str, float]] = {}
     shown: dict[str, Mapping[str, Any]] = {}
@@ -256,7 +260,8 @@ def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping
     told = [row["key"] for row in _differences(shown)] if len(shown) > 1 else []
     names = {key: ", ".join(f"{k}={_shown(rest.get(k))}" for k in told) or "all" for key, rest in shown.items()}
     first, *others = same
-    comparable = {key: list(same[key].values()) for key in others if list(same[key]) == list(same[first])}
+    seeds = same[first].keys()
+    comparable = {key: [same[key][seed] for seed in seeds] for key in others if same[key].keys() == seeds}
     gaps = {gap.name: gap for gap in paired(list(same[first].values()), comparable)}
     made = []
     for key, scores in same.items():
@@ -265,8 +270,7 @@ def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping
         for method, said in (("t", "Student"), ("bootstrap", "bootstrap")):
             stats = summarise(values, method)
             row[f"95 % ({said})"] = f"[{stats.low:.2f}, {stats.high:.2f}]"
-        gap = gaps.get(key)
-        made.append(row | {"minus the first": str(gap) if gap else "–", "p (Holm)": f"{gap.p:.3f}" if gap else "–"})
+        made.append(row | gap_cells("minus the first", gaps.get(key)))
     return made
 
 

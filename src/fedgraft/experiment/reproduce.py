@@ -30,6 +30,8 @@ MEASURES = {
 """Column titles by measure."""
 
 Report = Callable[[str], None]
+Tables = dict[str, tuple[str, list[dict[str, Any]]]]
+"""Further tables of a study by heading: a sentence, and rows."""
 Wanted = Mapping[str, tuple[Config, bool]]
 """Configs by label, and whether each is trained in one place."""
 
@@ -69,8 +71,7 @@ class Found:
     rates: dict[str, float] = field(default_factory=dict)
     folders: dict[str, list[Path]] = field(default_factory=dict)
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    extra: dict[str, tuple[str, list[dict[str, Any]]]] = field(default_factory=dict)
-    """Further tables by heading: a sentence, and rows."""
+    extra: Tables = field(default_factory=dict)
     titles: dict[str, str] = field(default_factory=dict)
     """What a study's values are called, where they are not what a run's would be."""
 
@@ -143,22 +144,25 @@ class Shelf:
         return self.found.get(self.key(config, central))
 
 
-def carry_out(work: Work, wanted: Wanted) -> dict[str, Path]:
+def carry_out(work: Work, wanted: Wanted, shelf: Shelf | None = None) -> dict[str, Path]:
     """Run what is missing; the folder of each label."""
-    shelf, seen = Shelf(work.runs), set[tuple[str, bool]]()
+    shelf, seen = shelf or Shelf(work.runs), set[tuple[str, bool]]()
     todo: dict[str, tuple[Config, bool]] = {}
     for label, (config, central) in wanted.items():
         key = Shelf.key(config, central)
         if key not in shelf.found and key not in seen:
             seen.add(key)
             todo[label] = config, central
+    if todo:
+        check_data(next(iter(todo.values()))[0])
     if work.processes:
         inside = [label for label, (_, central) in todo.items() if central]
         run_many({label: config for label, (config, _) in todo.items()}, work.runs, work.processes, inside, work.report)
     else:
         for config, central in todo.values():
             _run_here(config, folder_of(config, work.runs), central)
-    shelf = Shelf(work.runs)
+    if todo:  # hundreds of folders are read, so not in vain
+        shelf = Shelf(work.runs)
     return {label: shelf.found[Shelf.key(config, central)] for label, (config, central) in wanted.items()}
 
 
@@ -177,19 +181,19 @@ def reproduce(work: Work) -> Found:
     if work.preset.study in studies.WHOLE:
         return studies.WHOLE[work.preset.study](work)
     every = cells(work.preset, work.scale, work.name, work.data)
-    check_data(every[0].config())
     if tries := _tries(work, every):
-        work.report(f"tuning {estimate(work, every, tries)}")
+        work.report(f"tuning {estimate(work, every, tries, Shelf(work.runs))}")
     rates = tune(work, every)
     if work.preset.study:
         every = studies.named(work.preset.study)(work, every, rates)
     wanted = {
-        f"{cell.label} seed {seed}": (_with_rate(cell.config(seed=seed), rates.get(cell.label)), cell.central)
+        f"{cell.label} seed {seed}": (with_rate(cell.config(seed=seed), rates.get(cell.label)), cell.central)
         for cell in every
         for seed in work.seeds
     }
-    work.report(estimate(work, every, wanted))
-    done = carry_out(work, wanted)
+    shelf = Shelf(work.runs)
+    work.report(estimate(work, every, wanted, shelf))
+    done = carry_out(work, wanted, shelf)
     folders = {cell.label: [done[f"{cell.label} seed {seed}"] for seed in work.seeds] for cell in every}
     found = Found(work, every, rates, folders)
     return replace(found, extra=studies.against_controls(found))
@@ -197,15 +201,15 @@ def reproduce(work: Work) -> Found:
 
 def check_data(config: Config) -> None:
     """Open the data once, so that what is wrong with it is said once and not by every run."""
-    from fedgraft.data.sources import load_dataset
+    from fedgraft.experiment.parts import open_data
 
     try:
-        load_dataset(config.data.source, config.data.path)
+        open_data(config)
     except FedgraftError as error:
         raise FedgraftError(f"{error} (--data says where it is)") from error
 
 
-def _with_rate(config: Config, rate: float | None) -> Config:
+def with_rate(config: Config, rate: float | None) -> Config:
     return config if rate is None else vary(config, local__lr=rate)
 
 
@@ -283,9 +287,8 @@ def _short(config: Config, rate: float, share: float) -> Config:
     return vary(config, local__lr=rate, rounds={"total": rounds, "evaluate_every": 0, "test": False})
 
 
-def estimate(work: Work, every: Sequence[Cell], wanted: Wanted) -> str:
+def estimate(work: Work, every: Sequence[Cell], wanted: Wanted, shelf: Shelf) -> str:
     """How much there is to do, from what the preset says three seeds cost with their tuning."""
-    shelf = Shelf(work.runs)
     known = sum(shelf.get(config, central) is not None for config, central in wanted.values())
     planned = 3 * len(every) + len(_tries(work, every))
     minutes = work.preset.scales[work.scale].core_minutes / planned  # type: ignore[index]

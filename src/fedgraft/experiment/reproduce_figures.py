@@ -49,8 +49,10 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
             shutil.copy(picture, path)
         return picture.is_file()
     data: Any
-    if (said := found.title(figure.y) if figure.x != "round" else _CURVES.get(figure.y)) and figure.y:
-        texts["ylabel"] = said
+    if figure.x != "round":
+        texts["ylabel"] = found.title(figure.y)
+    elif figure.y in _CURVES:
+        texts["ylabel"] = _CURVES[figure.y]
     if kind.draw in (figures.bars, figures.scatter_front):
         measure = figure.y if figure.y in MEASURES and kind.draw is figures.bars else found.work.preset.measure
         texts["ylabel"] = found.title(measure)

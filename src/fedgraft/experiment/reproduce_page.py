@@ -11,9 +11,9 @@ from fedgraft.experiment.config import to_toml
 from fedgraft.experiment.record import RunFolder
 from fedgraft.experiment.record_files import write_text
 from fedgraft.experiment.report import rows_csv, write_tables
-from fedgraft.experiment.reproduce import Found, measure_of
-from fedgraft.experiment.reproduce_preset import Cell
-from fedgraft.experiment.statistics import Difference, bytes_to, latex, paired, summarise, table
+from fedgraft.experiment.reproduce import Found, measure_of, with_rate
+from fedgraft.experiment.reproduce_preset import Cell, cells
+from fedgraft.experiment.statistics import Difference, bytes_to, gap_cells, latex, paired, summarise, table
 
 
 def write(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> Path:
@@ -36,14 +36,18 @@ def write(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> Path:
     write_text(folder / "table.tex", "\n".join(parts))
     shown["Claims"] = [{"claim": v.text, "measured": v.numbers, "verdict": v.verdict} for v in said]
     notes = [work.preset.question, _facts(found), _settings(found), f"Command: {work.command}", *work.preset.notes]
-    configs = {cell.label: to_toml(cell.config(seed=work.seeds[0])) for cell in found.cells[:1]}
-    pictures = [path for _, path in drawn]
-    write_tables(
-        folder / "report.html", work.preset.title, shown, [n for n in notes if n], mean_lines(found), pictures, configs
-    )
+    notes, pictures = [note for note in notes if note], [path for _, path in drawn]
+    write_tables(folder / "report.html", work.preset.title, shown, notes, mean_lines(found), pictures, _config(found))
     page = out / f"{work.name}.md"
     write_text(page, _markdown(found, tables, said, [(f.title or f.kind, path) for f, path in drawn]))
     return page
+
+
+def _config(found: Found) -> dict[str, str]:
+    """The first cell as it was run, by its label, but for where the data lay on this machine."""
+    work = found.work
+    first = cells(work.preset, work.scale, work.name)[:1] if found.cells else []
+    return {c.label: to_toml(with_rate(c.config(seed=work.seeds[0]), found.rates.get(c.label))) for c in first}
 
 
 def groups(found: Found) -> dict[str, list[Cell]]:
@@ -76,7 +80,7 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
             row["lr"] = f"{found.rates[cell.label]:g}"
         row[found.title(preset.measure)] = _spread(scores[level])
         if gaps:
-            row |= _gap(preset.baseline, gaps.get(level))
+            row |= gap_cells(f"minus {preset.baseline}, 95 % interval", gaps.get(level))
         for more in ("test", "last", "finetuned"):
             values = found.measured(cell.label, more)
             if values and more != preset.measure:
@@ -101,14 +105,6 @@ def _spread(values: Sequence[float]) -> str:
 
 def _reported(found: Found, label: str) -> str:
     return "; ".join(f"{r.value:g} ({r.document})" for r in found.work.preset.reported if r.cell == label)
-
-
-def _gap(base: str, gap: Difference | None) -> dict[str, str]:
-    """The paired difference to the baseline with its interval and corrected p."""
-    name = f"minus {base}, 95 % interval"
-    if gap is None:
-        return {name: "–", "p (Holm)": "–"}
-    return {name: str(gap), "p (Holm)": f"{gap.p:.3f}"}
 
 
 def _traffic(found: Found, cell: Cell) -> dict[str, str]:
@@ -185,6 +181,10 @@ def _settings(found: Found) -> str:
     return f"Settings: {', '.join(said)}." if said else ""
 
 
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
 def _markdown(
     found: Found,
     tables: Mapping[str, Sequence[Mapping[str, Any]]],
@@ -205,11 +205,11 @@ def _markdown(
         parts.append(_LEGEND.format(found.title(preset.measure)) + ("" if found.values else _ONCE))
     for name, rows in tables.items():
         heading = f"## {name}\n\n" if name else ""
-        parts.append(heading + table(list(rows[0]), [list(row.values()) for row in rows]))
+        parts.append(heading + _table(rows))
     for name, settings in preset.tables.items():
-        parts.append(f"## {name}\n\n" + table(list(settings[0]), [list(row.values()) for row in settings]))
+        parts.append(f"## {name}\n\n" + _table(settings))
     for name, (sentence, rows) in found.extra.items():
-        parts += [f"## {name}", sentence, table(list(rows[0]), [list(row.values()) for row in rows])]
+        parts += [f"## {name}", sentence, _table(rows)]
     if said:
         parts.append("## What the documents claim\n\n" + claims.verdict_table(said))
     if preset.notes:

@@ -67,6 +67,11 @@ class Difference:
         return f"{mean} [{low}, {high}]"
 
 
+def gap_cells(name: str, gap: Difference | None) -> dict[str, str]:
+    """Two cells of a table: the difference with its interval, under this name, and its corrected p."""
+    return {name: str(gap), "p (Holm)": f"{gap.p:.3f}"} if gap else {name: "–", "p (Holm)": "–"}
+
+
 def paired(base: Sequence[float], others: Mapping[str, Sequence[float]]) -> list[Difference]:
     """Each series minus the base, seed by seed, with paired t-tests and Holm's correction for many."""
     found = []

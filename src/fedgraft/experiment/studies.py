@@ -10,14 +10,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from fedgraft.errors import FedgraftError
 from fedgraft.experiment.config import merge
 from fedgraft.experiment.record_files import write_text
-from fedgraft.experiment.reproduce import TUNING_SEED, Found, Work, carry_out
+from fedgraft.experiment.reproduce import TUNING_SEED, Found, Tables, Work, carry_out
 from fedgraft.experiment.reproduce_preset import Cell, cells
-from fedgraft.experiment.statistics import paired, summarise
+from fedgraft.experiment.statistics import gap_cells, paired, summarise
 from fedgraft.experiment.sweep import vary
 
 LIKE = "constant like "
@@ -51,7 +50,7 @@ def _namesakes(every: Sequence[Cell]) -> dict[str, str]:
     return {c.label: "/".join([*c.levels[:-1], c.levels[-1].removeprefix(LIKE)]) for c in every if LIKE in c.label}
 
 
-def against_controls(found: Found) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+def against_controls(found: Found) -> Tables:
     """Each similarity minus the constant of its size, paired by seed; nothing where there is no such control."""
     gaps: dict[str, list[float]] = {}
     for control, namesake in _namesakes(found.cells).items():
@@ -62,7 +61,7 @@ def against_controls(found: Found) -> dict[str, tuple[str, list[dict[str, Any]]]
         return {}
     what = f"{found.title(found.work.preset.measure)}, minus the constant"
     tested = paired([0.0] * len(found.work.seeds), gaps)
-    rows = [{"setting": gap.name, what: str(gap), "p (Holm)": f"{gap.p:.3f}"} for gap in tested]
+    rows = [{"setting": gap.name, **gap_cells(what, gap)} for gap in tested]
     return {"Similarity against a constant of its size": ("", rows)}
 
 
@@ -145,7 +144,7 @@ def _percent(mine: Sequence[Mapping[str, Mapping[str, object]]], name: str, key:
 
 def _attack_tables(
     values: Mapping[str, Mapping[str, list[float]]], by_attack: Mapping[str, Mapping[str, list[float]]]
-) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+) -> Tables:
     """The worst drop and the backdoor by rule, then every attack."""
     worst = []
     for label, v in values.items():
