@@ -39,13 +39,13 @@ def steps() -> list[tuple[str, list[str]]]:
         *((name, found[name]) for name in ALONE),
         ("peers, W1 and W2 again", [*PEERS, "W1", "W2"]),
         ("peers, all again", PEERS),
-        *((name, words) for name, words in found.items() if name not in (*ALONE, "peers")),
+        *((name, overrides) for name, overrides in found.items() if name not in (*ALONE, "peers")),
     ]
 
 
-def carry_out(words: list[str], seconds: float) -> bool:
+def carry_out(overrides: list[str], seconds: float) -> bool:
     """Run one step, at most so long; nothing of it is left behind. Returns whether it ended well."""
-    process = subprocess.Popen([sys.executable, *words], start_new_session=True)
+    process = subprocess.Popen([sys.executable, *overrides], start_new_session=True)
     try:
         return process.wait(None if math.isinf(seconds) else max(1.0, seconds)) == 0
     except subprocess.TimeoutExpired:
@@ -70,14 +70,16 @@ def main() -> None:
     if unknown := [name for name in given.names if name not in found]:
         sys.exit(f"there is no benchmark {unknown[0]!r}; choose from {', '.join(found)}")
     until, failed = time.time() + 60 * given.minutes, []
-    for name, words in [(n, found[n]) for n in given.names] or steps():  # one that fails does not take others along
+    for name, overrides in [(n, found[n]) for n in given.names] or steps():  # one that fails does not take others along
         left = until - time.time()
         if left < 10:
             print("no time left", flush=True)
             break
         print(f"\n== {name} == {time.strftime('%H:%M:%S')}", flush=True)
-        limited = ["--minutes", f"{left / 60:.3f}"] if "benchmarks.peers" in words and given.minutes < math.inf else []
-        if not carry_out([*words, *limited], left + 15 * bool(limited)):
+        limited = (
+            ["--minutes", f"{left / 60:.3f}"] if "benchmarks.peers" in overrides and given.minutes < math.inf else []
+        )
+        if not carry_out([*overrides, *limited], left + 15 * bool(limited)):
             failed.append(name)
         write_page()
     if failed:

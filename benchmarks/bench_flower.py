@@ -93,7 +93,7 @@ import numpy as np, torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
-from fedgraft.engines.flower_server import FlowerEngine, FlowerPost, Patience
+from fedgraft.engines.flower.server import FlowerEngine, FlowerPost, Patience
 from fedgraft.messages import Order
 
 app = ServerApp()
@@ -154,7 +154,7 @@ def main(grid, context):
 '''
 
 
-GATE = "from fedgraft.experiment import federation_gate as gate; gate.same_app = lambda *words: True; gate.main()"
+GATE = "from fedgraft.runs import federation_gate as gate; gate.same_app = lambda *words: True; gate.main()"
 
 
 class Federation(LocalFederation):
@@ -162,14 +162,14 @@ class Federation(LocalFederation):
 
     plain = False
 
-    def spawn(self, name: str, *words: str) -> None:
+    def spawn(self, name: str, *overrides: str) -> None:
         """Start one process."""
-        command = [f"flower-{words[0]}"] if self.plain else [sys.executable, "-c", GATE, words[0]]
+        command = [f"flower-{overrides[0]}"] if self.plain else [sys.executable, "-c", GATE, overrides[0]]
         if self.plain:
             self.environment.pop("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", None)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*command, *words[1:]], env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
+                [*command, *overrides[1:]], env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
@@ -241,8 +241,8 @@ def main() -> None:
         folder = Path(scratch)
         out = folder / "found.json"
         with Federation(folder, args.clients) as federation:
-            words = {"sizes": args.sizes, "rounds": str(args.rounds), "clients": str(args.clients), "out": str(out)}
-            number = submit(federation, words)
+            overrides = {"sizes": args.sizes, "rounds": str(args.rounds), "clients": str(args.clients), "out": str(out)}
+            number = submit(federation, overrides)
             began = time.monotonic()
             status = federation.wait(number, args.patience)
             if status != "completed" and not out.exists():

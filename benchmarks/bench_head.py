@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedgraft.algorithm import Algorithm, Moves
-from fedgraft.client import Workplace
+from fedgraft.algorithm import Algorithm, Trainable
+from fedgraft.client import ClientContext
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.space import select
 from fedgraft.engines.batched import Batched
@@ -57,22 +57,22 @@ class Head(nn.Module):
         return self.head(inputs)
 
 
-def federation(given: argparse.Namespace) -> tuple[Algorithm, Workplace]:
+def federation(given: argparse.Namespace) -> tuple[Algorithm, ClientContext]:
     """Clients with an equal share of random features each."""
     draw = torch_stream(0, "bench")
     network = Head(given.width, given.classes)
     count = given.clients * given.examples
     features = torch.randn(count, given.width, generator=draw)
     labels = torch.randint(0, given.classes, (count,), generator=draw)
-    algorithm = fedavg(local=LocalRule(given.steps, "steps", given.batch), moves=Moves("head"))
-    place = Workplace(
+    algorithm = fedavg(local=LocalRule(given.steps, "steps", given.batch), trainable=Trainable("head"))
+    context = ClientContext(
         network,  # type: ignore[arg-type]
         select(network, lambda name: True),  # type: ignore[arg-type]
         Given(features, labels, 1),
         lambda k: torch.arange(k * given.examples, (k + 1) * given.examples),
         0,
     )
-    return algorithm, place
+    return algorithm, context
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -103,14 +103,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    algorithm, place = federation(given)
-    vector = place.space.gather(place.network)
+    algorithm, context = federation(given)
+    vector = context.space.gather(context.network)
     cohort = range(given.per_round)
-    orders = [Order("bench", 0, k, "train", place.space.digest, vector, {}, {"lr": 0.1}) for k in cohort]
+    orders = [Order("bench", 0, k, "train", context.space.digest, vector, {}, {"lr": 0.1}) for k in cohort]
     engines: dict[str, Engine] = {
-        "reference, 1 thread": InProcess(algorithm, place),
-        "batched, 1 thread": Batched(algorithm, place, 1),
-        f"batched, {given.threads} threads": Batched(algorithm, place, given.threads),
+        "reference, 1 thread": InProcess(algorithm, context),
+        "batched, 1 thread": Batched(algorithm, context, 1),
+        f"batched, {given.threads} threads": Batched(algorithm, context, given.threads),
     }
     limits = {n: product(n) for n in sorted({1, given.threads})}
     scale = 4 * given.per_round * given.steps * given.batch * given.width * given.classes / (2 * SIDE**3)

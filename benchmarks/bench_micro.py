@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedgraft.combine.mixture import mix, mixing_matrix
+from fedgraft.aggregate.mixing import mix, mixing_matrix
+from fedgraft.aggregate.similarity import crsm, svcca
 from fedgraft.edit.choose import choose, random_scores
 from fedgraft.edit.fisher import fisher_scores
-from fedgraft.exchange.codecs import codec
-from fedgraft.exchange.ring import Ring, Segment
-from fedgraft.exchange.secure_keys import add_keystream
-from fedgraft.experiment.checkpoint import save
-from fedgraft.experiment.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.models.backbones import load_network
+from fedgraft.privacy.secagg.keys import add_keystream
+from fedgraft.privacy.secagg.ring import Ring, Segment
 from fedgraft.randomness import torch_stream
-from fedgraft.weigh.similarity import crsm, svcca
+from fedgraft.runs.checkpoint import save
+from fedgraft.runs.roofline import Roofline, best_seconds, measure_roofline
+from fedgraft.update.codecs import codec
 
 OUT = Path("runs") / "benchmarks" / "micro.json"
 Row = tuple[str, float, float, str]
@@ -71,18 +71,18 @@ def hiding(peak: Roofline, small: bool) -> list[Row]:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     length = 100_000 if small else 2_000_000
-    ring, vector = Ring((Segment("change", length, 1.0),), 10), 1e-3 * normal(length)
-    words = ring.encode({"change": vector}, torch_stream(0, "ring"))
-    zeros = bytes(4 * len(words))
+    ring, vector = Ring((Segment("update", length, 1.0),), 10), 1e-3 * normal(length)
+    overrides = ring.encode({"update": vector}, torch_stream(0, "ring"))
+    zeros = bytes(4 * len(overrides))
 
     def keystream() -> object:
         return Cipher(algorithms.AES(bytes(32)), modes.CTR(bytes(16))).encryptor().update(zeros)
 
     def masks() -> None:
         for _ in range(10):
-            add_keystream(words, bytes(32))
+            add_keystream(overrides, bytes(32))
 
-    least = 10 * (best_seconds(keystream) + peak.seconds(0, 3 * 4 * len(words)))
+    least = 10 * (best_seconds(keystream) + peak.seconds(0, 3 * 4 * len(overrides)))
     text = f"secure sum, {length / 1e6:g}M weights, ten masks"
     return [(text, best_seconds(masks, 3), least, "keystream and one addition")]
 

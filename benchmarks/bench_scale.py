@@ -28,23 +28,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedgraft.algorithm import Moves
-from fedgraft.client import Workplace
-from fedgraft.combine.mean import weighted_mean
-from fedgraft.combine.mixture import blended, mixing_matrix
+from fedgraft.aggregate.mean import weighted_mean
+from fedgraft.aggregate.mixing import blended, mixing_matrix
+from fedgraft.aggregate.similarity import crsm
+from fedgraft.algorithm import Trainable
+from fedgraft.client import ClientContext
 from fedgraft.data.examples import GivenExamples
 from fedgraft.edit.space import EditSpace, Part, select
 from fedgraft.engines.batched import Batched
-from fedgraft.experiment.personal_store import PersonalStore
-from fedgraft.experiment.roofline import measure_roofline
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalRule
 from fedgraft.models.backbones import load_network
 from fedgraft.randomness import torch_stream
-from fedgraft.round import Judge, run_round
+from fedgraft.round import ServerContext, run_round
+from fedgraft.runs.personal_store import PersonalStore
+from fedgraft.runs.roofline import measure_roofline
 from fedgraft.server import Federation, start
-from fedgraft.weigh.similarity import crsm
 from fedgraft.zoo import fedavg
 
 OUT = Path("runs") / "benchmarks" / "scale.json"
@@ -58,15 +58,15 @@ def head(clients: int, cohort: int, width: int, rounds: int = 3) -> dict[str, fl
     network = load_network(f"features:width={width}", 100)
     draw = torch_stream(0, "scale")
     examples = GivenExamples(torch.randn(POOL, width, generator=draw), torch.arange(POOL) % 100, 0)
-    algorithm = fedavg(local=LocalRule(4, "steps", 50), moves=Moves("head"))
+    algorithm = fedavg(local=LocalRule(4, "steps", 50), trainable=Trainable("head"))
     space = select(network, lambda name: name.startswith("head."))
-    place = Workplace(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)
+    context = ClientContext(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)
     federation = Federation("scale", 0, clients, cohort, rounds, constant(0.05))
-    judge = Judge(space.digest, space.size, space.trained, network.width, network.classes)
-    state, engine, seconds = start(algorithm, space.gather(network), space.trained), Batched(algorithm, place), []
+    server_context = ServerContext(space.digest, space.size, space.trained, network.width, network.classes)
+    state, engine, seconds = start(algorithm, space.gather(network), space.trained), Batched(algorithm, context), []
     for _ in range(rounds):
         began = time.perf_counter()
-        state, _ = run_round(algorithm, federation, state, engine, judge)
+        state, _ = run_round(algorithm, federation, state, engine, server_context)
         seconds.append(time.perf_counter() - began)
     return {"seconds": min(seconds), "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
@@ -77,24 +77,24 @@ def mixing(clients: int, cohort: int, length: int) -> dict[str, float]:
     peak = measure_roofline()
     anchor = torch.zeros(length)
     shown = [torch.randn(64, 64, generator=torch_stream(0, "shown", k)) + k / cohort for k in range(cohort)]
-    change = 1e-3 * torch.randn(length, generator=torch_stream(0, "change"))
+    update = 1e-3 * torch.randn(length, generator=torch_stream(0, "update"))
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        shelf, seconds = PersonalStore.create(Path(folder) / "shelf", length), []
+        personal_store, seconds = PersonalStore.create(Path(folder) / "shelf", length), []
         chosen = [i * clients // cohort for i in range(cohort)]
         for round in range(4):
-            models = [shelf.get(k, anchor) for k in chosen]
+            models = [personal_store.get(k, anchor) for k in chosen]
 
             def offsets(piece: slice, models: list[torch.Tensor] = models) -> torch.Tensor:
                 found = torch.empty(len(models), piece.stop - piece.start)
                 for row, model in zip(found, models, strict=True):
-                    torch.add(model[piece], change[piece], out=row)
+                    torch.add(model[piece], update[piece], out=row)
                 return found
 
             began = time.perf_counter()
             matrix = mixing_matrix(crsm(shown).double())
-            shelf = shelf.renewed(round, chosen, blended(anchor, offsets, matrix), True)
+            personal_store = personal_store.renewed(round, chosen, blended(anchor, offsets, matrix), True)
             seconds.append(time.perf_counter() - began)
-        row, written = memoryview(change.numpy()).cast("B"), []
+        row, written = memoryview(update.numpy()).cast("B"), []
         for _ in range(3):
             began = time.perf_counter()
             with (Path(folder) / "plain").open("wb") as file:
@@ -114,22 +114,22 @@ def edit(clients: int, cohort: int, size: int) -> dict[str, float]:
     shapes = [*[(384, 384)] * 4, (1536, 384), (384, 1536)] * 12
     network, total = nn.ParameterList(torch.zeros(shape) for shape in shapes), sum(a * b for a, b in shapes)
     draw, rule, parts = torch_stream(0, "edit"), sgdm(0.9), []
-    for place, (a, b) in enumerate(shapes):
+    for context, (a, b) in enumerate(shapes):
         index = torch.randperm(a * b, generator=draw)[: round(size * a * b / total)].sort().values
-        parts.append(Part(str(place), (a, b), index))
+        parts.append(Part(str(context), (a, b), index))
     space = EditSpace(tuple(parts))
     bound, vector, seconds = space.bind(network), torch.zeros(space.size), []  # type: ignore[arg-type]
     gradient = 1e-3 * torch.randn(space.trained, generator=draw)
     for _ in range(4):
-        began, changes = time.perf_counter(), []
+        began, updates = time.perf_counter(), []
         for _ in range(cohort):
             bound.load(vector)
             state = rule.init(space.trained)
             for _ in range(4):
                 rule.step(bound.values, gradient.clone(), state, 1e-3)
                 bound.push()
-            changes.append(bound.values - vector)
-        vector = vector + weighted_mean(changes, torch.ones(cohort))
+            updates.append(bound.values - vector)
+        vector = vector + weighted_mean(updates, torch.ones(cohort))
         seconds.append(time.perf_counter() - began)
     return {"seconds": min(seconds), "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
@@ -161,8 +161,8 @@ def measure(small: bool, out: Path) -> dict[str, list[dict[str, float]]]:
     for name, some in points(small).items():
         found[name] = []
         for clients, cohort, size in some:
-            words = [sys.executable, __file__, "--point", name.split()[0], *map(str, (clients, cohort, size))]
-            done = subprocess.run(words, check=True, capture_output=True, text=True)
+            overrides = [sys.executable, __file__, "--point", name.split()[0], *map(str, (clients, cohort, size))]
+            done = subprocess.run(overrides, check=True, capture_output=True, text=True)
             row = {"clients": clients, "cohort": cohort, "size": size, **json.loads(done.stdout)}
             found[name].append(row)
             print(name, row, flush=True)

@@ -23,12 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedgraft.experiment.config import load, to_toml
-from fedgraft.experiment.federation import FederationFolder
-from fedgraft.experiment.federation_local import check_ended, follow, local_federation
-from fedgraft.experiment.federation_server import submit
-from fedgraft.experiment.record import RunFolder
-from fedgraft.experiment.run import Silent
+from fedgraft.config.load import load, to_toml
+from fedgraft.deploy.folder import FederationFolder
+from fedgraft.deploy.local import check_ended, follow, local_federation
+from fedgraft.deploy.server import submit
+from fedgraft.runs.run import Silent
+from fedgraft.runs.run_folder import RunFolder
 
 NODES, ROUNDS = 2, 3
 MESSAGES = NODES * (ROUNDS + 1)  # an order and its answer; before the first round each node is asked who it is
@@ -36,13 +36,13 @@ BASE = [
     f"partition.clients={NODES}", f"rounds.total={ROUNDS}", "rounds.fraction=1.0", "rounds.evaluate_every=0",
     "local.steps=1", "local.batch_size=8", "model.head=random", "partition.kind=iid", "personal.evaluate=never",
 ]  # fmt: skip
-MASK = ["moves.kind=masked", "moves.mask.strategy=random", "moves.mask.sparsity=0.9"]
-TINY = ["moves.kind=head", "model.name=tiny"]
+MASK = ["trainable.kind=sparse", "trainable.sparse.strategy=random", "trainable.sparse.sparsity=0.9"]
+TINY = ["trainable.kind=head", "model.name=tiny"]
 CASES = {
-    "dense": ["moves.kind=everything"],
+    "dense": ["trainable.kind=everything"],
     "90 % sparse": MASK,
-    "90 % sparse, int8": [*MASK, "sends.codec=int8"],
-    "LoRA, rank 8": ["moves.kind=lora"],
+    "90 % sparse, int8": [*MASK, "compression.codec=int8"],
+    "LoRA, rank 8": ["trainable.kind=lora"],
 }
 KINDS = {
     "send-node-heartbeat": "signs of life", "get-run": "start of a run", "get-fab": "start of a run",
@@ -146,9 +146,9 @@ class CountingProxy:
             return {key: value - before[key] for key, value in self.counts.items() if value > before[key]}
 
 
-def measure(fed: FederationFolder, proxy: CountingProxy, words: list[str], folder: Path) -> dict[str, Any]:
+def measure(fed: FederationFolder, proxy: CountingProxy, overrides: list[str], folder: Path) -> dict[str, Any]:
     """Run one config on the federation behind the proxy: counted and reported."""
-    (fed.path / "config.toml").write_text(to_toml(load(None, [*BASE, *words])))
+    (fed.path / "config.toml").write_text(to_toml(load(None, [*BASE, *overrides])))
     before = Counter(proxy.counts)
     check_ended(*follow(fed, submit(fed, folder), folder, ROUNDS, Silent()))
     summary = RunFolder.open(folder).summary()
@@ -210,8 +210,8 @@ def main() -> None:
             excess = {way: tiny["socket"][f"messages: {way}"] - tiny["reported"][way] for way in ("up", "down")}
             constant = {way: value / MESSAGES for way, value in excess.items()}
             results: dict[str, dict[str, Any]] = {}
-            for name, words in CASES.items():
-                found = measure(local.fed, proxies[0], words, Path(scratch) / f"run-{len(results)}")
+            for name, overrides in CASES.items():
+                found = measure(local.fed, proxies[0], overrides, Path(scratch) / f"run-{len(results)}")
                 results[name] = found | {"rows": compare(found, constant)}
     print(table(results, constant))
     print(f"\nAll bytes of the tiny run, by what they were for:\n\n{beside(tiny)}")

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgraft.combine.mean import weighted_mean
+from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.edit.choose import choose, random_scores
 from fedgraft.edit.space import EditSpace, masked, select
-from fedgraft.exchange.codecs import VALUES
 from fedgraft.local.optimizers import Optimizer, adamw, sgdm
 from fedgraft.messages import Reply, wire_size
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
 from fedgraft.randomness import torch_stream
+from fedgraft.update.codecs import VALUES
 
 CLIENTS = 10
 COSTS = ("SGDM step", "AdamW step", "client reset", f"mean of {CLIENTS}")
@@ -81,14 +81,14 @@ def resetting(space: EditSpace, network: VisionNetwork) -> Work:
 
 def averaging(space: EditSpace) -> Work:
     """The weighted mean of ten clients' changes."""
-    changes, weights = vectors(space, CLIENTS), torch.arange(1.0, CLIENTS + 1)
-    return lambda: weighted_mean(changes, weights)
+    updates, weights = vectors(space, CLIENTS), torch.arange(1.0, CLIENTS + 1)
+    return lambda: weighted_mean(updates, weights)
 
 
 def upload(space: EditSpace) -> int:
     """Bytes of one client's encoded answer."""
-    change = VALUES.encode(torch.zeros(space.size), torch_stream(0, "encode"))
-    return wire_size(Reply("0123456789abcdef", 7, 3, space.digest, 500, change, metrics={"loss": 1.0, "steps": 4.0}))
+    update = VALUES.encode(torch.zeros(space.size), torch_stream(0, "encode"))
+    return wire_size(Reply("0123456789abcdef", 7, 3, space.digest, 500, update, metrics={"loss": 1.0, "steps": 4.0}))
 
 
 def rows(space: EditSpace, model: str) -> list[Work]:

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 import fedgraft
-from fedgraft.combine.server_rules import State
+from fedgraft.aggregate.server_rules import State
 
-WORDS = [
+OVERRIDES = [
     "partition.kind=dirichlet",
     "partition.clients=6",
     "partition.alpha=0.3",
-    "moves.kind=last_blocks",
-    "moves.blocks=1",
+    "trainable.kind=last_blocks",
+    "trainable.blocks=1",
     "local.lr=0.002",
     "local.clip=1.0",
 ]
 
 
-def by_root() -> fedgraft.Weigher:
+def by_root() -> fedgraft.Weighting:
     """Weights in proportion to the square root of the examples; they need not sum to one.
 
     `own` is the same rule as a client can apply it to itself, so that a secure sum can carry the weight.
@@ -32,7 +32,7 @@ def by_root() -> fedgraft.Weigher:
     def weights(answers: fedgraft.Answers) -> Tensor:
         return answers.examples.sqrt()
 
-    return fedgraft.Weigher("root", weights, own=lambda share, scalars: share**0.5)
+    return fedgraft.Weighting("root", weights, own=lambda share, scalars: share**0.5)
 
 
 def rising(first: float, rounds: int) -> fedgraft.ServerRule:
@@ -41,27 +41,27 @@ def rising(first: float, rounds: int) -> fedgraft.ServerRule:
     def init(size: int) -> State:
         return {"done": torch.zeros(1)}
 
-    def step(vector: Tensor, change: Tensor, state: State, info: fedgraft.RoundInfo) -> tuple[Tensor, State]:
+    def step(vector: Tensor, update: Tensor, state: State, info: fedgraft.RoundInfo) -> tuple[Tensor, State]:
         share = min(1.0, first + (1 - first) * float(state["done"]) / rounds)
-        return vector + share * change, {"done": state["done"] + 1}
+        return vector + share * update, {"done": state["done"] + 1}
 
     return fedgraft.ServerRule("rising", init, step)
 
 
 def run(ours: bool, rounds: int = 3) -> float:
     """Validation accuracy after some rounds of plain FedAvg, or with the two parts of ours."""
-    setup = fedgraft.Setup(fedgraft.load_config(overrides=[*WORDS, f"rounds.total={rounds}"]))
+    setup = fedgraft.Setup(fedgraft.load_config(overrides=[*OVERRIDES, f"rounds.total={rounds}"]))
     if ours:
-        setup.algorithm = fedgraft.vary(setup.algorithm, name="ours", weigh=by_root(), server=rising(0.5, rounds))
+        setup.algorithm = fedgraft.vary(setup.algorithm, name="ours", weighting=by_root(), server=rising(0.5, rounds))
     with fedgraft.one_thread():
         fedgraft.install_head(setup)
         setup.open()
         state = fedgraft.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
         engine = setup.engine()
         for _ in range(rounds):
-            state, _ = fedgraft.run_round(setup.algorithm, setup.federation, state, engine, setup.judge)
+            state, _ = fedgraft.run_round(setup.algorithm, setup.federation, state, engine, setup.server_context)
     setup.space.scatter(state.vector, setup.network)
-    return fedgraft.evaluate(setup.network, setup.pixels, setup.deal.validation_rows).accuracy
+    return fedgraft.evaluate(setup.network, setup.train_images, setup.federated.validation_rows).accuracy
 
 
 def main() -> None:

@@ -14,14 +14,14 @@ from PIL import Image
 
 import fedgraft
 
-WORDS = [
+OVERRIDES = [
     "data.source=folder",
     "partition.clients=3",
     "rounds.total=3",
     "rounds.fraction=1.0",
-    "moves.kind=last_blocks",
-    "moves.blocks=1",
-    "moves.head_too=true",
+    "trainable.kind=last_blocks",
+    "trainable.blocks=1",
+    "trainable.head_too=true",
     "local.lr=0.002",
     "local.clip=1.0",
 ]
@@ -54,7 +54,7 @@ def main() -> None:
     """Make a folder, adapt the embedded `nano` ViT to it, export the result and load it without fedgraft."""
     with tempfile.TemporaryDirectory() as scratch:
         images = make_folder(Path(scratch) / "images")
-        config = fedgraft.load_config(overrides=[*WORDS, f"data.path={images}"])
+        config = fedgraft.load_config(overrides=[*OVERRIDES, f"data.path={images}"])
         folder = Path(scratch) / "run"
         summary = fedgraft.run(config, folder, console=False)
         print(f"test accuracy {100 * summary['test']['accuracy']:.1f} %, {summary['bytes_up']:,} bytes sent up")
@@ -71,8 +71,8 @@ def predict(exported: Path, image: Path) -> None:
 
     model = AutoModelForImageClassification.from_pretrained(exported)
     settings = json.loads((exported / "preprocessor_config.json").read_text())
-    pixels = np.asarray(Image.open(image), dtype=np.float32) / 255
-    inputs = (pixels - settings["image_mean"]) / settings["image_std"]  # (32, 32, 3)
+    train_images = np.asarray(Image.open(image), dtype=np.float32) / 255
+    inputs = (train_images - settings["image_mean"]) / settings["image_std"]  # (32, 32, 3)
     with torch.no_grad():
         logits = model(pixel_values=torch.tensor(inputs, dtype=torch.float32).permute(2, 0, 1)[None]).logits
     answer = int(logits.argmax())

@@ -102,8 +102,8 @@ class PooledResNet(nn.Module):
         self.embedder = net.embedder
         self.stages = net.encoder.stages
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        hidden = self.embedder(pixels)
+    def forward(self, train_images: Tensor) -> Tensor:
+        hidden = self.embedder(train_images)
         for stage in self.stages:
             hidden = stage(hidden)
         return hidden.mean(dim=(2, 3))
@@ -146,10 +146,10 @@ def fill_features(
         for start in range(chunk * CHUNK, stop, batch):
             end = min(start + batch, stop)
             with torch.no_grad():
-                pixels = F.interpolate(normalise(images[start:end]), size=side, mode="bicubic")
+                train_images = F.interpolate(normalise(images[start:end]), size=side, mode="bicubic")
                 if end - start < batch:  # one shape only: the last rows are padded
-                    pixels = F.pad(pixels, (0, 0, 0, 0, 0, 0, 0, batch - (end - start)))
-                output = run(pixels.contiguous(memory_format=torch.channels_last))
+                    train_images = F.pad(train_images, (0, 0, 0, 0, 0, 0, 0, batch - (end - start)))
+                output = run(train_images.contiguous(memory_format=torch.channels_last))
             features[start:end] = output[: end - start].numpy().astype(np.float16)
         features.flush()
         done[chunk] = 1

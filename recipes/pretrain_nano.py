@@ -58,8 +58,8 @@ class Student(nn.Module):
         self.head = nn.Linear(vit.config.hidden_size, classes)
         self.projection = nn.Linear(vit.config.hidden_size, teacher_width) if teacher_width else None
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        token = self.vit(pixels).last_hidden_state[:, 0]
+    def forward(self, train_images: Tensor) -> tuple[Tensor, Tensor | None]:
+        token = self.vit(train_images).last_hidden_state[:, 0]
         return self.head(token), self.projection(token) if self.projection is not None else None
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedgraft.experiment import figures
-from fedgraft.experiment.config import Config, validate
-from fedgraft.experiment.statistics import summarise, table
-from fedgraft.experiment.sweep import curve, folder_of, run_many, vary
+from fedgraft.config.load import Config, validate
+from fedgraft.report import figures
+from fedgraft.report.statistics import summarise, table
+from fedgraft.runs.sweep import curve, folder_of, run_many, vary
 
 SEEDS = (0, 1, 2)
 SHARES = {"1": 1, "5": 5, "10": 10, "50": 50, "IID": None}
@@ -34,7 +34,7 @@ def base(data: str) -> Config:
     )
 
 
-def dealt(config: Config, share: int | None) -> Config:
+def federated(config: Config, share: int | None) -> Config:
     """The config with exactly so many classes per client, or IID."""
     if share is None:
         return vary(config, partition__kind="stratified")
@@ -56,12 +56,12 @@ def main() -> None:
         )
         runs[f"probe/{seed}"] = vary(probe, local__lr=0.003)
         for label, share in SHARES.items():
-            runs[f"head {label}/{seed}"] = dealt(vary(start, seed=seed), share)
+            runs[f"head {label}/{seed}"] = federated(vary(start, seed=seed), share)
         full = vary(
             start, name="full", seed=seed, model__head="probe", moves__kind="everything", data__augment=["flip"]
         )
         full = vary(full, local__lr=0.01, rounds__total=10, rounds__evaluate_every=1, local__batch_size=32)
-        runs[f"full 10/{seed}"] = dealt(full, 10)
+        runs[f"full 10/{seed}"] = federated(full, 10)
     central = [label for label in runs if label.startswith("probe/")]
     results = run_many(runs, options.runs, central=central)
     write(runs, results, options.runs, options.out)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedgraft.experiment.config import validate
-from fedgraft.experiment.record import RunFolder
-from fedgraft.experiment.run import run
-from fedgraft.experiment.watch import frame
+from fedgraft.config.load import validate
+from fedgraft.report.watch import frame
+from fedgraft.runs.run import run
+from fedgraft.runs.run_folder import RunFolder
 
 RUN = {
     "name": "digits", "model": {"name": "nano", "head": "random"}, "moves": {"kind": "head"},

@@ -84,7 +84,7 @@ def last_line(text: str) -> str:
 def key_of(workload: Workload, peer: str) -> str:
     """What must be equal for a stored result to count: the work and the peer's versions."""
     pins = HERE / peer / "requirements.txt"
-    text = json.dumps(asdict(replace(workload, data="", trunk=None)), sort_keys=True)
+    text = json.dumps(asdict(replace(workload, data="", backbone=None)), sort_keys=True)
     return hashlib.blake2b((text + (pins.read_text() if pins.exists() else "")).encode(), digest_size=8).hexdigest()
 
 
@@ -122,7 +122,7 @@ def own_cache(spec: Spec, folder: Path, root: Path) -> Path:
 
 
 def _write_config(spec: Spec, workload: Workload, folder: Path, root: Path) -> None:
-    from fedgraft.experiment.config import Config, to_toml
+    from fedgraft.config.load import Config, to_toml
 
     tables = config_of(spec, workload.rounds, root / "data" / spec.name)
     (folder / "config.toml").write_text(to_toml(Config.model_validate(tables)))
@@ -180,11 +180,11 @@ def bench(specs: list[Spec], plan: Plan, root: Path, after: Callable[[], object]
 
 
 def _turn(spec: Spec, peer: str, workload: Workload, repeat: int | str, root: Path, plan: Plan) -> None:
-    place = root / "results" / spec.name / peer
-    file, error = place / f"{repeat}.json", place / "error.json"
+    context = root / "results" / spec.name / peer
+    file, error = context / f"{repeat}.json", context / "error.json"
     if not plan.fresh and file.exists() and json.loads(file.read_text())["key"] == key_of(workload, peer):
         return
-    place.mkdir(parents=True, exist_ok=True)
+    context.mkdir(parents=True, exist_ok=True)
     try:
         result = run_one(spec, peer, workload, root, min(plan.timeout, plan.until - time.time()))
         if peer != "bare":

@@ -114,22 +114,24 @@ def smallest(spec: Spec) -> Spec:
     return replace(spec, rounds=2, measured=2, steps=2, batch_size=8, clients=4, per_round=2, classes=5, examples=200)
 
 
-def chosen(words: list[str]) -> list[Spec]:
+def chosen(overrides: list[str]) -> list[Spec]:
     """The specs that these words mean: W4 stands for all of its rows; no words, all rows."""
-    if strange := [w for w in words if not any(w in (s.name, s.group) for s in SPECS.values())]:
+    if strange := [w for w in overrides if not any(w in (s.name, s.group) for s in SPECS.values())]:
         raise SystemExit(f"there is no workload {strange[0]!r}; choose from W1, W2, W3, W4, {', '.join(SPECS)}")
-    return [spec for spec in SPECS.values() if not words or spec.group in words or spec.name in words]
+    return [spec for spec in SPECS.values() if not overrides or spec.group in overrides or spec.name in overrides]
 
 
 def config_of(spec: Spec, rounds: int, folder: Path) -> dict[str, Any]:
     """The fedgraft config of a spec, as plain tables."""
-    moves: dict[str, Any] = {"kind": {"head": "head", "frozen": "head", "cnn": "everything"}.get(spec.task, "masked")}
+    trainable: dict[str, Any] = {
+        "kind": {"head": "head", "frozen": "head", "cnn": "everything"}.get(spec.task, "sparse")
+    }
     if spec.task == "sparse":
-        moves["mask"] = {"strategy": "random", "sparsity": 1 - spec.options["density"]}
+        trainable["mask"] = {"strategy": "random", "sparsity": 1 - spec.options["density"]}
     if spec.task == "qk":
-        moves["mask"] = {"strategy": "random", "sparsity": 0.0, "scope": ["qk"]}
+        trainable["mask"] = {"strategy": "random", "sparsity": 0.0, "scope": ["qk"]}
     if spec.task == "lora":
-        moves = {"kind": "lora", "lora": {"rank": spec.options["rank"], "alpha": spec.options["alpha"]}}
+        trainable = {"kind": "lora", "lora": {"rank": spec.options["rank"], "alpha": spec.options["alpha"]}}
     given = spec.model == "features"
     data: dict[str, Any] = {"source": "synthetic", "classes": spec.classes, "count": spec.examples}
     return {
@@ -137,7 +139,7 @@ def config_of(spec: Spec, rounds: int, folder: Path) -> dict[str, Any]:
         "data": {"source": "features", "path": str(folder / "features.npz")} if given else data,
         "partition": {"kind": "iid", "clients": spec.clients},
         "model": {"name": spec.model, "head": "random"},
-        "moves": moves,
+        "trainable": trainable,
         "local": {"steps": spec.steps, "batch_size": spec.batch_size, **LOCAL, "lr": spec.lr},
         "rounds": {
             "total": rounds,
@@ -164,8 +166,8 @@ def prepare(spec: Spec, folder: Path, cores: int) -> Workload:
     """Write the arrays and the trunk of a spec for all peers, unless they are there; returns its words."""
     folder.mkdir(parents=True, exist_ok=True)
     key = hashlib.blake2b(repr(replace(spec, each=0.0, own=(0.0, 0.0))).encode(), digest_size=8).hexdigest()
-    words = folder / "workload.json"
-    if words.exists() and (stored := json.loads(words.read_text()))["key"] == key:
+    overrides = folder / "workload.json"
+    if overrides.exists() and (stored := json.loads(overrides.read_text()))["key"] == key:
         return replace(from_words(stored["workload"]), cores=cores)
     os.environ["FEDGRAFT_CACHE"] = str(folder.parent / "cache")
     arrays, made = _arrays(spec, folder)
@@ -176,7 +178,7 @@ def prepare(spec: Spec, folder: Path, cores: int) -> Workload:
         evaluate_every=spec.evaluate_every, classes=spec.classes, seed=0, cores=cores, digest=digest(arrays),
         data=str(folder / "data.npz"), options=spec.options, **made,
     )  # fmt: skip
-    words.write_text(json.dumps({"key": key, "workload": asdict(workload)}))
+    overrides.write_text(json.dumps({"key": key, "workload": asdict(workload)}))
     return workload
 
 
@@ -191,10 +193,10 @@ def digest(arrays: dict[str, np.ndarray]) -> str:
 
 def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Data by split, each client's rows, the starting weights of what is drawn; and the trunk's folder."""
-    from fedgraft.experiment.build import Setup
-    from fedgraft.experiment.config import Config
-    from fedgraft.experiment.run import one_thread
-    from fedgraft.experiment.step_zero import install_head
+    from fedgraft.config.load import Config
+    from fedgraft.runs.head_init import install_head
+    from fedgraft.runs.run import one_thread
+    from fedgraft.runs.setup import Setup
 
     if spec.model == "features":
         draw_features(folder / "features.npz", spec)
@@ -202,12 +204,12 @@ def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, 
         setup = Setup(Config.model_validate(config_of(spec, spec.rounds, folder)))
         install_head(setup)
         setup.close()
-    network, deal = setup.network, setup.deal
-    train, test = deal.dataset.train, deal.dataset.test
+    network, federate = setup.network, setup.federated
+    train, test = federate.dataset.train, federate.dataset.test
     kind = "features" if spec.task == "head" else "images"
     inputs = {"train": np.asarray(getattr(train, kind)), "test": np.asarray(getattr(test, kind))}
-    held = deal.validation_rows.numpy()
-    rows = [deal.rows(k).numpy() for k in range(spec.clients)]
+    held = federate.validation_rows.numpy()
+    rows = [federate.rows(k).numpy() for k in range(spec.clients)]
     least = min(map(len, rows))  # equal clients, for frameworks that want a rectangle
     arrays = {
         "train_x": inputs["train"], "train_y": train.labels, "rows": np.stack([one[:least] for one in rows]),
@@ -220,7 +222,7 @@ def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, 
     if spec.task != "head":
         made = {"image_size": network.image_size, "mean": tuple(network.mean), "std": tuple(network.std)}
     if spec.task not in ("head", "cnn"):
-        trunk: Any = network.backbone
-        trunk.save_pretrained(folder / "trunk")
+        backbone: Any = network.backbone
+        backbone.save_pretrained(folder / "trunk")
         made["trunk"] = str(folder / "trunk")
     return arrays, made

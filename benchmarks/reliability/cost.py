@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.exchange.secure_keys import Identity
-from fedgraft.exchange.secure_sum import (
+from fedgraft.messages import Reply, pack, unpack
+from fedgraft.privacy.secagg.keys import Identity
+from fedgraft.privacy.secagg.secure_sum import (
     Plan,
     SecureClient,
     SecureServer,
@@ -32,7 +33,6 @@ from fedgraft.exchange.secure_sum import (
     weighted_mean,
     weighted_segments,
 )  # fmt: skip
-from fedgraft.messages import Reply, pack, unpack
 
 CLIENTS, LOST, NEEDED = 10, (3, 8), 7
 WEIGHTS = [100 + 50 * u for u in range(CLIENTS)]
@@ -44,22 +44,22 @@ def vectors(length: int) -> np.ndarray:
     return np.random.default_rng(0).normal(0, 0.01, (CLIENTS, length)).astype(np.float32)
 
 
-def expected(changes: np.ndarray) -> np.ndarray:
+def expected(updates: np.ndarray) -> np.ndarray:
     """The weighted mean of those who stay."""
     kept = [u for u in range(CLIENTS) if u not in LOST]
     weights = np.array([WEIGHTS[u] for u in kept], dtype=np.float64)
-    return weights @ changes[kept] / weights.sum()
+    return weights @ updates[kept] / weights.sum()
 
 
-def ours(changes: np.ndarray, round_: int = 0, wider: bool = False) -> tuple[np.ndarray, float]:
+def ours(updates: np.ndarray, round_: int = 0, wider: bool = False) -> tuple[np.ndarray, float]:
     """One secure sum as messages: (mean, most bytes per coordinate that a client sent)."""
-    length = changes.shape[1]
+    length = updates.shape[1]
     plan = Plan("cost", round_, tuple(range(CLIENTS)), weighted_segments(length, LIMIT), threshold=NEEDED)
     clients = {u: SecureClient(plan, u, Identity.fresh()) for u in plan.clients}
     sent = dict.fromkeys(plan.clients, 0)
 
     def words(u: int) -> np.ndarray:
-        values = weighted_input(torch.from_numpy(changes[u]), WEIGHTS[u] / 1000)
+        values = weighted_input(torch.from_numpy(updates[u]), WEIGHTS[u] / 1000)
         return plan.ring.encode(values, rounding(0, plan, u))
 
     def ask(stage: str, outbox: Any) -> Any:
@@ -80,7 +80,7 @@ def ours(changes: np.ndarray, round_: int = 0, wider: bool = False) -> tuple[np.
     return mean.numpy(), max(sent.values()) / length
 
 
-def flower(changes: np.ndarray) -> tuple[np.ndarray, float]:
+def flower(updates: np.ndarray) -> tuple[np.ndarray, float]:
     """The same by flwr's SecAgg+ primitives: (mean, most bytes per coordinate of a masked vector)."""
     from flwr.app import ConfigRecord
     from flwr.common import bytes_to_ndarray, ndarrays_to_parameters
@@ -119,7 +119,7 @@ def flower(changes: np.ndarray) -> tuple[np.ndarray, float]:
     most = 0
     for u in alive:
         routed: Any = {Key.SOURCE_LIST: [v for v, _ in boxes[u]], Key.CIPHERTEXT_LIST: [box for _, box in boxes[u]]}
-        given = ndarrays_to_parameters([changes[u - 1]])
+        given = ndarrays_to_parameters([updates[u - 1]])
         answer = mod._collect_masked_vectors(states[u], ConfigRecord(routed), WEIGHTS[u - 1], given)
         most = max(most, sum(map(len, answer[Key.MASKED_PARAMETERS])))
         arrays = [bytes_to_ndarray(b) for b in answer[Key.MASKED_PARAMETERS]]
@@ -142,7 +142,7 @@ def flower(changes: np.ndarray) -> tuple[np.ndarray, float]:
             total = (parameters_addition if u > v else parameters_subtraction)(total, mask)
     ratio, rest = factor_extract(parameters_mod(total, modulus))
     mean = dequantize(rest, LIMIT, levels)[0]
-    return (mean - (len(alive) - 1) * LIMIT) * (levels / ratio), most / changes.shape[1]
+    return (mean - (len(alive) - 1) * LIMIT) * (levels / ratio), most / updates.shape[1]
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -155,18 +155,18 @@ def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
 def cost(scale: float) -> Outcome:
     """Interleaved repeats; the median ratio counts."""
     length, repeats = share(1_000_000, scale, 100_000), 3 if scale < 1 else 5
-    changes = vectors(length)
-    wanted = expected(changes)
-    ours(changes[:, :1000]), flower(changes[:, :1000])  # imports and caches
+    updates = vectors(length)
+    wanted = expected(updates)
+    ours(updates[:, :1000]), flower(updates[:, :1000])  # imports and caches
     times: dict[str, list[float]] = {"ours": [], "flwr": []}
     for number in range(repeats):
-        spent, (mean, up) = seconds(partial(ours, changes, number))
+        spent, (mean, up) = seconds(partial(ours, updates, number))
         times["ours"].append(spent)
-        spent, (other, other_up) = seconds(partial(flower, changes))
+        spent, (other, other_up) = seconds(partial(flower, updates))
         times["flwr"].append(spent)
     errors = [float(np.abs(found - wanted).max()) for found in (mean, other)]
     ratio = statistics.median(a / b for a, b in zip(times["ours"], times["flwr"], strict=True))
-    wide = ours(changes, repeats, wider=True)[1]
+    wide = ours(updates, repeats, wider=True)[1]
     # The time bar has no broken variant. Its control is the measurement itself: flwr's repeats against each other.
     same = statistics.median(b / a for a, b in zip(times["flwr"], times["flwr"][1:], strict=False))
     medians = {name: statistics.median(found) for name, found in times.items()}

@@ -19,12 +19,12 @@ from unittest import mock
 
 import pytest
 import safetensors.torch
-
 import test_run_resume as resume
+from test_experiment_checkpoint import equal, state
+
 from benchmarks.reliability.outcome import Outcome, share
 from fedgraft.errors import FedgraftError
-from fedgraft.experiment import checkpoint
-from test_experiment_checkpoint import equal, state
+from fedgraft.runs import checkpoint
 
 
 def kills(scale: float) -> Outcome:

@@ -18,18 +18,18 @@ import torch
 
 from benchmarks.reliability.outcome import Outcome, share
 from fedgraft import server
-from fedgraft.engines.hostile import Hostile
-from fedgraft.experiment.build import Setup
-from fedgraft.experiment.config import load
-from fedgraft.experiment.step_zero import install_head
+from fedgraft.config.load import load
+from fedgraft.engines.attackers import Attacked
 from fedgraft.local.evaluate import evaluate
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
+from fedgraft.runs.head_init import install_head
+from fedgraft.runs.setup import Setup
 
 CLIENTS, SEEDS = 10, (0, 1, 2)
 ATTACKS = ("sign_flip", "gaussian")
-WORDS = [
-    "data.source=digits", "data.image_size=16", "model.name=cnn", "model.head=random", "moves.kind=everything",
+OVERRIDES = [
+    "data.source=digits", "data.image_size=16", "model.name=cnn", "model.head=random", "trainable.kind=everything",
     "partition.clients=10", "rounds.fraction=1.0", "local.steps=8", "local.batch_size=16", "local.lr=0.05",
     "algorithm.name=fedalign", 'algorithm.layers=["block0", "block1"]', "algorithm.probe=64", "algorithm.keep=10",
     "algorithm.top=10", "workers=1",
@@ -58,17 +58,17 @@ class Boasting:
 
 def federation(align: str, attack: str, rounds: int, *words: str, examples: int | None = None) -> tuple[float, float]:
     """(test accuracy, largest weight of the liar) of one run; `attack` is empty for an honest one."""
-    setup = Setup(load(None, [*WORDS, f"algorithm.align={align}", f"rounds.total={rounds}", *words]))
+    setup = Setup(load(None, [*OVERRIDES, f"algorithm.align={align}", f"rounds.total={rounds}", *words]))
     with closing(setup):
         install_head(setup)
         setup.open()
         state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
         engine = setup.engine()
         if attack:
-            engine = Boasting(Hostile(engine, frozenset({0}), attack), examples)  # type: ignore[arg-type, assignment]
+            engine = Boasting(Attacked(engine, frozenset({0}), attack), examples)  # type: ignore[arg-type, assignment]
         heaviest = 0.0
         for _ in range(rounds):
-            state, summary = run_round(setup.algorithm, setup.federation, state, engine, setup.judge)
+            state, summary = run_round(setup.algorithm, setup.federation, state, engine, setup.server_context)
             clients = summary.record.get("clients", {"ids": []})
             if 0 in clients["ids"]:
                 heaviest = max(heaviest, clients["weight"][clients["ids"].index(0)])
@@ -77,14 +77,14 @@ def federation(align: str, attack: str, rounds: int, *words: str, examples: int 
 
 
 def compare(
-    align: str, attack: str, rounds: int, honest: Sequence[float], *words: str, examples: int | None = None
+    align: str, attack: str, rounds: int, benign: Sequence[float], *words: str, examples: int | None = None
 ) -> dict[str, float]:
     """Over the seeds: the liar's largest weight, the mean accuracy, and the largest loss against the honest run."""
     runs = [
         federation(align, attack, rounds, f"seed={seed}", *words, examples=examples)
-        for seed in SEEDS[: len(honest)]
+        for seed in SEEDS[: len(benign)]
     ]  # fmt: skip
-    lost = max(100 * (fair - found) for fair, (found, _) in zip(honest, runs, strict=True))
+    lost = max(100 * (fair - found) for fair, (found, _) in zip(benign, runs, strict=True))
     mean = 100 * sum(found for found, _ in runs) / len(runs)
     return {"weight": max(weight for _, weight in runs), "accuracy": mean, "lost": lost}
 
@@ -93,7 +93,7 @@ def _said(one: dict[str, float]) -> str:
     return f"weight {one['weight']:.3f}, {one['accuracy']:.1f} %, at most {one['lost']:.1f} points lost"
 
 
-def liar(scale: float) -> Outcome:
+def attacker(scale: float) -> Outcome:
     """Scores by server and by client, honest and under each attack; and without the cap on a weight."""
     rounds, seeds = share(30, scale, 6), SEEDS if scale >= 1 else SEEDS[:1]
     with tempfile.TemporaryDirectory() as cache:

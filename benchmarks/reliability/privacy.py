@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from tests.unit.privacy.test_dp import worst_shift
 from torch import Tensor
 
 from benchmarks.reliability.outcome import Outcome, share
@@ -29,9 +30,8 @@ from fedgraft import client, zoo
 from fedgraft import round as rounds
 from fedgraft.algorithm import uniform, vary
 from fedgraft.errors import FedgraftError
-from fedgraft.exchange.accounting import epsilon
-from fedgraft.exchange.privacy import Mechanism, clip, gaussian, sensitivity
-from test_exchange_privacy import worst_shift
+from fedgraft.privacy.accounting import epsilon
+from fedgraft.privacy.dp import Mechanism, clip, gaussian, sensitivity
 
 KINDS: tuple[Kind, Kind] = ("clear", "secure")
 
@@ -66,18 +66,18 @@ def compare(account: Callable[..., float], count: int) -> dict[str, float]:
     return {"below": below, "excess": excess}
 
 
-def by_answers(self: Mechanism, total: Tensor, reach: float, key: bytes, round_: int) -> Tensor:
+def by_answers(self: Mechanism, total: Tensor, effective_steps: float, key: bytes, round_: int) -> Tensor:
     """The planted bug: a deviation for the clients that answered, as if there were always three."""
     return (
-        (total.double() + gaussian(len(total), key, "sum", round_) * self.noise * reach / 3) / self.expected
+        (total.double() + gaussian(len(total), key, "sum", round_) * self.noise * effective_steps / 3) / self.expected
     ).float()
 
 
-def all_counted(fold: Callable[..., Any]) -> Callable[..., Any]:
+def all_counted(server_step: Callable[..., Any]) -> Callable[..., Any]:
     """The planted bug: a secure sum counts everybody, though a cohort of one is not summed at all."""
 
-    def folded(algorithm: Any, state: Any, changes: Any, within: float, told: int, *rest: Any) -> Any:
-        return fold(algorithm, state, [(told + 1) / max(1, told) * c for c in changes], within, told, *rest)
+    def folded(algorithm: Any, state: Any, updates: Any, within: float, told: int, *rest: Any) -> Any:
+        return server_step(algorithm, state, [(told + 1) / max(1, told) * c for c in updates], within, told, *rest)
 
     return folded
 
@@ -91,9 +91,9 @@ def shift(divide: Callable[[Tensor, int], Tensor]) -> float:
 def refusals() -> tuple[int, int]:
     """Settings whose account would be wrong: how many are refused, of how many."""
     wrong: list[Callable[[], Any]] = [
-        lambda: vary(private(50, 0.1), weigh=zoo.fedavg().weigh),
-        lambda: vary(private(50, 0.1), combine=zoo.robust_combiner("median")),
-        lambda: vary(zoo.scaffold(), weigh=uniform(), protects=private(50, 0.1).protects),
+        lambda: vary(private(50, 0.1), weighting=zoo.fedavg().weighting),
+        lambda: vary(private(50, 0.1), aggregate=zoo.robust_aggregator("median")),
+        lambda: vary(zoo.scaffold(), weighting=uniform(), privacy=private(50, 0.1).privacy),
         lambda: clip(torch.tensor([math.nan]), 1.0),
         lambda: Mechanism(1.0, 0.1, 10).release(torch.tensor([math.inf]), 1.0, KEY, 0),
     ]
@@ -134,9 +134,9 @@ def noise(scale: float) -> Outcome:
     refused, wrong = refusals()
     with mock.patch.object(Mechanism, "release", by_answers):
         planted = {kind: max(noise_case(seed, length, kind) for seed in range(2)) for kind in KINDS}
-    with mock.patch.object(client, "clip", lambda change, bound: (change, True)):
+    with mock.patch.object(client, "clip", lambda update, bound: (update, True)):
         unclipped, _ = largest_shift(6, 2000, "secure")
-    with mock.patch.object(rounds, "fold_private", all_counted(rounds.fold_private)):
+    with mock.patch.object(rounds, "fold_private", all_counted(rounds.step_private)):
         both = pair_shift(2000)
     realised = shift(lambda total, n: total / max(n, 1))
     return Outcome(

@@ -21,10 +21,10 @@ from fedgraft import client, zoo
 from fedgraft import round as rounds
 from fedgraft.algorithm import Algorithm, Privacy, Protection, uniform, vary
 from fedgraft.errors import FedgraftError
-from fedgraft.exchange.privacy import Mechanism, clip, sensitivity
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply
-from fedgraft.round import Judge
+from fedgraft.privacy.dp import Mechanism, clip, sensitivity
+from fedgraft.round import ServerContext
 from fedgraft.server import Federation, ServerState
 
 KEY = bytes(range(32))
@@ -36,21 +36,21 @@ STAGES = ("train", "secure.keys", "secure.shares", "secure.masked", "secure.cons
 def private(population: int, q: float, noise: float = NOISE, kind: Kind = "clear") -> Algorithm:
     """FedAvg under client-level privacy."""
     privacy = Privacy(Mechanism(noise, q, population), BOUND, None, KEY)
-    return vary(zoo.fedavg(), weigh=uniform(), protects=Protection(kind, privacy=privacy))
+    return vary(zoo.fedavg(), weighting=uniform(), privacy=Protection(kind, dp=privacy))
 
 
 class Clients:
     """An engine whose clients train to a prescribed change; `lost` names the action from which a client is silent."""
 
-    def __init__(self, algorithm: Algorithm, changes: Sequence[Tensor], lost: dict[int, str]) -> None:
-        self.algorithm, self.changes, self.lost = algorithm, changes, lost
-        length = len(changes[0])
+    def __init__(self, algorithm: Algorithm, updates: Sequence[Tensor], lost: dict[int, str]) -> None:
+        self.algorithm, self.updates, self.lost = algorithm, updates, lost
+        length = len(updates[0])
         space = SimpleNamespace(trained=length, digest="s")
-        self.place: Any = SimpleNamespace(
+        self.context: Any = SimpleNamespace(
             seed=0, sent=length, space=space, private=None, network=torch.nn.Identity(), rows=lambda k: range(5),
             bind=lambda space: SimpleNamespace(load=lambda start: None),
         )  # fmt: skip
-        self.memory: dict[int, Any] = {k: {} for k in range(len(changes))}
+        self.memory: dict[int, Any] = {k: {} for k in range(len(updates))}
 
     def exchange(self, orders: Sequence[Order]) -> Iterator[Reply | tuple[int, str]]:
         """Each order goes to the library's client."""
@@ -60,31 +60,31 @@ class Clients:
                 continue
             with mock.patch.object(client, "_fit", self._fit):
                 try:
-                    reply, self.memory[k] = client.handle(order, self.algorithm, self.place, self.memory[k])
+                    reply, self.memory[k] = client.handle(order, self.algorithm, self.context, self.memory[k])
                 except FedgraftError as error:  # as engines do: a client that cannot go on is silent
                     yield k, str(error)
                     continue
             yield reply
 
-    def _fit(self, order: Order, place: Any, bound: Any, *rest: Any) -> Any:
+    def _fit(self, order: Order, context: Any, bound: Any, *rest: Any) -> Any:
         assert order.vector is not None
-        bound.values = order.vector + self.changes[order.client]
-        return SimpleNamespace(closing=SimpleNamespace(memory={}, sums={}), reach=1.0, loss=0.0, steps=1)
+        bound.values = order.vector + self.updates[order.client]
+        return SimpleNamespace(closing=SimpleNamespace(memory={}, sums={}), effective_steps=1.0, loss=0.0, steps=1)
 
 
 def released(
-    algorithm: Algorithm, changes: Sequence[Tensor], lost: dict[int, str], round_: int = 0, first: int = 0
+    algorithm: Algorithm, updates: Sequence[Tensor], lost: dict[int, str], round_: int = 0, first: int = 0
 ) -> Tensor:
     """What one private round adds to the model; the cohort are the clients from `first` on."""
-    assert algorithm.protects.privacy is not None
-    length, mechanism = len(changes[0]), algorithm.protects.privacy.mechanism
-    federation = Federation("run", 0, mechanism.population, len(changes), 10, constant(0.1), "poisson", largest=5)
+    assert algorithm.privacy.dp is not None
+    length, mechanism = len(updates[0]), algorithm.privacy.dp.mechanism
+    federation = Federation("run", 0, mechanism.population, len(updates), 10, constant(0.1), "poisson", largest=5)
     state = ServerState(round_, torch.zeros(length), algorithm.server.init(length), clip=BOUND)
     settings = {"lr": 0.1, "clip": BOUND}
-    orders = [Order("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(first, len(changes))]
-    carry = rounds._secure if algorithm.protects.kind == "secure" else rounds._clear
-    engine = Clients(algorithm, changes, lost)
-    new, _, _, _ = carry(algorithm, federation, state, orders, engine, Judge("s", length, length, 4, 3))
+    orders = [Order("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(first, len(updates))]
+    carry = rounds._secure if algorithm.privacy.aggregation == "secure" else rounds._clear
+    engine = Clients(algorithm, updates, lost)
+    new, _, _, _ = carry(algorithm, federation, state, orders, engine, ServerContext("s", length, length, 4, 3))
     return new.vector.double()
 
 
@@ -92,35 +92,35 @@ def case(seed: int, length: int, kind: Kind) -> tuple[list[Tensor], dict[int, st
     """A random round: its changes, from which action on a client is silent, and the mechanism."""
     rng = np.random.default_rng(seed)
     sizes = {"zero": 0.0, "nan": math.nan, "small": 1e-4, "large": 100.0}
-    changes = []
+    updates = []
     aligned = rng.random() < 0.5  # all changes in one direction: what one client adds is not lost among the others
     for k in range(int(rng.integers(2, 12))):
         stream = torch.Generator().manual_seed(seed * 100 + (0 if aligned else k))
         noise = torch.randn(length, generator=stream) / math.sqrt(length)
-        changes.append(noise * sizes[str(rng.choice([*sizes, "large", "small"]))])
+        updates.append(noise * sizes[str(rng.choice([*sizes, "large", "small"]))])
     ways = STAGES[1:] if kind == "secure" else STAGES[:1]
-    lost = {k: str(rng.choice(ways)) for k in range(len(changes)) if rng.random() < 0.15}
-    return changes, lost, Mechanism(NOISE, float(rng.uniform(0.05, 0.5)), int(rng.integers(20, 200)))
+    lost = {k: str(rng.choice(ways)) for k in range(len(updates)) if rng.random() < 0.15}
+    return updates, lost, Mechanism(NOISE, float(rng.uniform(0.05, 0.5)), int(rng.integers(20, 200)))
 
 
-def reach(kind: Kind, population: int, length: int) -> float:
+def effective_steps(kind: Kind, population: int, length: int) -> float:
     """The stated sensitivity of the sum."""
     return sensitivity(BOUND, 1.0, 1.0 / ((2**31 - 1) // population) if kind == "secure" else 0.0, length)
 
 
-def summed(changes: Sequence[Tensor], lost: dict[int, str], kind: Kind, first: int = 0) -> tuple[Tensor, bool]:
+def summed(updates: Sequence[Tensor], lost: dict[int, str], kind: Kind, first: int = 0) -> tuple[Tensor, bool]:
     """What a round releases before noise: the clipped sum over those whose summand arrives, and whether it is opened.
 
     A secure sum counts one less than there are, and needs two thirds of the cohort to the end.
     """
     late = STAGES[4:] if kind == "secure" else ()
-    cohort = range(first, len(changes))
-    finite = [k for k in cohort if bool(torch.isfinite(changes[k]).all())]
+    cohort = range(first, len(updates))
+    finite = [k for k in cohort if bool(torch.isfinite(updates[k]).all())]
     kept = [k for k in finite if lost.get(k, STAGES[-1]) in late or k not in lost]
     stay = [k for k in kept if k not in lost]
-    total = torch.zeros(len(changes[0]), dtype=torch.float64)
+    total = torch.zeros(len(updates[0]), dtype=torch.float64)
     for k in kept:
-        total += clip(changes[k], BOUND)[0].double()
+        total += clip(updates[k], BOUND)[0].double()
     if kind == "clear":
         return total, True
     opened = len(cohort) > 1 and len(stay) >= 2 * len(cohort) // 3 + 1
@@ -129,10 +129,12 @@ def summed(changes: Sequence[Tensor], lost: dict[int, str], kind: Kind, first: i
 
 def noise_case(seed: int, length: int, kind: Kind) -> float:
     """Relative error of the noise's deviation in one random round; a round that is given up releases noise alone."""
-    changes, lost, mechanism = case(seed, length, kind)
+    updates, lost, mechanism = case(seed, length, kind)
     algorithm = private(mechanism.population, mechanism.probability, NOISE, kind)
-    noise = released(algorithm, changes, lost, seed) - summed(changes, lost, kind)[0] / mechanism.expected
-    return abs(float(noise.std()) / (NOISE * reach(kind, mechanism.population, length) / mechanism.expected) - 1)
+    noise = released(algorithm, updates, lost, seed) - summed(updates, lost, kind)[0] / mechanism.expected
+    return abs(
+        float(noise.std()) / (NOISE * effective_steps(kind, mechanism.population, length) / mechanism.expected) - 1
+    )
 
 
 def shift_case(seed: int, length: int, kind: Kind) -> tuple[float, int]:
@@ -141,34 +143,34 @@ def shift_case(seed: int, length: int, kind: Kind) -> tuple[float, int]:
     The noise is switched off. Also how many secure sums are given up for want of this one client, which are left out:
     an account takes who is lost as given (SECURITY.md).
     """
-    changes, lost, mechanism = case(seed, length, kind)
+    updates, lost, mechanism = case(seed, length, kind)
     algorithm = private(mechanism.population, mechanism.probability, 0.0, kind)
     there = {k: stage for k, stage in lost.items() if k != 0}
     silent = {**there, 0: "secure.masked" if kind == "secure" else "train"}
-    with_it, opened = released(algorithm, changes, there, seed), summed(changes, there, kind)[1]
-    most, given_up = 0.0, 0
+    with_it, opened = released(algorithm, updates, there, seed), summed(updates, there, kind)[1]
+    most, aborted = 0.0, 0
     for gone, first in ((silent, 0), (there, 1)):
         # A cohort of one is not a loss: no sum is asked of it, and the account covers that.
-        if summed(changes, gone, kind, first)[1] != opened and len(changes) - first > 1:
-            given_up += 1
+        if summed(updates, gone, kind, first)[1] != opened and len(updates) - first > 1:
+            aborted += 1
             continue
-        moved = with_it - released(algorithm, changes, gone, seed, first)
+        moved = with_it - released(algorithm, updates, gone, seed, first)
         most = max(most, float(torch.linalg.vector_norm(moved)) * mechanism.expected)
-    return most / reach(kind, mechanism.population, length), given_up
+    return most / effective_steps(kind, mechanism.population, length), aborted
 
 
 def largest_shift(cases: int, length: int, kind: Kind) -> tuple[float, int]:
     """The most that one client moves a release over so many rounds, and how many were given up for want of it."""
     found = [shift_case(seed, length, kind) for seed in range(cases)]
-    return max(moved for moved, _ in found), sum(given_up for _, given_up in found)
+    return max(moved for moved, _ in found), sum(aborted for _, aborted in found)
 
 
 def pair_shift(length: int) -> float:
     """How far the second client of a secure sum moves it, where both go one way: alone, the first is not asked."""
-    changes = [torch.full((length,), 100.0)] * 2
+    updates = [torch.full((length,), 100.0)] * 2
     algorithm = private(20, 0.1, 0.0, "secure")
-    with_it, without = (released(algorithm, changes, {}, first=first) for first in (0, 1))
-    return float(torch.linalg.vector_norm(with_it - without)) * 2.0 / reach("secure", 20, length)
+    with_it, without = (released(algorithm, updates, {}, first=first) for first in (0, 1))
+    return float(torch.linalg.vector_norm(with_it - without)) * 2.0 / effective_steps("secure", 20, length)
 
 
 def quiet() -> None:

@@ -1,6 +1,6 @@
 """Malformed replies of every kind against every way of combining: only the offender goes, the rest keeps its bits.
 
-The kinds live in tests/test_exchange_screening.py. Each round is a whole one of the server: five honest replies arrive
+The kinds live in tests/unit/update/test_validation.py. Each round is a whole one of the server: five honest replies arrive
 in random order among the malformed ones of a sixth client; each of those must be dropped under that client's name, and
 the state after the round must equal, bit for bit, that of the round without the client. Some rounds have one malformed
 reply; most have one of every kind, in random order. Where such a crowd is not dropped whole, each of its replies gets a
@@ -20,50 +20,50 @@ from unittest import mock
 
 import numpy as np
 import torch
+from tests.unit.update.test_validation import EXPECTED, LENGTH, MALFORMED, Spoiler, benign, put
 from torch import Tensor
 
 from benchmarks.reliability.outcome import Outcome, share
 from fedgraft import round as rounds
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Answers, Moves, count_mean, vary
-from fedgraft.exchange import screening
-from fedgraft.exchange.screening import Expectation
-from fedgraft.experiment.attack import RULES
+from fedgraft.algorithm import Algorithm, Answers, Trainable, count_mean, vary
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply, pack_bits
-from fedgraft.round import Judge
+from fedgraft.round import ServerContext
+from fedgraft.runs.attack import RULES
 from fedgraft.server import Federation, ServerState
-from test_exchange_screening import EXPECTED, LENGTH, MALFORMED, Spoiler, honest, put
+from fedgraft.update import validation as screening
+from fedgraft.update.validation import Expectation
 
-LAYERS = len(zoo.fedalign(align="server").weigh.judged)
+LAYERS = len(zoo.fedalign(align="server").weighting.judged)
 
 
 def scored(answers: Answers) -> Tensor:
     """What a server finds on a probe of its own, (m, layers): here a function of the changes."""
-    found = torch.stack([1 / (1 + change.double().norm()) for change in answers.changes])
+    found = torch.stack([1 / (1 + update.double().norm()) for update in answers.updates])
     return found[:, None].expand(-1, LAYERS)
 
 
-JUDGE = Judge("mask-a", LENGTH, LENGTH, 4, 3, align=scored)
+JUDGE = ServerContext("mask-a", LENGTH, LENGTH, 4, 3, align=scored)
 FEDERATION = Federation("run-a", 0, 6, 6, 10, constant(0.1), norm_bound=EXPECTED.norm_bound)
 ORDERS = [Order("run-a", 7, k, "train", "mask-a", torch.zeros(LENGTH)) for k in range(6)]
 PARTS = 2 * LENGTH
 """Coordinates of the space of which each client may move half, other ones each."""
 
 
-def aggregators(liars: int) -> dict[str, Algorithm]:
+def aggregators(attackers: int) -> dict[str, Algorithm]:
     """Every rule against so many liars, every server rule, every way to weigh, mixtures, and clients' own masks."""
     found = {}
     for rule in RULES:
         mixed, _, name = rule.rpartition("+")
-        combine = zoo.robust_combiner(name, liars, bool(mixed))
-        found[rule] = zoo.fedavg() if rule == "mean" else vary(zoo.fedavg(), combine=combine)
+        aggregate = zoo.robust_aggregator(name, attackers, bool(mixed))
+        found[rule] = zoo.fedavg() if rule == "mean" else vary(zoo.fedavg(), aggregate=aggregate)
     names = ("fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedgma", "scaffold", "feddyn", "fednova")
     found |= {name: zoo.named(name) for name in names}
     found |= {f"fedalign, {align} scores": zoo.fedalign(align=align) for align in ("client", "server")}
-    found["count_mean"] = vary(zoo.fedavg(moves=Moves("masked", partial=True)), combine=count_mean())
-    mixture = zoo.fedavg_crsm(similarity="constant", constant=0.5)
-    return found | {"mixture": mixture, "mixture by CKA": zoo.fedavg_crsm(samples=8)}
+    found["count_mean"] = vary(zoo.fedavg(trainable=Trainable("sparse", partial=True)), aggregate=count_mean())
+    mixing = zoo.fedavg_crsm(similarity="constant", constant=0.5)
+    return found | {"mixture": mixing, "mixture by CKA": zoo.fedavg_crsm(samples=8)}
 
 
 def schema(algorithm: Algorithm) -> Expectation:
@@ -88,7 +88,7 @@ def widened(*args: Any) -> Expectation:
 
 def sent(algorithm: Algorithm, client: int) -> Reply:
     """An honest reply with everything this algorithm asks for."""
-    reply, own = honest(client), schema(algorithm)
+    reply, own = benign(client), schema(algorithm)
     stream = torch.Generator().manual_seed(100 + client)
     sums = {name: torch.randn(field.shape, generator=stream) for name, field in own.sums.items()}
     evidence = {name: torch.randn(field.shape, generator=stream) for name, field in own.evidence.items()}
@@ -131,10 +131,10 @@ def _without(group: str, name: str) -> Spoiler:
 
 
 def _partial(algorithm: Algorithm) -> bool:
-    return algorithm.moves.partial
+    return algorithm.trainable.partial
 
 
-def _judge(algorithm: Algorithm) -> Judge:
+def _judge(algorithm: Algorithm) -> ServerContext:
     return replace(JUDGE, length=PARTS, trained=PARTS) if _partial(algorithm) else JUDGE
 
 
@@ -161,9 +161,9 @@ class Prepared:
 def after(algorithm: Algorithm, arrivals: Sequence[Any]) -> tuple[bytes, list[int]]:
     """The server's state after a round with these replies, as bytes, and who was dropped."""
     state = _state(algorithm)
-    new, _, offences, _ = rounds._clear(algorithm, FEDERATION, state, ORDERS, Prepared(arrivals), _judge(algorithm))
+    new, _, rejections, _ = rounds._clear(algorithm, FEDERATION, state, ORDERS, Prepared(arrivals), _judge(algorithm))
     tensors = [new.vector, *(new.personal[k] for k in sorted(new.personal)), *(new.rule[k] for k in sorted(new.rule))]
-    return b"".join(map(_bytes, tensors)), [offence.client for offence in offences]
+    return b"".join(map(_bytes, tensors)), [rejection.client for rejection in rejections]
 
 
 def _bytes(vector: Tensor) -> bytes:
@@ -209,30 +209,30 @@ def fuzz(
 
 def attempt(target: Target, kinds: Sequence[str], rng: np.random.Generator) -> Counter[str]:
     """One round with a malformed reply of each of these kinds from one client: how many of them were well dropped."""
-    liar = int(rng.integers(6))
-    spoiled = [(liar, target.spoilers[kind](target.replies[liar], rng)) for kind in kinds]
-    arrivals: list[Any] = [*((c, target.replies[c]) for c in range(6) if c != liar), *spoiled]
+    attacker = int(rng.integers(6))
+    spoiled = [(attacker, target.spoilers[kind](target.replies[attacker], rng)) for kind in kinds]
+    arrivals: list[Any] = [*((c, target.replies[c]) for c in range(6) if c != attacker), *spoiled]
     arrivals = [arrivals[i] for i in rng.permutation(len(arrivals))]
-    verdict = _verdict(target, arrivals, liar, len(spoiled))
+    verdict = _verdict(target, arrivals, attacker, len(spoiled))
     found = Counter({"rounds": 1})
     if verdict == "well" or len(spoiled) == 1:
         return found + Counter({"cases": len(spoiled), verdict: len(spoiled)})
-    honest_ones = [arrival for arrival in arrivals if arrival[0] != liar]
+    honest_ones = [arrival for arrival in arrivals if arrival[0] != attacker]
     for one in spoiled:  # who of the crowd it was
-        found += Counter({"rounds": 1, "cases": 1, _verdict(target, [*honest_ones, one], liar, 1): 1})
+        found += Counter({"rounds": 1, "cases": 1, _verdict(target, [*honest_ones, one], attacker, 1): 1})
     if not found.total() - found["rounds"] - found["cases"] - found["well"]:
         found["accepted"] += 1  # each alone is dropped and all together are not
     return found
 
 
-def _verdict(target: Target, arrivals: Sequence[Any], liar: int, spoiled: int) -> str:
+def _verdict(target: Target, arrivals: Sequence[Any], attacker: int, spoiled: int) -> str:
     try:
         model, dropped = after(target.algorithm, arrivals)
     except Exception:
         return "crashed"
-    if dropped == [liar] * spoiled and model == target.clean[liar]:
+    if dropped == [attacker] * spoiled and model == target.clean[attacker]:
         return "well"
-    return "accepted" if dropped.count(liar) < spoiled else "others touched"
+    return "accepted" if dropped.count(attacker) < spoiled else "others touched"
 
 
 def _open_gate(guard: str) -> Callable[..., Any]:

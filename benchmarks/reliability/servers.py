@@ -1,6 +1,6 @@
 """A server that lies in a secure sum: every lie must be refused by the client that is told it, at that very message.
 
-The lies live in tests/test_exchange_secure_sum.py; here each is told many times, to random clients.
+The lies live in tests/unit/privacy/test_secure_sum.py; here each is told many times, to random clients.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.unit.privacy.test_secure_sum import Local, make
+from tests.unit.privacy.test_secure_sum import hostile as lies_about
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.exchange import secure_client, secure_keys
-from fedgraft.exchange.secure_keys import Identity, SecureRefusal
-from fedgraft.exchange.secure_sum import SecureAbort, SecureClient, SecureServer, drive
-from test_exchange_secure_sum import Local, make
-from test_exchange_secure_sum import hostile as lies_about
+from fedgraft.privacy.secagg import client as secure_client
+from fedgraft.privacy.secagg import keys as secure_keys
+from fedgraft.privacy.secagg.keys import Identity, SecureRefusal
+from fedgraft.privacy.secagg.secure_sum import SecureAbort, SecureClient, SecureServer, drive
 
 FAMILIES: dict[str, dict[str, str]] = {
     "both lists": {"the other list afterwards": "consistency"},

@@ -20,10 +20,10 @@ CHILD = """
 import mmap, os, sys
 import torch
 torch.set_num_threads(1)
-from fedgraft.exchange import screening
-from fedgraft.exchange.codecs import VALUES
+from fedgraft.update import validation as screening
+from fedgraft.update.codecs import VALUES
 from dataclasses import replace
-from fedgraft.exchange.screening import Expectation, screen
+from fedgraft.update.validation import Expectation, screen
 from fedgraft.messages import Reply, pack
 
 def resident(field):
@@ -64,13 +64,13 @@ def _header(entries: dict[str, object], plain: dict[str, object] | None = None) 
 
 def _vector(length: int, dtype: str = "F32", width: int = 4, shape: object = None) -> dict[str, object]:
     return {
-        "change/values": {"dtype": dtype, "shape": shape or [length], "data_offsets": [0, width * length]},
+        "update/values": {"dtype": dtype, "shape": shape or [length], "data_offsets": [0, width * length]},
     }
 
 
 def payloads(length: int, limit: int) -> dict[str, Callable[[], Iterator[bytes]]]:
     """Name -> the pieces of one hostile reply; the honest one is first, for comparison."""
-    change: dict[str, object] = {"change": {"codec": "values", "length": length}}
+    update: dict[str, object] = {"update": {"codec": "values", "length": length}}
     zeros = bytes(MEGABYTE)
 
     def body(size: int) -> Iterator[bytes]:
@@ -83,45 +83,45 @@ def payloads(length: int, limit: int) -> dict[str, Callable[[], Iterator[bytes]]
         yield len(inner).to_bytes(8, "little")
         yield inner
 
-    def honest() -> Iterator[bytes]:
-        yield _header(_vector(length), change)
+    def benign() -> Iterator[bytes]:
+        yield _header(_vector(length), update)
         yield from body(4 * length)
 
     def long_honest(times: int) -> Callable[[], Iterator[bytes]]:
         def made() -> Iterator[bytes]:
-            yield _header(_vector(times * length), {"change": {"codec": "values", "length": times * length}})
+            yield _header(_vector(times * length), {"update": {"codec": "values", "length": times * length}})
             yield from body(times * 4 * length)
 
         return made
 
     def declared(entries: dict[str, object], plain: dict[str, object] | None = None) -> Callable[[], Iterator[bytes]]:
         def made() -> Iterator[bytes]:
-            yield _header(entries, plain or change)
+            yield _header(entries, plain or update)
             yield from body(4 * length)
 
         return made
 
     nothing = {"dtype": "F32", "shape": [1 << 40, 1 << 40, 0], "data_offsets": [0, 0]}
-    shared = {f"sums/{i}": dict(_vector(length)["change/values"]) for i in range(50)}  # type: ignore[call-overload]
+    shared = {f"sums/{i}": dict(_vector(length)["update/values"]) for i in range(50)}  # type: ignore[call-overload]
     metrics = {f"m{i}": 0.0 for i in range(3000)}
     return {
-        "honest": honest,
+        "honest": benign,
         "ten times as long": long_honest(10),
         "twice as long": long_honest(2),
         "declared shape of 2^40": declared(_vector(length, shape=[1 << 40])),
-        "declared length of 2^60": declared(_vector(length), {"change": {"codec": "values", "length": 1 << 60}}),
+        "declared length of 2^60": declared(_vector(length), {"update": {"codec": "values", "length": 1 << 60}}),
         "endless nothing": declared(_vector(length) | {"sums/b": nothing}),
         "fifty tensors at one place": declared(_vector(length) | shared),
         "float64 in its place": declared(_vector(length // 2, "F64", 8)),
         "bytes in its place": declared(_vector(4 * length, "U8", 1)),
-        "not finite": lambda: iter([_header(_vector(length), change), b"\xff" * (4 * length)]),
-        "over the norm bound": lambda: iter([_header(_vector(length), change), b"\x7e" * (4 * length)]),
+        "not finite": lambda: iter([_header(_vector(length), update), b"\xff" * (4 * length)]),
+        "over the norm bound": lambda: iter([_header(_vector(length), update), b"\x7e" * (4 * length)]),
         "header of empty lists": lambda: filled(b"[],", limit - 64),
         "header of objects": lambda: filled(b'{"":0},', limit - 64),
         "header of numbers": lambda: filled(b"1.5,", limit - 64),
         "header of brackets": lambda: iter([(limit - 64).to_bytes(8, "little"), b"[" * (limit - 64)]),
         "header length of 2^62": lambda: iter([(1 << 62).to_bytes(8, "little"), zeros]),
-        "thousands of metrics": declared(_vector(length), {**change, "metrics": metrics}),
+        "thousands of metrics": declared(_vector(length), {**update, "metrics": metrics}),
     }
 
 

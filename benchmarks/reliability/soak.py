@@ -25,8 +25,8 @@ import json, os, sys
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from fedgraft.experiment import run as runs
-from fedgraft.experiment.config import load
+from fedgraft.runs import run as runs
+from fedgraft.config.load import load
 
 folder, rounds, leak = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "leak"
 words = ["data.source=digits", "model.name=nano", "engine=batched", "partition.clients=10", "rounds.fraction=0.5",

@@ -1,6 +1,6 @@
 """Secure sums with clients lost at every stage: exact over those who stay, or a clean abort.
 
-The cases live in tests/test_exchange_secure_sum.py; the tests run a few, this runs thousands.
+The cases live in tests/unit/privacy/test_secure_sum.py; the tests run a few, this runs thousands.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+from tests.unit.privacy.test_secure_sum import Local, dropout_cases, is_exact, make
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.exchange.secure_sum import STAGES, SecureServer, drive
-from test_exchange_secure_sum import Local, dropout_cases, is_exact, make
+from fedgraft.privacy.secagg.secure_sum import STAGES, SecureServer, drive
 
 
 def dropouts(scale: float) -> Outcome:

@@ -10,12 +10,13 @@ from unittest import mock
 import numpy as np
 import torch
 from scipy import stats
+from tests.unit.privacy.test_secure_sum import Local, everything, make
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.exchange import secure_client, secure_keys
-from fedgraft.exchange.secure_client import SecureClient
-from fedgraft.exchange.secure_sum import Plan, SecureServer, Segment, drive
-from test_exchange_secure_sum import Local, everything, make
+from fedgraft.privacy.secagg import client as secure_client
+from fedgraft.privacy.secagg import keys as secure_keys
+from fedgraft.privacy.secagg.client import SecureClient
+from fedgraft.privacy.secagg.secure_sum import Plan, SecureServer, Segment, drive
 
 LENGTH = 50_000
 DECLARED = {
@@ -71,7 +72,7 @@ def in_the_clear(seed: int) -> int:
     for u in plan.clients:
         words, progress = local.words(u), local.clients[u].progress
         pieces = [words[i : i + 3].tobytes() for i in range(0, 38, 3)]
-        pieces += [inputs[u]["change"][:4].to(kind).numpy().tobytes() for kind in (torch.float32, torch.float64)]
+        pieces += [inputs[u]["update"][:4].to(kind).numpy().tobytes() for kind in (torch.float32, torch.float64)]
         pieces += [bytes.fromhex(progress.box_key), bytes.fromhex(progress.mask_key), bytes.fromhex(progress.seed)]
         found += sum(piece in held for piece in pieces)
     return found + sum(len(set(data) - DECLARED[stage]) for stage, _, data in local.seen)

@@ -9,59 +9,69 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedgraft.algorithm import Algorithm, Answers, Combiner, Keeps, Mixture, Moves, Observe, Weigher, vary
-    from fedgraft.client import Workplace, handle
-    from fedgraft.combine.server_rules import RoundInfo, ServerRule
+    from fedgraft.aggregate.server_rules import RoundInfo, ServerRule
+    from fedgraft.algorithm import (
+        Aggregator,
+        Algorithm,
+        Answers,
+        ClientState,
+        Mixing,
+        Observe,
+        Trainable,
+        Weighting,
+        vary,
+    )
+    from fedgraft.client import ClientContext, handle
+    from fedgraft.config.load import Config
+    from fedgraft.config.load import load as load_config
     from fedgraft.data.partition import make_partition
     from fedgraft.data.sources import load_dataset
     from fedgraft.edit.space import EditSpace
     from fedgraft.errors import FedgraftError, MissingExtra
-    from fedgraft.experiment.adapted import adapted, evaluate_run, export_run
-    from fedgraft.experiment.build import Setup
-    from fedgraft.experiment.centralized import run_centralized
-    from fedgraft.experiment.config import Config
-    from fedgraft.experiment.config import load as load_config
-    from fedgraft.experiment.record import RunFolder, list_runs
-    from fedgraft.experiment.run import install_head, one_thread, run
     from fedgraft.local.evaluate import evaluate
     from fedgraft.local.train import LocalRule
     from fedgraft.messages import Order, Reply
     from fedgraft.models.backbones import load_network
     from fedgraft.round import Engine, RoundSummary, run_round
+    from fedgraft.runs.adapted import adapted, evaluate_run, export_run
+    from fedgraft.runs.centralized import run_centralized
+    from fedgraft.runs.run import install_head, one_thread, run
+    from fedgraft.runs.run_folder import RunFolder, list_runs
+    from fedgraft.runs.setup import Setup
     from fedgraft.server import Federation, ServerState, start
     from fedgraft.zoo import ZOO, named
 
 _HOMES = {
     "Algorithm": "algorithm",
     "Answers": "algorithm",
-    "Combiner": "algorithm",
-    "Keeps": "algorithm",
-    "Mixture": "algorithm",
-    "Moves": "algorithm",
+    "Aggregator": "algorithm",
+    "ClientState": "algorithm",
+    "Mixing": "algorithm",
+    "Trainable": "algorithm",
     "Observe": "algorithm",
-    "Weigher": "algorithm",
+    "Weighting": "algorithm",
     "vary": "algorithm",
-    "Workplace": "client",
+    "ClientContext": "client",
     "handle": "client",
-    "RoundInfo": "combine.server_rules",
-    "ServerRule": "combine.server_rules",
+    "RoundInfo": "aggregate.server_rules",
+    "ServerRule": "aggregate.server_rules",
     "make_partition": "data.partition",
     "load_dataset": "data.sources",
     "EditSpace": "edit.space",
     "FedgraftError": "errors",
     "MissingExtra": "errors",
-    "adapted": "experiment.adapted",
-    "evaluate_run": "experiment.adapted",
-    "export_run": "experiment.adapted",
-    "Setup": "experiment.build",
-    "run_centralized": "experiment.centralized",
-    "Config": "experiment.config",
-    "load_config": "experiment.config:load",
-    "RunFolder": "experiment.record",
-    "list_runs": "experiment.record",
-    "install_head": "experiment.run",
-    "one_thread": "experiment.run",
-    "run": "experiment.run",
+    "adapted": "runs.adapted",
+    "evaluate_run": "runs.adapted",
+    "export_run": "runs.adapted",
+    "Setup": "runs.setup",
+    "run_centralized": "runs.centralized",
+    "Config": "config.load",
+    "load_config": "config.load:load",
+    "RunFolder": "runs.run_folder",
+    "list_runs": "runs.run_folder",
+    "install_head": "runs.run",
+    "one_thread": "runs.run",
+    "run": "runs.run",
     "evaluate": "local.evaluate",
     "LocalRule": "local.train",
     "Order": "messages",
@@ -80,19 +90,19 @@ _HOMES = {
 
 __all__ = [
     "ZOO",
+    "Aggregator",
     "Algorithm",
     "Answers",
-    "Combiner",
+    "ClientContext",
+    "ClientState",
     "Config",
     "EditSpace",
     "Engine",
     "Federation",
     "FedgraftError",
-    "Keeps",
     "LocalRule",
     "MissingExtra",
-    "Mixture",
-    "Moves",
+    "Mixing",
     "Observe",
     "Order",
     "Reply",
@@ -102,8 +112,8 @@ __all__ = [
     "ServerRule",
     "ServerState",
     "Setup",
-    "Weigher",
-    "Workplace",
+    "Trainable",
+    "Weighting",
     "__version__",
     "adapted",
     "evaluate",

@@ -1,5 +1,5 @@
 """`python -m fedgraft` is the command `fedgraft`."""
 
-from fedgraft.cli import main
+from fedgraft.cli.main import main
 
 main()

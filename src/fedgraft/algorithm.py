@@ -9,20 +9,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedgraft.combine.mean import count_normalised, weighted_mean
-from fedgraft.combine.server_rules import ServerRule, plain
+from fedgraft.aggregate.mean import count_normalised, weighted_mean
+from fedgraft.aggregate.server_rules import ServerRule, plain
 from fedgraft.errors import FedgraftError
-from fedgraft.exchange.codecs import VALUES, Codec
-from fedgraft.exchange.privacy import AdaptiveClip, Mechanism
-from fedgraft.exchange.ring import Segment
-from fedgraft.exchange.secure_sum import weighted_segments
 from fedgraft.local.train import LocalRule
+from fedgraft.privacy.dp import AdaptiveClip, Mechanism
+from fedgraft.privacy.secagg.ring import Segment
+from fedgraft.privacy.secagg.secure_sum import weighted_segments
+from fedgraft.update.codecs import VALUES, Codec
 
-MoveKind = Literal["everything", "head", "body", "last_blocks", "masked", "lora"]
+MoveKind = Literal["everything", "head", "body", "last_blocks", "sparse", "lora"]
 
 
 @dataclass(frozen=True)
-class Moves:
+class Trainable:
     """What may change. `head_too` lets the head train along with a mask, low-rank factors or last blocks."""
 
     kind: MoveKind = "everything"
@@ -44,7 +44,7 @@ class Answers:
     clients: tuple[int, ...]
     examples: Tensor
     """float64 (m,)."""
-    changes: Sequence[Tensor]
+    updates: Sequence[Tensor]
     """m vectors over the edit space."""
     scalars: Sequence[Mapping[str, float]] = ()
     evidence: Sequence[Mapping[str, Tensor]] = ()
@@ -71,7 +71,7 @@ class Observe:
 
 
 @dataclass(frozen=True)
-class Weigher:
+class Weighting:
     """How much each client counts: `weights(answers)` -> float64 (m,), not necessarily normalised."""
 
     name: str
@@ -86,17 +86,17 @@ class Weigher:
 
 
 @dataclass(frozen=True)
-class Combiner:
+class Aggregator:
     """One model for all: `change(answers, weights)` -> one vector."""
 
     name: str
-    change: Callable[[Answers, Tensor], Tensor]
+    update: Callable[[Answers, Tensor], Tensor]
     linear: bool = True
     """A weighted sum, which a secure sum can carry; robust rules need each change by itself."""
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixing:
     """One model per client: rows of a similarity matrix say how the bodies are mixed."""
 
     name: str
@@ -110,7 +110,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Keeps:
+class ClientState:
     """What a client keeps to itself between rounds.
 
     `head`: a private head trained jointly (FedPer) or before the body (`alternate`, FedRep). `model`: a second,
@@ -140,38 +140,38 @@ class Privacy:
 class Protection:
     """Who may see what: `clear` (the server sees every change) or `secure` (only the sum over those who stay)."""
 
-    kind: Literal["clear", "secure", "zero_sum_demo"] = "clear"
+    aggregation: Literal["clear", "secure", "zero_sum_demo"] = "clear"
     limit: float = 1.0
     """Largest absolute value of a coordinate inside the secure sum; what is beyond is cut."""
     threshold: int | None = None
     """Shares needed to open a lost client's masks; None: two thirds of the holders."""
     degree: int | None = None
     """Neighbours of a client in large cohorts; None: everyone."""
-    privacy: Privacy | None = None
+    dp: Privacy | None = None
 
 
-def by_examples() -> Weigher:
+def by_examples() -> Weighting:
     """Weights in proportion to the number of examples, normalised over those who answered."""
-    return Weigher("examples", lambda answers: answers.examples, own=lambda share, scalars: share)
+    return Weighting("examples", lambda answers: answers.examples, own=lambda share, scalars: share)
 
 
-def uniform() -> Weigher:
+def uniform() -> Weighting:
     """Every client counts the same."""
-    return Weigher("uniform", lambda answers: torch.ones_like(answers.examples), own=lambda share, s: 1.0)
+    return Weighting("uniform", lambda answers: torch.ones_like(answers.examples), own=lambda share, s: 1.0)
 
 
-def mean() -> Combiner:
+def mean() -> Aggregator:
     """The weighted mean of the changes."""
-    return Combiner("mean", lambda answers, weights: weighted_mean(answers.changes, weights))
+    return Aggregator("mean", lambda answers, weights: weighted_mean(answers.updates, weights))
 
 
-def count_mean() -> Combiner:
+def count_mean() -> Aggregator:
     """Under per-client masks: each coordinate averaged over those clients that may move it."""
 
-    def change(answers: Answers, weights: Tensor) -> Tensor:
-        return count_normalised(answers.changes, answers.active, weights)
+    def update(answers: Answers, weights: Tensor) -> Tensor:
+        return count_normalised(answers.updates, answers.active, weights)
 
-    return Combiner("count_mean", change, linear=False)
+    return Aggregator("count_mean", update, linear=False)
 
 
 @dataclass(frozen=True)
@@ -179,15 +179,15 @@ class Algorithm:
     """The choices that make a federated algorithm. Built once, checked once, never changed."""
 
     name: str
-    moves: Moves = field(default_factory=Moves)
+    trainable: Trainable = field(default_factory=Trainable)
     local: LocalRule = field(default_factory=LocalRule)
     sends: Codec = VALUES
-    weigh: Weigher = field(default_factory=by_examples)
-    combine: Combiner | Mixture = field(default_factory=mean)
+    weighting: Weighting = field(default_factory=by_examples)
+    aggregate: Aggregator | Mixing = field(default_factory=mean)
     server: ServerRule = field(default_factory=plain)
-    protects: Protection = field(default_factory=Protection)
-    keeps: Keeps = field(default_factory=Keeps)
-    scaled_by_reach: bool = False
+    privacy: Protection = field(default_factory=Protection)
+    client_state: ClientState = field(default_factory=ClientState)
+    normalised: bool = False
     """FedNova: the client divides its change by its own reach and reports the reach."""
 
     def __post_init__(self) -> None:
@@ -198,122 +198,122 @@ class Algorithm:
     @property
     def wants(self) -> tuple[Observe, ...]:
         """Every observation clients are asked for."""
-        return (*self.weigh.wants, *(self.combine.wants if isinstance(self.combine, Mixture) else ()))
+        return (*self.weighting.wants, *(self.aggregate.wants if isinstance(self.aggregate, Mixing) else ()))
 
 
 def secure_segments(algorithm: Algorithm, length: int, trained: int) -> tuple[Segment, ...]:
     """The layout of the secure sum of this algorithm: the weighted change, the weight, what else is summed."""
-    limit = algorithm.protects.limit
+    limit = algorithm.privacy.limit
     # Control variates have the size of gradients, not of changes.
     sums = dict.fromkeys(algorithm.local.correction.sends, (trained, 64 * limit))
-    scalars = {"tau": 1e4} if algorithm.scaled_by_reach else {}
-    if algorithm.protects.privacy is not None and algorithm.protects.privacy.adaptive is not None:
+    scalars = {"tau": 1e4} if algorithm.normalised else {}
+    if algorithm.privacy.dp is not None and algorithm.privacy.dp.adaptive is not None:
         scalars["within"] = 1.0
     return weighted_segments(length, limit, sums, scalars)
 
 
-def vary(algorithm: Algorithm, **changes: Any) -> Algorithm:
+def vary(algorithm: Algorithm, **updates: Any) -> Algorithm:
     """The same algorithm with some slots replaced; keys of the local rule may be given directly."""
-    local = {key: changes.pop(key) for key in list(changes) if key in LocalRule.__dataclass_fields__}
+    local = {key: updates.pop(key) for key in list(updates) if key in LocalRule.__dataclass_fields__}
     if local:
-        changes["local"] = replace(changes.get("local", algorithm.local), **local)
-    return replace(algorithm, **changes)
+        updates["local"] = replace(updates.get("local", algorithm.local), **local)
+    return replace(algorithm, **updates)
 
 
 def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
     """Each rule: is it broken, and one sentence why it is one."""
-    hidden = a.protects.kind != "clear"
-    private = a.protects.privacy is not None
-    mixture = isinstance(a.combine, Mixture)
-    reach = a.local.optimizer.reach
-    head_only = a.moves.kind == "head"
+    hidden = a.privacy.aggregation != "clear"
+    private = a.privacy.dp is not None
+    mixing = isinstance(a.aggregate, Mixing)
+    effective_steps = a.local.optimizer.effective_steps
+    head_only = a.trainable.kind == "head"
     return [
         (
-            hidden and isinstance(a.combine, Combiner) and not a.combine.linear,
-            f"a secure sum shows the server only the sum, and {a.combine.name} needs each client's change; "
-            "choose protects.kind='clear' or algorithm.robust='mean'.",
+            hidden and isinstance(a.aggregate, Aggregator) and not a.aggregate.linear,
+            f"a secure sum shows the server only the sum, and {a.aggregate.name} needs each client's change; "
+            "choose privacy.aggregation='clear' or algorithm.robust='mean'.",
         ),
         (
-            hidden and mixture,
+            hidden and mixing,
             "a similarity mixture under a secure sum protects nothing, because the server can solve the known mixing "
-            "matrix for every model; choose protects.kind='clear'.",
+            "matrix for every model; choose privacy.aggregation='clear'.",
         ),
         (
-            hidden and a.weigh.own is None,
-            f"the server computes the weights '{a.weigh.name}' from each change, which a secure sum hides; let the "
+            hidden and a.weighting.own is None,
+            f"the server computes the weights '{a.weighting.name}' from each change, which a secure sum hides; let the "
             "client compute its own score (algorithm.align='client').",
         ),
         (
             hidden and any(wanted.evidence for wanted in a.wants),
-            "clients would show the server tensors of their own beside a secure sum; choose protects.kind='clear'.",
+            "clients would show the server tensors of their own beside a secure sum; choose privacy.aggregation='clear'.",
         ),
         (
             hidden and a.server.name == "fedgma",
-            "FedGMA needs the signs of each client's change, which a secure sum hides; choose protects.kind='clear'.",
+            "FedGMA needs the signs of each client's change, which a secure sum hides; choose privacy.aggregation='clear'.",
         ),
         (
-            hidden and a.moves.partial,
+            hidden and a.trainable.partial,
             "clients that move different coordinates cannot share one secure sum; use one common mask "
-            "(moves.mask.per_client=false).",
+            "(trainable.sparse.per_client=false).",
         ),
         (
-            a.protects.kind == "zero_sum_demo" and bool(a.local.correction.sends),
-            f"the zero-sum demo sums one vector, and {a.local.correction.name} sends two; use protects.kind='secure'.",
+            a.privacy.aggregation == "zero_sum_demo" and bool(a.local.correction.sends),
+            f"the zero-sum demo sums one vector, and {a.local.correction.name} sends two; use privacy.aggregation='secure'.",
         ),
         (
             hidden and a.sends.name != "values",
             f"a secure sum has its own fixed-point encoding, so the codec {a.sends.name} cannot be used with it.",
         ),
         (
-            a.local.correction.needs_reach and reach is None,
+            a.local.correction.needs_effective_steps and effective_steps is None,
             f"{a.local.correction.name} needs to know how far a gradient moves the model, which "
             f"{a.local.optimizer.name} with these options does not say; use sgdm without dampening.",
         ),
         (
-            a.scaled_by_reach and reach is None,
+            a.normalised and effective_steps is None,
             f"normalised averaging needs a known displacement per step; use sgdm, not {a.local.optimizer.name}.",
         ),
         (
-            a.weigh.needs_moving_body and head_only,
+            a.weighting.needs_moving_body and head_only,
             "alignment compares hidden layers, and with a frozen body they are all equal, so this would be FedAvg; "
             "let the body move or weigh by examples.",
         ),
         (
-            mixture and a.server.name != "plain",
+            mixing and a.server.name != "plain",
             f"with one model per client there is no common step for the server rule {a.server.name}; use plain.",
         ),
         (
-            a.keeps.kind == "head" and head_only,
+            a.client_state.kind == "head" and head_only,
             "the head cannot be both the part that is shared and the part that each client keeps; "
-            "set moves.kind='body'.",
+            "set trainable.kind='body'.",
         ),
         (
-            mixture and bool(a.local.correction.receives),
+            mixing and bool(a.local.correction.receives),
             f"{a.local.correction.name} corrects towards one common model, and a mixture has one per client.",
         ),
         (
-            a.moves.partial and (mixture or a.sends.name.startswith("top_k") or a.keeps.kind != "nothing"),
+            a.trainable.partial and (mixing or a.sends.name.startswith("top_k") or a.client_state.kind != "nothing"),
             "clients that move other coordinates each round cannot be mixed, keep private parts or send top-k.",
         ),
         (
-            a.moves.partial and bool(a.local.correction.receives or a.local.correction.name == "dynamic"),
+            a.trainable.partial and bool(a.local.correction.receives or a.local.correction.name == "dynamic"),
             f"{a.local.correction.name} remembers a vector over one fixed set of coordinates; here it changes.",
         ),
         (
-            a.moves.needs_each and (hidden or mixture or a.server.name != "plain"),
+            a.trainable.needs_each and (hidden or mixing or a.server.name != "plain"),
             "stacked and exact low-rank averaging multiply each client's factors; use clear sums and the plain "
-            "server rule, or moves.lora.aggregate='frozen_a'.",
+            "server rule, or trainable.lora.aggregate='frozen_a'.",
         ),
         (
-            private and not (isinstance(a.combine, Combiner) and a.combine.name == "mean"),
-            f"the privacy account covers a clipped sum with noise, and {a.combine.name} is something else.",
+            private and not (isinstance(a.aggregate, Aggregator) and a.aggregate.name == "mean"),
+            f"the privacy account covers a clipped sum with noise, and {a.aggregate.name} is something else.",
         ),
         (
-            private and bool(a.local.correction.sends or a.wants or a.scaled_by_reach or a.sends.name != "values"),
+            private and bool(a.local.correction.sends or a.wants or a.normalised or a.sends.name != "values"),
             "under privacy a client sends its clipped change and nothing else; choose a plainer algorithm and codec.",
         ),
         (
-            private and (mixture or a.weigh.name != "uniform"),
+            private and (mixing or a.weighting.name != "uniform"),
             "the privacy account needs every client to count at most once: use uniform weights and one common model.",
         ),
     ]

@@ -14,42 +14,54 @@ import numpy as np
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, secure_segments
+from fedgraft.context import ClientContext, ClientMemory, answer, give_stream, vector_of
 from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.errors import FedgraftError
-from fedgraft.exchange.privacy import clip
-from fedgraft.exchange.ring import Unfit
-from fedgraft.exchange.secure_client import as_tensor
-from fedgraft.exchange.secure_sum import STAGES, Identity, Plan, SecureClient, SecureRefusal, series, weighted_input
 from fedgraft.local.corrections import Correction, proximal
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.local.train import LocalRule, Trained, train
 from fedgraft.messages import Order, Reply, as_bytes, unpack_bits
-from fedgraft.observe import OBSERVATIONS, count, head_gradient, own_mask, sensitivity, statistics, sum_segments
+from fedgraft.observe import OBSERVATIONS, count, fisher_scores, head_gradient, own_mask, statistics, sum_segments
+from fedgraft.privacy.dp import clip
+from fedgraft.privacy.secagg.client import as_tensor
+from fedgraft.privacy.secagg.ring import Unfit
+from fedgraft.privacy.secagg.secure_sum import (
+    STAGES,
+    Identity,
+    Plan,
+    SecureClient,
+    SecureRefusal,
+    series,
+    weighted_input,
+)
 from fedgraft.randomness import torch_stream
-from fedgraft.workplace import Memory, Workplace, answer, give_stream, vector_of
 
 log = logging.getLogger("fedgraft")
 
-__all__ = ["ACTIONS", "Memory", "Workplace", "give_stream", "handle"]
+__all__ = ["ACTIONS", "ClientContext", "ClientMemory", "give_stream", "handle"]
 
 
-def handle(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def handle(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """Carry out one order. Pure in (order, data, memory): the same input gives the same bytes anywhere."""
     action = ACTIONS.get(order.action)
     if action is None:
         raise FedgraftError(f"client {order.client} was asked for {order.action!r}; it knows {sorted(ACTIONS)}")
     what = str(order.settings.get("sums", order.action))  # a secure sum draws what the same work in the clear draws
-    give_stream(place.network, torch_stream(place.seed, "layers", what, order.round, order.client))
-    return action(order, algorithm, place, memory)
+    give_stream(context.network, torch_stream(context.seed, "layers", what, order.round, order.client))
+    return action(order, algorithm, context, memory)
 
 
-def _fit(order: Order, place: Workplace, bound: Bound, rule: LocalRule, memory: Memory, purpose: str) -> Trained:
+def _fit(
+    order: Order, context: ClientContext, bound: Bound, rule: LocalRule, memory: ClientMemory, purpose: str
+) -> Trained:
     """Train what is bound on this client's rows, with generators that belong to (round, client, purpose)."""
     where = (purpose, order.round, order.client)
     lr = float(order.settings["lr"])
     return train(
-        place.network, bound, place.examples, place.rows(order.client), rule, lambda step: lr,
-        torch_stream(place.seed, "shuffle", *where), torch_stream(place.seed, "augment", *where),
+        context.network, bound, context.examples, context.rows(order.client), rule, lambda step: lr,
+        torch_stream(context.seed, "shuffle", *where), torch_stream(context.seed, "augment", *where),
         order.auxiliary, memory,
     )  # fmt: skip
 
@@ -58,80 +70,84 @@ def _fit(order: Order, place: Workplace, bound: Bound, rule: LocalRule, memory: 
 class Outcome:
     """What local training gives, before it is encoded in one way or the other."""
 
-    change: Tensor
+    update: Tensor
     result: Trained
     scalars: Mapping[str, float]
     evidence: Mapping[str, Tensor]
     memory: dict[str, Tensor]
 
 
-def _outcome(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> Outcome:
+def _outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Outcome:
     """Train locally from the order's vector and make the observations that were asked for."""
     start = vector_of(order)
     kept = dict(memory)
-    if place.private is not None:
-        values, result = _train_with_private_part(order, algorithm, place, kept)
-        change = values - start
+    if context.private is not None:
+        values, result = _train_with_private_part(order, algorithm, context, kept)
+        update = values - start
     elif "active" in order.auxiliary:
-        change, result = _train_active(order, algorithm, place)
+        update, result = _train_active(order, algorithm, context)
     else:
-        bound = place.bind(place.space)
+        bound = context.bind(context.space)
         bound.load(start)
-        result = _fit(order, place, bound, algorithm.local, memory, "train")
-        change = (bound.values.cpu() - start)[: place.sent]
+        result = _fit(order, context, bound, algorithm.local, memory, "train")
+        update = (bound.values.cpu() - start)[: context.sent]
     kept |= result.closing.memory
     scalars: dict[str, float] = {}
-    if algorithm.scaled_by_reach:
-        change /= result.reach
-        scalars["tau"] = result.reach
+    if algorithm.normalised:
+        update /= result.effective_steps
+        scalars["tau"] = result.effective_steps
     evidence: dict[str, Tensor] = {}
     for wanted in algorithm.wants:
-        numbers, tensors = OBSERVATIONS[wanted.name](wanted, order, place)
+        numbers, tensors = OBSERVATIONS[wanted.name](wanted, order, context)
         scalars |= numbers
         evidence |= tensors
-    if algorithm.keeps.kind == "model":
-        kept["personal"] = _train_personal(order, algorithm, place, memory)
-    privacy = algorithm.protects.privacy
+    if algorithm.client_state.kind == "model":
+        kept["personal"] = _train_personal(order, algorithm, context, memory)
+    privacy = algorithm.privacy.dp
     if privacy is not None:
-        change, within = clip(change, float(order.settings["clip"]))
+        update, within = clip(update, float(order.settings["clip"]))
         if privacy.adaptive is not None:
             scalars["within"] = float(within)
-    return Outcome(change, result, scalars, evidence, kept)
+    return Outcome(update, result, scalars, evidence, kept)
 
 
-def _train(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def _train(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """Answer with the encoded change."""
-    done = _outcome(order, algorithm, place, memory)
-    stream = torch_stream(place.seed, "encode", order.round, order.client)
+    done = _outcome(order, algorithm, context, memory)
+    stream = torch_stream(context.seed, "encode", order.round, order.client)
     reply = replace(
-        answer(order, place),
-        change=algorithm.sends.encode(done.change, stream, done.memory),
+        answer(order, context),
+        update=algorithm.sends.encode(done.update, stream, done.memory),
         sums=done.result.closing.sums,
         scalars=done.scalars,
         evidence=done.evidence,
         # Losses are not part of the privacy account, so a private client keeps them to itself.
-        metrics={} if algorithm.protects.privacy else {"loss": done.result.loss, "steps": float(done.result.steps)},
+        metrics={} if algorithm.privacy.dp else {"loss": done.result.loss, "steps": float(done.result.steps)},
     )
     return reply, done.memory
 
 
-def _secure(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def _secure(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """One stage of the secure sum. The work is done when it is time to mask; nothing of it leaves in the clear."""
     stage = order.action.partition(".")[2]
     kept = {name: t for name, t in memory.items() if name not in {"secure.state", "secure.plan"}}
     evidence: dict[str, Tensor] = {}
     try:
-        peer = _peer(stage, order, algorithm, place, memory)
+        peer = _peer(stage, order, algorithm, context, memory)
         data = {key.removeprefix("data:"): t for key, t in order.auxiliary.items() if key.startswith("data:")}
 
-        def words() -> np.ndarray:
-            values, after = _summand(order, algorithm, place, memory)
+        def masked_words() -> np.ndarray:
+            values, after = _summand(order, algorithm, context, memory)
             kept.update({name: t for name, t in after.items() if name not in {"secure.state", "secure.plan"}})
-            stream = torch_stream(place.seed, "secure rounding", order.round, order.client)
+            stream = torch_stream(context.seed, "secure rounding", order.round, order.client)
             return peer.plan.ring.encode(values, stream)
 
         try:
-            evidence = peer.answer(stage, data, words if stage == "masked" else None)
+            evidence = peer.answer(stage, data, masked_words if stage == "masked" else None)
         finally:  # whoever refuses remembers it, and stays out of this sum
             kept["identity"] = as_tensor(peer.identity.to_bytes())
             if stage != "unmask":  # after that the round's keys have done their work
@@ -141,12 +157,12 @@ def _secure(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory
     return Reply(order.run, order.round, order.client, order.space, 0, evidence=evidence), kept
 
 
-def _peer(stage: str, order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> SecureClient:
+def _peer(stage: str, order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> SecureClient:
     """This client as it stands at the beginning of a stage."""
     identity = Identity.from_bytes(as_bytes(memory["identity"])) if "identity" in memory else Identity.fresh()
     if stage == "keys":
         plan = Plan.from_bytes(as_bytes(order.auxiliary["plan"]))
-        check_plan(plan, order, algorithm, place)
+        check_plan(plan, order, algorithm, context)
         return SecureClient(plan, order.client, identity)
     if "secure.state" not in memory:
         raise SecureRefusal(f"the stage {stage!r} of a secure sum was asked for before it began")
@@ -154,76 +170,80 @@ def _peer(stage: str, order: Order, algorithm: Algorithm, place: Workplace, memo
     return SecureClient.resume(plan, order.client, identity, as_bytes(memory["secure.state"]))
 
 
-def _summand(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[dict[str, Tensor], Memory]:
+def _summand(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[dict[str, Tensor], ClientMemory]:
     """What this client adds to the secure sum: its weighted change, or the sums that the order asks for."""
     action = str(order.settings["sums"])
     if action != "train":
-        reply, after = ACTIONS[action](replace(order, action=action), algorithm, place, memory)
+        reply, after = ACTIONS[action](replace(order, action=action), algorithm, context, memory)
         return dict(reply.sums), after
-    done = _outcome(order, algorithm, place, memory)
-    assert algorithm.weigh.own is not None
-    share = min(1.0, len(place.rows(order.client)) / float(order.settings["largest"]))
-    weight = min(1.0, max(0.0, algorithm.weigh.own(share, done.scalars)))
+    done = _outcome(order, algorithm, context, memory)
+    assert algorithm.weighting.own is not None
+    share = min(1.0, len(context.rows(order.client)) / float(order.settings["largest"]))
+    weight = min(1.0, max(0.0, algorithm.weighting.own(share, done.scalars)))
     sent = {name: done.scalars[name] for name in ("tau", "within") if name in done.scalars}
-    return weighted_input(done.change, weight, done.result.closing.sums, sent), done.memory
+    return weighted_input(done.update, weight, done.result.closing.sums, sent), done.memory
 
 
-def check_plan(plan: Plan, order: Order, algorithm: Algorithm, place: Workplace) -> None:
+def check_plan(plan: Plan, order: Order, algorithm: Algorithm, context: ClientContext) -> None:
     """A client takes part only in the sum that its own order describes, and in none that is not made for hiding."""
     action = str(order.settings["sums"])
     if action == "train":
-        segments = secure_segments(algorithm, place.sent, place.space.trained)
+        segments = secure_segments(algorithm, context.sent, context.space.trained)
     else:
-        segments = sum_segments(action, place.network, order.settings)
+        segments = sum_segments(action, context.network, order.settings)
     if (plan.run, plan.round, plan.segments) != (series(order.run, action), order.round, segments):
         raise SecureRefusal(f"client {order.client}: the plan of the secure sum is not that of round {order.round}")
 
 
-def _train_active(order: Order, algorithm: Algorithm, place: Workplace) -> tuple[Tensor, Trained]:
+def _train_active(order: Order, algorithm: Algorithm, context: ClientContext) -> tuple[Tensor, Trained]:
     """Train only the coordinates that the order marks as active; the change covers just these."""
-    active = unpack_bits(order.auxiliary["active"], place.space.trained)
-    place.release()
-    place.space.scatter(vector_of(order), place.network)
-    bound = place.bind(place.space.restrict(active))
+    active = unpack_bits(order.auxiliary["active"], context.space.trained)
+    context.release()
+    context.space.scatter(vector_of(order), context.network)
+    bound = context.bind(context.space.restrict(active))
     start = bound.values.clone()
-    result = _fit(order, place, bound, algorithm.local, {}, "train")
+    result = _fit(order, context, bound, algorithm.local, {}, "train")
     return (bound.values - start).cpu(), result
 
 
 def _train_with_private_part(
-    order: Order, algorithm: Algorithm, place: Workplace, kept: dict[str, Tensor]
+    order: Order, algorithm: Algorithm, context: ClientContext, kept: dict[str, Tensor]
 ) -> tuple[Tensor, Trained]:
     """FedPer trains the shared and the private part together; FedRep the private part first, then the shared one."""
-    assert place.private is not None
-    place.space.scatter(vector_of(order), place.network)
-    own = kept.get("private", place.private_start)
+    assert context.private is not None
+    context.space.scatter(vector_of(order), context.network)
+    own = kept.get("private", context.private_start)
     assert own is not None
-    place.private.scatter(own, place.network)
-    if algorithm.keeps.alternate:
-        bound = place.bind(place.private)
+    context.private.scatter(own, context.network)
+    if algorithm.client_state.alternate:
+        bound = context.bind(context.private)
         bound.load(own)
-        _fit(order, place, bound, algorithm.local, {}, "private")
+        _fit(order, context, bound, algorithm.local, {}, "private")
         kept["private"] = bound.values.clone().cpu()
-        bound = place.bind(place.space)
+        bound = context.bind(context.space)
         bound.load(vector_of(order))
-        result = _fit(order, place, bound, algorithm.local, kept, "train")
+        result = _fit(order, context, bound, algorithm.local, kept, "train")
         return bound.values.cpu(), result
-    joint = EditSpace((*place.space.parts, *place.private.parts), (*place.space.buffers, *place.private.buffers))
-    values = joint.gather(place.network)
-    bound = place.bind(joint)
+    joint = EditSpace(
+        (*context.space.parts, *context.private.parts), (*context.space.buffers, *context.private.buffers)
+    )
+    values = joint.gather(context.network)
+    bound = context.bind(joint)
     bound.load(values)
-    result = _fit(order, place, bound, algorithm.local, kept, "train")
-    kept["private"] = place.private.gather(place.network)
-    return place.space.gather(place.network), result
+    result = _fit(order, context, bound, algorithm.local, kept, "train")
+    kept["private"] = context.private.gather(context.network)
+    return context.space.gather(context.network), result
 
 
-def _train_personal(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> Tensor:
+def _train_personal(order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Tensor:
     """Ditto: a second model of one's own, pulled towards the common one with strength λ."""
     common = vector_of(order)
-    bound = place.bind(place.space)
+    bound = context.bind(context.space)
     bound.load(memory.get("personal", common))
-    rule = replace(algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.keeps.pull))
-    _fit(order, place, bound, rule, {}, "personal")
+    rule = replace(algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.client_state.pull))
+    _fit(order, context, bound, rule, {}, "personal")
     return bound.values.clone().cpu()
 
 
@@ -233,26 +253,28 @@ def proximal_to(anchor: Tensor, pull: float) -> Correction:
     return replace(correction, prepare=lambda start, auxiliary, memory: {"start": anchor})
 
 
-def _evaluate(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def _evaluate(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """Measure the order's model, or the client's own, on the client's test rows, before and after fine-tuning."""
-    if place.tests is None or place.test_rows is None:
+    if context.tests is None or context.test_rows is None:
         raise FedgraftError(f"client {order.client} has no test rows of its own to evaluate on")
-    rows = place.test_rows(order.client)
-    vector = memory.get("personal", vector_of(order)) if algorithm.keeps.kind == "model" else vector_of(order)
-    place.space.scatter(vector, place.network)
-    if place.private is not None:
-        own = memory.get("private", place.private_start)
+    rows = context.test_rows(order.client)
+    vector = memory.get("personal", vector_of(order)) if algorithm.client_state.kind == "model" else vector_of(order)
+    context.space.scatter(vector, context.network)
+    if context.private is not None:
+        own = memory.get("private", context.private_start)
         assert own is not None
-        place.private.scatter(own, place.network)
-    before = evaluate(place.network, place.tests, rows)
+        context.private.scatter(own, context.network)
+    before = evaluate(context.network, context.tests, rows)
     metrics = {"loss": before.loss, "accuracy": before.accuracy, "count": float(len(rows))}
     if order.settings.get("finetune_epochs"):
-        after = _finetuned(order, place, rows)
+        after = _finetuned(order, context, rows)
         metrics |= {"finetuned_loss": after.loss, "finetuned_accuracy": after.accuracy}
-    return replace(answer(order, place), metrics=metrics), memory
+    return replace(answer(order, context), metrics=metrics), memory
 
 
-def _finetuned(order: Order, place: Workplace, rows: Tensor) -> Evaluation:
+def _finetuned(order: Order, context: ClientContext, rows: Tensor) -> Evaluation:
     """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
     part = str(order.settings.get("finetune_part", "both"))
     names = {
@@ -260,25 +282,25 @@ def _finetuned(order: Order, place: Workplace, rows: Tensor) -> Evaluation:
         "body": lambda n: not n.startswith("head."),
         "both": lambda n: True,
     }
-    space = select(place.network, names[part])
-    saved = space.gather(place.network)
-    bound = place.bind(space)
+    space = select(context.network, names[part])
+    saved = space.gather(context.network)
+    bound = context.bind(space)
     rule = LocalRule(int(order.settings["finetune_epochs"]), "epochs", int(order.settings.get("finetune_batch", 50)))
     order = replace(order, settings={**order.settings, "lr": order.settings.get("finetune_lr", 1e-3)}, auxiliary={})
-    _fit(order, place, bound, rule, {}, "finetune")
-    assert place.tests is not None
-    result = evaluate(place.network, place.tests, rows)
-    space.scatter(saved, place.network)
+    _fit(order, context, bound, rule, {}, "finetune")
+    assert context.tests is not None
+    result = evaluate(context.network, context.tests, rows)
+    space.scatter(saved, context.network)
     return result
 
 
-ACTIONS: dict[str, Callable[[Order, Algorithm, Workplace, Memory], tuple[Reply, Memory]]] = {
+ACTIONS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {
     "train": _train,
     "evaluate": _evaluate,
     "statistics": statistics,
     "head_gradient": head_gradient,
     "count": count,
-    "sensitivity": sensitivity,
+    "fisher_scores": fisher_scores,
     "own_mask": own_mask,
     **{f"secure.{stage}": _secure for stage in STAGES},
 }

@@ -45,7 +45,7 @@ class Order:
     round: int
     client: int
     action: str
-    """`train`, `evaluate`, `statistics`, `sensitivity`, `secure.*`: a name in the client's table of actions."""
+    """`train`, `evaluate`, `statistics`, `fisher_scores`, `secure.*`: a name in the client's table of actions."""
     space: str = ""
     """Digest of the edit space that `vector` and the answer's `change` are coordinates of."""
     vector: Tensor | None = None
@@ -64,7 +64,7 @@ class Reply:
     client: int
     space: str = ""
     examples: int = 0
-    change: Payload | None = None
+    update: Payload | None = None
     """Encoded difference to the vector of the order; summed with weights."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Auxiliary vectors; summed without weights."""
@@ -132,7 +132,7 @@ def wire_size(message: Order | Reply) -> int:
     return 8 + len(header) + body
 
 
-def _entry(name: str, entry: Any, body: memoryview, place: int) -> Tensor:
+def _entry(name: str, entry: Any, body: memoryview, context: int) -> Tensor:
     """One tensor of the header, checked against the bytes that are really there before anything is allocated."""
     try:
         dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
@@ -141,7 +141,7 @@ def _entry(name: str, entry: Any, body: memoryview, place: int) -> Tensor:
     if not (isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 8):
         raise BadMessage(f"message field {name!r} has a malformed shape")
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
-    if not (type(begin) is int and type(end) is int and place == begin <= end <= len(body) and end - begin == size):
+    if not (type(begin) is int and type(end) is int and context == begin <= end <= len(body) and end - begin == size):
         raise BadMessage(f"message field {name!r} does not fit its bytes")
     if size == 0:
         return torch.empty(shape, dtype=dtype)
@@ -163,10 +163,10 @@ def unpack(kind: type[M], data: bytes | bytearray | memoryview, limit: int | Non
         plain = json.loads(entries.pop("__metadata__")["fedgraft"])
         if plain.pop("kind") != kind.__name__:
             raise BadMessage(f"message is not a {kind.__name__}")
-        tensors, body, place = {}, view[8 + length :], 0
+        tensors, body, context = {}, view[8 + length :], 0
         for name, entry in entries.items():  # one after the other: no byte is used twice, none is left over
-            tensors[name], place = _entry(name, entry, body, place), entry["data_offsets"][1]
-        if place != len(body):
+            tensors[name], context = _entry(name, entry, body, context), entry["data_offsets"][1]
+        if context != len(body):
             raise BadMessage("message has bytes that belong to no field")
         return _join(kind, plain, tensors)
     except BadMessage:
@@ -184,8 +184,8 @@ def _join(kind: type[M], plain: dict[str, Any], tensors: dict[str, Tensor]) -> M
             groups.setdefault(group, {})[key] = tensor
         else:
             values[group] = tensor
-    if "change" in plain:
-        values["change"] = Payload(plain["change"]["codec"], plain["change"]["length"], groups.pop("change", {}))
+    if "update" in plain:
+        values["update"] = Payload(plain["update"]["codec"], plain["update"]["length"], groups.pop("update", {}))
     everything: dict[str, Any] = {**values, **groups}
     message = kind(**everything)
     _check_types(message)
@@ -209,8 +209,8 @@ def _check_types(message: Order | Reply) -> None:
         raise BadMessage("message carries a tensor that is not one")
     if not all(isinstance(v, allowed) for group in numbers for v in group.values()):
         raise BadMessage("message carries a number that is not one")
-    if isinstance(message, Reply) and message.change is not None:
-        payload = message.change
+    if isinstance(message, Reply) and message.update is not None:
+        payload = message.update
         if type(payload.codec) is not str or type(payload.length) is not int or payload.length < 0:
             raise BadMessage("message carries a malformed payload")
 

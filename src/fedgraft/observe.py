@@ -13,17 +13,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
 from fedgraft.algorithm import Algorithm, Observe
-from fedgraft.contracts import Examples, Network
+from fedgraft.context import ClientContext, ClientMemory, answer, features, vector_of
 from fedgraft.edit.fisher import ESTIMATORS, Scores
 from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
-from fedgraft.exchange.ring import Segment
 from fedgraft.local.evaluate import evaluate
 from fedgraft.messages import Order, Reply, Scalar
+from fedgraft.privacy.secagg.ring import Segment
+from fedgraft.protocols import Examples, Network
 from fedgraft.randomness import torch_stream
-from fedgraft.weigh.similarity import svcca_basis, svcca_of_bases
-from fedgraft.workplace import Memory, Workplace, answer, features, vector_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
         return {"gram": linear(side, side), "cross": linear(side, classes)}
     if action == "head_gradient":
         return {"gradient": linear(classes, side), "loss": linear(1), "count": linear(1)}
-    if action == "sensitivity":
+    if action == "fisher_scores":
         names = set(str(settings["names"]).split("\n"))
         size = sum(p.numel() for name, p in network.named_parameters() if name in names)
         return {"scores": Summand((size + 1,), torch.float32, 2.0**23, 2.0**-50)}
@@ -64,25 +64,29 @@ def sum_segments(action: str, network: Network, settings: Mapping[str, Scalar]) 
     )
 
 
-def statistics(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def statistics(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """Step 0: the sums a closed-form head needs (ZᵀZ, ZᵀY, counts). No image and no feature leaves."""
-    rows = place.rows(order.client)
-    network, width, classes = place.network, place.network.width, place.network.classes
+    rows = context.rows(order.client)
+    network, width, classes = context.network, context.network.width, context.network.classes
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64)
     cross = torch.zeros(width + 1, classes, dtype=torch.float64)
-    for z, labels in features(place, rows):
+    for z, labels in features(context, rows):
         z = torch.cat([z.double(), torch.ones(len(z), 1, dtype=torch.float64)], 1)
         gram += z.T @ z
         cross.index_add_(1, labels, z.T)
     network.eval()
-    return replace(answer(order, place), sums={"gram": gram, "cross": cross}), memory
+    return replace(answer(order, context), sums={"gram": gram, "cross": cross}), memory
 
 
-def head_gradient(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def head_gradient(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """Step 0 by probe: loss and gradient of a linear head (classes, width+1) summed over this client's rows."""
-    head, rows = order.auxiliary["head"], place.rows(order.client)
+    head, rows = order.auxiliary["head"], context.rows(order.client)
     gradient, loss = torch.zeros_like(head), torch.zeros(1, dtype=head.dtype)
-    for z, labels in features(place, rows):
+    for z, labels in features(context, rows):
         z = torch.cat([z.to(head.dtype), torch.ones(len(z), 1, dtype=head.dtype)], 1)
         logits = z @ head.T
         loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -90,37 +94,39 @@ def head_gradient(order: Order, algorithm: Algorithm, place: Workplace, memory: 
         error[torch.arange(len(labels)), labels] -= 1
         gradient += error.T @ z
     count = torch.full((1,), float(len(rows)), dtype=head.dtype)
-    return replace(answer(order, place), sums={"gradient": gradient, "loss": loss, "count": count}), memory
+    return replace(answer(order, context), sums={"gradient": gradient, "loss": loss, "count": count}), memory
 
 
-def count(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def count(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """How models do on images the client holds out or tests on: right, among the first five, sum of losses, images.
 
     The models are the order's, or heads (n, classes, width+1) on the untouched trunk. Only these numbers leave.
     """
     test = order.settings.get("split") == "test"
-    examples = place.tests if test else place.examples
-    of = place.test_rows if test else place.held
+    examples = context.tests if test else context.examples
+    of = context.test_rows if test else context.held
     rows = of(order.client) if of is not None else torch.empty(0, dtype=torch.int64)
     if "heads" in order.auxiliary:
-        counts = _count_heads(order.auxiliary["heads"], place, rows)
+        counts = _count_heads(order.auxiliary["heads"], context, rows)
     else:
-        place.release()
-        if place.private is not None and place.private_start is not None:
-            place.private.scatter(place.private_start, place.network)
-        place.space.scatter(vector_of(order), place.network)
+        context.release()
+        if context.private is not None and context.private_start is not None:
+            context.private.scatter(context.private_start, context.network)
+        context.space.scatter(vector_of(order), context.network)
         assert examples is not None
-        found = evaluate(place.network, examples, rows)
+        found = evaluate(context.network, examples, rows)
         numbers = [found.accuracy, found.top5, found.loss, 1.0]
         counts = torch.tensor([numbers], dtype=torch.float64) * len(rows)
         counts[:, :2] = counts[:, :2].round()
-    return replace(answer(order, place), sums={"counts": counts}), memory
+    return replace(answer(order, context), sums={"counts": counts}), memory
 
 
-def _count_heads(heads: Tensor, place: Workplace, rows: Tensor) -> Tensor:
+def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
     """The counts of each head, (n, 4)."""
     counts = torch.zeros(len(heads), 4, dtype=torch.float64)
-    for z, labels in features(place, rows):
+    for z, labels in features(context, rows):
         z = torch.cat([z.double(), torch.ones(len(z), 1, dtype=torch.float64)], 1)
         for i, head in enumerate(heads):
             logits = z @ head.T
@@ -131,63 +137,71 @@ def _count_heads(heads: Tensor, place: Workplace, rows: Tensor) -> Tensor:
     return counts
 
 
-def sensitivity(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def fisher_scores(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """The sums of squared gradients over a share of this client's examples, for the order's weights."""
-    scores = _scores(order, place)
-    return replace(answer(order, place), sums={"scores": scores.vector()}), memory
+    scores = _scores(order, context)
+    return replace(answer(order, context), sums={"scores": scores.vector()}), memory
 
 
-def own_mask(order: Order, algorithm: Algorithm, place: Workplace, memory: Memory) -> tuple[Reply, Memory]:
+def own_mask(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
     """A mask of the client's own, calibrated on its own examples; only its bits leave."""
-    assert place.choose_mask is not None
-    space = select(place.network, lambda name: True, buffers=False)
-    before = space.gather(place.network)
-    space.scatter(vector_of(order), place.network)
+    assert context.choose_mask is not None
+    space = select(context.network, lambda name: True, buffers=False)
+    before = space.gather(context.network)
+    space.scatter(vector_of(order), context.network)
 
     def score(round: int) -> Mapping[str, Tensor]:
-        again = replace(order, vector=space.gather(place.network), settings={**order.settings, "draw": round})
-        return _scores(again, place).mean()
+        again = replace(order, vector=space.gather(context.network), settings={**order.settings, "draw": round})
+        return _scores(again, context).mean()
 
-    mask = place.choose_mask(score)
-    space.scatter(before, place.network)
-    return replace(answer(order, place), evidence={"mask": mask.bits()}), memory
+    mask = context.choose_mask(score)
+    space.scatter(before, context.network)
+    return replace(answer(order, context), evidence={"mask": mask.bits()}), memory
 
 
-def _scores(order: Order, place: Workplace) -> Scores:
+def _scores(order: Order, context: ClientContext) -> Scores:
     """Score with the order's weights; the network gets its own back, bit for bit."""
     s = order.settings
-    rows = place.rows(order.client)
-    stream = torch_stream(place.seed, "sensitivity", str(s["draw"]), order.client)
+    rows = context.rows(order.client)
+    stream = torch_stream(context.seed, "fisher_scores", str(s["draw"]), order.client)
     count = max(1, round(float(s["share"]) * len(rows)))
     picked = rows[torch.randperm(len(rows), generator=stream)[:count]].sort().values
-    space = select(place.network, lambda name: True, buffers=False)
-    before = space.gather(place.network)
-    place.release()
-    space.scatter(vector_of(order), place.network)
-    device = next(place.network.parameters()).device
+    space = select(context.network, lambda name: True, buffers=False)
+    before = space.gather(context.network)
+    context.release()
+    space.scatter(vector_of(order), context.network)
+    device = next(context.network.parameters()).device
     estimator, labels = str(s["estimator"]), str(s["labels"])
     batches = [
-        (place.examples.batch(part).to(device), place.examples.labels[part].to(device), place.examples.entry)
+        (context.examples.batch(part).to(device), context.examples.labels[part].to(device), context.examples.entry)
         for part in picked.split(int(s["batch"]))
     ]
-    found = ESTIMATORS[estimator](cast(nn.Module, place.network), batches, labels, str(s["names"]).split("\n"), stream)
-    space.scatter(before, place.network)
+    found = ESTIMATORS[estimator](
+        cast(nn.Module, context.network), batches, labels, str(s["names"]).split("\n"), stream
+    )
+    space.scatter(before, context.network)
     return found
 
 
-def _representation(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _representation(
+    wanted: Observe, order: Order, context: ClientContext
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Pooled features of n of the client's own examples, after training."""
-    rows = place.rows(order.client)
-    stream = torch_stream(place.seed, "representation", order.round, order.client)
+    rows = context.rows(order.client)
+    stream = torch_stream(context.seed, "representation", order.round, order.client)
     n = int(wanted.options["samples"])
     picks = torch.cat([torch.randperm(len(rows), generator=stream) for _ in range(-(-n // len(rows)))])[:n]
-    return {}, {"representation": torch.cat([z for z, _ in features(place, rows[picks])])}
+    return {}, {"representation": torch.cat([z for z, _ in features(context, rows[picks])])}
 
 
-def _probe(place: Workplace) -> Examples:
-    if place.probe is None:
+def _probe(context: ClientContext) -> Examples:
+    if context.probe is None:
         raise FedgraftError("comparing representations needs a probe: images that every client has, row by row")
-    return place.probe
+    return context.probe
 
 
 @torch.no_grad()
@@ -204,45 +218,45 @@ def hidden(network: Network, layers: tuple[str, ...], examples: Examples) -> lis
     return [torch.cat([part[name].cpu() for part in parts]) for name in names]
 
 
-def _alignment(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _alignment(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """SVCCA of each layer after training with the same layer of the model the round began with; numbers only."""
     layers, keep, top = wanted.options["layers"], int(wanted.options["keep"]), int(wanted.options["top"])
-    after = hidden(place.network, layers, _probe(place))
+    after = hidden(context.network, layers, _probe(context))
     key = (order.round, layers, keep)
-    if place.reference is None or place.reference[0] != key:  # the same for every client of the round
-        values = place.space.gather(place.network)
-        place.space.scatter(vector_of(order), place.network)
-        before = [svcca_basis(x, keep) for x in hidden(place.network, layers, _probe(place))]
-        place.space.scatter(values, place.network)
-        place.reference = (key, before)
+    if context.reference is None or context.reference[0] != key:  # the same for every client of the round
+        values = context.space.gather(context.network)
+        context.space.scatter(vector_of(order), context.network)
+        before = [svcca_basis(x, keep) for x in hidden(context.network, layers, _probe(context))]
+        context.space.scatter(values, context.network)
+        context.reference = (key, before)
     scores = [
-        svcca_of_bases(svcca_basis(x, keep), q, top).value for x, q in zip(after, place.reference[1], strict=True)
+        svcca_of_bases(svcca_basis(x, keep), q, top).value for x, q in zip(after, context.reference[1], strict=True)
     ]
     return dict(zip(wanted.scalars, scores, strict=True)), {}
 
 
 def _probe_representation(
-    wanted: Observe, order: Order, place: Workplace
+    wanted: Observe, order: Order, context: ClientContext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Pooled features of the shared probe, after training."""
-    probe = _probe(place)
-    device = next(place.network.parameters()).device
+    probe = _probe(context)
+    device = next(context.network.parameters()).device
     with torch.no_grad():
-        place.network.eval()
+        context.network.eval()
         parts = [
-            place.network.features(probe.batch(r).to(device), probe.entry).cpu()
+            context.network.features(probe.batch(r).to(device), probe.entry).cpu()
             for r in torch.arange(len(probe)).split(256)
         ]
     return {}, {"probe_representation": torch.cat(parts)}
 
 
-def _labels(wanted: Observe, order: Order, place: Workplace) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _labels(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The client's label histogram: an oracle that a private federation would not give away."""
-    labels = place.examples.labels[place.rows(order.client)]
-    return {}, {"labels": torch.bincount(labels, minlength=place.network.classes).float()}
+    labels = context.examples.labels[context.rows(order.client)]
+    return {}, {"labels": torch.bincount(labels, minlength=context.network.classes).float()}
 
 
-OBSERVATIONS: dict[str, Callable[[Observe, Order, Workplace], tuple[dict[str, float], dict[str, Tensor]]]] = {
+OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str, float], dict[str, Tensor]]]] = {
     "alignment": _alignment,
     "representation": _representation,
     "probe_representation": _probe_representation,

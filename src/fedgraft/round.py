@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from fedgraft import server
-from fedgraft.algorithm import Algorithm, Answers, Mixture, secure_segments
-from fedgraft.combine.mean import drift_report, sum_unweighted
-from fedgraft.combine.mixture import blended, mix, mixing_matrix
-from fedgraft.combine.robust import TooFew
-from fedgraft.combine.server_rules import RoundInfo, sign_agreement
-from fedgraft.exchange.privacy import bound_key, clip, sensitivity
-from fedgraft.exchange.ring import Ring
-from fedgraft.exchange.screening import Accepted, Expectation, Field, Offence, screen
+from fedgraft.aggregate.mean import drift_report, sum_unweighted
+from fedgraft.aggregate.mixing import blended, mix, mixing_matrix
+from fedgraft.aggregate.robust import TooFew
+from fedgraft.aggregate.server_rules import RoundInfo, sign_agreement
+from fedgraft.algorithm import Algorithm, Answers, Mixing, secure_segments
 from fedgraft.messages import Order, Reply, unpack_bits, wire_size
+from fedgraft.privacy.dp import bound_key, clip, sensitivity
+from fedgraft.privacy.secagg.ring import Ring
 from fedgraft.secure_round import SecureSum, secure_sum, zero_sum_mean
 from fedgraft.server import Federation, ServerState
+from fedgraft.update.validation import Accepted, Expectation, Field, Rejection, validate_replies
 
 
 class Engine(Protocol):
@@ -33,7 +33,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Shelf(Protocol):
+class PersonalModels(Protocol):
     """Personal models kept elsewhere than in memory: a mapping that makes the next one itself."""
 
     def renewed(
@@ -44,7 +44,7 @@ class Shelf(Protocol):
 
 
 @dataclass(frozen=True)
-class Judge:
+class ServerContext:
     """What the server can compute for itself: a network, the space, and data of its own."""
 
     space: str
@@ -65,32 +65,32 @@ class RoundSummary:
     round: int
     cohort: tuple[int, ...]
     record: Mapping[str, Any]
-    offences: tuple[Offence, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Matrices for figures: the mixing matrix, alignment scores."""
 
 
 def run_round(
-    algorithm: Algorithm, federation: Federation, state: ServerState, engine: Engine, judge: Judge
+    algorithm: Algorithm, federation: Federation, state: ServerState, engine: Engine, server_context: ServerContext
 ) -> tuple[ServerState, RoundSummary]:
     """One round: sample, order, exchange, screen, weigh, combine, fold."""
     began = time.perf_counter()
-    if judge.active is not None:
-        state = replace(state, active=judge.active(state))
+    if server_context.active is not None:
+        state = replace(state, active=server_context.active(state))
     cohort = server.sample(federation, state.round)
-    orders = server.orders(algorithm, federation, state, cohort, judge.space)
-    carry = _secure if algorithm.protects.kind == "secure" else _clear
-    new, record, offences, extra = carry(algorithm, federation, state, orders, engine, judge)
+    orders = server.orders(algorithm, federation, state, cohort, server_context.space)
+    carry = _secure if algorithm.privacy.aggregation == "secure" else _clear
+    new, record, rejections, extra = carry(algorithm, federation, state, orders, engine, server_context)
     seconds = {"exchange": record.pop("exchanged", began) - began}
     seconds["combine"] = time.perf_counter() - began - seconds["exchange"]
     record |= {"round": state.round + 1, "lr": server.rate(federation, state), "seconds": seconds}
-    record["dropped"] = [{"client": o.client, "reason": o.reason} for o in offences]
-    return new, RoundSummary(state.round, tuple(cohort), record, tuple(offences), extra)
+    record["dropped"] = [{"client": o.client, "reason": o.reason} for o in rejections]
+    return new, RoundSummary(state.round, tuple(cohort), record, tuple(rejections), extra)
 
 
 def sort_out(
     arrivals: Iterable[Reply | tuple[int, Reply | bytes | str]],
-) -> tuple[list[Reply | tuple[int, Reply | bytes]], list[Offence]]:
+) -> tuple[list[Reply | tuple[int, Reply | bytes]], list[Rejection]]:
     """What came, apart from the sentences about who did not answer."""
     replies: list[Reply | tuple[int, Reply | bytes]] = []
     absent = []
@@ -98,123 +98,141 @@ def sort_out(
         if not isinstance(arrival, tuple):
             replies.append(arrival)
         elif isinstance(arrival[1], str):
-            absent.append(Offence(arrival[0], arrival[1]))
+            absent.append(Rejection(arrival[0], arrival[1]))
         else:
             replies.append((arrival[0], arrival[1]))
     return replies, absent
 
 
-Carried = tuple[ServerState, dict[str, Any], list[Offence], dict[str, Tensor]]
+Carried = tuple[ServerState, dict[str, Any], list[Rejection], dict[str, Tensor]]
 
 
 def _clear(
-    algorithm: Algorithm, federation: Federation, state: ServerState, orders: list[Order], engine: Engine, judge: Judge
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    orders: list[Order],
+    engine: Engine,
+    server_context: ServerContext,
 ) -> Carried:
     """The server sees every change: screen, weigh, combine."""
     replies, absent = sort_out(engine.exchange(orders)) if orders else ([], [])
     exchanged = time.perf_counter()
     cohort = [order.client for order in orders]
-    accepted, offences = screen(replies, expectation(algorithm, federation, state, cohort, judge))
-    refused = {offence.client for offence in offences} - {a.reply.client for a in accepted}
-    answers = replace(read(accepted, state, judge), dropped=len(refused))
+    accepted, rejections = validate_replies(replies, expectation(algorithm, federation, state, cohort, server_context))
+    refused = {rejection.client for rejection in rejections} - {a.reply.client for a in accepted}
+    answers = replace(read(accepted, state, server_context), dropped=len(refused))
     record: dict[str, Any] = {}
     extra: dict[str, Tensor] = {}
-    if algorithm.protects.privacy is not None:  # an empty round releases noise too: who was there is private
+    if algorithm.privacy.dp is not None:  # an empty round releases noise too: who was there is private
         within = sum(a.reply.scalars.get("within", 0.0) for a in accepted)
-        new = fold_private(algorithm, state, answers.changes, within, len(accepted), len(state.vector))
+        new = step_private(algorithm, state, answers.updates, within, len(accepted), len(state.vector))
     elif len(accepted) < max(1, federation.minimum_answers):
         new = server.skip(state)
         record["skipped"] = True
     else:
-        if names := algorithm.weigh.judged:
-            assert judge.align is not None
-            scores = judge.align(answers).tolist()
+        if names := algorithm.weighting.judged:
+            assert server_context.align is not None
+            scores = server_context.align(answers).tolist()
             told = zip(answers.scalars, scores, strict=True)
             answers = replace(answers, scalars=[{**said, **dict(zip(names, row, strict=True))} for said, row in told])
-        weights = algorithm.weigh.weights(answers)
-        fold = fold_mixture if isinstance(algorithm.combine, Mixture) else fold_common
+        weights = algorithm.weighting.weights(answers)
+        server_step = step_mixing if isinstance(algorithm.aggregate, Mixing) else step_common
         try:
-            new, record, extra = fold(algorithm, federation, state, answers, accepted, weights)
+            new, record, extra = server_step(algorithm, federation, state, answers, accepted, weights)
         except TooFew as error:
             if error.least > federation.per_round:  # even a full cohort would be too small
                 raise
             new, record = server.skip(state), {"skipped": True}
-        if algorithm.moves.partial and "skipped" not in record:
+        if algorithm.trainable.partial and "skipped" not in record:
             new = replace(new, drifts=(*state.drifts, relative_drift(record["clients"])))
-    counted = not isinstance(algorithm.combine, Mixture) or algorithm.combine.exchanges
+    counted = not isinstance(algorithm.aggregate, Mixing) or algorithm.aggregate.exchanges
     record["bytes_down"] = sum(map(wire_size, orders)) if counted else 0
     record["bytes_up"] = sum(size_of(r) for r in replies) if counted else 0
     record["exchanged"] = exchanged
-    return new, record, [*offences, *absent], extra  # who is silent is no liar, so only now is it counted
+    return new, record, [*rejections, *absent], extra  # who is silent is no liar, so only now is it counted
 
 
 def _secure(
-    algorithm: Algorithm, federation: Federation, state: ServerState, orders: list[Order], engine: Engine, judge: Judge
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    orders: list[Order],
+    engine: Engine,
+    server_context: ServerContext,
 ) -> Carried:
     """The server sees only the sum over those who stay."""
     # One client cannot hide in a sum of its own, so it is not asked.
     hidden = len(orders) > 1
     done = (
-        secure_sum(algorithm, federation, orders, engine.exchange, judge.length, judge.trained)
+        secure_sum(algorithm, federation, orders, engine.exchange, server_context.length, server_context.trained)
         if hidden
         else SecureSum()
     )
     record: dict[str, Any] = {"bytes_up": done.bytes_up, "bytes_down": done.bytes_down}
     record["exchanged"] = time.perf_counter()
-    if hidden and done.change is None:
+    if hidden and done.update is None:
         record["given_up"] = True
-    offences = [Offence(client, f"lost at stage {stage!r} of the secure sum") for client, stage in done.lost.items()]
+    rejections = [
+        Rejection(client, f"lost at stage {stage!r} of the secure sum") for client, stage in done.lost.items()
+    ]
     count = len(done.survivors)
-    if (privacy := algorithm.protects.privacy) is not None:
+    if (privacy := algorithm.privacy.dp) is not None:
         # A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting
         # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
         told = max(0, count - 1)
-        total = torch.zeros(judge.length) if done.change is None else done.change * told
+        total = torch.zeros(server_context.length) if done.update is None else done.update * told
         within = done.scalars.get("within", 0.0) * told
-        ring = Ring(secure_segments(algorithm, judge.length, judge.trained), privacy.mechanism.population)
-        new = fold_private(algorithm, state, [total], within, told, judge.length, ring.step("change"))
-    elif done.change is None or count < federation.minimum_answers:
-        return server.skip(state), {**record, "skipped": True}, offences, {}
+        ring = Ring(
+            secure_segments(algorithm, server_context.length, server_context.trained), privacy.mechanism.population
+        )
+        new = step_private(algorithm, state, [total], within, told, server_context.length, ring.step("update"))
+    elif done.update is None or count < federation.minimum_answers:
+        return server.skip(state), {**record, "skipped": True}, rejections, {}
     else:
         info = RoundInfo(federation.clients, count, server.rate(federation, state), done.sums, done.scalars)
-        new = server.fold(algorithm, state, done.change, info)
+        new = server.server_step(algorithm, state, done.update, info)
     record["update_norm"] = float(torch.linalg.vector_norm(new.vector - state.vector))
     record["clients"] = {"ids": list(done.survivors)}
-    return new, record, offences, {}
+    return new, record, rejections, {}
 
 
-def fold_private(
+def step_private(
     algorithm: Algorithm,
     state: ServerState,
-    changes: Sequence[Tensor],
+    updates: Sequence[Tensor],
     within: float,
     answered: int,
     length: int,
     step: float | None = None,
 ) -> ServerState:
     """The clipped sum with noise, over the fixed denominator. `step`: the sum came hidden, rounded in such steps."""
-    privacy = algorithm.protects.privacy
+    privacy = algorithm.privacy.dp
     assert privacy is not None
     total = torch.zeros(length, dtype=torch.float64)
-    for change in changes:  # what arrives in the clear is clipped again: a client may not have done it
-        total += change.double() if step is not None else clip(change, state.clip)[0].double()
-    reach = sensitivity(state.clip, 1.0, step or 0.0, length)
+    for update in updates:  # what arrives in the clear is clipped again: a client may not have done it
+        total += update.double() if step is not None else clip(update, state.clip)[0].double()
+    bound = sensitivity(state.clip, 1.0, step or 0.0, length)
     mechanism, key = privacy.mechanism, bound_key(privacy.key, total) if privacy.bound else privacy.key
     if privacy.adaptive is not None:
         mechanism = replace(mechanism, noise=privacy.adaptive.change_noise)
-    change = mechanism.release(total, reach, key, state.round)
+    update = mechanism.release(total, bound, key, state.round)
     info = RoundInfo(mechanism.population, max(1, round(mechanism.expected)))
-    bound = state.clip
+    clip_bound = state.clip
     if privacy.adaptive is not None:
-        bound = privacy.adaptive.update(state.clip, within, answered, key, state.round)
-    return replace(server.fold(algorithm, state, change, info), clip=bound)
+        clip_bound = privacy.adaptive.update(state.clip, within, answered, key, state.round)
+    return replace(server.server_step(algorithm, state, update, info), clip=clip_bound)
 
 
 def expectation(
-    algorithm: Algorithm, federation: Federation, state: ServerState, cohort: Sequence[int], judge: Judge
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    cohort: Sequence[int],
+    server_context: ServerContext,
 ) -> Expectation:
     """What a well-formed training reply of this round looks like."""
-    sizes = {"width": judge.width, "classes": judge.classes}
+    sizes = {"width": server_context.width, "classes": server_context.classes}
     evidence = {
         name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape))
         for wanted in algorithm.wants
@@ -225,32 +243,32 @@ def expectation(
         run=federation.run,
         round=state.round,
         clients=frozenset(cohort),
-        space=judge.space,
-        length=_sent_length(state, cohort, judge),
+        space=server_context.space,
+        length=_sent_length(state, cohort, server_context),
         codec=algorithm.sends,
-        sums={name: Field((judge.trained,)) for name in algorithm.local.correction.sends},
-        scalars=[*scalars, *(["tau"] if algorithm.scaled_by_reach else []), *_within(algorithm)],
+        sums={name: Field((server_context.trained,)) for name in algorithm.local.correction.sends},
+        scalars=[*scalars, *(["tau"] if algorithm.normalised else []), *_within(algorithm)],
         evidence=evidence,
         norm_bound=federation.norm_bound,
     )
 
 
 def _within(algorithm: Algorithm) -> list[str]:
-    privacy = algorithm.protects.privacy
+    privacy = algorithm.privacy.dp
     return ["within"] if privacy is not None and privacy.adaptive is not None else []
 
 
-def read(accepted: Sequence[Accepted], state: ServerState, judge: Judge) -> Answers:
+def read(accepted: Sequence[Accepted], state: ServerState, server_context: ServerContext) -> Answers:
     """The accepted replies as the weigher and the combiner see them, changes spread over the whole space."""
     bits = [server.active_of(state, a.reply.client) for a in accepted]
-    active = [unpack_bits(b, judge.trained) for b in bits if b is not None]
-    changes = [a.change for a in accepted if a.change is not None]
+    active = [unpack_bits(b, server_context.trained) for b in bits if b is not None]
+    updates = [a.update for a in accepted if a.update is not None]
     if active:
-        changes = [spread(change, where) for change, where in zip(changes, active, strict=True)]
+        updates = [spread(update, where) for update, where in zip(updates, active, strict=True)]
     return Answers(
         tuple(a.reply.client for a in accepted),
         torch.tensor([a.reply.examples for a in accepted], dtype=torch.float64),
-        changes,
+        updates,
         [a.reply.scalars for a in accepted],
         [a.reply.evidence for a in accepted],
         active,
@@ -259,20 +277,20 @@ def read(accepted: Sequence[Accepted], state: ServerState, judge: Judge) -> Answ
     )
 
 
-def _sent_length(state: ServerState, cohort: Sequence[int], judge: Judge) -> int:
+def _sent_length(state: ServerState, cohort: Sequence[int], server_context: ServerContext) -> int:
     """Coordinates of a change on the wire; partly active spaces give every client the same number."""
     bits = server.active_of(state, cohort[0]) if len(cohort) else None
-    return judge.length if bits is None else int(unpack_bits(bits, judge.trained).sum())
+    return server_context.length if bits is None else int(unpack_bits(bits, server_context.trained).sum())
 
 
-def spread(change: Tensor, active: Tensor) -> Tensor:
+def spread(update: Tensor, active: Tensor) -> Tensor:
     """A change of the active coordinates as one of all coordinates, zero elsewhere."""
     full = torch.zeros(len(active))
-    full[active] = change
+    full[active] = update
     return full
 
 
-def fold_common(
+def step_common(
     algorithm: Algorithm,
     federation: Federation,
     state: ServerState,
@@ -281,15 +299,15 @@ def fold_common(
     weights: Tensor,
 ) -> tuple[ServerState, dict[str, Any], dict[str, Tensor]]:
     """One model for all: combine the changes and step."""
-    if algorithm.protects.kind == "zero_sum_demo":
-        change = zero_sum_mean(federation.seed, state.round, answers.clients, answers.changes)
+    if algorithm.privacy.aggregation == "zero_sum_demo":
+        update = zero_sum_mean(federation.seed, state.round, answers.clients, answers.updates)
     else:
-        change = algorithm.combine.change(answers, weights)  # type: ignore[union-attr]
+        update = algorithm.aggregate.update(answers, weights)  # type: ignore[union-attr]
     share = weights / weights.sum()
     names = answers.scalars[0].keys()
     sums = {name: sum_unweighted([a.reply.sums[name] for a in accepted]) for name in algorithm.local.correction.sends}
     if "agreement" in algorithm.server.needs:
-        sums["agreement"] = sign_agreement(answers.changes, weights)
+        sums["agreement"] = sign_agreement(answers.updates, weights)
     info = RoundInfo(
         clients_total=federation.clients,
         clients_answered=len(accepted),
@@ -297,13 +315,13 @@ def fold_common(
         sums=sums,
         scalars={name: _mean(share, [s[name] for s in answers.scalars]) for name in names},
     )
-    new = server.fold(algorithm, state, change, info)
+    new = server.server_step(algorithm, state, update, info)
     if server.EVERYONE in state.active:  # what rests this round does not move, whatever a server rule remembers of it
         new = replace(new, vector=torch.where(answers.active[0], new.vector, state.vector))
-    return new, describe(answers, accepted, share, new.vector - state.vector, change), {}
+    return new, describe(answers, accepted, share, new.vector - state.vector, update), {}
 
 
-def fold_mixture(
+def step_mixing(
     algorithm: Algorithm,
     federation: Federation,
     state: ServerState,
@@ -312,20 +330,20 @@ def fold_mixture(
     weights: Tensor,
 ) -> tuple[ServerState, dict[str, Any], dict[str, Tensor]]:
     """One model per client: each answering client's model becomes its row's mixture of all of them."""
-    assert isinstance(algorithm.combine, Mixture)
-    matrix = mixing_matrix(algorithm.combine.similarity(answers), answers.examples)
-    anchor, keep = state.vector, algorithm.combine.absent_keep
+    assert isinstance(algorithm.aggregate, Mixing)
+    matrix = mixing_matrix(algorithm.aggregate.similarity(answers), answers.examples)
+    anchor, keep = state.vector, algorithm.aggregate.absent_keep
     models = [server.model_of(state, k) for k in answers.clients]
 
     def offsets(piece: slice) -> Tensor:  # (m, piece): made as they are needed, because all of them may be large
         found = torch.empty(len(models), piece.stop - piece.start)
-        for row, model, change in zip(found, models, answers.changes, strict=True):
-            torch.sub(model[piece], anchor[piece], out=row).add_(change[piece])
+        for row, model, update in zip(found, models, answers.updates, strict=True):
+            torch.sub(model[piece], anchor[piece], out=row).add_(update[piece])
         return found
 
     common = torch.empty_like(anchor)
     personal: Mapping[int, Tensor]
-    if isinstance(state.personal, Shelf):
+    if isinstance(state.personal, PersonalModels):
         pieces = blended(anchor, offsets, matrix, (weights, common))
         personal = state.personal.renewed(state.round, answers.clients, pieces, keep)
     else:
@@ -338,10 +356,10 @@ def fold_mixture(
 
 
 def describe(
-    answers: Answers, accepted: Sequence[Accepted], share: Tensor, step: Tensor, change: Tensor
+    answers: Answers, accepted: Sequence[Accepted], share: Tensor, step: Tensor, update: Tensor
 ) -> dict[str, Any]:
     """The numbers of a round by client: loss, update norm, drift, cosine to the mean."""
-    report = drift_report(answers.changes, change[: len(answers.changes[0])])
+    report = drift_report(answers.updates, update[: len(answers.updates[0])])
     losses = [float(a.reply.metrics.get("loss", float("nan"))) for a in accepted]
     return {
         "train_loss": _mean(share, losses),

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, Protection, secure_segments
-from fedgraft.contracts import Network
 from fedgraft.errors import FedgraftError
-from fedgraft.exchange.ring import Segment
-from fedgraft.exchange.screening import Expectation, Field, screen
-from fedgraft.exchange.secure_plan import Data
-from fedgraft.exchange.secure_server import Outbox
-from fedgraft.exchange.secure_sum import Plan, SecureAbort, SecureServer, SumResult, drive, series, weighted_mean
 from fedgraft.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
 from fedgraft.observe import sum_segments, summands
+from fedgraft.privacy.secagg.plan import Data
+from fedgraft.privacy.secagg.ring import Segment
+from fedgraft.privacy.secagg.secure_sum import Plan, SecureAbort, SecureServer, SumResult, drive, series, weighted_mean
+from fedgraft.privacy.secagg.server import Outbox
+from fedgraft.protocols import Network
 from fedgraft.server import Federation
+from fedgraft.update.validation import Expectation, Field, validate_replies
 
 log = logging.getLogger("fedgraft")
 
@@ -43,7 +43,7 @@ _GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together w
 class SecureSum:
     """What a secure round gives: the mean change, sums and scalars of the survivors; and what it cost."""
 
-    change: Tensor | None = None
+    update: Tensor | None = None
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
     survivors: tuple[int, ...] = ()
@@ -52,11 +52,11 @@ class SecureSum:
     bytes_down: int = 0
 
 
-class Courier:
+class SecureSession:
     """Carries the stages of one secure sum over an engine, and counts the bytes."""
 
-    def __init__(self, protects: Protection, orders: Sequence[Order], exchange: Exchange) -> None:
-        self.protects, self.exchange = protects, exchange
+    def __init__(self, privacy: Protection, orders: Sequence[Order], exchange: Exchange) -> None:
+        self.privacy, self.exchange = privacy, exchange
         self.orders = {order.client: order for order in orders}
         self.lost: Mapping[int, str] = {}
         self.up = self.down = 0
@@ -64,13 +64,13 @@ class Courier:
     def total(self, segments: tuple[Segment, ...]) -> SumResult:
         """The sum of what the orders ask for; raises `SecureAbort` when too few clients are left."""
         first, clients = next(iter(self.orders.values())), tuple(sorted(self.orders))
-        degree = self.protects.degree
+        degree = self.privacy.degree
         degree = None if degree is None or degree >= len(clients) - 1 else degree
         name = series(first.run, str(first.settings["sums"]))
         # Under privacy the step must not depend on who was sampled, or one client would move everybody's rounding.
-        private = self.protects.privacy if first.settings["sums"] == "train" else None
+        private = self.privacy.dp if first.settings["sums"] == "train" else None
         room = private.mechanism.population if private else None
-        server = SecureServer(Plan(name, first.round, clients, segments, degree, self.protects.threshold, room))
+        server = SecureServer(Plan(name, first.round, clients, segments, degree, self.privacy.threshold, room))
         try:
             return drive(server, partial(self._ask, server))
         finally:
@@ -119,14 +119,14 @@ def secure_sum(
     """Carry the training orders through the five stages; a round with too few clients gives no change."""
     told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
     asked = [replace(order, settings={**order.settings, **told}) for order in orders]
-    courier = Courier(algorithm.protects, asked, exchange)
+    session = SecureSession(algorithm.privacy, asked, exchange)
     try:
-        result = courier.total(secure_segments(algorithm, length, trained))
-        change, sums, scalars = weighted_mean(result)
+        result = session.total(secure_segments(algorithm, length, trained))
+        update, sums, scalars = weighted_mean(result)
     except SecureAbort as error:
         log.warning("round %d: the secure sum was given up, nothing of it is used: %s", orders[0].round, error)
-        return SecureSum(lost=courier.lost, bytes_up=courier.up, bytes_down=courier.down)
-    return SecureSum(change, sums, scalars, result.survivors, courier.lost, courier.up, courier.down)
+        return SecureSum(lost=session.lost, bytes_up=session.up, bytes_down=session.down)
+    return SecureSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down)
 
 
 class Sums:
@@ -135,8 +135,8 @@ class Sums:
     A client that does not answer, or answers nonsense, is named, left out of this sum, and not asked again.
     """
 
-    def __init__(self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, protects: Protection):
-        self.exchange, self.run, self.network, self.protects = exchange, run, network, protects
+    def __init__(self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, privacy: Protection):
+        self.exchange, self.run, self.network, self.privacy = exchange, run, network, privacy
         self.clients = tuple(clients)
         self.lost: dict[int, str] = {}
         self.asked = 0
@@ -149,7 +149,7 @@ class Sums:
         **auxiliary: Tensor,
     ) -> dict[str, Tensor]:
         """The answers of all clients to this action, added up by name; float64."""
-        hidden = self.protects.kind == "secure"
+        hidden = self.privacy.aggregation == "secure"
         told: dict[str, Scalar] = {**(settings or {}), **({"sums": action} if hidden else {})}
         # Sums outside the rounds are counted where they are hidden: clients serve each number once.
         number, space = (self.asked, action) if hidden else (-1, "")
@@ -165,14 +165,14 @@ class Sums:
     def _hidden(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
         if len(orders) < 2:
             raise FedgraftError(f"a secure sum of {action} needs at least two clients, and {len(orders)} is there.")
-        courier = Courier(self.protects, orders, self.exchange)
+        session = SecureSession(self.privacy, orders, self.exchange)
         try:
-            result = courier.total(sum_segments(action, self.network, orders[0].settings))
+            result = session.total(sum_segments(action, self.network, orders[0].settings))
         except SecureAbort as error:
             raise FedgraftError(f"the secure sum of {action} was given up and nothing was revealed: {error}") from error
         shapes = {name: s.shape for name, s in summands(action, self.network, orders[0].settings).items()}
         # Whoever fell silent after its summand was in stays in the sum, and may be there again next time.
-        lost = {k: f"lost at stage {stage!r}" for k, stage in courier.lost.items() if k not in result.survivors}
+        lost = {k: f"lost at stage {stage!r}" for k, stage in session.lost.items() if k not in result.survivors}
         return {name: result.sums[name].view(shape) for name, shape in shapes.items()}, lost
 
     def _clear(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
@@ -183,11 +183,11 @@ class Sums:
         for begin in range(0, len(orders), group):
             asked = orders[begin : begin + group]
             expected = Expectation(self.run, -1, frozenset(order.client for order in asked), sums=fields)
-            accepted, offences = screen(_replies(self.exchange(asked)), expected)
+            accepted, rejections = validate_replies(_replies(self.exchange(asked)), expected)
             for name in fields if accepted else ():
                 total[name] = _added([a.reply.sums[name] for a in accepted], total.get(name))
             there |= {a.reply.client for a in accepted}
-            reasons |= {o.client: o.reason for o in offences}
+            reasons |= {o.client: o.reason for o in rejections}
         if not there:
             raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to sum.")
         return total, {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}
@@ -209,10 +209,10 @@ def _added(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:
     return total
 
 
-def zero_sum_mean(seed: int, round: int, clients: Sequence[int], changes: Sequence[Tensor]) -> Tensor:
+def zero_sum_mean(seed: int, round: int, clients: Sequence[int], updates: Sequence[Tensor]) -> Tensor:
     """The documents' Gaussian zero-sum scheme, INSECURE: uniform weights, no dropouts, float cancellation."""
-    from fedgraft.exchange.zero_sum_demo import InsecureZeroSumDemo
+    from fedgraft.privacy.zero_sum_demo import InsecureZeroSumDemo
 
     demo = InsecureZeroSumDemo(seed, round, tuple(clients), 1.0)
-    masked = {k: demo.mask(k, change) for k, change in zip(clients, changes, strict=True)}
-    return torch.as_tensor(demo.total(masked)) / len(changes)
+    masked = {k: demo.mask(k, update) for k, update in zip(clients, updates, strict=True)}
+    return torch.as_tensor(demo.total(masked)) / len(updates)

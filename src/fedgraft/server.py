@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from fedgraft.aggregate.server_rules import RoundInfo
 from fedgraft.algorithm import Algorithm
-from fedgraft.combine.server_rules import RoundInfo
 from fedgraft.local.schedules import Schedule
 from fedgraft.messages import Order, Scalar
 from fedgraft.randomness import numpy_stream
@@ -57,7 +57,7 @@ class ServerState:
 
 def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
     """The state before round 0."""
-    privacy = algorithm.protects.privacy
+    privacy = algorithm.privacy.dp
     return ServerState(0, vector.clone(), algorithm.server.init(len(vector)), clip=privacy.clip if privacy else 0.0)
 
 
@@ -88,7 +88,7 @@ def orders(
 ) -> list[Order]:
     """One training order per client of the cohort."""
     settings: dict[str, Scalar] = {"lr": rate(federation, state)}
-    if algorithm.protects.privacy is not None:
+    if algorithm.privacy.dp is not None:
         settings["clip"] = state.clip
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}
     made = []
@@ -104,12 +104,12 @@ def active_of(state: ServerState, client: int) -> Tensor | None:
     return state.active.get(client, state.active.get(EVERYONE))
 
 
-def fold(algorithm: Algorithm, state: ServerState, change: Tensor, info: RoundInfo) -> ServerState:
+def server_step(algorithm: Algorithm, state: ServerState, update: Tensor, info: RoundInfo) -> ServerState:
     """The state after one common change."""
-    vector, rule = algorithm.server.step(state.vector, change, dict(state.rule), info)
+    vector, rule = algorithm.server.step(state.vector, update, dict(state.rule), info)
     return replace(state, round=state.round + 1, vector=vector, rule=rule)
 
 
 def skip(state: ServerState) -> ServerState:
-    """The state after a round without enough answers: time passes, nothing moves."""
+    """The state after a round without enough answers: time passes, nothing trainable."""
     return replace(state, round=state.round + 1)

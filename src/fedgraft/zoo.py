@@ -11,18 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgraft.algorithm import Algorithm, Answers, Combiner, Keeps, Mixture, Moves, Observe, Weigher, uniform, vary
-from fedgraft.combine import robust, server_rules
+from fedgraft.aggregate import robust, server_rules
+from fedgraft.aggregate.similarity import alignment_weights, crsm, null_corrected, null_level, random_weights_like
+from fedgraft.algorithm import (
+    Aggregator,
+    Algorithm,
+    Answers,
+    ClientState,
+    Mixing,
+    Observe,
+    Trainable,
+    Weighting,
+    uniform,
+    vary,
+)
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates, dynamic, proximal
 from fedgraft.local.train import LocalRule
 from fedgraft.randomness import torch_stream
-from fedgraft.weigh.similarity import alignment_weights, crsm, null_corrected, null_level, random_weights_like
 
 
-def fedavg(local: LocalRule | None = None, moves: Moves | None = None, **options: Any) -> Algorithm:
+def fedavg(local: LocalRule | None = None, trainable: Trainable | None = None, **options: Any) -> Algorithm:
     """McMahan et al. 2017: the mean of local changes, weighted by examples."""
-    return Algorithm("fedavg", moves=moves or Moves(), local=local or LocalRule())
+    return Algorithm("fedavg", trainable=trainable or Trainable(), local=local or LocalRule())
 
 
 def fedsgd(**options: Any) -> Algorithm:
@@ -39,18 +50,18 @@ def fedprox(mu: float = 0.01, **options: Any) -> Algorithm:
 def scaffold(server_lr: float | None = None, **options: Any) -> Algorithm:
     """Karimireddy et al. 2020: control variates; with local momentum the divisor is the true displacement."""
     rule = server_rules.scaffold(server_lr or 1.0)
-    return vary(fedavg(**options), name="scaffold", correction=control_variates(), weigh=uniform(), server=rule)
+    return vary(fedavg(**options), name="scaffold", correction=control_variates(), weighting=uniform(), server=rule)
 
 
 def feddyn(alpha: float = 0.1, **options: Any) -> Algorithm:
     """Acar et al. 2021: each client's loss is bent so that all agree at the optimum."""
     base = fedavg(**options)
-    return vary(base, name="feddyn", correction=dynamic(alpha), weigh=uniform(), server=server_rules.feddyn(alpha))
+    return vary(base, name="feddyn", correction=dynamic(alpha), weighting=uniform(), server=server_rules.feddyn(alpha))
 
 
 def fednova(server_lr: float | None = None, **options: Any) -> Algorithm:
     """Wang et al. 2020: changes divided by how far each client went; equal steps make it FedAvg."""
-    return vary(fedavg(**options), name="fednova", scaled_by_reach=True, server=server_rules.fednova(server_lr or 1.0))
+    return vary(fedavg(**options), name="fednova", normalised=True, server=server_rules.fednova(server_lr or 1.0))
 
 
 def fedgma(agreement: float = 0.4, hard: bool = False, server_lr: float | None = None, **options: Any) -> Algorithm:
@@ -122,19 +133,21 @@ def fedalign(
     observe = Observe("alignment", names, options={"layers": layers, "keep": keep, "top": top})
     wants, judged = ((), names) if align == "server" else ((observe,), ())
     mine = own if align == "client" else None
-    weigher = Weigher(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True)
-    return vary(fedavg(**options), name="fedalign", weigh=weigher)
+    weighting = Weighting(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True)
+    return vary(fedavg(**options), name="fedalign", weighting=weighting)
 
 
 def fedbabu(**options: Any) -> Algorithm:
     """Oh et al. 2022: the body is trained and averaged, the head stays at its start; fine-tuned at evaluation."""
-    moves = options.pop("moves", None)
+    trainable = options.pop("trainable", None)
     return vary(
-        fedavg(**options), name="fedbabu", moves=moves if moves and moves.kind != "everything" else Moves("body")
+        fedavg(**options),
+        name="fedbabu",
+        trainable=trainable if trainable and trainable.kind != "everything" else Trainable("body"),
     )
 
 
-def _mixture(similarity: str, constant: float, samples: int, absent: str, probe: int) -> Mixture:
+def _mixture(similarity: str, constant: float, samples: int, absent: str, probe: int) -> Mixing:
     options = {"c": constant} if similarity == "constant" else {}
     sources: dict[str, tuple[str, tuple[Observe, ...]]] = {
         "constant": ("", ()),
@@ -152,7 +165,7 @@ def _mixture(similarity: str, constant: float, samples: int, absent: str, probe:
         shown = [e[field] for e in answers.evidence] if field else [torch.zeros(1)] * len(answers.clients)
         return crsm(shown, similarity, **options)
 
-    return Mixture(f"mixture:{similarity}", matrix, wants, absent_keep=absent == "keep")
+    return Mixing(f"mixture:{similarity}", matrix, wants, absent_keep=absent == "keep")
 
 
 def fedshibu(
@@ -160,8 +173,8 @@ def fedshibu(
     **options: Any,
 ) -> Algorithm:  # fmt: skip
     """One body per client, mixed by representation similarity; the head stays at its start. Constant 1 is FedBABU."""
-    mixture = _mixture(similarity, constant, samples, absent, probe)
-    return vary(fedbabu(**options), name="fedshibu", combine=mixture)
+    mixing = _mixture(similarity, constant, samples, absent, probe)
+    return vary(fedbabu(**options), name="fedshibu", aggregate=mixing)
 
 
 def fedavg_crsm(
@@ -169,29 +182,29 @@ def fedavg_crsm(
     **options: Any,
 ) -> Algorithm:  # fmt: skip
     """The same mixing on whatever moves, head included. Constant 1 is FedAvg."""
-    mixture = _mixture(similarity, constant, samples, absent, probe)
-    return vary(fedavg(**options), name="fedavg_crsm", combine=mixture)
+    mixing = _mixture(similarity, constant, samples, absent, probe)
+    return vary(fedavg(**options), name="fedavg_crsm", aggregate=mixing)
 
 
 def local_only(**options: Any) -> Algorithm:
     """Nobody shares anything: every client trains alone. The floor that sharing has to beat."""
-    alone = Mixture("alone", lambda answers: torch.eye(len(answers.clients), dtype=torch.float64), exchanges=False)
-    return vary(fedavg(**options), name="local_only", combine=alone)
+    alone = Mixing("alone", lambda answers: torch.eye(len(answers.clients), dtype=torch.float64), exchanges=False)
+    return vary(fedavg(**options), name="local_only", aggregate=alone)
 
 
 def fedper(**options: Any) -> Algorithm:
     """Arivazhagan et al. 2019: a common body, a private head, trained together."""
-    return vary(fedbabu(**options), name="fedper", keeps=Keeps("head"))
+    return vary(fedbabu(**options), name="fedper", client_state=ClientState("head"))
 
 
 def fedrep(**options: Any) -> Algorithm:
     """Collins et al. 2021: a private head trained first, then the common body."""
-    return vary(fedbabu(**options), name="fedrep", keeps=Keeps("head", alternate=True))
+    return vary(fedbabu(**options), name="fedrep", client_state=ClientState("head", alternate=True))
 
 
 def ditto(pull: float = 0.1, **options: Any) -> Algorithm:
     """Li et al. 2021: beside the common model each client trains its own, pulled towards it."""
-    return vary(fedavg(**options), name="ditto", keeps=Keeps("model", pull=pull))
+    return vary(fedavg(**options), name="ditto", client_state=ClientState("model", pull=pull))
 
 
 ZOO: dict[str, Callable[..., Algorithm]] = {
@@ -203,29 +216,33 @@ ZOO: dict[str, Callable[..., Algorithm]] = {
 }  # fmt: skip
 
 
-def robust_combiner(name: str, liars: int = 0, neighbours: bool = False, clip: float | None = None) -> Combiner:
+def robust_aggregator(name: str, attackers: int = 0, neighbours: bool = False, clip: float | None = None) -> Aggregator:
     """A rule that withstands liars, with optional clipping and nearest-neighbour mixing before it."""
     clips = clip is not None or name == "norm_clip"
-    _robust_rule(name, liars, 2 * liars + 1)  # a name that does not exist is refused now, not in the first round
+    _robust_rule(
+        name, attackers, 2 * attackers + 1
+    )  # a name that does not exist is refused now, not in the first round
 
-    def change(answers: Answers, weights: Tensor) -> Tensor:
-        stack = torch.stack(list(answers.changes))
+    def update(answers: Answers, weights: Tensor) -> Tensor:
+        stack = torch.stack(list(answers.updates))
         # Screening has caught some already: that many fewer are left among the replies.
-        left = max(0, liars - answers.dropped)
+        left = max(0, attackers - answers.dropped)
         steps = [*([robust.clip_norms(clip)] if clips else []), *([robust.nearest_mixing(left)] if neighbours else [])]
         return robust.prepared(_robust_rule(name, left, len(stack)), *steps)(stack, weights)
 
     label = "+".join([*(["clip"] if clips else []), *(["nnm"] if neighbours else []), name])
-    return Combiner(label, change, linear=False)
+    return Aggregator(label, update, linear=False)
 
 
-def _robust_rule(name: str, liars: int, replies: int) -> robust.Combiner:
+def _robust_rule(name: str, attackers: int, replies: int) -> robust.Aggregator:
     """The rule against so many liars among so many replies."""
     if name == "trimmed_mean":  # cut as many on each side as there may be liars
-        robust.need(replies, 2 * liars + 1, "the trimmed mean", liars)
-        return robust.trimmed_mean(liars / replies)
-    takes_liars = name in {"krum", "multi_krum", "bulyan"}
-    return robust.combiner("mean" if name == "norm_clip" else name, **({"liars": liars} if takes_liars else {}))
+        robust.need(replies, 2 * attackers + 1, "the trimmed mean", attackers)
+        return robust.trimmed_mean(attackers / replies)
+    takes_attackers = name in {"krum", "multi_krum", "bulyan"}
+    return robust.aggregator(
+        "mean" if name == "norm_clip" else name, **({"attackers": attackers} if takes_attackers else {})
+    )
 
 
 def named(name: str, **options: Any) -> Algorithm:

@@ -19,17 +19,17 @@ import torch
 from protocol import Clock, Workload, given_folder, read
 
 if TYPE_CHECKING:
-    from fedgraft.contracts import Network
-    from fedgraft.experiment.build import Setup
+    from fedgraft.protocols import Network
+    from fedgraft.runs.setup import Setup
 
 SIDE, REPEATS, BLOCK, GROUP, IMAGES = 1024, 30, 32, 256, 768
 
 
 def opened(folder: Path) -> Setup:
     """The run's parts, as fedgraft makes them."""
-    from fedgraft.experiment.build import Setup
-    from fedgraft.experiment.config import load
+    from fedgraft.config.load import load
     from fedgraft.local.memory import keep_freed_memory
+    from fedgraft.runs.setup import Setup
 
     keep_freed_memory()  # the hardware does not need fresh pages either
     torch.set_num_threads(1)  # before any work, so that this process can be forked
@@ -57,14 +57,14 @@ def extraction(setup: Setup, images: int) -> dict[str, float]:
     """
     from fedgraft.data.feature_cache import CachedExamples
 
-    network, pixels = setup.network, setup.plain_pixels
-    kept = setup.at_entry(pixels, network.depth)
+    network, train_images = setup.network, setup.eval_images
+    kept = setup.at_entry(train_images, network.depth)
     assert isinstance(kept, CachedExamples)
     bare, own = [], []
     size = min(GROUP, images // 3 // BLOCK * BLOCK)
     for start in range(0, images - size + 1, size):
         rows = torch.arange(start, start + size)
-        blocks = [pixels.batch(block) for block in rows.split(BLOCK)]
+        blocks = [train_images.batch(block) for block in rows.split(BLOCK)]
         began = time.perf_counter()
         with torch.inference_mode():
             for block in blocks:
@@ -79,7 +79,7 @@ def extraction(setup: Setup, images: int) -> dict[str, float]:
 def passes(network: Network, setup: Setup, count: int, entry: int) -> float:
     """Seconds of so many forward and backward passes over one batch."""
     size = setup.config.local.batch_size
-    inputs, labels = setup.plain_pixels.batch(torch.arange(size)), setup.plain_pixels.labels[:size]
+    inputs, labels = setup.eval_images.batch(torch.arange(size)), setup.eval_images.labels[:size]
     network.train()
     if entry:
         with torch.no_grad():

@@ -15,8 +15,8 @@ from protocol import BEGAN, Clock, from_words, given_folder
 
 def main() -> None:
     folder = given_folder()
-    from fedgraft.cli import app
-    from fedgraft.experiment.record import RunFolder
+    from fedgraft.cli.main import app
+    from fedgraft.runs.run_folder import RunFolder
 
     marks: list[float] = []
     append = RunFolder.append
@@ -33,10 +33,10 @@ def main() -> None:
 
 def write(folder: Path, run: Path, marks: list[float]) -> None:
     """Turn the run's own record into a result; the time between two lines of it is a round, all included."""
-    words = json.loads((folder / "workload.json").read_text())
+    overrides = json.loads((folder / "workload.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run / "summary.json").read_text())
-    clock = Clock(from_words(words))
+    clock = Clock(from_words(overrides))
     evaluating = [line["seconds"].get("evaluate", 0.0) for line in lines]
     first = sum(value for key, value in lines[0]["seconds"].items())
     clock.began = marks[0] - first

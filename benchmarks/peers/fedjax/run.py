@@ -44,8 +44,8 @@ def start(workload: Workload, arrays: dict[str, np.ndarray], params: Any) -> Any
         found[4] = head.reshape(len(head), -1)
     found[-2] = found[-2].T
     names = list(params)
-    for place, name in enumerate(names):
-        assert params[name]["w"].shape == found[2 * place].shape, (name, found[2 * place].shape)
+    for context, name in enumerate(names):
+        assert params[name]["w"].shape == found[2 * context].shape, (name, found[2 * context].shape)
     return {name: {"w": jnp.asarray(found[2 * i]), "b": jnp.asarray(found[2 * i + 1])} for i, name in enumerate(names)}
 
 

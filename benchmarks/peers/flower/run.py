@@ -52,6 +52,6 @@ def main(grid: Grid, context: Context) -> None:
 
 
 if __name__ == "__main__":
-    words, _, _ = app.work()
-    resources = {"init_args": {"num_cpus": words.cores}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    run_simulation(server, app.app, num_supernodes=words.clients, backend_config=resources)
+    overrides, _, _ = app.work()
+    resources = {"init_args": {"num_cpus": overrides.cores}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server, app.app, num_supernodes=overrides.clients, backend_config=resources)

@@ -39,7 +39,7 @@ class Workload:
     """Of the arrays, so that a result can be traced to its data."""
     data: str
     """The `.npz` with train_x, train_y, rows (clients, n), validation_*, test_* and the starting weights."""
-    trunk: str | None = None
+    backbone: str | None = None
     """A `transformers` folder."""
     image_size: int = 0
     mean: tuple[float, ...] = ()
@@ -120,9 +120,9 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def from_words(words: dict[str, Any]) -> Workload:
+def from_words(overrides: dict[str, Any]) -> Workload:
     """The workload that was written as JSON."""
-    return Workload(**{**words, "mean": tuple(words["mean"]), "std": tuple(words["std"])})
+    return Workload(**{**overrides, "mean": tuple(overrides["mean"]), "std": tuple(overrides["std"])})
 
 
 def read(folder: Path) -> tuple[Workload, dict[str, np.ndarray]]:

@@ -38,13 +38,13 @@ class Vit(nn.Module):
         super().__init__()
         from transformers import ViTModel
 
-        self.trunk = ViTModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32)
-        self.head = nn.Linear(self.trunk.config.hidden_size, classes)
+        self.backbone = ViTModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32)
+        self.head = nn.Linear(self.backbone.config.hidden_size, classes)
         self.frozen = frozen
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            features = self.trunk(pixel_values=x).last_hidden_state[:, 0]
+            features = self.backbone(pixel_values=x).last_hidden_state[:, 0]
         return self.head(features)
 
 
@@ -56,8 +56,8 @@ def build(workload: Workload, arrays: dict[str, np.ndarray]) -> nn.Module:
     elif workload.task == "cnn":
         model = Cnn(workload.options["width"], workload.image_size, workload.classes)
     else:
-        assert workload.trunk is not None
-        model = Vit(workload.trunk, workload.classes, frozen=workload.task == "frozen")
+        assert workload.backbone is not None
+        model = Vit(workload.backbone, workload.classes, frozen=workload.task == "frozen")
     begin(model, arrays)
     if isinstance(model, Vit):
         restrict(model, workload)
@@ -68,8 +68,8 @@ def begin(model: nn.Module, arrays: dict[str, np.ndarray]) -> None:
     """Start the drawn part of the network (all of it, or the head) where everybody starts."""
     drawn = list((model.head if isinstance(model, Vit) else model).parameters())
     with torch.no_grad():
-        for place, parameter in enumerate(drawn):
-            parameter.copy_(torch.from_numpy(arrays[f"start_{place}"]))
+        for context, parameter in enumerate(drawn):
+            parameter.copy_(torch.from_numpy(arrays[f"start_{context}"]))
 
 
 def restrict(model: Vit, workload: Workload) -> None:
@@ -80,11 +80,11 @@ def restrict(model: Vit, workload: Workload) -> None:
         from peft import LoraConfig, get_peft_model
 
         rank, alpha = workload.options["rank"], workload.options["alpha"]
-        model.trunk = get_peft_model(
-            model.trunk, LoraConfig(r=rank, lora_alpha=alpha, target_modules=["q_proj", "v_proj"])
+        model.backbone = get_peft_model(
+            model.backbone, LoraConfig(r=rank, lora_alpha=alpha, target_modules=["q_proj", "v_proj"])
         )
         return
-    for name, parameter in model.trunk.named_parameters():
+    for name, parameter in model.backbone.named_parameters():
         in_block = name.startswith("layers.")
         asked = {"frozen": False, "sparse": in_block, "qk": in_block and (".q_proj." in name or ".k_proj." in name)}
         parameter.requires_grad = asked[workload.task]

@@ -2,11 +2,11 @@
 
 from fedgraft.data.examples import FeatureExamples, ImageExamples
 from fedgraft.data.feature_cache import CachedExamples, FeatureCache
+from fedgraft.data.images.store import ImageStore, cache_dir, make_store
+from fedgraft.data.images.transforms import Transform, make_transform
 from fedgraft.data.partition import KINDS, Partition, make_partition
+from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import SOURCES, Dataset, load_dataset
-from fedgraft.data.split import stratified_split
-from fedgraft.data.store import ImageStore, cache_dir, make_store
-from fedgraft.data.transforms import Transform, make_transform
 
 __all__ = [
     "KINDS",

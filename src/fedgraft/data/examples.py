@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from fedgraft.data.given import FeatureStore
-from fedgraft.data.store import ImageStore
-from fedgraft.data.transforms import Transform
+from fedgraft.data.images.store import ImageStore
+from fedgraft.data.images.transforms import Transform
+from fedgraft.data.sources.features import FeatureStore
 from fedgraft.errors import FedgraftError
 
 
@@ -23,14 +23,14 @@ class ImageExamples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def pixels(self, rows: Tensor) -> Tensor:
+    def train_images(self, rows: Tensor) -> Tensor:
         """Stored pixels of these rows, uint8 (B, H, W, 3)."""
         check_rows(rows, len(self))
         return torch.from_numpy(self.store.images[rows.numpy()])
 
     def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
         """Inputs (B, 3, S, S) for these rows: the training transform if a generator is given, else evaluation's."""
-        return self.transform(self.pixels(rows), generator)
+        return self.transform(self.train_images(rows), generator)
 
 
 class FeatureExamples:

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from fedgraft.contracts import Network
-from fedgraft.data.augment import draw_flips
 from fedgraft.data.examples import ImageExamples, check_rows
+from fedgraft.data.images.augment import draw_flips
 from fedgraft.errors import FedgraftError
+from fedgraft.protocols import Network
 
 BLOCK = 32
 
@@ -181,10 +181,10 @@ class CachedExamples:
             self.cache.write(view, block, self._compute(view, self.cache.rows_of(block)).numpy())
 
     def _compute(self, view: int, rows: slice) -> Tensor:
-        pixels = self.examples.pixels(torch.arange(rows.start, rows.stop))
+        train_images = self.examples.train_images(torch.arange(rows.start, rows.stop))
         with torch.no_grad(), _evaluating(self.network):
             device = next(self.network.parameters()).device
-            inputs = self.examples.transform.view(pixels, mirrored=bool(view)).to(device)
+            inputs = self.examples.transform.view(train_images, mirrored=bool(view)).to(device)
             return self.network.features(inputs, 0, self.entry).float().cpu().contiguous()
 
 

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedgraft.contracts import Network
 from fedgraft.errors import FedgraftError, MissingExtra
+from fedgraft.protocols import Network
 from fedgraft.randomness import torch_stream
 
 A_SUFFIX, B_SUFFIX, W_SUFFIX = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
@@ -129,13 +129,13 @@ def adapted(network: Network) -> dict[str, Any]:
 def merge(network: Network) -> Network:
     """Add scaling * B A to the base weights and take the adapters out: plain names and shapes, same outputs."""
     layers = _present(network)
-    changes = {}
+    updates = {}
     for name, layer in layers:
-        changes[name] = layer.get_delta_weight("default").detach()  # (out, in)
-        if not torch.isfinite(changes[name]).all():
+        updates[name] = layer.get_delta_weight("default").detach()  # (out, in)
+        if not torch.isfinite(updates[name]).all():
             raise FedgraftError(f"the LoRA factors of {name!r} are not finite; nothing was merged")
     for name, layer in layers:
-        layer.base_layer.weight.data.add_(changes[name])
+        layer.base_layer.weight.data.add_(updates[name])
     return detach(network)
 
 

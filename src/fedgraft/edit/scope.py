@@ -21,7 +21,7 @@ from fedgraft.errors import FedgraftError
 _QK = r"\.(q_proj|k_proj|q|k|query|key|to_q|to_k)\."
 _FUSED = r"\.(qkv|qkv_proj|c_attn)\.|\.in_proj_"
 _ATTENTION = r"\.(attention|attn|self_attn|self_attention|self_attn_output)\."
-WORDS: dict[str, str] = {
+OVERRIDES: dict[str, str] = {
     "blocks": r"\.(layers?|blocks?|h|stages?|layer\d)\.\d+\.",
     "qk": f"{_QK}|{_FUSED}",
     "attention": f"{_ATTENTION}|{_QK}|{_FUSED}",
@@ -36,10 +36,10 @@ DEFAULT_SCOPE = ("blocks", "norm")
 """All tensors of the blocks, and the final norm."""
 
 _KINDS = (
-    ("head", WORDS["head"]), ("norm", WORDS["norm"]), ("embedding", WORDS["embeddings"]),
+    ("head", OVERRIDES["head"]), ("norm", OVERRIDES["norm"]), ("embedding", OVERRIDES["embeddings"]),
     ("query", r"\.(q_proj|q|query|to_q)\."), ("key", r"\.(k_proj|k|key|to_k)\."),
     ("value", r"\.(v_proj|v|value|to_v)\."),
-    ("qkv", _FUSED), ("mlp", WORDS["mlp"]), ("attention output", _ATTENTION),
+    ("qkv", _FUSED), ("mlp", OVERRIDES["mlp"]), ("attention output", _ATTENTION),
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def kind_of(name: str) -> str:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter name is meant by any word or glob pattern."""
     return any(
-        bool(re.search(WORDS[pattern], f".{name}")) if pattern in WORDS else fnmatchcase(name, pattern)
+        bool(re.search(OVERRIDES[pattern], f".{name}")) if pattern in OVERRIDES else fnmatchcase(name, pattern)
         for pattern in patterns
     )
 
@@ -98,7 +98,9 @@ def resolve(
     """Sort parameters into maskable, dense and frozen: `exclude` freezes, `whitelist` trains densely."""
     for pattern in (*scope, *exclude, *whitelist):
         if not any(matches(name, [pattern]) for name in shapes):
-            raise FedgraftError(f"{pattern!r} matches no parameter; use {', '.join(WORDS)} or a glob such as '*.mlp.*'")
+            raise FedgraftError(
+                f"{pattern!r} matches no parameter; use {', '.join(OVERRIDES)} or a glob such as '*.mlp.*'"
+            )
     both = [name for name in shapes if matches(name, exclude) and matches(name, whitelist)]
     if both:
         raise FedgraftError(f"{both[0]!r} is both excluded (frozen) and whitelisted (trained densely)")

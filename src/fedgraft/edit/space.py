@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fedgraft.contracts import Network
 from fedgraft.errors import FedgraftError
+from fedgraft.protocols import Network
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class Bound:
 
     @property
     def trained(self) -> int:
-        """How many of the values an optimizer moves."""
+        """How many of the values an optimizer trainable."""
         return self.space.trained
 
     def load(self, vector: Tensor) -> None:

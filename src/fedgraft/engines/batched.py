@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.client import Memory, Workplace, handle
+from fedgraft.client import ClientContext, ClientMemory, handle
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import Preparable, prepare_features
 from fedgraft.local.optimizers import Optimizer
@@ -48,49 +48,49 @@ class Placing(Protocol):
         ...
 
 
-def applies(algorithm: Algorithm, place: Workplace) -> str | None:
+def applies(algorithm: Algorithm, context: ClientContext) -> str | None:
     """None where this engine can carry out the training orders; else one clause that says why not."""
-    rule, network = algorithm.local, place.network
-    parts = [(part.name, part.index is None) for part in place.space.parts]
+    rule, network = algorithm.local, context.network
+    parts = [(part.name, part.index is None) for part in context.space.parts]
     reasons = [
         (
-            parts != [("head.weight", True), ("head.bias", True)] or bool(place.space.buffers),
+            parts != [("head.weight", True), ("head.bias", True)] or bool(context.space.buffers),
             "what moves is not exactly the weight and bias of the head",
         ),
-        (place.private is not None or algorithm.keeps.kind != "nothing", "clients keep a part of the model"),
-        (place.examples.entry != network.depth, "features are not kept"),
+        (context.private is not None or algorithm.client_state.kind != "nothing", "clients keep a part of the model"),
+        (context.examples.entry != network.depth, "features are not kept"),
         (rule.optimizer.name != "sgdm", f"the optimizer is {rule.optimizer.name}, not sgdm"),
         (rule.correction.name != "none", f"the correction {rule.correction.name} acts on each client by itself"),
         (rule.clip is not None, "gradients are clipped by client"),
         (rule.amp is not None, f"training is in {rule.amp}"),
         (algorithm.sends.name != "values", f"the codec {algorithm.sends.name} would magnify rounding"),
         (bool(algorithm.wants), "clients report what they see in the trained network"),
-        (algorithm.scaled_by_reach, "changes are divided by each client's reach"),
-        (algorithm.protects.kind != "clear" or algorithm.protects.privacy is not None, "changes are protected"),
-        (_drops(place), "dropout draws by client"),
+        (algorithm.normalised, "changes are divided by each client's reach"),
+        (algorithm.privacy.aggregation != "clear" or algorithm.privacy.dp is not None, "changes are protected"),
+        (_drops(context), "dropout draws by client"),
     ]
     found = next((why for wrong, why in reasons if wrong), None)
-    return found or (None if _is_linear(place) else "the network does more than its linear head to kept features")
+    return found or (None if _is_linear(context) else "the network does more than its linear head to kept features")
 
 
-def _drops(place: Workplace) -> bool:
+def _drops(context: ClientContext) -> bool:
     """Does any layer drop activations? Behind kept features only the one before the head could matter."""
-    return any("dropout" in type(m).__name__.lower() and getattr(m, "p", 0) for m in place.network.modules())
+    return any("dropout" in type(m).__name__.lower() and getattr(m, "p", 0) for m in context.network.modules())
 
 
 @torch.no_grad()
-def _is_linear(place: Workplace) -> bool:
+def _is_linear(context: ClientContext) -> bool:
     """Is the network, entered at its end, nothing but the head? Asked of the network itself."""
-    head, depth = place.network.head, place.network.depth
-    probe = torch.randn(4, place.network.width, generator=torch_stream(0, "is_linear"))
-    return torch.allclose(place.network(probe, depth), linear(probe, head.weight, head.bias), atol=1e-6)
+    head, depth = context.network.head, context.network.depth
+    probe = torch.randn(4, context.network.width, generator=torch_stream(0, "is_linear"))
+    return torch.allclose(context.network(probe, depth), linear(probe, head.weight, head.bias), atol=1e-6)
 
 
 @dataclass(frozen=True)
 class _Job:
     """One client's order and its rows. How they fall into batches is drawn where the steps are taken."""
 
-    place: int
+    context: int
     order: Order
     rows: Tensor
     rule: LocalRule
@@ -145,13 +145,13 @@ class _Stack:
 class Batched:
     """Carries out training orders of a linear head together, others one by one. `memory` as in `InProcess`."""
 
-    def __init__(self, algorithm: Algorithm, place: Workplace, threads: int | None = None) -> None:
-        self.algorithm, self.place = algorithm, place
-        self.memory: dict[int, Memory] = {}
+    def __init__(self, algorithm: Algorithm, context: ClientContext, threads: int | None = None) -> None:
+        self.algorithm, self.context = algorithm, context
+        self.memory: dict[int, ClientMemory] = {}
         self.threads = threads or cores()
-        self.reason = applies(algorithm, place)
+        self.reason = applies(algorithm, context)
         """Why orders are carried out one by one, if they are."""
-        self._placing = place.examples if isinstance(place.examples, Placing) else None
+        self._placing = context.examples if isinstance(context.examples, Placing) else None
         self._reading = threading.Lock()
         self._buffers: list[dict[str, Tensor]] = []
         self._crew: ThreadPoolExecutor | None = None
@@ -163,7 +163,7 @@ class Batched:
         found = dict(zip(together, self._train([orders[i] for i in together]), strict=True))
         for i, order in enumerate(orders):
             if i not in found:
-                found[i], kept = handle(order, self.algorithm, self.place, self.memory.get(order.client, {}))
+                found[i], kept = handle(order, self.algorithm, self.context, self.memory.get(order.client, {}))
                 if kept:
                     self.memory[order.client] = kept
         return [found[i] for i in range(len(orders))]
@@ -172,11 +172,11 @@ class Batched:
         """Replies in the order of the orders; clients of equal steps and about equal batches share a chunk."""
         if not orders:
             return []
-        rule, seed = self.algorithm.local, self.place.seed
-        jobs = [_Job(i, order, self.place.rows(order.client), rule, seed) for i, order in enumerate(orders)]
-        if isinstance(self.place.examples, Preparable) and torch.get_num_threads() == 1:
-            prepare_features(self.place.examples, torch.cat([job.drawn for job in jobs]), self.threads)
-        jobs.sort(key=lambda job: (len(job.sizes), float(job.order.settings["lr"]), job.sizes[0], job.place))
+        rule, seed = self.algorithm.local, self.context.seed
+        jobs = [_Job(i, order, self.context.rows(order.client), rule, seed) for i, order in enumerate(orders)]
+        if isinstance(self.context.examples, Preparable) and torch.get_num_threads() == 1:
+            prepare_features(self.context.examples, torch.cat([job.drawn for job in jobs]), self.threads)
+        jobs.sort(key=lambda job: (len(job.sizes), float(job.order.settings["lr"]), job.sizes[0], job.context))
         chunks = []
         for _, group in groupby(jobs, key=lambda job: (len(job.sizes), job.order.settings["lr"])):
             alike = list(group)
@@ -185,8 +185,8 @@ class Batched:
         waiting = iter(enumerate(chunks))
 
         def work() -> None:
-            for place, chunk in waiting:  # shared: whoever is free takes the next one
-                found[place] = self._chunk(chunk)
+            for context, chunk in waiting:  # shared: whoever is free takes the next one
+                found[context] = self._chunk(chunk)
 
         if helpers := min(self.threads, len(chunks)) - 1:
             self._crew = self._crew or ThreadPoolExecutor(self.threads - 1)  # kept: a new thread is slow at first
@@ -195,13 +195,13 @@ class Batched:
         for helper in helping:
             helper.result()
         replies = [reply for part in found for reply in part]
-        by_place = {job.place: reply for job, reply in zip([j for c in chunks for j in c], replies, strict=True)}
+        by_place = {job.context: reply for job, reply in zip([j for c in chunks for j in c], replies, strict=True)}
         return [by_place[i] for i in range(len(orders))]
 
     @torch.no_grad()
     def _chunk(self, jobs: list[_Job]) -> list[Reply]:
         """Train the heads of these clients side by side."""
-        rule, network = self.algorithm.local, self.place.network
+        rule, network = self.algorithm.local, self.context.network
         c, b, d, k = len(jobs), max(job.sizes[0] for job in jobs), network.width, network.classes
         buffers = self._buffers.pop() if self._buffers else {}
         values, gradient = (_buffer(buffers, name, c * k * (d + 1)) for name in ("values", "gradient"))
@@ -211,7 +211,7 @@ class Batched:
             stack.weight[i] = job.order.vector[: k * d].view(k, d)
             stack.bias[i] = job.order.vector[k * d :].view(k, 1)
         rate = rule.rate(float(jobs[0].order.settings["lr"]), len(jobs[0].rows))
-        flips = [torch_stream(self.place.seed, "augment", "train", j.order.round, j.order.client) for j in jobs]
+        flips = [torch_stream(self.context.seed, "augment", "train", j.order.round, j.order.client) for j in jobs]
         room = _buffer(buffers, "logits", c * k * b).view(c, k, b)
         steps, likelihoods = len(jobs[0].sizes), []
         span = max(1, BUDGET // (c * b * d))
@@ -249,13 +249,13 @@ class Batched:
             room = features[i].view(-1, d) if whole else torch.empty(len(rows), d)
             self._read(rows, flips[i], room)
             if whole:
-                labels[i] = self.place.examples.labels[rows].view(steps, b)
+                labels[i] = self.context.examples.labels[rows].view(steps, b)
                 continue
             sizes = torch.tensor(job.sizes[some])[:, None]
             real = torch.arange(b) < sizes  # (steps, b)
             features[i] = 0.0
             features[i][real] = room
-            labels[i][real] = self.place.examples.labels[rows]
+            labels[i][real] = self.context.examples.labels[rows]
             weights[i] = real / sizes
         return labels.unsqueeze(2), None if even else weights.unsqueeze(2)
 
@@ -265,16 +265,16 @@ class Batched:
             self._placing.batch_into(rows, flips, room)
             return
         with self._reading:  # examples may compute what they have not kept yet, with the one network there is
-            room.copy_(self.place.examples.batch(rows, flips))
+            room.copy_(self.context.examples.batch(rows, flips))
 
     def _reply(self, job: _Job, weight: Tensor, bias: Tensor, loss: float) -> Reply:
         order = job.order
         assert order.vector is not None
-        change = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(order.vector)
-        stream = torch_stream(self.place.seed, "encode", order.round, order.client)
+        update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(order.vector)
+        stream = torch_stream(self.context.seed, "encode", order.round, order.client)
         answer = Reply(order.run, order.round, order.client, order.space, len(job.rows))
         metrics = {"loss": loss, "steps": float(len(job.sizes))}
-        return replace(answer, change=self.algorithm.sends.encode(change, stream, {}), metrics=metrics)
+        return replace(answer, update=self.algorithm.sends.encode(update, stream, {}), metrics=metrics)
 
 
 def _error(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:

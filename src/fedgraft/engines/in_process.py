@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.client import Memory, Workplace, handle
+from fedgraft.client import ClientContext, ClientMemory, handle
 from fedgraft.messages import Order, Reply
 
 
 class InProcess:
     """Carries out orders with one workplace. `memory` is what each client keeps; it belongs to the checkpoint."""
 
-    def __init__(self, algorithm: Algorithm, place: Workplace) -> None:
+    def __init__(self, algorithm: Algorithm, context: ClientContext) -> None:
         self.algorithm = algorithm
-        self.place = place
-        self.memory: dict[int, Memory] = {}
+        self.context = context
+        self.memory: dict[int, ClientMemory] = {}
 
     def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
         """Carry out the orders one by one."""
         for order in orders:
-            reply, kept = handle(order, self.algorithm, self.place, self.memory.get(order.client, {}))
+            reply, kept = handle(order, self.algorithm, self.context, self.memory.get(order.client, {}))
             if kept:
                 self.memory[order.client] = kept
             yield reply

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.client import Memory, Workplace, handle
-from fedgraft.engines.shared_memory import Crew, Parts, Work
+from fedgraft.client import ClientContext, ClientMemory, handle
+from fedgraft.engines.shared_memory import Parts, Work, Workers
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, pack, unpack
 
@@ -31,12 +31,14 @@ class Pool:
     outside the space must not change while they live; after changing some (a new head), call `close`.
     """
 
-    def __init__(self, algorithm: Algorithm, place: Workplace, workers: int, deadline: float | None = None) -> None:
+    def __init__(
+        self, algorithm: Algorithm, context: ClientContext, workers: int, deadline: float | None = None
+    ) -> None:
         if workers < 1:
             raise FedgraftError(f"a pool needs at least one worker, not {workers}.")
-        self.algorithm, self.place, self.workers, self.deadline = algorithm, place, workers, deadline
-        self.memory: dict[int, Memory] = {}
-        self._crew: Crew | None = None
+        self.algorithm, self.context, self.workers, self.deadline = algorithm, context, workers, deadline
+        self.memory: dict[int, ClientMemory] = {}
+        self._crew: Workers | None = None
         self._seen: object = None
 
     def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
@@ -69,11 +71,11 @@ class Pool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _ready(self) -> Crew:
-        present = (id(self.algorithm), id(self.place), self.place.space.digest)
+    def _ready(self) -> Workers:
+        present = (id(self.algorithm), id(self.context), self.context.space.digest)
         if self._crew is None or self._seen != present:
             self.close()
-            self._crew, self._seen = Crew(_work(self.algorithm, self.place), self.workers), present
+            self._crew, self._seen = Workers(_work(self.algorithm, self.context), self.workers), present
         return self._crew
 
     def _send(self, order: Order) -> list[bytes]:
@@ -81,19 +83,19 @@ class Pool:
         return [pack(order), pack(memory)]
 
 
-def _work(algorithm: Algorithm, place: Workplace) -> Work:
+def _work(algorithm: Algorithm, context: ClientContext) -> Work:
     """What a worker does with an order and a memory: the same `handle` as everywhere."""
 
     def work(parts: Parts) -> list[bytes]:
         order, memory = unpack(Order, parts[0]), unpack(Order, parts[1]).auxiliary
-        reply, kept = handle(order, algorithm, place, memory)
+        reply, kept = handle(order, algorithm, context, memory)
         unchanged = kept is memory
         return [pack(reply), *([] if unchanged else [pack(Reply(order.run, order.round, order.client, evidence=kept))])]
 
     return work
 
 
-def _receive(order: Order, parts: Parts) -> tuple[Reply, Memory]:
+def _receive(order: Order, parts: Parts) -> tuple[Reply, ClientMemory]:
     return unpack(Reply, parts[0]), unpack(Reply, parts[1]).evidence if len(parts) > 1 else {}
 
 
@@ -125,5 +127,5 @@ def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
         examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
         return []
 
-    with Crew(work, min(workers, len(groups))) as crew:
-        crew.map(groups, lambda g: [g.numpy().tobytes()], lambda g, parts: None, lambda g: f"rows from {int(g[0])} on")
+    with Workers(work, min(workers, len(groups))) as team:
+        team.map(groups, lambda g: [g.numpy().tobytes()], lambda g, parts: None, lambda g: f"rows from {int(g[0])} on")

@@ -38,7 +38,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Board:
+class Buffer:
     """Bytes that a parent and its forks both see. One side writes at a time; the pipe beside it says when."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Board:
 class _Worker:
     process: BaseProcess
     pipe: Connection
-    board: Board
+    board: Buffer
 
     def give(self, parts: Sequence[bytes]) -> None:
         sizes = self.board.write(parts)
@@ -105,7 +105,7 @@ class _Worker:
         return self.board.read(header["sizes"])
 
 
-class Crew:
+class Workers:
     """So many forked workers, each on one thread. They see this process as it was when the crew was made."""
 
     def __init__(self, work: Work, workers: int) -> None:
@@ -125,7 +125,7 @@ class Crew:
         """One more worker."""
         context = get_context("fork")
         mine, theirs = context.Pipe()
-        board = Board()
+        board = Buffer()
         others = [worker.pipe for worker in self._workers]
         process = context.Process(target=_serve, args=(self._work, theirs, board, [mine, *others]), daemon=True)
         with warnings.catch_warnings():
@@ -192,7 +192,7 @@ class Crew:
         """End the workers. Also happens when the crew is collected, and at exit."""
         self._end()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -213,7 +213,7 @@ def _end(workers: list[_Worker], owner: int) -> None:
     workers.clear()
 
 
-def _serve(work: Work, pipe: Connection, board: Board, inherited: list[Connection]) -> None:
+def _serve(work: Work, pipe: Connection, board: Buffer, inherited: list[Connection]) -> None:
     """A worker's life: one task after another until the parent closes the pipe or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

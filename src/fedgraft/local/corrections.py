@@ -33,7 +33,7 @@ class Correction:
     adjust: Callable[[Tensor, Tensor, Vectors], None]
     finish: Callable[[Tensor, Vectors, float], Closing]
     """`finish(values, context, reach)`; reach is Σ of learning rates times the optimizer's gain."""
-    needs_reach: bool = False
+    needs_effective_steps: bool = False
     sends: tuple[str, ...] = ()
     """Names of the auxiliary vectors in the reply, each of the trained length."""
     receives: tuple[str, ...] = ()
@@ -66,8 +66,8 @@ def control_variates() -> Correction:
     def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:
         gradient.add_(context["shift"])
 
-    def finish(values: Tensor, context: Vectors, reach: float) -> Closing:
-        own = context["own"] - context["common"] + (context["start"] - values) / reach
+    def finish(values: Tensor, context: Vectors, effective_steps: float) -> Closing:
+        own = context["own"] - context["common"] + (context["start"] - values) / effective_steps
         return Closing({"control": own}, {"control": own - context["own"]})
 
     return Correction("control_variates", prepare, adjust, finish, True, ("control",), ("control",))
@@ -82,7 +82,7 @@ def dynamic(alpha: float) -> Correction:
     def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:
         gradient.sub_(context["dual"]).add_(values - context["start"], alpha=alpha)
 
-    def finish(values: Tensor, context: Vectors, reach: float) -> Closing:
+    def finish(values: Tensor, context: Vectors, effective_steps: float) -> Closing:
         return Closing({"dual": context["dual"] - alpha * (values - context["start"])})
 
     return Correction("dynamic", prepare, adjust, finish)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.contracts import Examples, Network
 from fedgraft.local.transfer import onto
+from fedgraft.protocols import Examples, Network
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int
     network.eval()
     parts = rows.split(batch_size)
     if min(threads, len(parts)) > 1:
-        with ThreadPoolExecutor(threads) as crew:
-            found = list(crew.map(lambda picked: _measure(network, examples, picked), parts))
+        with ThreadPoolExecutor(threads) as team:
+            found = list(team.map(lambda picked: _measure(network, examples, picked), parts))
     else:
         found = [_measure(network, examples, picked) for picked in parts]
     n = max(1, len(rows))

@@ -23,7 +23,7 @@ class Optimizer:
     name: str
     init: Callable[[int], State]
     step: Callable[[Tensor, Tensor, State, float], None]
-    reach: Callable[[int], float] | None = None
+    effective_steps: Callable[[int], float] | None = None
     """Displacement after n steps of a constant unit gradient at lr 1; None where it is not a fixed number."""
     heavy_ball: float | None = None
     """β where a step is v ← βv+g, θ ← θ−ηv and nothing else, which an engine may fold into its matrix products."""
@@ -59,13 +59,13 @@ def sgdm(
         else:
             values.sub_(velocity, alpha=lr)
 
-    def reach(steps: int) -> float:
+    def effective_steps(steps: int) -> float:
         # Mass of the gradients' coefficients in the total displacement, from a zero buffer.
         gains = [(1 - momentum**i) / (1 - momentum) for i in range(1, steps + 2)]
         return sum(gains[1:] if nesterov else gains[:-1])
 
     plain = not (weight_decay or nesterov or dampening)
-    return Optimizer("sgdm", init, step, reach if not dampening else None, momentum if plain else None)
+    return Optimizer("sgdm", init, step, effective_steps if not dampening else None, momentum if plain else None)
 
 
 def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Optimizer:

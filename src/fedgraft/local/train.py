@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.contracts import Examples, Network
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
 from fedgraft.local.transfer import onto
+from fedgraft.protocols import Examples, Network
 
 
 class Flat(Protocol):
@@ -40,7 +40,7 @@ class LocalRule:
     correction: Correction = field(default_factory=none)
     clip: float | None = None
     label_smoothing: float = 0.0
-    even_reach: bool = False
+    momentum_correction: bool = False
     """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
     amp: str | None = None
     """Autocast type, `float16` or `bfloat16`; None trains in float32."""
@@ -53,10 +53,10 @@ class LocalRule:
 
     def rate(self, lr: float, examples: int) -> float:
         """The rate a step really uses."""
-        if not self.even_reach or self.optimizer.reach is None:
+        if not self.momentum_correction or self.optimizer.effective_steps is None:
             return lr
         steps = self.steps(examples)
-        return lr * steps / self.optimizer.reach(steps)
+        return lr * steps / self.optimizer.effective_steps(steps)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Trained:
     state: State
     loss: float
     steps: int
-    reach: float
+    effective_steps: float
     closing: Closing
 
 
@@ -126,10 +126,10 @@ def train(
         rates.append(rate)
         flat.push()
     flat.pull_buffers()
-    reach = _reach(rule, rates)
-    closing = rule.correction.finish(values, context, reach)
+    effective_steps = _reach(rule, rates)
+    closing = rule.correction.finish(values, context, effective_steps)
     closing = Closing(move(closing.memory, "cpu"), move(closing.sums, "cpu"))
-    return Trained(state, float(torch.stack(losses).mean()), len(losses), reach, closing)
+    return Trained(state, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
 
 
 def move(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
@@ -139,6 +139,6 @@ def move(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str,
 
 def _reach(rule: LocalRule, rates: list[float]) -> float:
     """Σ rates times the optimizer's mean gain: how far a constant unit gradient would have gone."""
-    if rule.optimizer.reach is None or not rates:
+    if rule.optimizer.effective_steps is None or not rates:
         return math.nan
-    return sum(rates) * rule.optimizer.reach(len(rates)) / len(rates)
+    return sum(rates) * rule.optimizer.effective_steps(len(rates)) / len(rates)

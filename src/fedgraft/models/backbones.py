@@ -56,45 +56,45 @@ def load_network(
     text = _ALIASES.get(str(name), str(name))
     kind, _, options = text.partition(":")
     if kind in _DEFAULTS:
-        source, trunk = None, _drawn(kind, _options(kind, options), seed)
+        source, backbone = None, _drawn(kind, _options(kind, options), seed)
     else:
         source = NANO if text == "nano" else folders.locate(text)
-        trunk = folders.load_trunk(source)
-    size = folders.trained_size(trunk.config) if image_size is None else image_size
+        backbone = folders.load_trunk(source)
+    size = folders.trained_size(backbone.config) if image_size is None else image_size
     if size < 1:
         raise FedgraftError(f"image_size is {size}; give a number of pixels.")
-    if size != folders.trained_size(trunk.config):
-        trunk = at_size(trunk, size)
-    head = _head(trunk, source, size, classes, seed)
-    network = VisionNetwork(trunk, head, size, dropout)
+    if size != folders.trained_size(backbone.config):
+        backbone = at_size(backbone, size)
+    head = _head(backbone, source, size, classes, seed)
+    network = VisionNetwork(backbone, head, size, dropout)
     if source is not None:
         network.mean, network.std = folders.normalisation(source)
     return network
 
 
-def at_size(trunk: Any, size: int) -> nn.Module:
+def at_size(backbone: Any, size: int) -> nn.Module:
     """The same trunk for images of another size: position embeddings interpolated (bicubic) and stored as its own."""
-    family = FAMILIES.get(trunk.config.model_type)
+    family = FAMILIES.get(backbone.config.model_type)
     if family is None:
         raise FedgraftError(
-            f"a {trunk.config.model_type!r} trunk keeps its image size of {folders.trained_size(trunk.config)}; "
+            f"a {backbone.config.model_type!r} trunk keeps its image size of {folders.trained_size(backbone.config)}; "
             "leave image_size out."
         )
-    if isinstance(trunk.config, SmallConfig):
-        trunk.config = trunk.config.at(size)
-        return trunk
-    config = trunk.config.__class__.from_dict(trunk.config.to_dict())
+    if isinstance(backbone.config, SmallConfig):
+        backbone.config = backbone.config.at(size)
+        return backbone
+    config = backbone.config.__class__.from_dict(backbone.config.to_dict())
     config.image_size = size
     if family.norm is None:  # convolutions take any size
-        trunk.config.image_size = size
-        return trunk
+        backbone.config.image_size = size
+        return backbone
     patch = _patch(config)
     if size < patch or size % patch:
         raise FedgraftError(f"image_size {size} is not a multiple of this network's patch of {patch} pixels.")
-    state = trunk.state_dict()
+    state = backbone.state_dict()
     name = f"{family.stem}.position_embeddings"
     state[name] = interpolate_positions(state[name], family.tokens, size // patch, family.antialias)
-    resized = _construct(type(trunk), config, 0)
+    resized = _construct(type(backbone), config, 0)
     resized.load_state_dict(state)
     return resized
 
@@ -177,9 +177,9 @@ def _construct(model: Callable[..., nn.Module], config: Any, seed: int) -> nn.Mo
         return model(config, **extra).float()
 
 
-def _head(trunk: Any, source: Path | None, size: int, classes: int | None, seed: int) -> nn.Linear:
+def _head(backbone: Any, source: Path | None, size: int, classes: int | None, seed: int) -> nn.Linear:
     """The linear head: the stored one when no number of classes is given, else one drawn from the seed."""
-    width = _width(trunk, size)
+    width = _width(backbone, size)
     stored = folders.stored_head(source, width) if classes is None and source is not None else None
     if classes is None and stored is None:
         raise FedgraftError("this network has no stored head; say for how many classes to make one.")
@@ -196,14 +196,14 @@ def _draw_head(width: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
     return weight, torch.empty(classes).uniform_(-bound, bound, generator=stream)
 
 
-def _width(trunk: Any, size: int) -> int:
+def _width(backbone: Any, size: int) -> int:
     """Length of the pooled vector; an unknown trunk is asked with one black image."""
-    config = trunk.config
+    config = backbone.config
     if config.model_type == "resnet":
         return int(config.hidden_sizes[-1])
     if config.model_type in FAMILIES:
         return int(config.hidden_size)
-    probe = VisionNetwork(trunk, nn.utils.skip_init(nn.Linear, 1, 1), size)
+    probe = VisionNetwork(backbone, nn.utils.skip_init(nn.Linear, 1, 1), size)
     try:
         with torch.no_grad():
             return int(probe.features(torch.zeros(1, 3, size, size)).shape[1])

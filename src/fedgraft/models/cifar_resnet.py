@@ -14,14 +14,14 @@ from torch import nn
 from transformers import ResNetForImageClassification, ResNetModel
 
 
-def _fit(trunk: Any, config: Any) -> None:
+def _fit(backbone: Any, config: Any) -> None:
     channels = config.embedding_size
     stem = nn.Conv2d(config.num_channels, channels, kernel_size=3, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
-    trunk.embedder.embedder.convolution = stem
-    trunk.embedder.pooler = nn.Identity()
+    backbone.embedder.embedder.convolution = stem
+    backbone.embedder.pooler = nn.Identity()
     if config.norm == "group":
-        _group_norm(trunk)
+        _group_norm(backbone)
 
 
 def _group_norm(module: nn.Module) -> None:

@@ -80,11 +80,11 @@ def load_dino(path: Path) -> Any:
         config = ViTConfig(**_shape(state), layer_norm_eps=1e-6)  # the release's own epsilon
         config._attn_implementation = "eager"
         with quiet(), drawn_from(0):
-            trunk = ViTModel(config, add_pooling_layer=False)
-        trunk.load_state_dict(state)
+            backbone = ViTModel(config, add_pooling_layer=False)
+        backbone.load_state_dict(state)
     except (KeyError, RuntimeError, ValueError) as error:
         raise FedgraftError(f"the tensors in {path} are not those of one DINO ViT ({type(error).__name__}).") from error
-    return trunk
+    return backbone
 
 
 def _plain_name(name: str, block: re.Match[str] | None) -> str:

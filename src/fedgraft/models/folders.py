@@ -80,7 +80,7 @@ def load_trunk(source: Path) -> nn.Module:
         options["trust_remote_code"] = False  # a folder brings weights, never code
     try:
         with quiet(), drawn_from(0):
-            trunk, info = kind.from_pretrained(
+            backbone, info = kind.from_pretrained(
                 source, config=config, attn_implementation="eager", **options, **without_pooler(config)
             )
     except Exception as error:
@@ -93,9 +93,9 @@ def load_trunk(source: Path) -> nn.Module:
             f"the weights in {source} lack {len(lost)} of the network's tensors, first {lost[0]!r}: "
             "config.json and model.safetensors do not belong together."
         )
-    for tensor in (*trunk.parameters(), *trunk.buffers()):
+    for tensor in (*backbone.parameters(), *backbone.buffers()):
         tensor.data = tensor.data.clone()  # what is loaded may be a view of the file, which can change
-    return trunk
+    return backbone
 
 
 def without_pooler(config: Any) -> dict[str, bool]:

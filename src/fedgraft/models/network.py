@@ -260,8 +260,8 @@ def _pool(output: Tensor) -> Tensor:
     return output.mean(1) if output.ndim == 3 else output.mean((2, 3))  # (B, D)
 
 
-def _whole(backbone: nn.Module, pixels: Tensor) -> Tensor:
+def _whole(backbone: nn.Module, train_images: Tensor) -> Tensor:
     """What a trunk of unknown make offers as one vector per image: its own pooled output, else the mean."""
-    output = backbone(pixel_values=pixels)
+    output = backbone(pixel_values=train_images)
     pooled = getattr(output, "pooler_output", None)
     return pooled.flatten(1) if pooled is not None else _pool(output.last_hidden_state)

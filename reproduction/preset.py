@@ -1,0 +1,231 @@
+"""The file of one experiment: what is varied, what the documents report, what they claim, what is drawn.
+
+A preset is a base config, scales (`paper`, `laptop`, `tiny`) and axes; a cell is one level of each axis. A scale
+changes the config before the axes (`config`) and after them (`then`), and may leave levels out (`only`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from fedgraft.config.load import Config, merge, validate
+from fedgraft.config.options import Section
+from fedgraft.errors import FedgraftError
+
+Measure = Annotated[str, Field(pattern=r"^(test|best|last|personal|finetuned|megabytes|spread|rounds_to|seconds:\w+)$")]
+PRESETS = Path(__file__).parent / "presets"
+SCALES = ("paper", "laptop", "tiny")
+_TINY_DATA = {"source": "digits", "limit": 400, "image_size": 16, "validation": 0.3}
+_NETWORKS: dict[str, dict[str, dict[str, Any]]] = {
+    "vit": {
+        "paper": {"device": "cuda", "model": {"name": "facebook/dino-vits16"}},
+        "laptop": {"model": {"name": "nano"}},
+        "tiny": {"model": {"name": "tiny"}},
+    },
+    "resnet": {
+        "paper": {"device": "cuda", "model": {"name": "resnet18"}},
+        "laptop": {"model": {"name": "resnet18:width=16,norm=group"}},
+        "tiny": {"model": {"name": "resnet18:width=4,norm=group"}},
+    },
+}
+
+
+class Axis(Section):
+    """One thing that is varied: levels by name, each a change of the config (`central`: all in one place)."""
+
+    name: str
+    levels: dict[str, dict[str, Any]] = Field(min_length=1)
+
+
+class Scale(Section):
+    """How large the experiment is."""
+
+    core_minutes: float = Field(gt=0, description="for three seeds")
+    config: dict[str, Any] = Field({})
+    then: dict[str, Any] = Field({})
+    only: dict[str, list[str]] = Field({})
+    target: float | None = Field(None, description="accuracy (%) whose rounds and megabytes are shown")
+
+
+class Tuning(Section):
+    """Learning rates that are tried with seed 0, judged by validation loss after the last round."""
+
+    rates: dict[str, list[float]] = Field(min_length=1, description="by level of `axis`; `*` for the others")
+    axis: str = ""
+    at: dict[str, str] = Field({}, description="tune only at these levels, and use the rate for all")
+    rounds: float = Field(1.0, gt=0, le=1, description="share of the rounds")
+
+
+class Figure(Section):
+    """One figure: its kind, which cells (`where`), and what is on its axes."""
+
+    kind: str
+    name: str = ""
+    title: str = ""
+    where: dict[str, str] = Field({})
+    lines: str = Field("", description="the axis whose levels are lines or bars; default: the last one")
+    x: str = Field("round", description="round, or an axis")
+    y: Measure | Literal["accuracy", "loss", "personal_curve"] = "accuracy"
+    panels: str = Field("", description="the axis with one panel for each level")
+    run: str = Field("", description="the name of a picture that the first seed's run left")
+
+
+class Reported(Section):
+    """A number a document gives for a cell."""
+
+    cell: str
+    value: float
+    document: str
+
+
+class Claim(Section):
+    """A statement of a document as a number that can be measured: left - right, or left / right, against `number`."""
+
+    row: int
+    text: str
+    document: str
+    left: str = ""
+    right: str = ""
+    measure: Measure = "test"
+    ratio: bool = False
+    number: float = 0.0
+    expect: Literal["more", "less", "same"] = "more"
+    margin: float = Field(1.0, gt=0, description="expect=same: what counts as the same")
+    scales: list[Literal["paper", "laptop", "tiny"]] = Field(["paper", "laptop", "tiny"])
+
+
+class Preset(Section):
+    """One experiment."""
+
+    title: str
+    question: str
+    rows: list[int] = Field(min_length=1)
+    network: Literal["vit", "resnet"] = "vit"
+    data: Literal["cifar100", "cifar10"] = "cifar100"
+    measure: Measure = "test"
+    baseline: str = ""
+    study: str = Field("", description="a function of experiment/studies.py that carries it out, or changes the cells")
+    base: dict[str, Any] = Field({})
+    axes: list[Axis] = Field([])
+    scales: dict[Literal["paper", "laptop", "tiny"], Scale]
+    tuning: Tuning | None = None
+    figures: list[Figure] = Field([])
+    reported: list[Reported] = Field([])
+    claims: list[Claim] = Field([])
+    notes: list[str] = Field([])
+    tables: dict[str, list[dict[str, Any]]] = Field({}, description="the documents' tables of settings, without runs")
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Preset:
+        if missing := [scale for scale in SCALES if scale not in self.scales]:
+            raise ValueError(f"the scale {missing[0]} is missing")
+        axes = {axis.name: set(axis.levels) for axis in self.axes}
+        named = [("scale", s.only) for s in self.scales.values()]
+        named += [("figure", {k: [v] for k, v in f.where.items()}) for f in self.figures]
+        for what, chosen in named:
+            for axis, levels in chosen.items():
+                if axis not in axes or not set(levels) <= axes[axis]:
+                    raise ValueError(f"a {what} names {axis} {levels}, and there is no such axis or level")
+        known = {"/".join(levels) for levels in itertools.product(*(axis.levels for axis in self.axes))}
+        cells = [r.cell for r in self.reported] + [c for k in self.claims for c in (k.left, k.right) if c]
+        wrong = [cell for cell in cells if cell not in known and not self.study]
+        if wrong:
+            raise ValueError(f"there is no cell {wrong[0]!r}; cells are named as {sorted(known)[0]!r}")
+        if self.baseline and self.axes and self.baseline not in self.axes[-1].levels:
+            raise ValueError(f"the baseline {self.baseline!r} is no level of the last axis")
+        return self
+
+
+class Cell(Section):
+    """One setting of a preset at a scale, before seeds and learning rates."""
+
+    levels: tuple[str, ...]
+    table: dict[str, Any]
+    central: bool = False
+
+    @property
+    def label(self) -> str:
+        """The levels as one name."""
+        return "/".join(self.levels)
+
+    def config(self, **more: Any) -> Config:
+        """The config with more keys, such as `seed`."""
+        return validate(merge(self.table, more))
+
+
+def names() -> list[str]:
+    """Every preset."""
+    folder = PRESETS
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+@functools.lru_cache
+def load_preset(name: str) -> Preset:
+    """A preset by its name."""
+    if name not in names():
+        close = difflib.get_close_matches(name, names(), n=1, cutoff=0.0)
+        raise FedgraftError(f"there is no experiment {name!r}; the nearest is {close[0]!r} (see: reproduce --list).")
+    file = PRESETS / f"{name}.toml"
+    return parse(file.read_text("utf-8"), name)
+
+
+def parse(text: str, name: str) -> Preset:
+    """A preset's text, checked; what is wrong with it is one sentence."""
+    try:
+        preset = Preset.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise FedgraftError(f"the preset {name} is not valid TOML: {error}.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "as a whole"
+        raise FedgraftError(f"the preset {name} is wrong at {where}: {first['msg']}.") from None
+    for scale in SCALES:
+        cells(preset, scale, name)
+    return preset
+
+
+def cells(preset: Preset, scale: str, name: str, data: str | None = None) -> list[Cell]:
+    """Every setting at a scale: base, network and scale first, then the levels, then what the scale says last."""
+    if not preset.axes:
+        return []
+    chosen: Scale = preset.scales[scale]  # type: ignore[index]
+    source = _TINY_DATA if scale == "tiny" else {"source": preset.data, **({} if data is None else {"path": data})}
+    start: dict[str, Any] = {"name": name, "data": source, "workers": 1}  # runs go side by side, not clients
+    for part in (_NETWORKS[preset.network][scale], preset.base, chosen.config):
+        start = merge(start, part)
+    kept = [
+        [level for level in axis.levels if level in chosen.only.get(axis.name, axis.levels)] for axis in preset.axes
+    ]
+    found = []
+    for levels in itertools.product(*kept):
+        table = start
+        for axis, level in zip(preset.axes, levels, strict=True):
+            table = merge(table, axis.levels[level])
+        table = merge(table, chosen.then)
+        central = bool(table.pop("central", False))
+        if central:
+            table["name"] = f"{table['name']}-central"
+        try:
+            validate(table)
+        except FedgraftError as error:
+            raise FedgraftError(f"the preset {name}, cell {'/'.join(levels)}, scale {scale}: {error}") from None
+        found.append(Cell(levels=levels, table=table, central=central))
+    return found
+
+
+def level_of(preset: Preset, cell: Cell, axis: str) -> str:
+    """The level a cell has on an axis."""
+    return cell.levels[[a.name for a in preset.axes].index(axis)]
+
+
+def picked(preset: Preset, every: list[Cell], where: Mapping[str, str]) -> list[Cell]:
+    """The cells with these levels."""
+    return [cell for cell in every if all(level_of(preset, cell, axis) == level for axis, level in where.items())]

@@ -1,0 +1,271 @@
+"""Aggregation that survives some lying clients, on the stack of changes.
+
+Coordinate median and trimmed mean (Yin et al. 2018), Krum and multi-Krum (Blanchard et al. 2017), Bulyan (El Mhamdi
+et al. 2018), geometric median (Pillutla et al. 2022, smoothed Weiszfeld), norm clipping, and nearest-neighbour
+mixing (Allouah et al. 2023) before any of them. All but the mean ignore the clients' weights: a number of examples is
+a claim, and a liar would claim much. A row with NaN or infinity counts as a client that did not move.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedgraft.aggregate.mean import accumulate, chunks, norm, weighted_mean
+from fedgraft.errors import FedgraftError
+
+Aggregator = Callable[[Tensor, Tensor], Tensor]
+"""(changes (m, k), weights (m,)) -> one change (k,)."""
+Prepare = Callable[[Tensor], Tensor]
+"""A step before a combiner: changes (m, k) -> changes (m, k)."""
+
+
+def finite_rows(stack: Tensor) -> Tensor:
+    """The stack with every row that holds NaN or infinity replaced by zeros; no copy when all rows are finite."""
+    if not len(stack):
+        raise FedgraftError("there is no change to combine: every reply was missing or refused; ask more clients.")
+    # Smallest and largest entry carry NaN and infinity along, at a tenth of the cost of asking each entry.
+    finite = torch.stack([torch.stack(torch.aminmax(row)).isfinite().all() for row in stack])
+    return stack if bool(finite.all()) else torch.where(finite[:, None], stack, 0.0)
+
+
+def squared_distances(stack: Tensor) -> Tensor:
+    """All squared distances between rows, (m, m) float64, from the Gram matrix and never below zero."""
+    gram = torch.zeros(len(stack), len(stack), dtype=torch.float64)
+    for piece in chunks(stack.shape[1]):
+        part = stack[:, piece].to(torch.float64)
+        gram += part @ part.T
+    norms = gram.diagonal()
+    distances = (norms[:, None] + norms[None, :] - 2 * gram).clamp(min=0)
+    return distances.fill_diagonal_(0)
+
+
+class TooFew(FedgraftError):
+    """Too few replies for a rule to withstand so many liars; `least` would do."""
+
+    def __init__(self, sentence: str, least: int) -> None:
+        super().__init__(sentence)
+        self.least = least
+
+
+def need(clients: int, least: int, rule: str, attackers: int) -> None:
+    """Refuse to combine fewer replies than the rule's promise needs."""
+    if attackers < 0 or clients < least:
+        raise TooFew(
+            f"{rule} against {attackers} lying clients needs at least {least} replies and got {clients}; "
+            "ask more clients per round or expect fewer liars.",
+            least,
+        )
+
+
+def _ordered(rows: Tensor) -> Tensor:
+    """Sort each coordinate over clients, (m, piece): odd-even exchange of rows, 10x torch.sort at m = 10."""
+    held = list(rows)
+    for turn in range(len(held)):
+        for i in range(turn % 2, len(held) - 1, 2):
+            held[i], held[i + 1] = torch.minimum(held[i], held[i + 1]), torch.maximum(held[i], held[i + 1])
+    return torch.stack(held)
+
+
+def _by_coordinate(stack: Tensor, rule: Callable[[Tensor], Tensor], rows: Sequence[int] | None = None) -> Tensor:
+    """Apply a rule that looks at each coordinate alone to ordered pieces (m, piece), of chosen rows when given."""
+    out = torch.empty(stack.shape[1])
+    for piece in chunks(stack.shape[1]):
+        part = stack[:, piece] if rows is None else stack[:, piece][rows]
+        out[piece] = rule(_ordered(part)).to(torch.float32)
+    return out
+
+
+def _middle(ordered: Tensor) -> Tensor:
+    """Median of each ordered column; an even number of clients gives the midpoint of the two in the middle."""
+    m = len(ordered)
+    return (ordered[(m - 1) // 2].to(torch.float64) + ordered[m // 2]) / 2
+
+
+def _row_mean(rows: Tensor) -> Tensor:
+    return accumulate(rows, torch.full((len(rows),), 1 / len(rows), dtype=torch.float64))
+
+
+def mean() -> Aggregator:
+    """The weighted mean, for comparison: one liar moves it anywhere."""
+    return lambda stack, weights: weighted_mean(stack, weights)
+
+
+def median() -> Aggregator:
+    """Coordinate-wise median."""
+    return lambda stack, weights: _by_coordinate(finite_rows(stack), _middle)
+
+
+def trimmed_mean(beta: float = 0.2) -> Aggregator:
+    """Coordinate-wise mean after dropping the floor(beta m) smallest and as many largest values."""
+    if not 0 <= beta < 0.5:
+        raise FedgraftError(f"the trimmed share beta is {beta}; it must be at least 0 and below 0.5.")
+
+    def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        cut = int(beta * len(stack) + 1e-9)  # 0.29 * 100 is 28.999... in floating point
+        return _by_coordinate(finite_rows(stack), lambda s: _row_mean(s[cut : len(s) - cut]))
+
+    return aggregate
+
+
+def krum_scores(distances: Tensor, attackers: int) -> Tensor:
+    """Sum of squared distances to the m - f - 2 nearest others, (m,)."""
+    m = len(distances)
+    others = distances.clone().fill_diagonal_(torch.inf).sort(1).values[:, : max(m - 1, 0)]
+    return others[:, : max(1, m - attackers - 2)].sum(1)
+
+
+def krum(attackers: int) -> Aggregator:
+    """The one change whose m - f - 2 nearest neighbours are closest."""
+
+    def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        need(len(stack), 2 * attackers + 3, "Krum", attackers)
+        stack = finite_rows(stack)
+        return stack[int(krum_scores(squared_distances(stack), attackers).argmin())].clone()
+
+    return aggregate
+
+
+def multi_krum(attackers: int, keep: int | None = None) -> Aggregator:
+    """The plain mean of the `keep` changes (default m - f) with the best Krum scores."""
+
+    def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        need(len(stack), 2 * attackers + 3, "multi-Krum", attackers)
+        count = len(stack) - attackers if keep is None else keep
+        if not 1 <= count <= len(stack):
+            raise FedgraftError(f"multi-Krum cannot keep {count} of {len(stack)} changes; choose between 1 and all.")
+        stack = finite_rows(stack)
+        best = krum_scores(squared_distances(stack), attackers).argsort(stable=True)[:count]
+        # Summed in client order, so that keeping everyone is the plain mean bit for bit.
+        return weighted_mean((stack[i] for i in sorted(best.tolist())), torch.ones(count))
+
+    return aggregate
+
+
+def bulyan(attackers: int) -> Aggregator:
+    """Select m - 2f changes by repeated Krum, then average per coordinate the m - 4f values nearest their median."""
+
+    def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        m = len(stack)
+        need(m, 4 * attackers + 3, "Bulyan", attackers)
+        stack = finite_rows(stack)
+        distances, left, chosen = squared_distances(stack), list(range(m)), []
+        for _ in range(m - 2 * attackers):
+            scores = krum_scores(distances[left][:, left], attackers)
+            chosen.append(left.pop(int(scores.argmin())))
+
+        return _by_coordinate(stack, lambda ordered: _around_median(ordered, m - 4 * attackers), sorted(chosen))
+
+    return aggregate
+
+
+def _around_median(ordered: Tensor, count: int) -> Tensor:
+    """Per coordinate the mean of the `count` values nearest the median: in order, they are `count` in a row."""
+    middle = _middle(ordered)
+    best, effective_steps = _row_mean(ordered[:count]), torch.full_like(middle, torch.inf)
+    for begin in range(len(ordered) - count + 1):
+        window = ordered[begin : begin + count]
+        far = torch.maximum(middle - window[0], window[-1] - middle)
+        best, effective_steps = (
+            torch.where(far < effective_steps, _row_mean(window), best),
+            torch.minimum(far, effective_steps),
+        )
+    return best
+
+
+def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: float = 1e-10) -> Aggregator:
+    """The point with the smallest sum of distances to all changes, by smoothed Weiszfeld steps.
+
+    The point is always a mean of the changes, so every step works on the m x m distances alone and the long vectors
+    are read twice in all. It starts from weights 1 / median distance, so that a far liar counts for nothing at once.
+    """
+
+    def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        stack = finite_rows(stack)
+        distances = squared_distances(stack)
+        shares = _weiszfeld(distances, iterations, smoothing, tolerance)
+        return accumulate(stack, shares).to(torch.float32)
+
+    return aggregate
+
+
+def _weiszfeld(squared: Tensor, iterations: int, smoothing: float, tolerance: float) -> Tensor:
+    """Shares of the changes in their geometric median, (m,) summing to one."""
+    typical = squared.sqrt().median(1).values  # (m,)
+    floor = max(smoothing * float(typical.median()), 1e-150)
+    shares = 1 / typical.clamp(min=floor)
+    shares = shares / shares.sum()
+    for _ in range(iterations):
+        # |z - x_k|^2 for z = sum_j a_j x_j with sum a = 1
+        gaps = squared @ shares - 0.5 * (shares @ squared @ shares)
+        new = 1 / gaps.clamp(min=0).sqrt().clamp(min=floor)
+        new = new / new.sum()
+        moved = float((new - shares).abs().max())
+        shares = new
+        if moved < tolerance:
+            break
+    return shares
+
+
+def clip_norms(limit: float | None = None) -> Prepare:
+    """Shorten every change to at most `limit` (default: the median length of this round's changes)."""
+    if limit is not None and not limit > 0:
+        raise FedgraftError(f"changes cannot be clipped to the length {limit}; give a positive number.")
+
+    def prepare(stack: Tensor) -> Tensor:
+        stack = finite_rows(stack)
+        norms = [norm(row) for row in stack]
+        bound = statistics.median(norms) if limit is None else limit
+        out = stack.clone()
+        for row, length in zip(out, norms, strict=True):
+            if length > bound:
+                row *= bound / length
+        return out
+
+    return prepare
+
+
+def nearest_mixing(attackers: int) -> Prepare:
+    """Replace every change by the mean of the m - f changes nearest to it, itself included."""
+
+    def prepare(stack: Tensor) -> Tensor:
+        m = len(stack)
+        need(m, 2 * attackers + 1, "nearest-neighbour mixing", attackers)
+        stack = finite_rows(stack)
+        nearest = squared_distances(stack).argsort(dim=1, stable=True)[:, : m - attackers]
+        mixing = torch.zeros(m, m, dtype=torch.float64).scatter_(1, nearest, 1 / (m - attackers))
+        out = torch.empty_like(stack)
+        for piece in chunks(stack.shape[1]):
+            out[:, piece] = (mixing @ stack[:, piece].to(torch.float64)).to(torch.float32)
+        return out
+
+    return prepare
+
+
+def prepared(rule: Aggregator, *steps: Prepare) -> Aggregator:
+    """A combiner that runs `steps` in order on the stack and then `rule`."""
+
+    def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        for step in steps:
+            stack = step(stack)
+        return rule(stack, weights)
+
+    return aggregate
+
+
+COMBINERS: Mapping[str, Callable[..., Aggregator]] = {
+    "mean": mean, "median": median, "trimmed_mean": trimmed_mean, "krum": krum, "multi_krum": multi_krum,
+    "bulyan": bulyan, "geometric_median": geometric_median,
+}  # fmt: skip
+PREPARATIONS: Mapping[str, Callable[..., Prepare]] = {"clip_norms": clip_norms, "nearest_mixing": nearest_mixing}
+
+
+def aggregator(name: str, **options: Any) -> Aggregator:
+    """A combiner by its name in `COMBINERS`."""
+    if name not in COMBINERS:
+        raise FedgraftError(f"there is no combiner {name!r}; choose one of {', '.join(COMBINERS)}.")
+    return COMBINERS[name](**options)

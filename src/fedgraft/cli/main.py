@@ -1,0 +1,301 @@
+"""The command line. It parses words, calls the library, and turns errors into one sentence.
+
+Heavy imports happen inside commands, so that `fedgraft --help` is quick.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedgraft.cli import attack as cli_attack
+from fedgraft.cli import deploy as cli_deploy
+from fedgraft.cli import edit as cli_edit
+from fedgraft.cli import profile as cli_profile
+from fedgraft.cli import sweep as cli_sweep
+from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.errors import FedgraftError
+
+if TYPE_CHECKING:
+    from fedgraft.config.load import Config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: drawing boxes would take longer than everything else
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help=(
+        "Adapt one pretrained vision model to data that many owners keep private.\n\n"
+        "Try `fedgraft run demo`: ten clients adapt a small pretrained ViT to handwritten digits. "
+        "A run is a TOML file or a preset, changed by key=value words, for example "
+        "`fedgraft run data.source=cifar100 partition.clients=100 local.lr=0.05`. "
+        "`fedgraft options` lists every key; `--dry-run` shows the plan and does nothing."
+    ),
+)
+
+Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")]
+
+
+def _folder(config: Config, folder: Path | None, fresh: bool) -> Path:
+    """The run's folder: the same config comes back to the same one, unless a fresh one is wanted."""
+    base = folder or Path("runs") / f"{config.name}-{config.digest}"
+    if not fresh:
+        return base
+    number, path = 1, base
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+@app.command()
+def run(
+    overrides: Overrides = None,
+    folder: Folder = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan, with bytes and steps, and stop")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
+) -> None:
+    """Run a federated adaptation: clients train, only changes travel, one model (or one each) comes out."""
+    config = config_of(overrides)
+    if dry_run:
+        from fedgraft.runs.plan import plan
+
+        for line in plan(config):
+            typer.echo(line)
+        return
+    _carry_out(config, _folder(config, folder, fresh), quiet, central=False)
+
+
+@app.command()
+def centralized(
+    overrides: Overrides = None,
+    folder: Folder = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+) -> None:
+    """Train with all data in one place: centralized.kind=probe, finetune or ridge. The baseline."""
+    from fedgraft.runs.centralized import as_central
+
+    config = as_central(config_of(overrides))
+    base = folder or Path("runs") / f"{config.name}-central-{config.digest}"
+    _carry_out(config, _folder(config, base, fresh), quiet, central=True)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+) -> None:
+    """Continue an interrupted run to the very bytes an unbroken one would have given."""
+    from fedgraft.config.load import from_folder
+    from fedgraft.runs.run_folder import RunFolder
+
+    record = RunFolder.open(run)
+    config = from_folder(run)
+    if record.config_digest != config.digest:
+        raise FedgraftError(f"{run / 'config.toml'} was changed since the run began; restore it, or start a new run")
+    _carry_out(config, run, quiet, central=(run / "centralized").exists())
+
+
+def _import_the_library() -> None:
+    """Import what every run needs. What imports make stays, and looking for garbage in it takes a fifth of the time."""
+    gc.disable()
+    import fedgraft.runs.run  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
+
+
+def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None:
+    """Run with a live display, then the final table; Ctrl-C has saved the state by the time it gets here."""
+    _import_the_library()
+    import rich
+
+    from fedgraft.report import display
+    from fedgraft.runs.run_folder import RunFolder
+
+    console = rich.get_console()
+    console.quiet = quiet
+    known = RunFolder.open(folder) if (folder / "run.json").exists() else None
+    if known is not None and known.status == "finished" and known.config_digest == config.digest:
+        console.print("this config was run before; --fresh runs it again.")
+    try:
+        with display.LiveProgress(console) as live:
+            if central:
+                from fedgraft.runs.centralized import run_centralized
+
+                summary = run_centralized(config, folder, live)
+            elif config.engine == "flower-sim":
+                from fedgraft.deploy.flower_apps import simulate
+
+                summary = simulate(config, folder, live)
+            else:
+                from fedgraft.runs.run import run as run_federated
+
+                summary = run_federated(config, folder, live)
+    except KeyboardInterrupt:
+        saved = (folder / "run.json").exists()
+        then = f"the state is saved. Continue with: fedgraft resume {folder}" if saved else "nothing was done yet."
+        typer.echo(f"\ninterrupted; {then}", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        console.quiet = False
+    if not quiet:
+        display.results(console, config.name, summary)
+    display.path_line(console, folder)
+
+
+@app.command("list")
+def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path("runs")) -> None:
+    """List runs with their status and best numbers."""
+    import rich
+
+    from fedgraft.report import display
+    from fedgraft.runs.run_folder import list_runs
+
+    infos = list_runs(runs)
+    if not infos:
+        raise FedgraftError(f"there are no runs in {runs}; start one with: fedgraft run demo")
+    display.runs_table(rich.get_console(), infos)
+
+
+@app.command()
+def show(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
+    """Show one run: its config, status and results."""
+    import rich
+
+    from fedgraft.report import display
+    from fedgraft.runs.run_folder import RunFolder
+
+    folder, console = RunFolder.open(run), rich.get_console()
+    console.print(f"{run}: {folder.status} {folder.reason}", highlight=False, markup=False)
+    if summary := folder.summary():
+        display.results(console, run.name, summary)
+    elif lines := folder.metrics():
+        console.print(
+            f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}", highlight=False, markup=False
+        )
+    console.print(folder.config_text, highlight=False, markup=False)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the figure")] = Path("comparison"),
+    formats: Annotated[str, typer.Option("--format", help="of the figure: png, and pdf or svg for papers")] = "png",
+) -> None:
+    """Compare runs: a table here, a page and a figure in a folder."""
+    import rich
+    from reproduction.__main__ import figure_formats
+
+    from fedgraft.report import display
+    from fedgraft.report.compare import compare_runs
+
+    infos, written = compare_runs(runs, out, figure_formats(formats))
+    display.runs_table(rich.get_console(), infos)
+    for path in written:
+        typer.echo(path)
+
+
+@app.command()
+def partition(
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="where the heat map goes (png, svg, pdf)")] = None,
+) -> None:
+    """Show how the data is dealt to clients: statistics and the client x class heat map."""
+    import rich
+
+    from fedgraft.report.partition_view import show_partition
+
+    show_partition(config_of(overrides), out, rich.get_console())
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    data: Annotated[str | None, typer.Option("--data", help="other images: a class-per-directory folder")] = None,
+) -> None:
+    """Measure a run's best model on its test images, or on a folder of your own."""
+    from fedgraft.runs.adapted import evaluate_run
+
+    result = evaluate_run(run, data)
+    typer.echo(
+        f"accuracy {100 * result.accuracy:.2f} %  top-5 {100 * result.top5:.2f} %  loss {result.loss:.4f}  "
+        f"({result.count} images)"
+    )
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    to: Annotated[Path, typer.Argument(help="the new folder")],
+) -> None:
+    """Write the adapted model as a `transformers` folder that from_pretrained loads."""
+    from fedgraft.runs.adapted import export_run
+
+    export_run(run, to)
+    typer.echo(f"written: {to}  (load it with transformers.AutoModelForImageClassification.from_pretrained)")
+
+
+@app.command("presets")
+def presets_(name: Annotated[str | None, typer.Argument(help="print this preset as TOML")] = None) -> None:
+    """List the ready-made experiments, or print one."""
+    from fedgraft.config import presets
+
+    if name is not None:
+        typer.echo(presets.text(name))
+        return
+    for key, line in presets.summaries().items():
+        typer.echo(f"{key:24} {line}")
+
+
+@app.command()
+def algorithms() -> None:
+    """List the algorithms of the zoo."""
+    from fedgraft.zoo import ZOO
+
+    for name, make in ZOO.items():
+        typer.echo(f"{name:14} {(make.__doc__ or '').strip().splitlines()[0]}")
+
+
+@app.command()
+def options() -> None:
+    """List every config option with its default and meaning."""
+    from fedgraft.config.load import describe_options
+
+    for line in describe_options():
+        typer.echo(line)
+
+
+app.command()(cli_attack.attack)
+app.command("find-lr")(cli_edit.find_lr)
+app.command()(cli_profile.profile)
+app.command()(cli_sweep.sweep)
+app.command()(cli_sweep.watch)
+app.add_typer(cli_edit.app, name="edit")
+app.add_typer(cli_deploy.app, name="deploy")
+
+
+def main() -> None:
+    """The entry point: errors meant for people are one sentence on stderr and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app(standalone_mode=True)
+    except FedgraftError as error:
+        typer.echo(f"fedgraft: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(1)
+    except OSError as error:
+        typer.echo(f"fedgraft: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The config: TOML and `key=value` words in, validated options out, or one sentence about what is wrong.
+
+Config stops at the door: `build.py` turns it into the parts that work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from fedgraft.config.options import Config
+from fedgraft.errors import FedgraftError
+
+__all__ = [
+    "Config", "describe_options", "from_folder", "known_keys", "load", "merge", "to_toml", "validate",
+]  # fmt: skip
+
+
+def load(path: Path | None = None, overrides: list[str] | None = None, base: dict[str, Any] | None = None) -> Config:
+    """A config from a TOML file (or a preset's table) and `key=value` words, validated as a whole."""
+    table: dict[str, Any] = dict(base or {})
+    if path is not None:
+        table = merge(table, read_toml(path))
+    for word in overrides or []:
+        table = merge(table, parse_override(word))
+    return validate(table)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise FedgraftError(f"there is no config file {path}") from None
+    except OSError as error:
+        raise FedgraftError(f"the config file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FedgraftError(f"{path} is not valid TOML: {error}") from None
+
+
+def parse_override(word: str) -> dict[str, Any]:
+    """`local.lr=0.1` as a nested table; the value is TOML, or a plain word."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise FedgraftError(f"{word!r} is not of the form key=value, for example local.lr=0.01")
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        empty = text in {"None", "null"} or (text == "none" and "'none'" not in str(_annotation(key)))
+        value = None if empty else text
+    table: Any = value
+    for part in reversed(key.strip().split(".")):
+        table = {part: table}
+    return table
+
+
+def _annotation(key: str) -> Any:
+    """The type of an option, None where there is no such option."""
+    section: type[BaseModel] | None = Config
+    found: Any = None
+    for part in key.strip().split("."):
+        if section is None or part not in section.model_fields:
+            return None
+        found = section.model_fields[part].annotation
+        section = section_of(found)
+    return found
+
+
+def merge(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """Tables joined key by key; the right one wins."""
+    both = dict(left)
+    for key, value in right.items():
+        old = both.get(key)
+        both[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return both
+
+
+def validate(table: dict[str, Any]) -> Config:
+    """The table as a config, or one sentence about the first thing that is wrong."""
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise FedgraftError(_sentence(error)) from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(where, known_keys(), n=1, cutoff=0.0)
+        return f"there is no option {where!r}; the nearest one is {close[0]!r}."
+    if first["type"] in {"model_type", "model_attributes_type"}:
+        inside = ", ".join(key for key in known_keys() if key.startswith(where + "."))
+        return f"{where!r} is a table of options; set one of {inside[:300]}."
+    got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}{got}." if where else f"{first['msg']}."
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The table behind an option, if it is one (or may be one, or None)."""
+    kinds = [annotation, *get_args(annotation)]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def known_keys(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
+    """Every option by its full name."""
+    found: list[str] = []
+    for name, info in (section or Config).model_fields.items():
+        inner = section_of(info.annotation)
+        found += [prefix + name] if inner is None else known_keys(inner, f"{prefix}{name}.")
+    return found
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML; options that are None are left out, which means their default."""
+    import tomli_w
+
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def from_folder(folder: Path) -> Config:
+    """The config of an existing run."""
+    return load(folder / "config.toml")
+
+
+def describe_options(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:
+    """Every option: its key, default and meaning."""
+    lines: list[str] = []
+    for name, info in (section or Config).model_fields.items():
+        inner = section_of(info.annotation)
+        if inner is not None:
+            lines += ["", f"[{prefix}{name}]  {(inner.__doc__ or '').strip().splitlines()[0]}"]
+            lines += describe_options(inner, f"{prefix}{name}.")
+        else:
+            text = str(info.annotation)
+            choices = text.replace("typing.", "").replace("Literal", "") if "Literal" in text else ""
+            lines.append(f"  {prefix}{name} = {info.default!r}  {info.description or ''} {choices}".rstrip())
+    return lines

@@ -1,0 +1,359 @@
+"""The options of a run: each with its default, its limits and one line of meaning.
+
+Nothing here imports torch, so bad input is refused at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """A table of the config; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Data(Section):
+    """Where the images come from."""
+
+    source: Literal["digits", "cifar10", "cifar100", "folder", "synthetic", "features"] = "digits"
+    path: str | None = Field(None, description="file or folder with the data; else the usual places, then the Hub")
+    validation: float = Field(0.1, ge=0, lt=1, description="share of the training images held out, stratified")
+    image_size: int | None = Field(
+        None, ge=4, le=4096, description="pixels the network sees; default: what it was trained on"
+    )
+    augment: tuple[Literal["flip", "crop", "resized_crop", "jitter", "randaugment"], ...] = Field(
+        (), description="training transforms, in this order; evaluation never augments"
+    )
+    normalise: Literal["model", "imagenet", "cifar100"] = Field(
+        "model", description="one normalisation for all splits; default: what the network was trained with"
+    )
+    limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
+    classes: int = Field(10, ge=2, description="synthetic only: number of classes")
+    count: int = Field(2000, ge=10, description="synthetic only: number of training images")
+    cache_features: bool = Field(True, description="keep the frozen trunk's outputs; equal within 1e-6, much faster")
+
+
+class Partition(Section):
+    """How the training images are dealt to clients."""
+
+    kind: Literal["iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups"] = "stratified"
+    clients: int = Field(10, ge=1, description="K, the number of clients")
+    classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")
+    shards_per_client: int = Field(2, ge=1, description="kind=shards: s")
+    shard_rule: Literal["sorted", "per_class"] = Field("per_class", description="kind=shards: sort-and-cut or by class")
+    alpha: float = Field(0.5, gt=0, description="kind=dirichlet*: concentration, small is uneven")
+    minimum: int = Field(10, ge=1, description="kind=dirichlet: least images of a client")
+    groups: tuple[tuple[int, ...], ...] = Field((), description="kind=groups: the labels of each group of clients")
+    allow_uncovered: bool = Field(False, description="allow classes that nobody holds")
+    test: Literal["shard", "all_of_my_classes"] = Field("shard", description="each client's own test images")
+
+    @model_validator(mode="after")
+    def _named_groups(self) -> Partition:
+        if self.kind == "groups" and not self.groups:
+            raise ValueError("kind='groups' needs the labels of each group, for example groups=[[0,1,2],[3,4,5]]")
+        return self
+
+
+class Model(Section):
+    """The pretrained network and its head."""
+
+    name: str = Field(
+        "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    head: Literal["ridge", "probe", "random"] = Field("ridge", description="step 0: how the head starts")
+    ridge: float | None = Field(
+        None,
+        gt=0,
+        description="λ of the ridge head, relative to the mean feature energy; default: chosen on validation",
+    )
+    probe_steps: int = Field(50, ge=1, description="head=probe: full-batch steps on summed gradients")
+
+
+class Sparse(Section):
+    """Which coordinates a sparse edit trains. `sparsity` is always the fraction frozen."""
+
+    strategy: Literal["least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random"] = (
+        "least_sensitive"
+    )
+    sparsity: float = Field(0.9, ge=0, lt=1)
+    scope: tuple[str, ...] = Field(
+        ("blocks",), description="maskable tensors: blocks, qk, attention, mlp, norm, bias, globs"
+    )
+    dense: tuple[str, ...] = Field((), description="tensors trained densely beside the mask")
+    threshold: Literal["global", "per_tensor", "per_block"] = "global"
+    floor: float = Field(0.0, ge=0, lt=1, description="least fraction kept in every tensor; the budget stays exact")
+    labels: Literal["true", "sampled", "expected", "rademacher", "logit", "batch_gradient", "single_batch"] = (
+        "rademacher"
+    )
+    samples: int = Field(1024, ge=1, description="images to score, over all clients")
+    calibration: Literal["oneshot", "average", "progressive"] = "progressive"
+    rounds: int = Field(4, ge=1, description="calibration rounds")
+    schedule: Literal["exponential", "linear"] = "exponential"
+    soft: float = Field(0.1, ge=0, le=1, description="factor on excluded weights between calibration rounds")
+    per_client: bool = Field(False, description="each client has a mask of its own")
+    merge: Literal["score_mean", "union", "intersection", "vote"] = "score_mean"
+    fill: Literal["count", "zero"] = Field(
+        "count", description="per_client: how coordinates few clients train are averaged"
+    )
+    adaptive_step: float = Field(0.1, gt=0, lt=1, description="adaptive: how much the sparsity rises at a time")
+    adaptive_drift: float = Field(0.5, gt=0, description="adaptive: relative drift below which a round counts as calm")
+    adaptive_patience: int = Field(2, ge=1, description="adaptive: calm rounds in a row before it rises")
+    adaptive_start: float | None = Field(
+        None, ge=0, lt=1, description="start at this sparsity and rise to the other as the clients' drift calms down"
+    )
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return "true" if value is True else value  # on the command line, true is also a TOML value
+
+    @model_validator(mode="after")
+    def _own_masks(self) -> Sparse:
+        if self.per_client and self.merge != "score_mean":
+            raise ValueError("masks of the clients' own (per_client) are kept, not merged; leave merge at score_mean")
+        if self.per_client and self.adaptive_start is not None:
+            raise ValueError("adaptive sparsity shrinks one common mask; leave per_client off")
+        if self.adaptive_start is not None and self.adaptive_start > self.sparsity:
+            raise ValueError("adaptive_start is where the sparsity starts, so it cannot be above sparsity")
+        return self
+
+
+class Lora(Section):
+    """Low-rank adaptation."""
+
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    targets: tuple[str, ...] = ("q", "v")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual"] = "mean"
+
+
+class Trainable(Section):
+    """What may change."""
+
+    kind: Literal["everything", "head", "body", "last_blocks", "sparse", "lora"] = "head"
+    blocks: int = Field(2, ge=1, description="kind=last_blocks")
+    freeze_blocks: int = Field(0, ge=0, description="the first so many blocks, and what lies before, stay fixed")
+    head_too: bool = Field(False, description="kind=last_blocks, sparse or lora: train the head along")
+    match_norm: float | None = Field(
+        None, gt=1, description="raise the rate up to this factor, to the dense update's norm"
+    )
+    sparse: Sparse = Sparse()
+    lora: Lora = Lora()
+
+
+class Local(Section):
+    """How a client trains."""
+
+    steps: int | None = Field(None, ge=1, description="J optimizer steps a round (default 4)")
+    epochs: int | None = Field(None, ge=1, description="or E passes over the client's images")
+    batch_size: int = Field(64, ge=1)
+    optimizer: Literal["sgdm", "adamw"] = "sgdm"
+    lr: float = Field(0.01, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = False
+    dampening: float = Field(0.0, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    decoupled: bool = Field(False, description="sgdm: decay the weights instead of the gradient")
+    clip: float | None = Field(None, gt=0, description="largest norm of the gradient on what may move")
+    momentum_correction: bool = Field(False, description="divide the rate by the momentum's gain over J steps")
+    amp: Literal["float16", "bfloat16"] | None = Field(None, description="mixed precision; for GPUs")
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Local:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("give local.steps or local.epochs, not both")
+        return self
+
+
+class Schedule(Section):
+    """The learning rate over rounds (or epochs)."""
+
+    kind: Literal["none", "cosine", "linear", "lambda", "inverse", "step", "plateau"] = "none"
+    minimum: float = Field(0.0, ge=0, description="cosine, linear, plateau")
+    restarts: int = Field(0, ge=0, description="cosine")
+    decay: float = Field(0.99, gt=0, le=1, description="lambda: factor per round")
+    gamma: float = Field(0.1, gt=0, description="inverse")
+    power: float = Field(0.5, gt=0, description="inverse")
+    at: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field((0.5, 0.75), description="step: fractions of the run")
+    factor: float = Field(0.1, gt=0, lt=1, description="step, plateau")
+    patience: int = Field(3, ge=0, description="plateau: evaluations to wait")
+    warmup: int = Field(0, ge=0, description="rounds of linear rise, once per run")
+
+
+class AlgorithmChoice(Section):
+    """Which algorithm of the zoo, and its own numbers."""
+
+    name: str = Field("fedavg", description="see `fedgraft algorithms`")
+    mu: float = Field(0.01, ge=0, description="fedprox")
+    alpha: float = Field(0.1, gt=0, description="feddyn")
+    server_lr: float | None = Field(None, gt=0, description="server rules; default: the rule's own")
+    beta1: float | None = Field(None, ge=0, lt=1, description="server momentum, first moment; default: the rule's")
+    beta2: float = Field(0.99, ge=0, lt=1, description="second moment")
+    tau: float = Field(1e-3, gt=0, description="adaptivity of adam, yogi, adagrad; agreement threshold of fedgma")
+    agreement: float = Field(0.4, ge=0, le=1, description="fedgma: threshold")
+    hard: bool = Field(False, description="fedgma: AND mask instead of the soft one")
+    pull: float = Field(0.1, ge=0, description="ditto")
+    similarity: Literal[
+        "cka_linear", "cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "groups", "constant",
+        "rsa",
+    ] = Field("cka_linear", description="fedshibu, fedavg_crsm; groups: 1 with a class in common, else 0")  # fmt: skip
+    constant: float = Field(1.0, ge=0, le=1, description="similarity=constant: c")
+    samples: int = Field(64, ge=4, description="similarity: images each client represents itself by")
+    absent: Literal["keep", "mean"] = Field("keep", description="mixtures: model of clients outside the cohort")
+    align: Literal["client", "server", "random"] = Field(
+        "client", description="fedalign: who computes the score, or the control"
+    )
+    gamma: float = Field(1.0, ge=0, description="fedalign: sharpening exponent")
+    null_correction: bool = Field(False, description="fedalign: subtract the score of unrelated data")
+    cap: float | None = Field(None, gt=0, description="fedalign: largest weight of one client (default 2/m)")
+    keep: int = Field(20, ge=2, description="fedalign: directions kept of each layer")
+    top: int = Field(20, ge=1, description="fedalign: correlations averaged")
+    probe: int = Field(256, ge=16, description="fedalign, probe_cka: shared probe images, from validation")
+    layers: tuple[str, ...] = Field(("early", "middle", "late"), description="fedalign: hidden layers by name")
+    weighting: Literal["default", "examples", "uniform"] = Field(
+        "default", description="how much a client counts; default: as the algorithm says"
+    )
+    robust: Literal[
+        "mean", "median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip"
+    ] = Field("mean", description="how changes are combined")
+    attackers: int = Field(0, ge=0, description="robust rules: liars to withstand in a cohort")
+    neighbours: bool = Field(False, description="nearest-neighbour mixing before the robust rule")
+    clip_norm: float | None = Field(None, gt=0, description="clip every change to this norm before combining")
+
+
+class Rounds(Section):
+    """How long, who takes part, what is measured."""
+
+    total: int = Field(20, ge=1, description="T")
+    fraction: float = Field(0.5, gt=0, le=1, description="C, the share of clients in a round")
+    sampling: Literal["fixed", "poisson"] = "fixed"
+    evaluate_every: int = Field(5, ge=0, description="validation every n rounds (0: only at the end)")
+    test: bool = Field(True, description="test the best model at the end; false while settings are still chosen")
+    patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy (0: never)")
+    min_delta: float = Field(1e-3, ge=0, description="what counts as better")
+    checkpoint_every: int = Field(5, ge=1)
+    minimum_answers: int = Field(1, ge=1, description="fewer good answers: the round is skipped")
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that clients have for one order; later answers do not count (default: no limit)",
+    )
+    norm_bound: float | None = Field(None, gt=0, description="refuse changes of a larger norm")
+    personal_memory_mb: float = Field(
+        2000, ge=0, description="mixtures: keep the clients' models on disk when they need more; same results"
+    )
+
+
+class Personal(Section):
+    """Evaluation of each client on its own test images."""
+
+    evaluate: Literal["never", "end", "always"] = Field("never", description="when clients test on their own images")
+    finetune_epochs: int = Field(0, ge=0, description="fine-tune before a second test")
+    finetune_part: Literal["head", "body", "both"] = "both"
+    finetune_lr: float = Field(1e-3, gt=0)
+    finetune_batch: int = Field(50, ge=1)
+
+
+class Compression(Section):
+    """What crosses the wire."""
+
+    codec: Literal["values", "half", "int8", "top_k"] = "values"
+    fraction: float = Field(0.01, gt=0, le=1, description="top_k: share of the coordinates sent")
+
+
+class DifferentialPrivacy(Section):
+    """Client-level differential privacy. Give a target epsilon, or the noise itself."""
+
+    epsilon: float | None = Field(None, gt=0, description="the run stops before it would exceed this")
+    noise: float | None = Field(None, gt=0, description="noise multiplier; default: what the target needs")
+    delta: float | None = Field(None, gt=0, lt=1, description="default: a tenth of 1 / clients")
+    clip: float = Field(1.0, gt=0, description="largest norm of a client's change")
+    adaptive: bool = Field(False, description="let the bound follow the median of the norms")
+    secret: bool = Field(False, description="noise from the system's entropy, not repeatable; else from the seed")
+
+
+class Privacy(Section):
+    """Who may see what."""
+
+    limit: float = Field(1.0, gt=0, description="secure: largest change of one coordinate; what is beyond is cut")
+    threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
+    degree: int | None = Field(None, ge=2, description="secure: neighbours of a client in large cohorts (even)")
+    dp: DifferentialPrivacy | None = Field(None, description="client-level differential privacy; a table of its own")
+    aggregation: Literal["clear", "secure", "zero_sum_demo"] = Field(
+        "clear", description="zero_sum_demo is INSECURE, for comparison"
+    )
+
+
+class Centralized(Section):
+    """`fedgraft centralized`: all data in one place, as the baseline."""
+
+    kind: Literal["probe", "finetune", "ridge"] = "probe"
+    epochs: int = Field(20, ge=1)
+    patience: int = Field(10, ge=0, description="stop after so many epochs without a better validation accuracy")
+
+
+class Track(Section):
+    """Optional trackers beside the run folder."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    mixing_rounds: tuple[int, ...] = Field(
+        (), description="mixtures: rounds whose mixing matrix is kept and drawn (default: first, middle, last)"
+    )
+
+
+class Config(Section):
+    """One run."""
+
+    name: str = Field("run", min_length=1, max_length=80, pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = Field(0, ge=0)
+    device: str = Field("cpu", description="cpu, cuda, cuda:0")
+    engine: Literal["auto", "reference", "batched", "flower-sim"] = Field(
+        "auto",
+        description="batched: all clients of a linear head in one product, equal within 1e-6; auto: where it can be; "
+        "flower-sim: Flower's simulation on Ray, same bytes as reference",
+    )
+    workers: int = Field(
+        0,
+        ge=0,
+        description="processes that train clients side by side; same bytes whatever the number; "
+        "0: by rule (docs/speed)",
+    )
+    data: Data = Data()
+    partition: Partition = Partition()
+    model: Model = Model()
+    trainable: Trainable = Trainable()
+    local: Local = Local()
+    schedule: Schedule = Schedule()
+    algorithm: AlgorithmChoice = AlgorithmChoice()
+    rounds: Rounds = Rounds()
+    personal: Personal = Personal()
+    compression: Compression = Compression()
+    privacy: Privacy = Privacy()
+    centralized: Centralized = Centralized()
+    track: Track = Track()
+
+    @model_validator(mode="after")
+    def _given_features(self) -> Config:
+        if (self.data.source == "features") != (self.model.name == "features"):
+            raise ValueError("given features need no trunk: set data.source=features and model.name=features together")
+        if self.data.source == "features" and (self.data.augment or self.data.image_size):
+            raise ValueError("given features are no images: leave data.augment and data.image_size out")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
+        kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
+        kept["rounds"].pop("personal_memory_mb")
+        if self.rounds.deadline is None:  # says nothing, so runs from before there was one keep their identity
+            kept["rounds"].pop("deadline")
+        return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()

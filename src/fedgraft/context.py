@@ -1,0 +1,100 @@
+"""The workplace: what a machine offers its clients - a network to work with, the edit space, the data by client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedgraft.edit.masks import Mask
+from fedgraft.edit.space import Bound, EditSpace
+from fedgraft.errors import FedgraftError
+from fedgraft.local.transfer import onto
+from fedgraft.messages import Order, Reply
+from fedgraft.protocols import Examples, Network
+
+ClientMemory = Mapping[str, Tensor]
+
+
+@dataclass
+class ClientContext:
+    """What a machine offers its clients: one network to work with, the edit space, and the data by client."""
+
+    network: Network
+    space: EditSpace
+    examples: Examples
+    rows: Callable[[int], Tensor]
+    """A client's training rows."""
+    seed: int
+    tests: Examples | None = None
+    test_rows: Callable[[int], Tensor] | None = None
+    """A client's own test rows, for personal evaluation."""
+    private: EditSpace | None = None
+    """Coordinates each client trains and keeps, such as its own head."""
+    private_start: Tensor | None = None
+    """Where those start for a client that has not trained yet."""
+    probe: Examples | None = None
+    """The same inputs on every client, row by row, for comparing representations."""
+    choose_mask: Callable[[Callable[[int], Mapping[str, Tensor]]], Mask] | None = None
+    """With masks of their own: from scores by round to the client's mask."""
+    reference: tuple[object, list[Tensor]] | None = None
+    """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
+    sends_buffers: bool = True
+    """Whether the tail of the vector (batch-norm statistics) is part of a change; base weights under LoRA are not."""
+    held: Callable[[int], Tensor] | None = None
+    """Rows of `examples` that a client trains on never: those it measures the common model on."""
+    _bound: dict[str, Bound] = field(default_factory=dict)
+    _active: str = ""
+
+    @property
+    def sent(self) -> int:
+        """Coordinates of a change."""
+        return self.space.size if self.sends_buffers else self.space.trained
+
+    def release(self) -> None:
+        """Forget what is bound, because the network is about to be written from outside."""
+        self._bound, self._active = {}, ""
+
+    def bind(self, space: EditSpace) -> Bound:
+        """The network driven by this space; kept, because binding again costs as much as the network."""
+        if self._active != space.digest:
+            self._bound = {space.digest: space.bind(self.network)}
+            self._active = space.digest
+        return self._bound[space.digest]
+
+
+def give_stream(network: Network, generator: torch.Generator) -> None:
+    """Let every layer that draws at random (dropout) draw from this generator, never from the global one."""
+    for module in network.modules():
+        if hasattr(module, "generator"):
+            module.generator = generator  # type: ignore[assignment]
+
+
+def answer(order: Order, context: ClientContext) -> Reply:
+    """An empty reply to this order."""
+    return Reply(order.run, order.round, order.client, order.space, len(context.rows(order.client)))
+
+
+def vector_of(order: Order) -> Tensor:
+    """The model that the order carries."""
+    if order.vector is None:
+        raise FedgraftError(f"client {order.client}, round {order.round}: the order carries no model")
+    return order.vector
+
+
+@torch.inference_mode()
+def _feature_batches(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    context.network.eval()
+    device = next(context.network.parameters()).device
+    out = []
+    for picked in rows.split(512):
+        z = context.network.features(onto(context.examples.batch(picked), device), context.examples.entry)
+        out.append((z.cpu(), context.examples.labels[picked]))
+    return out
+
+
+def features(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pooled features and labels of these rows, in batches."""
+    return [(z.clone(), y) for z, y in _feature_batches(context, rows)]

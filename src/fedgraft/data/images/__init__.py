@@ -1,0 +1,1 @@
+"""Images: one store, one set of transforms."""

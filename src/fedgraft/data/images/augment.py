@@ -1,0 +1,136 @@
+"""Training augmentations on batches: each sample draws its own numbers, and no step loops over images.
+
+Images are float32 (B, 3, H, W) in [0, 1]; random numbers come only from the generator given.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+PAD = 4
+JITTER = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation, hue
+_GREY = (0.299, 0.587, 0.114)
+
+
+def uniform(low: float, high: float, count: int, generator: Generator) -> Tensor:
+    """`count` numbers between low and high."""
+    return low + (high - low) * torch.rand(count, generator=generator)
+
+
+def draw_flips(count: int, generator: Generator) -> Tensor:
+    """Which samples are mirrored, bool (count,). The feature cache draws its views with this same function."""
+    return torch.rand(count, generator=generator) < 0.5
+
+
+def flip(images: Tensor, mirrored: Tensor) -> Tensor:
+    """Mirror the chosen samples left to right."""
+    return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
+
+
+def crop(images: Tensor, generator: Generator, pad: int = PAD) -> Tensor:
+    """Shift each image by up to `pad` pixels: zero padding, then a window of the old size."""
+    count, _, height, width = images.shape
+    down, right = torch.randint(0, 2 * pad + 1, (2, count), generator=generator)
+    padded = F.pad(images, (pad, pad, pad, pad)).permute(0, 2, 3, 1)  # (B, H + 2 pad, W + 2 pad, 3)
+    sample = torch.arange(count).view(-1, 1, 1)
+    row = (down.view(-1, 1) + torch.arange(height)).unsqueeze(2)  # (B, H, 1)
+    column = (right.view(-1, 1) + torch.arange(width)).unsqueeze(1)  # (B, 1, W)
+    return padded[sample, row, column].permute(0, 3, 1, 2)
+
+
+def draw_boxes(count: int, height: int, width: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Crop boxes (top, left, h, w) of 8-100 % of the area and aspect 3/4-4/3: the first of ten tries that fits."""
+    area = height * width * uniform(0.08, 1.0, 10 * count, generator)
+    aspect = torch.exp(uniform(math.log(3 / 4), math.log(4 / 3), 10 * count, generator))
+    wide, high = ((area * r).sqrt().round().view(count, 10) for r in (aspect, 1 / aspect))
+    fits = (wide <= width) & (high <= height) & (wide > 0) & (high > 0)
+    first = fits.int().argmax(dim=1, keepdim=True)
+    found = fits.any(dim=1)
+    # When none fits (a very long image), take the largest centred box of a permitted aspect.
+    full_h = min(height, round(width * 4 / 3))
+    full_w = min(width, round(height * 4 / 3))
+    h = torch.where(found, high.gather(1, first)[:, 0], torch.tensor(float(full_h)))
+    w = torch.where(found, wide.gather(1, first)[:, 0], torch.tensor(float(full_w)))
+    context = torch.rand(2, count, generator=generator)
+    context = torch.where(found, context, torch.tensor(0.5))
+    top, left = (context[0] * (height - h + 1)).floor(), (context[1] * (width - w + 1)).floor()
+    return top, left, h, w
+
+
+def bicubic_weights(start: Tensor, length: Tensor, source: int, target: int) -> Tensor:
+    """Antialiased bicubic weights (B, target, source) that resize [start, start + length) to `target` pixels."""
+    scale = (length / target).view(-1, 1, 1)
+    centre = start.view(-1, 1, 1) + (torch.arange(target).view(1, -1, 1) + 0.5) * scale
+    pixel = torch.arange(source).view(1, 1, -1)
+    x = ((pixel + 0.5 - centre) / scale.clamp(min=1)).abs()
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+    weight = torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros(())))
+    begin, end = start.view(-1, 1, 1), (start + length).view(-1, 1, 1)
+    weight = weight * ((pixel >= begin) & (pixel < end))  # pixels outside the box do not count
+    return weight / weight.sum(dim=2, keepdim=True)
+
+
+def resized_crop(images: Tensor, size: int, generator: Generator) -> Tensor:
+    """A random box of each image, resized to `size`: two batched products with the resampling weights."""
+    count, _, height, width = images.shape
+    top, left, h, w = draw_boxes(count, height, width, generator)
+    rows = bicubic_weights(top, h, height, size).unsqueeze(1)  # (B, 1, S, H)
+    columns = bicubic_weights(left, w, width, size).unsqueeze(1)  # (B, 1, S, W)
+    return (rows @ images @ columns.transpose(2, 3)).clamp(0, 1)
+
+
+def grey(images: Tensor) -> Tensor:
+    """Luma, (B, 1, H, W)."""
+    return torch.einsum("bchw,c->bhw", images, torch.tensor(_GREY)).unsqueeze(1)
+
+
+def blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
+    """`factor` of the image and the rest of `other`, clipped: 0 gives `other`, 1 the image."""
+    f = factor.view(-1, 1, 1, 1)
+    return (f * images + (1 - f) * other).clamp(0, 1)
+
+
+def brightness(images: Tensor, factor: Tensor) -> Tensor:
+    """Blend with black."""
+    return blend(images, torch.zeros(()), factor)
+
+
+def contrast(images: Tensor, factor: Tensor) -> Tensor:
+    """Blend with each image's mean grey."""
+    return blend(images, grey(images).mean(dim=(2, 3), keepdim=True), factor)
+
+
+def saturation(images: Tensor, factor: Tensor) -> Tensor:
+    """Blend with the grey image."""
+    return blend(images, grey(images), factor)
+
+
+def hue(images: Tensor, turn: Tensor) -> Tensor:
+    """Turn the hue of each image by `turn` of the colour circle."""
+    top, bottom = images.amax(dim=1), images.amin(dim=1)  # (B, H, W)
+    chroma = top - bottom
+    safe = torch.where(chroma > 0, chroma, torch.ones(()))
+    red, green, blue = images.unbind(1)
+    sector = torch.where(
+        top == red, (green - blue) / safe, torch.where(top == green, (blue - red) / safe + 2, (red - green) / safe + 4)
+    )
+    angle = (sector + 6 * turn.view(-1, 1, 1)) % 6
+    # Each channel follows the same trapezoid over the circle, shifted: f(n) = v - c * clip(min(k, 4 - k), 0, 1).
+    channels = []
+    for shift in (5, 3, 1):
+        k = (shift + angle) % 6
+        channels.append(top - chroma * torch.minimum(k, 4 - k).clamp(0, 1))
+    return torch.stack(channels, dim=1)
+
+
+def jitter(images: Tensor, generator: Generator, strength: tuple[float, float, float, float] = JITTER) -> Tensor:
+    """Random brightness, contrast, saturation and hue, in this order, with factors of each sample's own."""
+    count = len(images)
+    for update, amount in zip((brightness, contrast, saturation), strength[:3], strict=True):
+        images = update(images, uniform(1 - amount, 1 + amount, count, generator))
+    return hue(images, uniform(-strength[3], strength[3], count, generator))

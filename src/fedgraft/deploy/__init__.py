@@ -1,0 +1,1 @@
+"""A federation of machines: folder, keys, nodes, server, local rehearsal."""

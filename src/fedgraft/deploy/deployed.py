@@ -1,0 +1,189 @@
+"""A federation of machines, from the server's side and from a node's: whose data is where, and the run itself.
+
+Without data of their own, nodes simulate a deployment: everyone deals the config's data the same way and serves one
+part of it. With `data`, a node's images are its own: the server learns their number, their class names and a digest,
+measures on data of its own (`server-data`) or, without any, lets the nodes count on images they hold out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgraft.config.load import Config, validate
+from fedgraft.data.images.store import make_store
+from fedgraft.data.partition import Partition, make_partition
+from fedgraft.data.partition.split import stratified_split
+from fedgraft.data.sources import Dataset, Store, load_dataset
+from fedgraft.data.sources.own_table import TABLES, load_table
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.parts import FederatedData
+from fedgraft.runs.run import run
+from fedgraft.runs.setup import Remote, Setup
+from fedgraft.runs.tracking import Progress
+
+
+def config_of(text: str) -> Config:
+    """The config of a run from its TOML text."""
+    try:
+        return validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise FedgraftError(f"the run's config is not valid TOML: {error}.") from None
+
+
+@dataclass(frozen=True)
+class OwnData(FederatedData):
+    """A node's own data: whatever its number, the client has all of it."""
+
+    rows_known = False
+
+    def rows(self, client: int) -> Tensor:
+        """All training rows."""
+        return super().rows(0)
+
+    def test_rows(self, client: int) -> Tensor:
+        """All test rows."""
+        return super().test_rows(0)
+
+
+def load_own(source: str, path: str) -> Dataset:
+    """Somebody's own data; without a source the path's ending tells a table from a folder of class folders."""
+    kind = source or {".npz": "npz", ".parquet": "parquet"}.get(Path(path).suffix, "folder")
+    return Dataset(kind, *load_table(kind, Path(path))) if kind in TABLES else load_dataset(kind, path)
+
+
+def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> OwnData:
+    """A node's own data under the federation's classes, with its share of validation images held out."""
+    dataset = load_own(source, path)
+    if classes:
+        dataset = Dataset(dataset.name, _named(dataset.train, classes), _named(dataset.test, classes))
+    labels = np.asarray(dataset.train.labels)
+    train, held = stratified_split(labels, config.data.validation, config.seed)
+    tests = np.asarray(dataset.test.labels)
+    partition = make_partition("iid", labels[train], tests, 1, config.seed)
+    return OwnData(dataset, torch.from_numpy(np.asarray(train)), torch.from_numpy(np.asarray(held)), partition)
+
+
+def _named(store: Store, classes: Sequence[str]) -> Store:
+    """The same examples with labels that count along the federation's classes."""
+    if strange := [name for name in store.classes if name not in classes]:
+        raise FedgraftError(
+            f"the node's data has the class {strange[0]!r}, which the federation does not know; its classes are "
+            f"{', '.join(classes)[:300]}."
+        )
+    context = np.array([list(classes).index(name) for name in store.classes], dtype=np.int64)
+    digest = hashlib.blake2b("\x1f".join([store.digest, *classes]).encode(), digest_size=16).hexdigest()
+    return replace(store, labels=context[store.labels], classes=tuple(classes), digest=digest)
+
+
+@dataclass(frozen=True)
+class RemoteData(FederatedData):
+    """What a server knows of data that others hold."""
+
+    rows_known = False
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    digests: tuple[str, ...] = ()
+
+    @property
+    def blind(self) -> bool:  # type: ignore[override]
+        """Whether the server has no images of its own."""
+        return not len(self.validation_rows)
+
+    @property
+    def total(self) -> int:
+        """Training images of all clients, as they say."""
+        return max(1, sum(self.sizes.values()))
+
+    @property
+    def largest(self) -> int:
+        """Training images of the client with most."""
+        return max(1, *self.sizes.values())
+
+    @property
+    def identity(self) -> list[str]:
+        """The digests of all data."""
+        return [self.dataset.train.digest, *self.digests]
+
+    def test_rows(self, client: int) -> Tensor:
+        """Unknown here: every client may have some, so everyone is asked."""
+        return torch.zeros(1, dtype=torch.int64)
+
+
+def _path_source(config: Config) -> str:
+    """The config's data source where it is one that reads a path in a format of its own."""
+    return config.data.source if config.data.source in ("cifar10", "cifar100", "features") else ""
+
+
+def remote_data(config: Config, facts: Mapping[int, Mapping[str, Any]], server_data: str, source: str) -> RemoteData:
+    """The server's view of nodes that bring their own data; `facts` are what they said of it."""
+    if server_data:
+        own = load_own(source or _path_source(config), server_data)
+    else:
+        own = _elsewhere(config, sorted({name for found in facts.values() for name in found["classes"]}))
+    if len(own.classes) < 2:
+        raise FedgraftError(f"the nodes' data has the classes {list(own.classes)}; a federation needs at least two.")
+    sizes = {client: int(found["examples"]) for client, found in facts.items()}
+    return _remote(config, own, sizes, tuple(str(facts[client]["data"]) for client in sorted(facts)))
+
+
+def absent_data(config: Config, classes: Sequence[str]) -> RemoteData:
+    """What is left of a federation's data when its nodes are gone: the names of the classes, in their order."""
+    return _remote(config, _elsewhere(config, classes), {0: 0}, ())
+
+
+def _elsewhere(config: Config, classes: Sequence[str]) -> Dataset:
+    size = config.data.image_size or 32
+    empty = make_store(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64), tuple(classes))
+    return Dataset("elsewhere", empty, empty)
+
+
+def _remote(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tuple[str, ...]) -> RemoteData:
+    none = np.zeros(config.partition.clients + 1, np.int64)
+    rows = np.zeros(0, np.int64)
+    partition = Partition("elsewhere", rows, rows, none, rows, none, rows)
+    held = torch.arange(len(own.train.labels))
+    return RemoteData(own, held[:0], held, partition, sizes, digests)
+
+
+def reply_limit(setup: Setup) -> int:
+    """Most bytes of an honest reply before and beside training: scores of all weights, or the sums of step 0."""
+    weights = sum(p.numel() for p in setup.network.parameters())
+    width, classes = setup.network.width + 1, setup.network.classes
+    return 16 * weights + 8 * width * (width + classes) + (1 << 22)
+
+
+def run_deployed(
+    config: Config,
+    folder: Path,
+    engine: Any,
+    server_data: str = "",
+    source: str = "",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """The server's part: wait for nodes, then the very run of `fedgraft run`, with clients on other machines."""
+
+    def build(config: Config) -> Setup:
+        engine.gather()
+        facts: dict[int, Mapping[str, Any]] = dict(engine.registry.facts)
+        bring = {client for client, found in facts.items() if found["classes"]}
+        if bring and bring != set(facts):
+            without = sorted(set(facts) - bring)
+            raise FedgraftError(
+                f"client {without[0]} has no data of its own and client {min(bring)} has; start all nodes with data."
+            )
+        federated = remote_data(config, facts, server_data, source) if bring else None
+        remote: Remote = engine
+        setup = Setup(config, federated, remote)
+        engine.limit = reply_limit(setup)
+        engine.classes = setup.federated.dataset.classes if bring else ()
+        return setup
+
+    return run(config, folder, progress, build=build)

@@ -1,0 +1,111 @@
+"""fedgraft's Flower apps: `server` and `client`, which a Flower app names as its components.
+
+The run's settings (`run_config`, all text): `config` is the whole config as TOML; `folder` the run folder on the
+server's machine, which is made there, or gone on with from its last checkpoint; optional are `server-data` and
+`server-source`, the server's own images, and `wait`, the seconds it waits for nodes (300). A node's settings
+(`node_config`): `partition-id` is its client number; `data` a path that only it knows and `source` its kind (folder,
+features, ...). `FEDGRAFT_NODE_HOME` says where a node keeps what its client remembers.
+
+Importing this file loads neither torch nor a network: Flower starts a process per message, and that process only
+hands the message to the node's worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedgraft.engines.flower.client import Slots, client_app
+from fedgraft.engines.flower.node_link import Answer, Request, ask_worker
+from fedgraft.engines.flower.wire import server_app
+from fedgraft.errors import FedgraftError, MissingExtra
+
+if TYPE_CHECKING:
+    from fedgraft.config.load import Config
+    from fedgraft.deploy.node import Nodes
+    from fedgraft.runs.tracking import Progress
+
+__all__ = ["client", "server", "simulate"]
+
+_nodes: Nodes | None = None
+
+
+def _serve(request: Request, slots: Slots) -> Answer:
+    """Let the node's worker do it; in a simulation this process is the worker."""
+    if 'engine = "flower-sim"' not in request.config:
+        return ask_worker(request)
+    if not request.order:
+        return Answer(facts={"client": request.client})
+    global _nodes
+    if _nodes is None:
+        from fedgraft.deploy.node import Nodes
+
+        _nodes = Nodes(keep=4)
+    return _nodes.carry_out(request, slots)
+
+
+def _main(grid: Any, context: Any) -> None:
+    """The server's part of a run."""
+    _run(grid, {name: str(value) for name, value in context.run_config.items()})
+
+
+def _run(grid: Any, settings: Mapping[str, str], progress: Progress | None = None) -> dict[str, Any]:
+    from fedgraft.deploy.deployed import config_of, run_deployed
+    from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+
+    if not settings.get("config") or not settings.get("folder"):
+        raise FedgraftError("the Flower run needs the settings 'config' and 'folder'; use fedgraft deploy submit.")
+    logging.getLogger("fedgraft").setLevel(logging.INFO)
+    config = config_of(settings["config"])
+    patience = Patience(config.rounds.deadline, float(settings.get("wait") or 300), config.rounds.minimum_answers)
+    engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, patience)
+    folder = Path(settings["folder"])
+    if not folder.is_absolute():
+        raise FedgraftError(f"the run folder must be an absolute path, not {folder}.")
+    data, source = settings.get("server-data", ""), settings.get("server-source", "")
+    return run_deployed(config, folder, engine, data, source, progress)
+
+
+def simulate(config: Config, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Run a config through Flower's simulation on Ray: the very apps of a deployment, on the cores of this machine."""
+    from importlib.util import find_spec
+
+    from fedgraft.config.load import to_toml
+    from fedgraft.engines.flower.wire import simulate as run_apps
+
+    if find_spec("ray") is None:
+        raise MissingExtra("ray", "simulation", "engine=flower-sim")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    settings = {"config": to_toml(config), "folder": str(folder.resolve()), "wait": "60"}
+    summaries: list[dict[str, Any]] = []
+    errors: list[BaseException] = []
+
+    def main(grid: Any, context: Any) -> None:
+        try:
+            summaries.append(_run(grid, settings, progress))
+        except BaseException as error:
+            errors.append(error)  # Flower would only say that there was one
+
+    try:
+        run_apps(server_app(main), client_app(_serve, settings), config.partition.clients)
+    except RuntimeError as error:
+        if not errors:
+            raise FedgraftError(f"Flower's simulation broke down: {_first_cause(error)}") from error
+    if errors:
+        raise errors[0]
+    return summaries[0]
+
+
+def _first_cause(error: BaseException) -> str:
+    """What an error came from, as one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+client = client_app(_serve)
+server = server_app(_main)

@@ -1,0 +1,310 @@
+"""Starts Flower's SuperLink and SuperNode with two doors closed that Flower 1.41 leaves open, and three waits cut.
+
+On its one port a SuperLink serves nodes (which prove who they are by their keys) and also its control and task
+interfaces, which ask nobody who he is: whoever reaches the port could register a key of his own or start a program on
+every node. `superlink` answers those two only to its own machine. A SuperNode runs whatever app it is sent;
+`supernode` runs only the app of the fedgraft that is installed beside it.
+
+A SuperNode also looks for orders every three seconds only, so that each message costs a pause; `supernode` looks often
+while there is work and calmly when not. It gives signs of life three times as often, so that a vanished node is known
+as gone after 20 seconds instead of 60. And Flower's helper starts a Python for every message, which costs nearly two
+seconds of computing; `superexec`, our helper, has everything loaded and forks.
+
+`python -m fedgraft.deploy.gate superlink|supernode|superexec FLAGS...` takes the flags of Flower's own
+commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+import traceback
+import zipfile
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from fedgraft.deploy.app import app_files
+from fedgraft.deploy.process import gate, live_with_parent
+from fedgraft.errors import FedgraftError
+
+FLOWER = "1.41.0"
+HEARTBEAT = 10
+"""Seconds between a node's signs of life, at most; after twice as many without one it counts as gone."""
+RETRY = 5
+"""Seconds between two attempts to reach a server that is away, at most."""
+IN_USE = "an earlier process with this key still counts as connected"
+IN_USE_SECONDS = 60.0
+"""How long a node waits for that to end; one that was killed counts as gone after 20 seconds."""
+OPEN_PATHS = ("/v1/fleet/",)
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+
+
+class LocalControl:
+    """ASGI middleware: everything but the nodes' own interface is for callers on this machine."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(
+        self, scope: Scope, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        """Answer 403 to strangers, pass everything else on."""
+        if scope["type"] == "http" and not admitted(str(scope["path"]), scope.get("client"), scope.get("server")):
+            headers = [(b"content-type", b"text/plain")]
+            await send({"type": "http.response.start", "status": 403, "headers": headers})
+            await send({"type": "http.response.body", "body": b"this interface answers only its own machine"})
+            return
+        await self.app(scope, receive, send)
+
+
+def admitted(path: str, client: tuple[str, int] | None, server: tuple[str, int] | None) -> bool:
+    """Whether a caller may ask for a path: nodes' paths for all, others from the very address the server answers on.
+
+    A connection from a machine to itself has one address at both ends; nobody else's has.
+    """
+    if path.startswith(OPEN_PATHS):
+        return True
+    return client is not None and server is not None and client[0] == server[0]
+
+
+def same_app(content: bytes, expected: Mapping[str, str]) -> bool:
+    """Whether an app bundle holds exactly the expected files (its list of checksums aside)."""
+    with zipfile.ZipFile(io.BytesIO(content)) as bundle:
+        names = [name for name in bundle.namelist() if name != ".info/CONTENT"]
+        if sorted(names) != sorted(expected):
+            return False
+        texts = {name: bundle.read(name).decode() for name in names}
+    # Flower writes the TOML anew, so its meaning is compared and not its spelling.
+    project = tomllib.loads(texts.pop("pyproject.toml"))
+    rest = {name: text for name, text in expected.items() if name != "pyproject.toml"}
+    return project == tomllib.loads(expected["pyproject.toml"]) and texts == rest
+
+
+class Pace:
+    """How long a node pauses: briefly after an order, longer and longer without one, never longer than Flower would."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        rest: Callable[[float], None] = time.sleep,
+        least: float = 0.1,
+    ) -> None:
+        self.clock, self.rest, self.least, self.last = clock, rest, least, clock()
+
+    def worked(self) -> None:
+        """There was an order just now."""
+        self.last = self.clock()
+
+    def sleep(self, seconds: float) -> None:
+        """Pause where Flower would pause for so many seconds."""
+        self.rest(min(seconds, max(self.least, 0.05 * (self.clock() - self.last))))
+
+
+def superlink() -> None:
+    """Run Flower's SuperLink with its control interface closed to other machines."""
+    from flwr.superlink import extensions
+    from flwr.superlink.servicer.fleet import fleet_handlers
+    from starlette.middleware import Middleware
+
+    command: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")  # its package has a function so named
+    extensions.get_middleware = lambda: (Middleware(LocalControl),)
+    fleet_handlers.activate_node = naming_use(fleet_handlers.activate_node)
+    command.subprocess = _OwnHelper
+    command.flower_superlink()
+
+
+def naming_use(activate: Callable[..., Any]) -> Callable[..., Any]:
+    """Flower's answer to a node that connects, which says of a refused key that is registered why it is refused."""
+    from flwr.supercore.error import FlowerError
+
+    def answer(request: Any, state: Any) -> Any:
+        try:
+            return activate(request=request, state=state)
+        except FlowerError as error:
+            if state.get_node_id_by_public_key(request.public_key) is not None:
+                error.public_details = IN_USE
+            raise
+
+    return answer
+
+
+def waiting_for_use(
+    activate: Callable[[Any, Any], Any],
+    clock: Callable[[], float] = time.monotonic,
+    rest: Callable[[float], None] = time.sleep,
+) -> Callable[[Any, Any], Any]:
+    """A node's connecting, which tries again while its key is in use: a restarted node is let in when it may be."""
+    import httpx
+
+    def connect(client: Any, request: Any) -> Any:
+        until = clock() + IN_USE_SECONDS
+        while True:
+            try:
+                return activate(client, request)
+            except httpx.HTTPStatusError as error:
+                if IN_USE not in error.response.text or clock() >= until:
+                    raise
+            print(IN_USE, flush=True)
+            rest(1.0)
+
+    return connect
+
+
+def supernode() -> None:
+    """Run Flower's SuperNode so that it refuses every app but the installed fedgraft's own."""
+    from flwr.supercore import heartbeat as sending
+    from flwr.supercore.retry import http_retry
+    from flwr.supernode import fleet_http_connection as connecting
+    from flwr.supernode import start_client_internal as loop
+    from flwr.supernode.cli.flower_supernode import flower_supernode
+
+    pull, expected, pace = loop._pull_and_store_message, app_files(), Pace()
+
+    def guarded(**parts: Any) -> int | None:
+        get = parts["get_fab"]
+        # Flower checks signatures only where a licence vouches for them; ours is a comparison, made in `_verify_fab`.
+        parts["get_fab"] = lambda digest, run: replace(get(digest, run), verifications={"valid_license": "fedgraft"})
+        run = pull(**{**parts, "trusted_entities": {"fedgraft": "the installed one"}})
+        if run is not None:
+            pace.worked()
+        return run
+
+    def verified(fab: Any, trusted_entities: dict[str, str]) -> bool:
+        return same_app(fab.content, expected)
+
+    http_retry.MAX_RETRY_DELAY = RETRY  # a server that was restarted is found soon
+    client: Any = connecting.FleetHttpClient
+    client.ActivateNode = waiting_for_use(client.ActivateNode)
+    loop._pull_and_store_message = guarded  # type: ignore[assignment]
+    loop._verify_fab = verified
+    sending.HEARTBEAT_DEFAULT_INTERVAL = connecting.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
+    loop.time = SimpleNamespace(sleep=pace.sleep)  # type: ignore[assignment]
+    loop.subprocess = _OwnHelper  # type: ignore[assignment]
+    flower_supernode()
+
+
+class _OwnHelper:
+    """What Flower uses of `subprocess` to start its helper, which here is ours."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(command: Sequence[str], **more: Any) -> subprocess.Popen[bytes]:  # Flower calls it so
+        """Start the helper with the flags that Flower has for it."""
+        return subprocess.Popen(gate("superexec", command[1:]), **more)
+
+
+def superexec() -> None:
+    """Run Flower's helper, which starts a process per message and per run, so that it forks them instead."""
+    from flwr.supercore.cli import flower_superexec
+    from flwr.supercore.superexec import run_superexec as loop
+    from flwr.supercore.superexec.executor import subprocess_executor as executor
+
+    pace, loaded = Pace(least=0.05), {"flwr-clientapp": _load("flwr-clientapp")}
+
+    def start(arguments: Sequence[str], **more: Any) -> None:
+        pace.worked()
+        if arguments[0] in loaded:
+            _fork(arguments, loaded[arguments[0]], "stdout" in more)
+            return
+        known = arguments[0] in _COMMANDS
+        subprocess.Popen(gate(arguments[0], arguments[1:]) if known else arguments, **more)
+        if known:  # the first run does not wait while torch is loaded here, and the next need not load it
+            loaded[arguments[0]] = _load(arguments[0])
+
+    def collect(self: Any) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended
+                pass
+
+    executor.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    executor.SubprocessExecutor.reconcile = collect  # type: ignore[method-assign]
+    loop.time = SimpleNamespace(sleep=pace.sleep)  # type: ignore[assignment]
+    flower_superexec()
+
+
+_COMMANDS = {
+    "flwr-clientapp": ("flwr.supernode.cli", "fedgraft.deploy.flower_apps"),
+    "flwr-serverapp": ("flwr.superlink.cli", "fedgraft.deploy.flower_apps", "fedgraft.deploy.deployed"),
+}
+"""Where Flower's command is, and what else it will need: loaded once in the helper, there already in every child."""
+
+
+def _load(name: str) -> Callable[[], None]:
+    """One of Flower's commands, with what it needs."""
+    modules = [importlib.import_module(one) for one in _COMMANDS[name]]
+    command: Callable[[], None] = getattr(modules[0], name.replace("-", "_"))
+    return command
+
+
+def _fork(arguments: Sequence[str], command: Callable[[], None], silent: bool) -> None:
+    """Carry out one of Flower's commands in a child of this process, which has loaded what that needs."""
+    if os.fork():
+        return
+    if silent:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+    _be(arguments, command)
+
+
+def _be(arguments: Sequence[str], command: Callable[[], None]) -> NoReturn:
+    """The child's life: Flower's command, as if it had been started by these words; it never returns to the helper."""
+    from flwr.supercore.exit import exit_handler
+
+    code = 1
+    try:
+        exit_handler.registered_exit_handlers.clear()  # those are the helper's
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+            signal.signal(one, signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL)
+        sys.argv = list(arguments)
+        threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+        command()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_after(helper: int, grace: float = 15.0) -> None:
+    """End this process when its helper is gone: Flower's own watch waits for a main thread that may wait for ever."""
+    while os.getppid() == helper:
+        time.sleep(0.5)
+    time.sleep(grace)  # enough for a run to note that it was interrupted
+    os._exit(1)
+
+
+def main() -> None:
+    """Start the one that the first word names, with the other words as its flags."""
+    import flwr
+
+    if flwr.__version__ != FLOWER:
+        raise FedgraftError(f"fedgraft's gate is made for flwr {FLOWER}, not {flwr.__version__}; install that version.")
+    live_with_parent()
+    name = sys.argv.pop(1)
+    if name in _COMMANDS:
+        command = getattr(importlib.import_module(_COMMANDS[name][0]), name.replace("-", "_"))
+        _be([name, *sys.argv[1:]], command)
+    which = {"superlink": superlink, "supernode": supernode, "superexec": superexec}[name]
+    sys.argv[0] = f"flower-{which.__name__}"
+    which()
+
+
+if __name__ == "__main__":
+    main()

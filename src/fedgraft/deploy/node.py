@@ -1,0 +1,201 @@
+"""A node: carries out a server's orders on one machine's data, with the same `client.handle` as everywhere.
+
+It builds the run from its config, serves its part of the config's data (a simulation of a deployment) or all of its
+own, and is told the head and the mask that the server opened. A client's memory is kept in two slots, the present one
+and the one before: the server names the step it goes on from, so a lost answer or a server that was resumed from a
+checkpoint goes back by one step, bit for bit; a step that is in neither slot is refused.
+
+`python -m fedgraft.deploy.node SOCKET OWNER` is the worker that stays warm between messages (see `node_link`).
+Memories lie in FEDGRAFT_NODE_HOME, or in `node` of fedgraft's cache folder; only this user can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedgraft.client import ClientContext, ClientMemory, handle
+from fedgraft.config.load import Config
+from fedgraft.data.examples import FeatureExamples
+from fedgraft.data.images.store import cache_dir
+from fedgraft.deploy.deployed import config_of, own_data
+from fedgraft.engines.flower.node_link import Answer, Request, serve
+from fedgraft.errors import FedgraftError
+from fedgraft.local.memory import keep_freed_memory
+from fedgraft.messages import BadMessage, Order, pack, unpack
+from fedgraft.runs.checkpoint import write_atomic
+from fedgraft.runs.setup import Setup
+
+log = logging.getLogger("fedgraft")
+
+_STEP_ZERO = frozenset({"statistics", "head_gradient"})
+_CALIBRATION = frozenset({"fisher_scores", "own_mask"})
+
+
+class DiskSlots(MutableMapping[str, bytes]):
+    """A client's memory as files that only this user can read."""
+
+    def __init__(self, request: Request) -> None:
+        home = os.environ.get("FEDGRAFT_NODE_HOME")
+        self.folder = (Path(home) if home else cache_dir() / "node") / "memory"
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        identity = f"{request.config}\x1f{request.folder}\x1f{request.client}"
+        self.name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+    def _path(self, slot: str) -> Path:
+        return self.folder / f"{self.name}-{slot}"
+
+    def __getitem__(self, slot: str) -> bytes:
+        try:
+            return self._path(slot).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(slot) from None
+
+    def __setitem__(self, slot: str, data: bytes) -> None:
+        before = os.umask(0o077)
+        try:
+            write_atomic(self._path(slot), [data])
+        finally:
+            os.umask(before)
+
+    def __delitem__(self, slot: str) -> None:
+        self._path(slot).unlink(missing_ok=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return (slot for slot in ("a", "b") if self._path(slot).exists())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def recall(slots: MutableMapping[str, bytes], step: int, client: int) -> tuple[ClientMemory, str]:
+    """The memory of this step, and the slot that the next one may take."""
+    if step == 0:
+        return {}, "a"
+    found = {}
+    for slot in ("a", "b"):
+        with suppress(KeyError, BadMessage):  # a damaged slot is no slot
+            kept = unpack(Order, slots[slot])
+            found[kept.round] = slot
+            if kept.round == step:
+                return kept.auxiliary, "b" if slot == "a" else "a"
+    raise FedgraftError(
+        f"client {client} holds step {max(found, default=0)} of its memory and the server goes on from step {step}; "
+        "its folder is lost or belongs to another run, so start the run anew."
+    )
+
+
+class Node:
+    """One machine's part in one run."""
+
+    def __init__(self, request: Request) -> None:
+        torch.set_num_threads(1)
+        self.key = node_key(request)
+        self.client = request.client
+        full = config_of(request.config)
+        config: Config = full.model_copy(update={"engine": "reference", "workers": 1})
+        if not 0 <= request.client < config.partition.clients:
+            raise FedgraftError(
+                f"this node is client {request.client}, and the run has clients 0 to {config.partition.clients - 1}."
+            )
+        federated = own_data(config, request.source, request.data, request.classes) if request.data else None
+        self.setup = Setup(config, federated)
+        self.digest = ""
+
+    def answer(self, request: Request, slots: MutableMapping[str, bytes]) -> Answer:
+        """Carry out one order; the memory is kept before the answer leaves."""
+        order = replace(unpack(Order, request.order), client=self.client)
+        if request.digest != self.digest:
+            if not request.opened:
+                return Answer(need=True)
+            self._follow(request)
+        memory, slot = recall(slots, request.after, self.client)
+        context = self._place(str(order.settings.get("sums", order.action)))
+        reply, kept = handle(order, self.setup.algorithm, context, memory)
+        step = request.after
+        if kept is not memory and kept:
+            step = request.becomes
+            slots[slot] = pack(Order(order.run, step, self.client, "memory", auxiliary=kept))
+        return Answer(pack(reply), step)
+
+    def _follow(self, request: Request) -> None:
+        if hashlib.blake2b(request.opened, digest_size=12).hexdigest() != request.digest:
+            raise FedgraftError("the edit space that was sent is not the one that was named.")
+        tensors = unpack(Order, request.opened).auxiliary
+        if self.digest:
+            raise FedgraftError("a run cannot open a second edit space.")
+        self.setup.follow(tensors["head"], tensors.get("mask"))
+        if "probe/inputs" in tensors:
+            self.setup.__dict__["probe"] = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0)
+        self.digest = request.digest
+
+    def _place(self, action: str) -> ClientContext:
+        if action in _STEP_ZERO or (action == "count" and not self.digest):
+            return self.setup.backbone_context
+        if action in _CALIBRATION:
+            return self.setup.calibration[0]
+        return self.setup.context
+
+
+def node_key(request: Request) -> tuple[object, ...]:
+    """What a node is built from; another key means another node."""
+    return request.config, request.run, request.client, request.data, request.source, request.classes
+
+
+class Nodes:
+    """The nodes that a process keeps warm: those of the latest runs."""
+
+    def __init__(self, keep: int = 3) -> None:
+        self.keep = keep
+        self.nodes: dict[tuple[object, ...], Node] = {}
+
+    def carry_out(self, request: Request, slots: MutableMapping[str, bytes] | None = None) -> Answer:
+        """Answer a request with a node that is there, or with a new one."""
+        if not request.order:
+            if not request.data:  # nothing more will be known, so the first order may find all ready
+                self._node(request)
+            return Answer(facts=who(request))
+        try:
+            return self._node(request).answer(request, DiskSlots(request) if slots is None else slots)
+        except BaseException:
+            self.nodes.pop(node_key(request), None)  # half an order may have left the network in any state
+            raise
+
+    def _node(self, request: Request) -> Node:
+        key = node_key(request)
+        if key not in self.nodes:
+            while len(self.nodes) >= self.keep:
+                self.nodes.pop(next(iter(self.nodes)))
+            self.nodes[key] = Node(request)
+        return self.nodes[key]
+
+
+def who(request: Request) -> dict[str, object]:
+    """A node's answer to a greeting: its client number and, of data of its own, size, classes and digest."""
+    if not request.data:
+        return {"client": request.client}
+    federated = own_data(config_of(request.config), request.source, request.data, ())
+    return {
+        "client": request.client, "examples": federated.total, "classes": list(federated.dataset.classes),
+        "data": federated.dataset.train.digest,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """The worker process of a node."""
+    logging.basicConfig(level=logging.INFO, format="fedgraft node: %(message)s")
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    serve(Path(sys.argv[1]), int(sys.argv[2]), Nodes().carry_out)
+
+
+if __name__ == "__main__":
+    main()

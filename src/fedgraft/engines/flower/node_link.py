@@ -1,0 +1,179 @@
+"""How a short-lived client process talks to the node's worker process, which stays warm between messages.
+
+Flower starts one process per message. Loading torch, the network and the data each time would cost seconds, so that
+process only carries bytes: it hands a `Request` to a worker on a socket in a private folder and brings the `Answer`
+back. The worker is started by the first message, and ends when the node's own process is gone or after `IDLE` seconds
+without work. Nothing here imports torch or Flower; nothing on the socket is pickled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from fedgraft.errors import FedgraftError
+
+IDLE = 1800.0
+_START = 180.0
+_BYTES = ("order", "opened", "reply")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One order for a client, with what its node must know to carry it out. Without an order it asks who is there."""
+
+    config: str
+    """The config of the run, as TOML."""
+    folder: str
+    """The run folder on the server's machine: with the config the identity of the run."""
+    client: int
+    run: int
+    """Flower's number of the run; a new one starts from a fresh network."""
+    data: str = ""
+    """The node's own data, a path that only it knows; empty: it serves its part of the config's data."""
+    source: str = ""
+    after: int = 0
+    """The step of the client's memory that the server goes on from; 0: none."""
+    becomes: int = 0
+    """The step that the memory has when this order is done."""
+    digest: str = ""
+    """Identity of the opened edit space; empty before there is one."""
+    classes: tuple[str, ...] = ()
+    """The federation's classes, where nodes bring data of their own."""
+    order: bytes = b""
+    opened: bytes = b""
+    """The opened edit space, where the server thinks that the node lacks it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request: a reply, or a sentence why there is none."""
+
+    reply: bytes = b""
+    step: int = 0
+    """The step of the memory that the client now has."""
+    need: bool = False
+    """The node lacks the opened edit space; ask again and send it."""
+    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Who is there: number of examples, classes, digest of the data."""
+
+
+def send(pipe: Connection, message: Request | Answer) -> None:
+    """Write a request or an answer to a socket: one line of JSON, then the byte strings."""
+    plain = asdict(message)
+    parts = [plain.pop(name) for name in _BYTES if name in plain]
+    pipe.send_bytes(json.dumps(plain).encode())
+    for part in parts:
+        pipe.send_bytes(part)
+
+
+def receive(pipe: Connection, kind: type[Request] | type[Answer]) -> Any:
+    """Read what `send` wrote."""
+    plain = json.loads(pipe.recv_bytes())
+    if "classes" in plain:
+        plain["classes"] = tuple(plain["classes"])
+    plain |= {name: pipe.recv_bytes() for name in _BYTES if name in kind.__dataclass_fields__}
+    return kind(**plain)
+
+
+def private_folder() -> Path:
+    """A folder for sockets that only this user can enter; a path short enough for one."""
+    folder = Path(tempfile.gettempdir()) / f"fedgraft-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    info = folder.lstat()
+    if info.st_uid != os.getuid() or info.st_mode & 0o077 or folder.is_symlink():
+        raise FedgraftError(f"{folder} must be a folder that only this user can enter; remove it or set TMPDIR.")
+    return folder
+
+
+def ask_worker(request: Request, owner: int | None = None) -> Answer:
+    """Let the node's worker carry out a request; `owner` is the process it lives for (default: our parent)."""
+    owner = os.getppid() if owner is None else owner
+    name = hashlib.blake2b(f"{owner} {request.client} {request.data}".encode(), digest_size=8).hexdigest()
+    address = private_folder() / name
+    try:
+        with _connect(address, owner) as pipe:
+            send(pipe, request)
+            answer: Answer = receive(pipe, Answer)
+    except (EOFError, ConnectionError):
+        return Answer(error="its worker process died, probably for lack of memory")
+    return answer
+
+
+def _connect(address: Path, owner: int) -> Connection:
+    """A connection to the worker at this address, which is started if there is none."""
+    with suppress(FileNotFoundError, ConnectionError):
+        return Client(str(address), "AF_UNIX")
+    with address.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two messages at once start one worker
+        with suppress(FileNotFoundError, ConnectionError):
+            return Client(str(address), "AF_UNIX")
+        address.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "fedgraft.deploy.node", str(address), str(owner)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        end = time.monotonic() + _START
+        while time.monotonic() < end and process.poll() is None:
+            with suppress(FileNotFoundError, ConnectionError):
+                return Client(str(address), "AF_UNIX")
+            time.sleep(0.02)
+    raise FedgraftError("the node's worker process could not be started; see the node's log.")
+
+
+def serve(address: Path, owner: int, carry_out: Callable[[Request], Answer], idle: float = IDLE) -> None:
+    """A worker's life: one request after another until its owner is gone or nothing came for `idle` seconds."""
+    with Listener(str(address), "AF_UNIX") as listener:
+        socket = listener._listener._socket  # type: ignore[attr-defined]  # the only way to wait with a limit
+        socket.settimeout(1.0)
+        last = time.monotonic()
+        while time.monotonic() - last < idle and _alive(owner):
+            try:
+                pipe = listener.accept()
+            except TimeoutError:
+                continue
+            with pipe, suppress(EOFError, ConnectionError):
+                request = receive(pipe, Request)
+                try:
+                    answer = carry_out(request)
+                except FedgraftError as error:
+                    answer = Answer(error=without_path(str(error), request.data))
+                except Exception as error:  # a node's error may quote its data: only its kind leaves
+                    answer = Answer(error=f"failed with {type(error).__name__}; its log says more")
+                    _log_failure(request)
+                send(pipe, answer)
+            last = time.monotonic()
+
+
+def without_path(sentence: str, data: str) -> str:
+    """An error's sentence without the path of the node's data, which is nobody else's business."""
+    return sentence.replace(data, "its data") if data else sentence
+
+
+def _log_failure(request: Request) -> None:
+    import logging
+
+    logging.getLogger("fedgraft").exception("client %d could not carry out an order", request.client)
+
+
+def _alive(process: int) -> bool:
+    """Whether this process still runs; one that ended and was not waited for does not."""
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat")
+        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    except PermissionError:
+        return True

@@ -1,0 +1,264 @@
+"""The engine on Flower: orders go out as messages to nodes, replies come back, sampling and order stay ours.
+
+Clients are numbers 0..K-1; `Roster` knows which node serves which. The grid's own `send_and_receive` sleeps three
+seconds between looks, so this engine pushes and pulls by itself and looks again soon. Orders of equal content share
+one array, which Flower then stores and hashes once. A node that is silent, gone, or answers with an error is missing
+from the round under its name; everything that does arrive is hostile until it is screened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedgraft.context import ClientMemory
+from fedgraft.engines.flower.registry import Registry
+from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, put, take, text, whole_number
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import BadMessage, Order, Reply, pack, unpack
+
+log = logging.getLogger("fedgraft")
+
+Arrival = Reply | tuple[int, bytes | str]
+_EXPIRED = (3, 4)  # Flower's codes of an order or an answer that is over its time to live, which is our deadline
+_SUMS = frozenset({"statistics", "head_gradient", "fisher_scores"})
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for whom."""
+
+    deadline: float | None = None
+    """Seconds that a node has for one order; None: as long as it is connected."""
+    wait: float = 300.0
+    """Seconds to wait at the start until every client has a node."""
+    least: int = 1
+    """Nodes without which the run does not start."""
+
+
+class FlowerTransport:
+    """Push and pull on a Flower grid."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def present(self) -> set[int]:
+        """The nodes that are connected now."""
+        return set(self.grid.get_node_ids())
+
+    def greet(self, nodes: Sequence[int]) -> dict[str, int]:
+        """Ask these nodes who they are."""
+        messages = [Message(put({}, {"hello": True}), node, HELLO) for node in nodes]
+        return {question: node for question, node in zip(self.push(messages), nodes, strict=True) if question}
+
+    def greetings(self, questions: Iterable[str]) -> dict[str, tuple[int, Mapping[str, Any], str]]:
+        """What those that have answered say."""
+        found: dict[str, tuple[int, Mapping[str, Any], str]] = {}
+        for message in self.grid.pull_messages(list(questions)):
+            settings = {} if message.has_error() else take(message.content)[1]
+            error = failure_of(message) if message.has_error() else text(settings, "error")
+            facts = {
+                "examples": whole_number(settings, "examples", 0),
+                "classes": names(settings, "classes"),
+                "data": text(settings, "data"),
+            }
+            found[message.metadata.reply_to_message_id] = (whole_number(settings, "client"), facts, error)
+        return found
+
+    def push(self, messages: Sequence[Message]) -> list[str | None]:
+        """Send messages; the identity of each, or None where Flower did not take it."""
+        found = list(self.grid.push_messages(messages)) if messages else []
+        return [found[i] if i < len(found) else None for i in range(len(messages))]
+
+    def pull(self, waiting: Iterable[str]) -> Iterable[Message]:
+        """The replies that are there."""
+        return self.grid.pull_messages(list(waiting))
+
+
+def failure_of(message: Message) -> str:
+    """What Flower says went wrong at a node, as one line."""
+    return (
+        f"its node failed: {str(message.error.reason).splitlines()[0][:300] if message.error.reason else 'no reason'}"
+    )
+
+
+def _screened_later(action: str) -> bool:
+    """Whether whoever asked reads the bytes: changes, summands and secure sums have limits and shapes of their own."""
+    return action == "train" or action in _SUMS or action.startswith("secure.")
+
+
+@dataclass(frozen=True)
+class _Message:
+    order: Order
+    node: int
+    content: ArrayRecord
+    data: bytes
+    becomes: int
+
+
+class FlowerEngine:
+    """Carries out orders on Flower nodes. `memory` holds no client's memory, only which step of it each one has."""
+
+    def __init__(
+        self,
+        transport: FlowerTransport,
+        clients: int,
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.transport, self.patience, self.clock, self.sleep = transport, patience or Patience(), clock, sleep
+        self.registry = Registry(transport, clients)
+        self.memory: dict[int, ClientMemory] = {}
+        self.limit = 1 << 30
+        """Most bytes of a reply that nobody screens against what was asked for."""
+        self.classes: tuple[str, ...] = ()
+        """The federation's classes, where nodes bring data of their own."""
+        self._opened: ArrayRecord | None = None
+        self._digest = ""
+        self._told: set[int] = set()
+        self.waited = 0.0
+        """Seconds spent waiting for answers so far."""
+        self.sent = self.received = 0
+        """Bytes of orders, openings and replies so far; what Flower puts around them is not counted."""
+
+    def gather(self) -> None:
+        """Wait for the nodes at the start of a run."""
+        p = self.patience
+        self.registry.gather(p.least, p.wait, self.clock, self.sleep)
+
+    def open(self, run: str, tensors: Mapping[str, Tensor]) -> None:
+        """From now on orders belong to this edit space; every node gets it once, and again when it lost it."""
+        data = pack(Order(run, -1, 0, "open", auxiliary=tensors))
+        self._opened, self._digest = as_record(data), hashlib.blake2b(data, digest_size=12).hexdigest()
+        self._told = set()
+
+    def exchange(self, orders: Sequence[Order]) -> list[Arrival]:
+        """Deliver the orders and return what came back, by client; a sentence stands for a missing answer."""
+        self.registry.refresh()
+        arrivals: dict[int, Arrival] = {}
+        letters: list[_Message] = []
+        for order in orders:
+            node = self.registry.nodes.get(order.client)
+            if node is None:
+                arrivals[order.client] = (order.client, "no node serves it at present")
+                continue
+            data = pack(replace(order, client=0))  # the same bytes for all who get the same
+            same = bool(letters) and letters[-1].data == data
+            content, data = (letters[-1].content, letters[-1].data) if same else (as_record(data), data)
+            letters.append(_Message(order, node, content, data, self._step(order.client) + 1))
+        self._carry(letters, arrivals)
+        for client, arrival in arrivals.items():
+            if isinstance(arrival, tuple) and isinstance(arrival[1], str):
+                log.warning("client %d is missing: %s", client, arrival[1])
+        if orders and orders[0].round < 0:
+            self._all_or_nothing(orders[0].action, arrivals)
+        return [arrivals[client] for client in sorted(arrivals)]
+
+    def _all_or_nothing(self, action: str, arrivals: Mapping[int, Arrival]) -> None:
+        """Before round 0 every client is needed: a head or a mask from some of them would be another one."""
+        for client, arrival in arrivals.items():
+            if isinstance(arrival, tuple) and isinstance(arrival[1], str):
+                raise FedgraftError(
+                    f"client {client} did not do its part ({action}) before the first round: {arrival[1]}; mend its "
+                    "node and resume the run."
+                )
+
+    def _step(self, client: int) -> int:
+        return int(self.memory[client]["step"]) if client in self.memory else 0
+
+    def _carry(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> None:
+        """Send the letters and collect answers until all are there or the deadline is over."""
+        began = self.clock()
+        end = None if self.patience.deadline is None else began + self.patience.deadline
+        waiting = self._send(letters, arrivals)
+        while waiting:
+            again = []
+            for message in self.transport.pull(waiting):
+                letter = waiting.pop(message.metadata.reply_to_message_id, None)
+                if letter is None:
+                    continue
+                arrival = self._read(message, letter)
+                if arrival is None:
+                    again.append(letter)
+                else:
+                    arrivals[letter.order.client] = arrival
+            waiting |= self._send(again, arrivals)
+            now = self.clock()
+            if end is not None and now >= end:
+                break
+            if waiting:  # quick while answers may be near, calm when they take long
+                self.sleep(min(0.5, max(0.02, 0.02 * (now - began))))
+        for letter in waiting.values():
+            arrivals[letter.order.client] = (letter.order.client, f"no answer within {self.patience.deadline:g} s")
+        self.waited += self.clock() - began
+
+    def _send(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> dict[str, _Message]:
+        identities = self.transport.push([self._message(letter) for letter in letters])
+        sent = {}
+        for letter, identity in zip(letters, identities, strict=True):
+            if identity is None:
+                arrivals[letter.order.client] = (letter.order.client, "Flower did not take the order")
+            else:
+                sent[identity] = letter
+        return sent
+
+    def _message(self, letter: _Message) -> Message:
+        order, arrays = letter.order, {"order": letter.content}
+        self.sent += len(letter.data)
+        if self._opened is not None and letter.node not in self._told:
+            arrays["opened"] = self._opened
+            self.sent += len(self._opened["bytes"].data)
+        # Nothing here names the client: what is equal for all, Flower stores and hands on once.
+        settings = {
+            "after": letter.becomes - 1, "becomes": letter.becomes, "digest": self._digest,
+            "classes": list(self.classes),
+        }  # fmt: skip
+        return Message(
+            put(arrays, settings), letter.node, ORDER, ttl=self.patience.deadline, group_id=str(order.round + 1)
+        )
+
+    def _read(self, message: Message, letter: _Message) -> Arrival | None:
+        """A reply, its bytes, or why there is none; None: the node must be told the edit space again."""
+        client = letter.order.client
+        if message.has_error():
+            late = message.error.code in _EXPIRED and self.patience.deadline is not None
+            return client, f"no answer within {self.patience.deadline:g} s" if late else failure_of(message)
+        if message.metadata.src_node_id != letter.node:
+            return client, "the answer came from another node"
+        arrays, settings = take(message.content)
+        self.received += len(arrays.get("reply", b""))
+        if settings.get("need") is True and letter.node in self._told:
+            self._told.discard(letter.node)
+            return None
+        if sentence := text(settings, "error"):
+            return client, sentence
+        self._told.add(letter.node)
+        data, step = arrays.get("reply", b""), whole_number(settings, "step")
+        if step not in (letter.becomes - 1, letter.becomes):
+            return client, f"it answered with step {step} of its memory instead of {letter.becomes}"
+        if _screened_later(letter.order.action):
+            arrival: Arrival = (client, data)
+        else:
+            try:
+                reply = unpack(Reply, data, limit=self.limit)
+            except BadMessage as error:
+                return client, str(error)
+            if (reply.run, reply.round, reply.client) != (letter.order.run, letter.order.round, client):
+                return client, "it answered another order"
+            arrival = reply
+        if step:
+            self.memory[client] = {"step": torch.tensor([step])}
+        return arrival
+
+    def close(self) -> None:
+        """Nothing to end: nodes belong to others."""

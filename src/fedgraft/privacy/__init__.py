@@ -1,0 +1,1 @@
+"""Who may see what: secure aggregation and differential privacy."""

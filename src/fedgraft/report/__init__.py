@@ -1,0 +1,1 @@
+"""What people look at: tables, pages, figures, a live view."""

@@ -1,0 +1,129 @@
+"""Edits as files: what a run did to its base, saved small, and what can be done with such files.
+
+An edit that leaves the head alone is bound to the trunk only (scope `backbone.`), so it fits any network with that
+trunk, whatever its head. One that moves the head is bound to the whole base: the trunk with the head of step 0. A
+base is a network by name or folder, or a run folder, which stands for what that run began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedgraft.edit import lora
+from fedgraft.edit import task_vectors as task
+from fedgraft.edit import edit_file as task_file
+from fedgraft.edit.space import EditSpace, select
+from fedgraft.edit.task_vectors import Edit
+from fedgraft.errors import FedgraftError
+from fedgraft.runs import checkpoint
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.setup import Setup
+from fedgraft.runs.parts import build_network
+from fedgraft.runs.run_folder import RunFolder
+from fedgraft.local.evaluate import Evaluation, evaluate
+from fedgraft.models.backbones import load_network
+from fedgraft.models.network import VisionNetwork
+
+TRUNK = "backbone."
+
+
+def base_of(setup: Setup) -> VisionNetwork:
+    """The plain network an opened run began with: its trunk and the head of step 0."""
+    network = build_network(setup.config, setup.federated.dataset)
+    with torch.no_grad():
+        for parameter, start in zip((network.head.weight, network.head.bias), setup.head_start, strict=True):
+            parameter.copy_(start)
+    return network
+
+
+def plain_space(setup: Setup, base: VisionNetwork) -> EditSpace:
+    """The run's coordinates by the names of the plain network; low-rank factors become the weights they change."""
+    if setup.layout is None:
+        return setup.space
+    merged = {f"{name}.weight" for name in lora.adapted(setup.network)}
+    plain = {name for name, _ in base.named_parameters()}
+    names = merged | (plain & {part.name for part in setup.space.parts})
+    return select(base, lambda name: name in names, buffers=False)
+
+
+def edit_of_run(folder: Path, last: bool = False) -> Edit:
+    """What a run did to its base, by its best model on validation or its last; low-rank factors count as merged."""
+    setup = adapted(folder)
+    if last:
+        setup.space.scatter(_last_vector(folder), setup.network)
+    base = base_of(setup)
+    space = plain_space(setup, base)
+    if setup.layout is not None:
+        lora.merge(setup.network)
+    scope = TRUNK if all(part.name.startswith(TRUNK) for part, _, _ in space.ranges) else ""
+    edit = task.capture(folder.resolve().name, base, space, space.gather(setup.network), scope)
+    if not edit.values.any():
+        raise FedgraftError(
+            f"the {'last' if last else 'best'} model of {folder} is the one it began with, so there is no edit to save"
+            + ("." if last else "; --last takes the model of its last round.")
+        )
+    return edit
+
+
+def _last_vector(folder: Path) -> Tensor:
+    record = RunFolder.open(folder)
+    found = checkpoint.load_latest(record.checkpoints, record.config_digest)
+    assert found is not None  # `adapted` has read it
+    return found.tensors["vector"]
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where an edit goes: a network's name or folder, or a run folder; the rest says how to build a named one."""
+
+    model: str
+    classes: int | None = None
+    image_size: int | None = None
+    seed: int = 0
+
+    def load(self, edit: Edit) -> tuple[VisionNetwork, list[str] | None]:
+        """The network, unedited, and the names of its classes where they are known."""
+        if (Path(self.model) / "run.json").is_file():
+            setup = adapted(Path(self.model))
+            return base_of(setup), list(setup.federated.dataset.train.classes)
+        moved = {part.name: part.shape for part, _, _ in edit.space.ranges}
+        classes = self.classes or moved.get("head.weight", (None,))[0]
+        try:
+            return load_network(self.model, classes, self.image_size, seed=self.seed), None
+        except FedgraftError as error:
+            if classes is not None or "no stored head" not in str(error):
+                raise
+            raise FedgraftError(
+                f"{self.model!r} has no head of its own and the edit {edit.name!r} brings none: give --classes for a "
+                "fresh one, or a run folder as the model for the head that run began with."
+            ) from None
+
+
+def apply_to_folder(edit: Edit, base: Base, to: Path, scale: float = 1.0) -> Path:
+    """Write base + scale * edit as a `transformers` folder; a base the edit does not fit is refused."""
+    from fedgraft.models.export import export
+
+    network, names = base.load(edit)
+    task.apply(network, edit, scale)
+    return export(network, to, names)
+
+
+def add_files(files: Sequence[Path], scales: Sequence[float] | None, to: Path, half: bool = False) -> Edit:
+    """The sum of edits of one base as a new file."""
+    total = task.add([task_file.load(file) for file in files], scales)
+    task_file.save(total, to, half)
+    return total
+
+
+def sweep_on_run(edit: Edit, folder: Path, lambdas: Sequence[float]) -> list[tuple[float, Evaluation]]:
+    """Accuracy of base + lambda * edit on a run's validation images, with the head that run began with."""
+    setup = adapted(folder)
+    rows = setup.federated.validation_rows
+    if not len(rows):
+        raise FedgraftError(f"{folder} held out no validation images to choose a strength by; set data.validation.")
+    return task.sweep(base_of(setup), edit, lambdas, lambda network: evaluate(network, setup.train_images, rows))

@@ -1,0 +1,140 @@
+"""The pieces a run folder is written with: whole files, the metrics' lines, the log and the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.checkpoint import write_atomic
+
+log = logging.getLogger(__name__)
+
+TIMING = ("seconds", "time")
+"""Fields of a metrics line that two equal runs do not share."""
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The lines of a metrics file, or of a run folder's; a torn last line is left out."""
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        return []
+    lines: list[dict[str, Any]] = []
+    *whole, _torn = path.read_bytes().split(b"\n")  # what follows the last line end was never finished
+    for number, text in enumerate(whole, 1):
+        try:
+            lines.append(dict(json.loads(text)))
+        except (ValueError, TypeError):
+            log.warning("line %d of %s cannot be read and is left out", number, path)
+    return lines
+
+
+def without_timing(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines without the fields that differ between two equal runs."""
+    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk ends, and nothing else: the run says in its own words what could not be written."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Lose the line."""
+
+    def close(self) -> None:
+        """Close the file; lines that do not fit any more are lost."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+@contextlib.contextmanager
+def logging_to(path: Path, console: bool = True) -> Iterator[None]:
+    """Send this library's log to a file as `timestamp | level | message`, and to the terminal if wanted."""
+    file = _LogFile(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
+    handlers: list[logging.Handler] = [file]
+    if console:
+        from rich.logging import RichHandler
+
+        handlers.append(RichHandler(show_path=False, show_level=True, markup=False, level=logging.INFO))
+    logger = logging.getLogger("fedgraft")
+    before = logger.level
+    logger.setLevel(min(before or logging.INFO, logging.INFO))
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(before)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: scalars of other libraries become Python's, NaN and infinity become None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool | None) else str(value)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by this text, whole or not at all."""
+    try:
+        write_atomic(path, [text.encode()])
+    except OSError as error:
+        raise FedgraftError(f"{path} could not be written ({error.strerror}); make room or allow it.") from error
+
+
+def keep(path: Path, write: Callable[[Path], object]) -> None:
+    """Put a file into a cache that several processes share, whole or not at all; `write` makes it."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise FedgraftError(f"{path} could not be written ({error.strerror}); make room or allow it.") from error
+
+
+def repair(path: Path) -> None:
+    """Cut off a torn last line, so that the next one does not continue it."""
+    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def take_lock(descriptor: int) -> bool:
+    """Lock for good; a reader that only looks holds the lock for a moment, so try for a second."""
+    for _ in range(20):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds the lock."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

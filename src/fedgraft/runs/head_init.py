@@ -1,0 +1,256 @@
+"""Step 0: a head for the pretrained trunk, from sums over clients, so that no image and no feature trainable.
+
+`ridge` solves the normal equations of the summed statistics; `probe` minimises the summed logistic loss by L-BFGS.
+Both are exactly what the pooled data would give. The regularisation and the scale of a ridge head are chosen on the
+server's validation images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedgraft.protocols import Examples, Network
+from fedgraft.data.images.store import cache_dir
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.setup import Setup
+from fedgraft.runs.parts import install
+from fedgraft.runs.files import keep
+from fedgraft.local.evaluate import Evaluation
+from fedgraft.messages import Order, Reply
+from fedgraft.models.identity import digest
+from fedgraft.round import Engine
+from fedgraft.secure_round import Sums
+
+log = logging.getLogger("fedgraft")
+
+GRID = tuple(10.0**e for e in (-5, -4, -3, -2.5, -2, -1.5, -1, -0.5, 0))
+
+
+class ServerContext(Protocol):
+    """Says how good heads are, on `count` images."""
+
+    count: int
+
+    def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """(accuracy, loss) of each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the model of step 0 does on validation images."""
+
+    accuracy: float
+    loss: float
+
+
+def kept(
+    folder: Path, identity: Sequence[str], make: Callable[[], Tensor], whole: Callable[[], bool] = lambda: True
+) -> Tensor:
+    """A head that was made before from the same sums, or a new one; a damaged file is made anew.
+
+    One that is not `whole`, because clients were missing, is not kept for other runs.
+    """
+    key = hashlib.blake2b("\x1f".join(identity).encode(), digest_size=12).hexdigest()
+    path = folder / f"{key}.safetensors"
+    if path.exists():
+        with contextlib.suppress(SafetensorError, KeyError):
+            stored = load(path.read_bytes())
+            mark = hashlib.blake2b(stored["head"].numpy().tobytes(), digest_size=8).digest()
+            if bytes(stored["mark"].numpy().tobytes()) == mark:
+                return stored["head"].clone()
+    head = make().contiguous()
+    if not whole():
+        return head
+    mark = hashlib.blake2b(head.numpy().tobytes(), digest_size=8).digest()
+    data = save({"head": head, "mark": torch.frombuffer(bytearray(mark), dtype=torch.uint8)})
+    keep(path, lambda file: file.write_bytes(data))
+    return head
+
+
+def ask(engine: Engine, run: str, clients: Sequence[int], action: str, **auxiliary: Tensor) -> list[Reply]:
+    """Send one action to all clients; answers in client order."""
+    orders = [Order(run, -1, k, action, auxiliary=auxiliary) for k in clients]
+    replies = [r for r in engine.exchange(orders) if isinstance(r, Reply)]
+    return sorted(replies, key=lambda reply: reply.client)
+
+
+def ridge_head(sums: Sums, penalty: float | None, server_context: ServerContext) -> tuple[Tensor, float]:
+    """The ridge head (classes, width+1; last column is the bias) and its penalty, chosen on validation if not given."""
+    found = sums.ask("statistics")
+    gram, cross = found["gram"], found["cross"]
+    heads = [(solve(gram, cross, value), value) for value in (GRID if penalty is None else (penalty,))]
+    return strongest(heads, server_context)
+
+
+def strongest(heads: Sequence[tuple[Tensor, float]], server_context: ServerContext) -> tuple[Tensor, float]:
+    """The largest penalty whose accuracy lies within one standard error of the best.
+
+    A head that is hardly punished scores as well here but has huge weights along directions of little variance, and
+    a body trained through it would be thrown about.
+    """
+    scores = [accuracy for accuracy, _ in server_context([head for head, _ in heads])]
+    best = max(scores)
+    slack = (best * (1 - best) / server_context.count) ** 0.5
+    return max((pair for pair, score in zip(heads, scores, strict=True) if score >= best - slack), key=lambda p: p[1])
+
+
+def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
+    """(ZᵀZ + λI)⁻¹ ZᵀY on centred targets; λ is relative to the mean energy of a feature, the bias is not punished."""
+    width = len(gram) - 1
+    energy = gram.diagonal()[:width].mean()
+    damping = torch.eye(width + 1, dtype=gram.dtype) * penalty * energy
+    damping[width, width] = 0
+    targets = cross.clone()
+    targets -= gram[:, -1:] / cross.shape[1]  # labels become ±: one-hot minus 1/C, so that unseen classes stay at rest
+    return torch.linalg.solve(gram + damping, targets).T
+
+
+def probe_head(sums: Sums, steps: int, decay: float = 1e-3, damping: float = 1e-4) -> Tensor:
+    """Logistic regression by L-BFGS; every evaluation is one sum of the clients' losses and gradients.
+
+    It is fitted on whitened features (mean and covariance come from the summed statistics), where all directions have
+    the same scale: a few dozen evaluations then do what thousands would do on raw features. The result is mapped back.
+    """
+    from scipy.optimize import minimize
+
+    found = sums.ask("statistics")
+    gram, classes = found["gram"], found["cross"].shape[1]
+    total = float(gram[-1, -1])
+    mean = gram[:-1, -1] / total  # (d,)
+    covariance = gram[:-1, :-1] / total - torch.outer(mean, mean)
+    covariance += damping * covariance.diagonal().mean() * torch.eye(len(mean), dtype=gram.dtype)
+    unmix = torch.linalg.inv(torch.linalg.cholesky(covariance))  # (d, d): z -> unmix (z - mean) is white
+
+    def raw(flat: np.ndarray) -> Tensor:
+        white = torch.from_numpy(flat.reshape(classes, -1))
+        weight = white[:, :-1] @ unmix
+        return torch.cat([weight, (white[:, -1] - weight @ mean)[:, None]], 1)
+
+    def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        found = sums.ask("head_gradient", head=raw(flat))
+        count = float(found["count"])
+        gradient = found["gradient"] / count
+        centred = gradient[:, :-1] - torch.outer(gradient[:, -1], mean)
+        white = torch.cat([centred @ unmix.T, gradient[:, -1:]], 1).numpy().ravel()
+        loss = float(found["loss"]) / count + 0.5 * decay * float((flat**2).sum())
+        return loss, white + decay * flat
+
+    start = np.zeros(classes * (len(mean) + 1))
+    limits = {"maxiter": steps, "ftol": 1e-12, "gtol": 1e-8}
+    best = minimize(objective, start, jac=True, method="L-BFGS-B", options=limits)
+    return raw(best.x)
+
+
+class Judgement:
+    """Accuracy and loss of a head on these features, the server's own."""
+
+    def __init__(self, features: Tensor, labels: Tensor) -> None:
+        self.z = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
+        self.labels, self.count = labels, len(labels)
+
+    def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """(accuracy, loss) of each."""
+        found = []
+        for head in heads:
+            logits = self.z @ head.T
+            right = float((logits.argmax(1) == self.labels).double().mean())
+            found.append((right, float(cross_entropy(logits, self.labels))))
+        return found
+
+
+class Elsewhere:
+    """Accuracy and loss of heads on images that the clients hold out; only counts and sums of losses come back."""
+
+    def __init__(self, engine: Engine, run: str, clients: Sequence[int]) -> None:
+        self.ask = lambda heads: summed_counts(ask(engine, run, clients, "count", heads=heads), len(heads))
+        self.count = 1
+
+    def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """(accuracy, loss) of each, over the images of all clients."""
+        measured = self.ask(torch.stack(list(heads)).double())
+        self.count = max(1, measured[0].count)
+        return [(one.accuracy, one.loss) for one in measured]
+
+
+def summed_counts(replies: Sequence[Reply], models: int) -> list[Evaluation]:
+    """What clients counted, (models, 4) each: right, among the first five, sum of losses, images; summed over them."""
+    total = torch.zeros(models, 4, dtype=torch.float64)
+    for reply in replies:
+        counts = reply.sums.get("counts")
+        if counts is None or counts.shape != total.shape or counts.dtype != torch.float64 or not _plausible(counts):
+            raise FedgraftError(f"client {reply.client} counted what cannot be: its node runs other software.")
+        total += counts
+    if not total[0, 3]:
+        raise FedgraftError("no client holds out images to measure the model on; raise data.validation.")
+    return [Evaluation(float(s / n), float(a / n), float(b / n), int(n)) for a, b, s, n in total]
+
+
+def _plausible(counts: Tensor) -> bool:
+    right, near, loss, images = counts.unbind(1)
+    ordered = (right >= 0) & (right <= near) & (near <= images) & (loss >= 0) & (images < 2**40)
+    return bool(torch.isfinite(counts).all() and ordered.all())
+
+
+def tempered(head: Tensor, server_context: ServerContext) -> Tensor:
+    """The head scaled so that its softmax is honest: least squares gives directions, not log-odds."""
+    scales = torch.logspace(0, 2.5, 26, dtype=torch.float64).tolist()
+    losses = [loss for _, loss in server_context([head * scale for scale in scales])]
+    return head * scales[losses.index(min(losses))]
+
+
+@torch.inference_mode()
+def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
+    """Pooled features of these rows."""
+    network.eval()
+    device = next(network.parameters()).device
+    return torch.cat([network.features(examples.batch(p).to(device), examples.entry).cpu() for p in rows.split(512)])
+
+
+def install_head(setup: Setup) -> Start | None:
+    """Step 0: give the network a head made from the clients' sums, or leave it at its random start."""
+    m, network, federated = setup.config.model, setup.network, setup.federated
+    if m.head == "random":
+        return None
+    server_context: ServerContext
+    if federated.blind:
+        server_context = Elsewhere(setup.engine(setup.backbone_context), setup.federation.run, range(setup.federation.clients))
+    else:
+        rows = federated.validation_rows if len(federated.validation_rows) else federated.train_rows[:1000]
+        server_context = Judgement(features_of(network, setup.backbone_context.examples, rows), setup.train_images.labels[rows])
+    recipe = m.model_dump_json(include={"head", "ridge", "probe_steps"}), setup.config.data.model_dump_json()
+    identity = (
+        digest(network, network.depth),
+        *federated.identity,
+        setup.transform.digest,
+    )
+    hidden = ["secure"] if setup.config.privacy.aggregation == "secure" else []  # rounded sums give other last bits
+    sums = setup.sums(setup.backbone_context)
+    parts = [*recipe, *identity, str(setup.config.seed), *hidden]
+    head = kept(cache_dir() / "heads", parts, lambda: _make_head(setup, sums, server_context), lambda: not sums.lost)
+    install(network, head)
+    start = Start(*server_context([head])[0])
+    log.info("step 0: %s head: validation accuracy %.4f, loss %.4f", m.head, start.accuracy, start.loss)
+    return start
+
+
+def _make_head(setup: Setup, sums: Sums, server_context: ServerContext) -> Tensor:
+    m = setup.config.model
+    if m.head == "probe":
+        return probe_head(sums, m.probe_steps)
+    head, penalty = ridge_head(sums, m.ridge, server_context)
+    log.info("step 0: ridge penalty %g", penalty)
+    return tempered(head, server_context)

@@ -1,0 +1,181 @@
+"""Screening: every reply is hostile until each of its fields has been held against what was asked for.
+
+An offender is dropped and named; nothing it sent reaches the sum, so the round's result equals, bit for bit, the
+round without it. A reply is never repaired: clipping or replacing values would let an offender steer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedgraft.messages import HEADER_BYTES, BadMessage, Payload, Reply, unpack
+from fedgraft.update.codecs import BadPayload, Codec, body_bytes, check_tensor, decode, is_finite
+
+MOST_METRICS = 256
+MOST_EXAMPLES = 1 << 40
+
+Arrival = Reply | tuple[int, Reply | bytes]
+"""A reply, or (the client it was received from, reply or its bytes). A transport that knows the sender says so."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Shape and dtype of one tensor that was asked for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a well-formed reply of this round looks like."""
+
+    run: str
+    round: int
+    clients: frozenset[int]
+    """Who was asked."""
+    space: str = ""
+    length: int = 0
+    codec: Codec | None = None
+    """How the change is encoded; None: no change was asked for, and none may come."""
+    sums: Mapping[str, Field] = field(default_factory=dict)
+    scalars: Collection[str] = ()
+    evidence: Mapping[str, Field] = field(default_factory=dict)
+    norm_bound: float | None = None
+    """Largest L2 norm of the decoded change."""
+    max_examples: int | None = None
+    """0: the number of examples is secret (it travels inside a secure sum) and must be left at 0."""
+
+    @property
+    def limit(self) -> int:
+        """Most bytes a well-formed reply can have; a longer one is refused before it is parsed."""
+        tensors = [*self.sums.values(), *self.evidence.values()]
+        body = sum(math.prod(f.shape) * f.dtype.itemsize for f in tensors)
+        return body + HEADER_BYTES + (body_bytes(self.codec, self.length) if self.codec else 0)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A reply that passed, with its change decoded once."""
+
+    reply: Reply
+    update: Tensor | None
+    """float32 (length,)."""
+    norm: float
+    """L2 norm of the change; 0 when there is none."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A reply that was dropped: whose, and why."""
+
+    client: int
+    """The sender; -1 when the transport does not know it and the reply does not say."""
+    reason: str
+
+
+class Refused(Exception):
+    """The reason why one reply is dropped; it does not leave `screen`."""
+
+
+def validate_replies(replies: Iterable[Arrival], expected: Expectation) -> tuple[list[Accepted], list[Rejection]]:
+    """Well-formed replies in the order of client ids, and who was dropped for what.
+
+    The first well-formed reply of a client counts; a further one is dropped and named.
+    """
+    accepted: dict[int, Accepted] = {}
+    rejections: list[Rejection] = []
+    for arrival in replies:
+        sender, reply = arrival if isinstance(arrival, tuple) else (None, arrival)
+        try:
+            passed = _judge(sender, reply, expected)
+            if passed.reply.client in accepted:
+                raise Refused("answered more than once")
+            accepted[passed.reply.client] = passed
+        except (Refused, BadPayload, BadMessage) as error:
+            rejections.append(Rejection(_whose(sender, reply), str(error)[:200]))
+    return [accepted[client] for client in sorted(accepted)], rejections
+
+
+def _whose(sender: int | None, reply: Reply | bytes) -> int:
+    claimed = reply.client if isinstance(reply, Reply) else -1
+    return sender if sender is not None else claimed if type(claimed) is int else -1
+
+
+def _judge(sender: int | None, reply: Reply | bytes, expected: Expectation) -> Accepted:
+    if not isinstance(reply, Reply):
+        reply = unpack(Reply, reply, limit=expected.limit)
+    _check_envelope(sender, reply, expected)
+    _check_numbers(reply, expected)
+    _check_fields(reply.sums, expected.sums, "sums")
+    _check_fields(reply.evidence, expected.evidence, "evidence")
+    update = _decode_change(reply.update, expected)
+    norm = 0.0 if update is None else _norm(update)
+    if expected.norm_bound is not None and norm > expected.norm_bound:
+        raise Refused(f"change has norm {norm:.4g}, over the bound {expected.norm_bound:.4g}")
+    return Accepted(reply, update, norm)
+
+
+def _norm(update: Tensor) -> float:
+    """The L2 norm in float64, piece by piece: a long change is never held twice."""
+    room = torch.empty(min(len(update), 1 << 20), dtype=torch.float64)  # one for all pieces
+    pieces = update.split(1 << 20)
+    return math.hypot(*(float(torch.linalg.vector_norm(room[: len(piece)].copy_(piece))) for piece in pieces))
+
+
+def _check_envelope(sender: int | None, reply: Reply, expected: Expectation) -> None:
+    """Run, round, client and space are those of the order."""
+    if type(reply.client) is not int or reply.client not in expected.clients:
+        raise Refused(f"client {str(reply.client)[:40]} was not asked")
+    if sender is not None and sender != reply.client:
+        raise Refused(f"came from client {sender} and claims to be client {reply.client}")
+    if type(reply.run) is not str or reply.run != expected.run:
+        raise Refused("answers another run")
+    if type(reply.round) is not int or reply.round != expected.round:
+        raise Refused(f"answers round {str(reply.round)[:40]}, not {expected.round}")
+    if type(reply.space) is not str or reply.space != expected.space:
+        raise Refused("was made on another edit space (the mask digest differs)")
+
+
+def _check_numbers(reply: Reply, expected: Expectation) -> None:
+    most = MOST_EXAMPLES if expected.max_examples is None else expected.max_examples
+    if type(reply.examples) is not int or not min(1, most) <= reply.examples <= most:
+        raise Refused(f"claims {str(reply.examples)[:40]} examples where {min(1, most)} to {most} are allowed")
+    for group, numbers in (("scalars", reply.scalars), ("metrics", reply.metrics)):
+        if not isinstance(numbers, Mapping) or not all(type(name) is str for name in numbers):
+            raise Refused(f"{group} are not named numbers")
+        if not all(_is_number(value) for value in numbers.values()):
+            raise Refused(f"{group} hold something that is not a finite number")
+    if set(reply.scalars) != set(expected.scalars):
+        raise Refused(f"scalars are not {sorted(expected.scalars)}")
+    if len(reply.metrics) > MOST_METRICS:
+        raise Refused(f"has {len(reply.metrics)} metrics; {MOST_METRICS} are allowed")
+
+
+def _is_number(value: object) -> bool:
+    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 1 << 63)
+
+
+def _check_fields(tensors: Mapping[str, Tensor], fields: Mapping[str, Field], group: str) -> None:
+    """Exactly the named tensors, each of its dtype and shape, all finite."""
+    if not isinstance(tensors, Mapping) or set(tensors) != set(fields):
+        raise Refused(f"{group} are not {sorted(fields)}")
+    for name, wanted in fields.items():
+        check_tensor(tensors[name], wanted.dtype, wanted.shape, f"{group}/{name}")
+        if not is_finite(tensors[name]):
+            raise Refused(f"{group}/{name} is not finite")
+
+
+def _decode_change(update: Payload | None, expected: Expectation) -> Tensor | None:
+    if expected.codec is None:
+        if update is not None:
+            raise Refused("carries a change that was not asked for")
+        return None
+    if not isinstance(update, Payload):
+        raise Refused("carries no change")
+    return decode(update, expected.codec, expected.length)

@@ -1,1 +1,0 @@
-"""How much each client counts: by examples, uniformly, by alignment of representations."""

@@ -1,0 +1,507 @@
+"""The folder of a federation: certificates, keys, permissions, refusals; no process is started here."""
+
+from __future__ import annotations
+
+import io
+import os
+import ssl
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedgraft.cli.main import app
+from fedgraft.config.load import load
+from fedgraft.deploy import control as federation_control
+from fedgraft.deploy import folder as federation
+from fedgraft.deploy import gate as federation_gate
+from fedgraft.deploy import process as federation_process
+from fedgraft.deploy.app import app_files
+from fedgraft.deploy.control import RunState, app_bundle, reason_of
+from fedgraft.deploy.gate import IN_USE, Pace, admitted, same_app
+from fedgraft.deploy.keys import check_private_key, days_left, fingerprint, make_node_key, public_key_of
+from fedgraft.deploy.run_node import NodeChoice, tell, why_ended
+from fedgraft.deploy.server import run_folder
+from fedgraft.errors import FedgraftError, MissingExtra
+
+OVERRIDES = ["model.name=tiny", "partition.clients=2", "rounds.total=1"]
+
+
+@pytest.fixture
+def fed(tmp_path: Path) -> federation.FederationFolder:
+    return federation.create(tmp_path / "fed", load(None, OVERRIDES), ["north", "south"], "127.0.0.1")
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def cli(*overrides: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(overrides))
+    return result.exit_code, result.output if result.exception is None else f"{result.output}{result.exception}"
+
+
+def test_private_files_are_private(fed: federation.FederationFolder, tmp_path: Path) -> None:
+    private, public = make_node_key(tmp_path / "node", "north")
+    assert [mode(p) for p in (fed.path, fed.certificates, fed.home, fed.path / "keys")] == [0o700] * 4
+    assert [mode(fed.certificates / n) for n in ("ca.key", "server.key")] == [0o600] * 2
+    assert mode(private) == 0o600
+    assert b"PRIVATE" not in public.read_bytes()
+
+
+def test_private_keys_are_private_under_an_open_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        private, _ = make_node_key(tmp_path, "north")
+        made = federation.create(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "host.example")
+    finally:
+        os.umask(before)
+    assert mode(private) == 0o600
+    assert mode(made.certificates / "ca.key") == 0o600
+    assert mode(made.path) == 0o700
+
+
+def test_the_certificate_is_for_the_host_and_this_machine(tmp_path: Path) -> None:
+    made = federation.create(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "server.example")
+    from cryptography import x509
+
+    leaf = x509.load_pem_x509_certificate((made.certificates / "server.crt").read_bytes())
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert set(names.get_values_for_type(x509.DNSName)) == {"server.example", "localhost"}
+    assert {str(ip) for ip in names.get_values_for_type(x509.IPAddress)} == {"127.0.0.1", "::1"}
+    assert 390 < days_left(made.certificates / "server.crt") < 398
+    assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_tls_accepts_the_certificate_by_its_own_authority_only(tmp_path: Path, own: bool) -> None:
+    one, two = (federation.create(tmp_path / n, load(None, OVERRIDES), ["a", "b"], "server.example") for n in "xy")
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(one.certificates / "server.crt", one.certificates / "server.key")
+    client = ssl.create_default_context(cafile=(one if own else two).authority)
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near = client.wrap_bio(down, up, server_hostname="server.example")
+    far = server.wrap_bio(up, down, server_side=True)
+
+    def shake() -> None:
+        for _ in range(4):
+            for end in (near, far):
+                try:
+                    end.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+
+    if own:
+        shake()
+        assert near.version() == "TLSv1.3"
+    else:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            shake()
+
+
+def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
+    private, _ = make_node_key(tmp_path, "north")
+    before = private.read_bytes()
+    with pytest.raises(FedgraftError, match="never overwritten"):
+        make_node_key(tmp_path, "north")
+    assert private.read_bytes() == before
+
+
+def test_a_fingerprint_is_the_one_ssh_keygen_prints(tmp_path: Path) -> None:
+    _, public = make_node_key(tmp_path, "north")
+    try:
+        printed = subprocess.run(["ssh-keygen", "-lf", public], capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        pytest.skip("needs ssh-keygen")
+    assert fingerprint(public) in printed
+
+
+def test_registering_refuses_what_is_no_public_key_of_a_node(fed: federation.FederationFolder, tmp_path: Path) -> None:
+    private, public = make_node_key(tmp_path, "north")
+    with pytest.raises(FedgraftError, match="private key, which must never leave"):
+        fed.register("north", private)
+    with pytest.raises(FedgraftError, match="no node 'west'; its nodes are north, south"):
+        fed.register("west", public)
+    with pytest.raises(FedgraftError, match="no readable public key"):
+        fed.register("north", tmp_path / "nothing.pub")
+    (tmp_path / "junk.pub").write_text("ssh-rsa junk")
+    with pytest.raises(FedgraftError, match="not a public key made by"):
+        fed.register("north", tmp_path / "junk.pub")
+    fed.register("north", public)
+    with pytest.raises(FedgraftError, match="already the key of 'north'"):
+        fed.register("south", public)
+    assert fed.registered() == ["north"]
+    assert public_key_of(fed.key("north")) == public_key_of(public)
+
+
+def test_a_readable_private_key_is_refused(tmp_path: Path) -> None:
+    private, _ = make_node_key(tmp_path, "north")
+    check_private_key(private)
+    private.chmod(0o644)
+    with pytest.raises(FedgraftError, match="chmod 600"):
+        check_private_key(private)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names", "host", "sentence"),
+    [
+        ([*OVERRIDES, "data.source=folder", "data.path=here"], ["a", "b"], "h", "each node its own with --data"),
+        (OVERRIDES, ["a", "b", "c"], "h", "2 clients and the federation 3 nodes"),
+        (OVERRIDES, ["a", "a"], "h", "same name"),
+        (OVERRIDES, ["a", "b/c"], "h", "no name for a node"),
+        (OVERRIDES, ["a", "b"], "https://h", "neither a host name nor an IP"),
+        ([*OVERRIDES, "engine=batched"], ["a", "b"], "h", "needs engine=reference"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused(
+    tmp_path: Path, overrides: list[str], names: list[str], host: str, sentence: str
+) -> None:
+    with pytest.raises(FedgraftError, match=sentence):
+        federation.create(tmp_path / "fed", load(None, overrides), names, host)
+    assert not (tmp_path / "fed").exists()
+
+
+def test_init_writes_a_federation_and_says_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "fed"
+    overrides = ["deploy", "init", "demo", "model.name=tiny", "--folder", str(folder), "--names", "north,south"]
+    code, text = cli(*overrides, "--host", "10.1.2.3")
+    assert code == 0, text
+    for part in ("ca.crt", "deploy register", "deploy server", "--superlink 10.1.2.3:PORT", "--id 1", "deploy submit"):
+        assert part in text
+    opened = federation.open_federation(folder)
+    assert (opened.host, opened.names, opened.config.partition.clients) == ("10.1.2.3", ("north", "south"), 2)
+    assert {str(p.relative_to(folder / "app")) for p in (folder / "app").rglob("*.*")} == set(app_files())
+    code, text = cli(*overrides)
+    assert code != 0
+    assert "not empty" in text
+
+
+def test_every_wrong_start_is_one_sentence(fed: federation.FederationFolder, tmp_path: Path) -> None:
+    private, _ = make_node_key(tmp_path, "north")
+    good = NodeChoice("127.0.0.1:9", fed.authority, private, 0)
+    good.check()
+    junk = tmp_path / "junk.crt"
+    junk.write_text("junk")
+    for wrong, sentence in (
+        (NodeChoice("127.0.0.1", fed.authority, private, 0), "HOST:PORT"),
+        (NodeChoice("https://h:9", fed.authority, private, 0), "HOST:PORT"),
+        (NodeChoice("h:9", tmp_path / "no.crt", private, 0), "no certificate"),
+        (NodeChoice("h:9", junk, private, 0), "not a certificate"),
+        (NodeChoice("h:9", fed.authority, tmp_path / "no.key", 0), "no key file"),
+        (NodeChoice("h:9", fed.authority, private, -1), "client number"),
+        (NodeChoice("h:9", fed.authority, private, 0, tmp_path / "no", "folder"), "on this machine"),
+        (NodeChoice("h:9", fed.authority, private, 0, tmp_path, "zip"), "folder, parquet, npz"),
+        (NodeChoice("h:9", fed.authority, private, 0, None, "npz"), "give --data"),
+    ):
+        with pytest.raises(FedgraftError, match=sentence):
+            wrong.check()
+    assert "nothing.pub" in cli("deploy", "register", str(fed.path), "north", str(tmp_path / "nothing.pub"))[1]
+    assert "there is no federation" in cli("deploy", "status", str(tmp_path))[1]
+    assert "does not run" in cli("deploy", "submit", str(fed.path))[1]
+    assert cli("deploy", "status", str(fed.path)) == (
+        0, f"server: not running; start it with: fedgraft deploy server {fed.path}\n"
+    )  # fmt: skip
+
+
+def test_data_reaches_the_node_as_written(fed: federation.FederationFolder, tmp_path: Path) -> None:
+    from flwr.common.config import parse_config_args
+
+    private, _ = make_node_key(tmp_path, "north")
+    context = tmp_path / "my images = ünder" / "a"
+    context.mkdir(parents=True)
+    overrides = NodeChoice("h:9", fed.authority, private, 7, context, "folder").overrides()
+    settings = parse_config_args([overrides[overrides.index("--node-config") + 1]])
+    assert settings == {"partition-id": 7, "data": str(context), "source": "folder"}
+
+
+def test_a_missing_flower_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    with pytest.raises(MissingExtra, match=r"fedgraft\[flower\]"):
+        federation_control.require_flower()
+
+
+def test_only_this_machine_reaches_more_than_the_nodes_paths() -> None:
+    here, other = ("10.0.0.5", 1), ("10.0.0.6", 2)
+    for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/v1/fleet", "/V1/FLEET/x"):
+        assert admitted(path, ("10.0.0.5", 9), here)
+        assert not admitted(path, other, here)
+        assert not admitted(path, None, here)
+    assert admitted("/v1/fleet/pull-messages", other, here)
+
+
+def bundle(files: dict[str, str]) -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as file:
+        for name, text in files.items():
+            file.writestr(name, text)
+    return target.getvalue()
+
+
+def test_only_the_installed_app_is_accepted() -> None:
+    ours = app_files()
+    assert same_app(app_bundle(), ours)
+    assert same_app(bundle(ours), ours)
+    assert not same_app(bundle({**ours, "fedgraft_app/client.py": "import os\n"}), ours)
+    assert not same_app(bundle({**ours, "fedgraft_app/more.py": ""}), ours)
+    assert not same_app(bundle({n: t for n, t in ours.items() if n != "fedgraft_app/client.py"}), ours)
+    other = ours["pyproject.toml"].replace("fedgraft_app.client:app", "os:system")
+    assert not same_app(bundle({**ours, "pyproject.toml": other}), ours)
+
+
+def test_two_files_of_one_name_are_refused() -> None:
+    ours, target = app_files(), io.BytesIO(bundle(app_files()))
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(target, "a") as file:
+        file.writestr("fedgraft_app/client.py", "import os\n")
+    assert not same_app(target.getvalue(), ours)
+
+
+def test_a_dead_run_says_why() -> None:
+    died = RunState(1, "failed", "ServerApp failed with exception: boom")
+    log = "INFO: begin\nTraceback (most recent):\n  File x\nfedgraft.errors.FedgraftError: client 2 has no data.\n"
+    assert reason_of(died, log) == "client 2 has no data."
+    assert reason_of(died, "INFO: begin\nKeyError: 'x'\nINFO: end") == "KeyError: 'x'"
+    assert reason_of(died, "INFO: begin") == "ServerApp failed with exception: boom"
+
+
+def test_a_refused_node_says_why(tmp_path: Path) -> None:
+    choice = NodeChoice("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3)
+    assert "not registered" in why_ended("[code: 2004] Failed to activate SuperNode.", choice)
+    assert "another process uses the key" in why_ended(f"{IN_USE}\n[code: 2004] Failed.\n{IN_USE}", choice)
+    assert "not registered" in why_ended(f"{IN_USE}\nSuperNode ID: 5\n[code: 2004] Failed.", choice)
+    assert "trying again for up to 60 s" in str(tell(f"{IN_USE}\n", choice))
+    assert "not certified by" in why_ended("[SSL: CERTIFICATE_VERIFY_FAILED] unable to get local issuer", choice)
+    assert "not for 'h'" in why_ended("CERTIFICATE_VERIFY_FAILED: IP address mismatch", choice)
+    assert "something else" in why_ended("INFO\nsomething else\n", choice)
+    assert tell("INFO: SuperNode ID: 5", choice) == "connected to h:9 as client 3; Ctrl-C ends the node"
+    assert tell("INFO: nothing", choice) is None
+
+
+@pytest.mark.parametrize(("busy", "let_in"), [(20, True), (90, False)])
+def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, let_in: bool) -> None:
+    """The server names the reason, the node waits for a stated time, and nothing else is tried twice."""
+    import httpx
+
+    pytest.importorskip("flwr")
+    from flwr.supercore.error import ApiErrorCode, FlowerError
+
+    now, tries = [0.0], [0]
+
+    def activate(request: Any, state: Any) -> str:
+        tries[0] += 1
+        if now[0] < busy:
+            raise FlowerError(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "could not be activated")
+        return "let in"
+
+    def over_the_wire(state: Any) -> Any:
+        def call(client: Any, request: Any) -> Any:
+            try:
+                return federation_gate.naming_use(activate)(request=request, state=state)
+            except FlowerError as error:
+                reply = httpx.Response(412, json=error.to_json("Failed"), request=httpx.Request("POST", "https://s/"))
+                reply.raise_for_status()
+
+        return federation_gate.waiting_for_use(
+            call, lambda: now[0], lambda seconds: now.__setitem__(0, now[0] + seconds)
+        )
+
+    def known(number: int | None) -> Any:
+        return SimpleNamespace(get_node_id_by_public_key=lambda key: number)
+
+    with pytest.raises(httpx.HTTPStatusError):
+        over_the_wire(known(None))(None, SimpleNamespace(public_key=b"stranger"))
+    assert tries[0] == 1 and now[0] == 0
+    connect = over_the_wire(known(7))
+    if let_in:
+        assert connect(None, SimpleNamespace(public_key=b"north")) == "let in" and now[0] == busy
+    else:
+        with pytest.raises(httpx.HTTPStatusError):
+            connect(None, SimpleNamespace(public_key=b"north"))
+        assert now[0] == federation_gate.IN_USE_SECONDS
+
+
+def test_a_run_folder_is_checked_before_a_run_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
+    from fedgraft.config.load import to_toml
+    from fedgraft.runs.run_folder import RunFolder
+
+    assert run_folder(fed, tmp_path / "new", False) == tmp_path / "new"
+    with pytest.raises(FedgraftError, match="no run in"):
+        run_folder(fed, tmp_path / "new", True)
+    RunFolder.create(tmp_path / "half", to_toml(fed.config), fed.config.digest)
+    with pytest.raises(FedgraftError, match="--resume"):
+        run_folder(fed, tmp_path / "half", False)
+    assert run_folder(fed, tmp_path / "half", True) == tmp_path / "half"
+    RunFolder.create(tmp_path / "other", "", "another")
+    with pytest.raises(FedgraftError, match="another config"):
+        run_folder(fed, tmp_path / "other", True)
+
+
+def sleeper(tmp_path: Path, text: str) -> subprocess.Popen[bytes]:
+    return federation_process.spawn([sys.executable, "-c", text], tmp_path, tmp_path / "log")
+
+
+def test_end_takes_a_process_and_its_children_and_no_other(tmp_path: Path) -> None:
+    nap = "import subprocess,sys,time;c=subprocess.Popen([sys.executable,'-c','import time;time.sleep(60)']);"
+    ours, other = (
+        sleeper(tmp_path, nap + "print(c.pid,flush=True);time.sleep(60)"),
+        sleeper(tmp_path, nap + "time.sleep(60)"),
+    )
+    while not (tmp_path / "log").read_text().strip():
+        time.sleep(0.05)
+    child = int((tmp_path / "log").read_text().split()[0])
+    known, stranger = federation_process.known(ours), federation_process.known(other)
+    born = federation_process.Process(child, federation_process._began(child) or 0)
+    assert known.alive and born.alive
+    assert federation_process.end(known)
+    ours.wait()
+    assert not known.alive and not born.alive
+    assert stranger.alive
+    assert not federation_process.end(known)
+    assert federation_process.end(stranger)
+    other.wait()
+
+
+def test_a_number_that_belongs_to_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    other = sleeper(tmp_path, "import time;time.sleep(60)")
+    known = federation_process.known(other)
+    earlier = federation_process.Process(known.pid, known.began - 1)  # the same number, another process
+    assert not federation_process.end(earlier)
+    assert known.alive
+    federation_process.end(known)
+    other.wait()
+
+
+def test_a_bound_process_and_its_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """The parent gets no chance to tell: it is killed. An unbound process stays, so the check can fail."""
+    nap = "import subprocess,sys,time;c=subprocess.Popen([sys.executable,'-c','import time;time.sleep(60)']);"
+    gate = "from fedgraft.deploy.process import live_with_parent as l;l();" + nap
+    gate += "print(c.pid,flush=True);time.sleep(60)"
+    parent = (
+        "import sys,time;from pathlib import Path;from fedgraft.deploy.process import spawn\n"
+        f"home=Path({str(tmp_path)!r})\n"
+        f"for name in ('bound','free'): print(spawn([sys.executable,'-c',{gate!r}],home,home/name,name=='bound').pid)\n"
+        "sys.stdout.flush();time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    for name in ("bound", "free"):
+        while not (tmp_path / name).exists() or not (tmp_path / name).read_text().strip():
+            time.sleep(0.05)
+        pids.append(int((tmp_path / name).read_text().split()[0]))
+    bound, free, child_of_bound, child_of_free = (
+        federation_process.Process(pid, federation_process._began(pid) or 0) for pid in pids
+    )
+    process.kill()
+    process.communicate()
+    federation_process._await([bound, child_of_bound], 20)
+    assert not bound.alive and not child_of_bound.alive
+    assert free.alive and child_of_free.alive
+    assert federation_process.end(free)
+
+
+def test_a_node_looks_often_while_there_is_work_and_calmly_when_not() -> None:
+    now, pauses = [0.0], list[float]()
+    pace = Pace(lambda: now[0], pauses.append)
+    for moment in (0.0, 1.0, 20.0, 600.0):
+        now[0] = moment
+        pace.sleep(3)
+    assert pauses == [0.1, 0.1, 1.0, 3]
+    pace.worked()
+    pace.sleep(3)
+    assert pauses[-1] == 0.1
+
+
+FORKS = """
+import os, signal, sys
+from flwr.supercore.exit import exit_handler
+from fedgraft.deploy.gate import _be
+
+def command():
+    print(sys.argv, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, len(exit_handler.registered_exit_handlers))
+    {what}
+
+signal.signal(signal.SIGTERM, lambda *words: print("the helper's handler"))
+exit_handler.add_exit_handler(lambda: print("the helper's end"))
+child = os.fork()
+if child == 0:
+    _be(["flwr-clientapp", "--token", "x"], command)
+print("helper:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('boom')", 1)])
+def test_a_forked_client_inherits_nothing_of_its_helper_and_never_returns(what: str, code: int) -> None:
+    pytest.importorskip("flwr")
+    done = subprocess.run([sys.executable, "-c", FORKS.replace("{what}", what)], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["['flwr-clientapp', '--token', 'x'] True 0", f"helper: {code}"]
+    assert ("boom" in done.stderr) == (code == 1)
+
+
+STUCK = """
+import os, signal, sys, threading, time
+from fedgraft.deploy import gate
+
+def stuck():
+    print(os.getpid(), flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Event().wait()
+
+gate._end_after.__defaults__ = (0.2,)
+if os.fork() == 0:
+    gate._be(["flwr-clientapp"], stuck)
+time.sleep(60)
+"""
+
+
+def test_a_forked_client_that_waits_for_ever_ends_with_its_helper() -> None:
+    pytest.importorskip("flwr")
+    helper = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    assert helper.stdout is not None
+    child = federation_process.Process(pid := int(helper.stdout.readline()), federation_process._began(pid) or 0)
+    assert child.alive
+    helper.kill()
+    helper.wait()
+    until = time.monotonic() + 30
+    while child.alive and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not child.alive
+
+
+def test_why_a_run_ended_is_kept_where_the_engine_does_not_know(fed: federation.FederationFolder) -> None:
+    fed.note_run(5, fed.path / "a")
+    fed.note_run(6, fed.path / "b")
+    fed.note_end(5, "the server was gone")
+    assert (fed.end_of(5), fed.end_of(6), fed.end_of(7)) == ("the server was gone", "", "")
+    assert [known["folder"] for known in fed.runs()] == [str(fed.path / "a"), str(fed.path / "b")]
+
+
+def test_a_taken_port_is_one_sentence() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(FedgraftError, match="choose another --port"):
+            federation_process.check_port("127.0.0.1", taken.getsockname()[1])
+    federation_process.check_port("127.0.0.1", federation_process.free_port())
+
+
+def test_flower_inherits_no_settings_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FLWR_OIDC_ENABLED", "FLWR_INTERNAL_GRPC_CONTROL_API", "FORWARDED_ALLOW_IPS", "UVICORN_HOST"):
+        monkeypatch.setenv(name, "1")
+    found = federation_process.environment(tmp_path)
+    kept = {key for key in found if key.startswith(("FLWR_", "UVICORN_", "FORWARDED"))}
+    assert kept == {
+        "FLWR_HOME",
+        "FLWR_TELEMETRY_ENABLED",
+        "FLWR_DISABLE_UPDATE_CHECK",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL",
+    }
+    assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")

@@ -1,0 +1,373 @@
+"""What goes wrong on real machines: nodes that come late or vanish, a killed server, owners with data of their own.
+
+One SuperLink and three SuperNodes run as processes, over TLS with registered keys, as `fedgraft deploy` starts them;
+the tests of this file share them and go through their lives in order.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from fedgraft.cli.main import app
+from fedgraft.config.load import Config, load, to_toml
+from fedgraft.data.sources import load_dataset
+from fedgraft.deploy import folder as federation
+from fedgraft.deploy import process as federation_process
+from fedgraft.deploy import server as federation_server
+from fedgraft.deploy.control import Control
+from fedgraft.deploy.gate import IN_USE
+from fedgraft.deploy.keys import make_node_key
+from fedgraft.deploy.run_node import NodeChoice, why_ended
+from fedgraft.messages import Order
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.run import run
+from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.setup import Setup
+
+pytestmark = pytest.mark.slow
+SECONDS = 200.0  # a loaded machine is slow; an idle one needs a tenth
+DEADLINE = 6
+SMALL = [
+    "model.name=tiny", "data.limit=120", "partition.clients=3", "rounds.fraction=1.0", "rounds.evaluate_every=0",
+    "local.steps=2", "local.batch_size=16", "model.head=random", "trainable.kind=everything", "engine=reference",
+    "workers=1", "algorithm.name=scaffold", "local.momentum=0",
+]  # fmt: skip
+
+
+def until(what: Callable[[], Any], why: str) -> Any:
+    """Wait for something to become true and return it."""
+    end = time.monotonic() + SECONDS
+    while not (found := what()):
+        assert time.monotonic() < end, why
+        time.sleep(0.3)  # each look at a server costs it work that it has for others
+    return found
+
+
+@dataclass
+class Hospitals:
+    """A federation whose server and nodes can be started and lost one by one."""
+
+    root: Path
+    fed: federation.FederationFolder
+    server: federation_process.Server
+    nodes: dict[int, tuple[NodeChoice, subprocess.Popen[bytes]]] = field(default_factory=dict)
+    line: Control | None = None
+
+    def start(self, client: int, data: Path | None = None, source: str | None = None) -> None:
+        key = self.root / f"node-{client}" / f"node-{client}.key"
+        choice = NodeChoice(self.server.address, self.fed.authority, key, client, data, source)
+        choice.check()
+        self.nodes[client] = choice, choice.start()
+
+    def kill(self, client: int) -> None:
+        """The node and all it started are gone at once, as in a power cut."""
+        _, process = self.nodes.pop(client)
+        cut_power(process.pid)
+        process.wait()
+
+    def end(self) -> None:
+        """All nodes say goodbye."""
+        for _, process in self.nodes.values():
+            process.terminate()
+        for _, process in self.nodes.values():
+            try:
+                process.wait(20)  # a second signal would cut the goodbye short
+            except subprocess.TimeoutExpired:
+                federation_process.end(federation_process.known(process))
+                process.wait()
+        self.nodes.clear()
+
+    def online(self, count: int) -> None:
+        def there() -> bool:
+            for choice, process in self.nodes.values():
+                assert process.poll() is None, why_ended((choice.home / "node.log").read_text(), choice)
+            return sum(node.online for node in self.control().nodes()) >= count
+
+        until(there, f"{count} nodes are not connected")
+
+    def submit(self, config: Config, folder: Path, **more: Any) -> int:
+        (self.fed.path / "config.toml").write_text(to_toml(config))
+        return federation_server.submit(self.fed, folder, **more)
+
+    def over(self, number: int) -> tuple[str, str]:
+        until(lambda: self.ended(number), "the run does not end")
+        state, reason = federation_server.state_of(self.fed, number)
+        return state.status, reason
+
+    def ended(self, number: int) -> bool:
+        return self.control().run(number).over
+
+    def control(self) -> Control:
+        """The line to the present server; a new one for every question would cost more than the question."""
+        if self.line is None:
+            self.line = federation_server.control_of(self.fed)
+        return self.line
+
+    def logs(self) -> str:
+        logs = [self.fed.log, *self.root.glob("node-*/*.home/node.log")]
+        return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
+
+
+def cut_power(pid: int) -> None:
+    family = federation_process._descendants(pid)
+    os.kill(pid, signal.SIGKILL)
+    for one in family:
+        federation_process._signal(one, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hospitals]:
+    pytest.importorskip("flwr", reason="needs the extra 'flower'")
+    root = tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDGRAFT_CACHE", str(root / "cache"))
+        patch.setenv("FEDGRAFT_NODE_HOME", str(root / "memories"))
+        names = ["node-0", "node-1", "node-2"]
+        fed = federation.create(root / "fed", load(None, SMALL), names, "127.0.0.1")
+        for name in names:
+            fed.register(name, make_node_key(root / name, name)[1])
+        made = Hospitals(root, fed, federation_server.start_server(fed, bound=True))
+        try:
+            yield made
+        finally:
+            made.end()
+            federation_server.stop_server(fed)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return federation.rounds_of(folder)
+
+
+def missing(folder: Path) -> dict[tuple[int, int], str]:
+    """Who was missing when, and why, from the run's record; rounds count from 0."""
+    return {(line["round"] - 1, one["client"]): one["reason"] for line in lines(folder) for one in line["dropped"]}
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    found = load_latest(folder / "checkpoints")
+    assert found is not None
+    return {name: t for name, t in found.tensors.items() if name.startswith(("vector", "rule/"))}
+
+
+def in_one_process(
+    config: Config, folder: Path, absent: set[tuple[int, int]], rounds: int | None = None
+) -> dict[str, torch.Tensor]:
+    """The same run in this process, in which these clients are not there in these rounds; it may end early."""
+
+    class Partly(Setup):
+        def engine(self, *overrides: Any) -> Any:
+            engine = super().engine(*overrides)
+            real = engine.exchange
+
+            def exchange(orders: Sequence[Order]) -> Any:
+                if orders[0].round == rounds:
+                    raise KeyboardInterrupt
+                return real([o for o in orders if (o.round, o.client) not in absent])
+
+            engine.exchange = exchange  # type: ignore[method-assign]
+            return engine
+
+    with suppress(KeyboardInterrupt):
+        run(config, folder, console=False, build=Partly)
+    return final(folder)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@dataclass
+class Story:
+    """A run in which node 1 vanished, was started again at once, and node 2 came late; then it was stopped."""
+
+    config: Config
+    folder: Path
+    said: str
+    """What the command said that stopped it."""
+    killed: int
+    """The last round on record when node 1 was killed."""
+
+
+@pytest.fixture(scope="module")
+def story(hospitals: Hospitals) -> Story:
+    config, folder = load(None, [*SMALL, "rounds.total=99", f"rounds.deadline={DEADLINE}"]), hospitals.root / "story"
+    hospitals.start(0)
+    hospitals.start(1)
+    hospitals.online(2)
+    number = hospitals.submit(config, folder, wait=1.0)
+    until(lambda: lines(folder) or hospitals.ended(number), "there is no first round")
+    assert lines(folder), (hospitals.over(number), hospitals.logs())
+    hospitals.kill(1)  # from now on a round lasts until its deadline, until the server counts the node as gone
+    killed = lines(folder)[-1]["round"]
+    hospitals.start(2)
+    hospitals.start(1)
+
+    def seen() -> bool:
+        """Node 2 has taken part, and node 1 was missed by two rounds since."""
+        after = [{one["client"] for one in line["dropped"]} for line in lines(folder)[killed:]]
+        return any(2 not in who for who in after) and sum(1 in who for who in after) > 1
+
+    until(lambda: seen() or hospitals.ended(number), "node 2 does not take part")
+    assert seen(), (hospitals.over(number), hospitals.logs())
+    stopped = CliRunner().invoke(app, ["deploy", "stop", str(hospitals.fed.path), "--run"])
+    assert stopped.exit_code == 0 and hospitals.over(number)[0] == "stopped"
+    until(lambda: RunFolder.open(folder).status == "interrupted", "the run goes on")
+    return Story(config, folder, stopped.output, killed)
+
+
+def test_a_node_that_comes_late_takes_part_from_then_on(story: Story) -> None:
+    absent, log = missing(story.folder), (story.folder / "log.txt").read_text()
+    assert absent[0, 2] == "no node serves it at present"
+    first = min(r for r in range(len(lines(story.folder))) if (r, 2) not in absent)
+    assert all((r, 2) in absent for r in range(first))
+    assert "client 2 is served by node" in log
+
+
+def test_a_run_that_was_stopped_says_how_to_go_on(story: Story) -> None:
+    assert "is stopped" in story.said and f"--folder {story.folder} --resume" in story.said
+
+
+def test_a_node_that_vanishes_in_a_round_is_missing_by_name_and_the_run_goes_on(story: Story) -> None:
+    """One of three nodes is silent: the round ends at its deadline, with the result over those who answered."""
+    absent = {when: why for when, why in missing(story.folder).items() if when[1] == 1}
+    gone = [when[0] for when in absent if when[0] >= story.killed]
+    assert gone[0] <= story.killed + 1 and len(gone) > 1
+    assert absent[gone[0], 1] == f"no answer within {DEADLINE} s"
+    log = (story.folder / "log.txt").read_text()
+    assert f"round {gone[0] + 1}: client 1 dropped: no answer within {DEADLINE} s" in log
+    seconds = lines(story.folder)[gone[0]]["seconds"]["exchange"]
+    assert seconds >= DEADLINE
+
+
+def test_the_result_is_that_of_the_responders_bit_for_bit(story: Story, tmp_path: Path) -> None:
+    absent, found = set(missing(story.folder)), load_latest(story.folder / "checkpoints")
+    assert found is not None and found.round > story.killed
+    there = final(story.folder)
+    assert same(in_one_process(story.config, tmp_path / "here", absent, found.round), there)
+    everyone = in_one_process(story.config, tmp_path / "everyone", set(), found.round)
+    assert not same(everyone, there), "the comparison does not notice who was missing"
+
+
+def test_a_node_that_is_started_again_at_once_waits_and_is_let_in(story: Story, hospitals: Hospitals) -> None:
+    hospitals.online(3)
+    choice, process = hospitals.nodes[1]
+    assert process.poll() is None
+    before, _, after = (choice.home / "node.log").read_text().rpartition(IN_USE)
+    assert "SuperNode ID:" in before and "SuperNode ID:" in after, "the second process did not have to wait"
+
+
+def status(fed: federation.FederationFolder) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["deploy", "status", str(fed.path)])
+    return result.exit_code, result.output
+
+
+def test_a_killed_server_is_started_again_and_the_run_resumed_to_the_same_bytes(
+    hospitals: Hospitals, tmp_path: Path
+) -> None:
+    config, folder = load(None, [*SMALL, "rounds.total=12", "seed=1"]), hospitals.root / "killed"
+    for client in {0, 1, 2} - set(hospitals.nodes):
+        hospitals.start(client)
+    hospitals.online(3)
+    first = hospitals.submit(config, folder)
+    until(lambda: len(lines(folder)) >= 2 or hospitals.ended(first), "there are no two rounds")
+    os.kill(hospitals.server.pid, signal.SIGKILL)
+    os.waitpid(hospitals.server.pid, 0)
+    until(lambda: RunFolder.open(folder).status == "interrupted", "the run outlives its server")
+    code, text = status(hospitals.fed)
+    assert "server: not running" in text and f"run {first}: interrupted, round" in text
+
+    again = federation_server.start_server(hospitals.fed, hospitals.server.port, bound=True)
+    assert again.address == hospitals.server.address
+    hospitals.server, hospitals.line = again, None
+    code, text = status(hospitals.fed)
+    assert code == 1 and f"run {first}: stopped" in text
+    assert f"the run died: {federation_server.LOST}" in text and "--resume" in text
+    hospitals.online(3)  # by themselves
+    overrides = ["deploy", "submit", str(hospitals.fed.path), "--folder", str(folder)]
+    refused = CliRunner().invoke(app, overrides)
+    assert refused.exit_code and "--resume" in str(refused.exception) + refused.output
+    resumed = CliRunner().invoke(app, [*overrides, "--resume"])
+    assert resumed.exit_code == 0, resumed.output
+    number = int(hospitals.fed.runs()[-1]["id"])
+    assert number != first and hospitals.over(number) == ("completed", ""), hospitals.logs()
+    assert [line["round"] for line in lines(folder)] == list(range(1, 13)) and not missing(folder)
+    assert same(in_one_process(config, tmp_path / "here", set()), final(folder))
+    assert RunFolder.open(folder).status == "finished" and (folder / "report.html").is_file()
+    assert status(hospitals.fed)[0] == 0
+
+
+def digits(part: int, count: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """Some of the real digits, others for every owner."""
+    store = load_dataset("digits").train
+    rows = np.arange(part * count, (part + 1) * count)
+    return np.array(store.images[rows]), np.array(store.labels[rows])
+
+
+def png(image: np.ndarray) -> bytes:
+    target = io.BytesIO()
+    Image.fromarray(image).save(target, "png")
+    return target.getvalue()
+
+
+def write_folder(path: Path, images: np.ndarray, labels: np.ndarray) -> Path:
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        (path / str(label)).mkdir(parents=True, exist_ok=True)
+        (path / str(label) / f"{number}.png").write_bytes(png(image))
+    return path
+
+
+def owners(root: Path) -> dict[int, tuple[Path, str]]:
+    """Three owners with digits of their own: a folder, a parquet file, an npz file."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    (root / "ward").mkdir()
+    images, labels = digits(1)
+    table = pa.table({"image": [png(one) for one in images], "label": [str(one) for one in labels]})
+    pq.write_table(table, root / "ward" / "digits.parquet")
+    images, labels = digits(2)
+    np.savez(root / "ward" / "digits.npz", x_train=images, y_train=labels)
+    return {
+        0: (write_folder(root / "ward" / "digits", *digits(0)), "folder"),
+        1: (root / "ward" / "digits.parquet", "parquet"),
+        2: (root / "ward" / "digits.npz", "npz"),
+    }
+
+
+@pytest.fixture(scope="module")
+def wards(hospitals: Hospitals) -> Hospitals:
+    """The same federation, with nodes that have data of their own."""
+    hospitals.end()
+    for client, (data, source) in owners(hospitals.root).items():
+        hospitals.start(client, data, source)
+    hospitals.online(3)
+    return hospitals
+
+
+def own(*overrides: str) -> Config:
+    return load(None, [*SMALL, "data.source=folder", "rounds.total=1", "data.validation=0.2", *overrides])
+
+
+def test_three_owners_and_a_server_without_data(wards: Hospitals) -> None:
+    folder = wards.root / "wards"
+    number = wards.submit(own("model.head=ridge"), folder)
+    assert wards.over(number) == ("completed", ""), wards.logs()
+    summary = RunFolder.open(folder).summary()
+    assert summary["test"]["count"] > 20 and 0 <= summary["test"]["accuracy"] <= 1
+    assert (folder / "report.html").is_file() and not missing(folder)
+    for path in (p for p in folder.rglob("*") if p.is_file() and p.suffix in {".html", ".txt", ".json", ".jsonl"}):
+        assert "ward/digits" not in path.read_text(), f"{path} tells where a node's data lies"

@@ -1,0 +1,160 @@
+"""Every rule of what may not be combined is broken by one case here, and its sentence names options that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fedgraft import algorithm as module
+from fedgraft import zoo
+from fedgraft.algorithm import Algorithm, ClientState, Observe, Privacy, Protection, Trainable, Weighting, uniform, vary
+from fedgraft.config.load import known_keys, load
+from fedgraft.errors import FedgraftError
+from fedgraft.local.corrections import control_variates
+from fedgraft.local.optimizers import adamw
+from fedgraft.local.train import LocalRule
+from fedgraft.privacy.dp import Mechanism
+from fedgraft.runs.parts import build_algorithm
+from fedgraft.update.codecs import codec
+
+SECURE, DEMO = Protection("secure"), Protection("zero_sum_demo")
+PARTLY = Trainable("sparse", partial=True)
+EACH = Trainable("lora", needs_each=True)
+PRIVATE = Protection(dp=Privacy(Mechanism(1.0, 0.5, 10)))
+
+
+def telling(shape: tuple[int | str, ...] = ("classes",)) -> Weighting:
+    """Weights a client knows by itself, from clients that show a tensor all the same."""
+    show = Observe("labels", (), {"labels": shape})
+    return Weighting("telling", lambda answers: torch.ones(len(answers.clients)), (show,), lambda s, n: s)
+
+
+CASES: list[tuple[Callable[[], Algorithm], str]] = [
+    (
+        lambda: vary(zoo.fedavg(), aggregate=zoo.robust_aggregator("median"), privacy=SECURE),
+        "median needs each client's",
+    ),
+    (lambda: vary(zoo.fedavg_crsm(), privacy=SECURE), "solve the known mixing matrix"),
+    (lambda: vary(zoo.fedalign(align="server"), privacy=SECURE), "client compute its own score"),
+    (lambda: vary(zoo.fedalign(align="random"), privacy=SECURE), "client compute its own score"),
+    (lambda: vary(zoo.fedavg(), weighting=telling(), privacy=SECURE), "tensors of their own beside a secure sum"),
+    (lambda: vary(zoo.fedgma(), privacy=SECURE), "signs of each client's change"),
+    (lambda: vary(zoo.fedavg(), trainable=PARTLY, privacy=SECURE), "cannot share one secure sum"),
+    (lambda: vary(zoo.scaffold(), privacy=DEMO), "sums one vector, and control_variates sends two"),
+    (lambda: vary(zoo.fedavg(), sends=codec("half"), privacy=SECURE), "the codec half cannot be used"),
+    (lambda: zoo.scaffold(local=LocalRule(optimizer=adamw())), "how far a gradient moves the model"),
+    (lambda: zoo.fednova(local=LocalRule(optimizer=adamw())), "known displacement per step"),
+    (lambda: zoo.fedalign(trainable=Trainable("head")), "so this would be FedAvg"),
+    (lambda: vary(zoo.fedshibu(), server=zoo.fedavgm().server), "no common step for the server rule"),
+    (
+        lambda: vary(zoo.fedavg(trainable=Trainable("head")), client_state=ClientState("head")),
+        "part that each client keeps",
+    ),
+    (lambda: vary(zoo.fedshibu(), correction=control_variates()), "a mixture has one per client"),
+    (lambda: vary(zoo.fedper(), trainable=PARTLY), "keep private parts"),
+    (lambda: vary(zoo.scaffold(), trainable=PARTLY), "one fixed set of coordinates"),
+    (lambda: vary(zoo.fedadam(), trainable=EACH), "multiply each client's factors"),
+    (lambda: vary(zoo.fedavg(), trainable=EACH, privacy=SECURE), "multiply each client's factors"),
+    (
+        lambda: vary(zoo.fedavg(), aggregate=zoo.robust_aggregator("median"), weighting=uniform(), privacy=PRIVATE),
+        "covers a clipped sum with noise, and median is something else",
+    ),
+    (lambda: vary(zoo.scaffold(), privacy=PRIVATE), "its clipped change and nothing else"),
+    (lambda: vary(zoo.fedavg(), weighting=uniform(), sends=codec("int8"), privacy=PRIVATE), "and nothing else"),
+    (lambda: vary(zoo.fedavg(), privacy=PRIVATE), "count at most once"),
+]
+
+
+def refused(make: Callable[[], Algorithm]) -> str:
+    with pytest.raises(FedgraftError) as caught:
+        make()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make, part", CASES, ids=[part for _, part in CASES])
+def test_its_sentence(make: Callable[[], Algorithm], part: str) -> None:
+    text = refused(make)
+    assert part in text and text.endswith(".") and "\n" not in text and text.partition(":")[0] in zoo.ZOO
+
+
+def first_broken(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Which rule refuses: the first that is broken."""
+    found: list[int] = []
+    real = module._illegal
+
+    def watched(a: Algorithm) -> list[tuple[bool, str]]:
+        rules = real(a)
+        found.extend([i for i, (wrong, _) in enumerate(rules) if wrong][:1])
+        return rules
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_illegal", watched)
+        refused(make)
+    return found[0]
+
+
+def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule without one could be dead: always shadowed by an earlier one, or never true."""
+    broken = {first_broken(make, monkeypatch) for make, _ in CASES}
+    assert broken == set(range(len(module._illegal(zoo.fedavg()))))
+
+
+def test_a_dead_rule_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module._illegal
+    monkeypatch.setattr(module, "_illegal", lambda a: [*real(a), (False, "never.")])
+    with pytest.raises(AssertionError):
+        test_every_rule_has_a_case(monkeypatch)
+
+
+def named_options(sentence: str) -> list[str]:
+    """Options that a sentence tells people to set, such as privacy.aggregation='clear'."""
+    return re.findall(r"\b([a-z_]+(?:\.[a-z_]+)*)='?[a-z]", sentence)
+
+
+def test_sentences_name_options_that_exist() -> None:
+    for make, _ in CASES:
+        for option in named_options(refused(make)):
+            assert option in known_keys(), option
+    assert named_options("set weigh.mode='client' or x=false") == ["weigh.mode", "x"]
+    assert "weigh.mode" not in known_keys()
+
+
+def test_every_algorithm_of_the_zoo_is_legal_by_itself() -> None:
+    for make in zoo.ZOO.values():
+        assert not any(wrong for wrong, _ in module._illegal(make()))
+
+
+CONFIGS: dict[str, tuple[list[str], str]] = {
+    "a robust rule in a mixture": (["algorithm.name=fedshibu", "trainable.kind=body"], "has no place in it"),
+    "a robust rule over stacked factors": (
+        ["trainable.kind=lora", "trainable.lora.aggregate=stack"],
+        "would be ignored",
+    ),
+    "a robust rule over counted masks": (
+        ["trainable.kind=sparse", "trainable.sparse.per_client=true"],
+        "would be ignored",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_settings_that_would_silently_lose_the_robust_rule(case: str) -> None:
+    overrides, part = CONFIGS[case]
+    with pytest.raises(FedgraftError, match=part) as caught:
+        build_algorithm(load(None, ["algorithm.robust=median", *overrides]))
+    for option in named_options(str(caught.value)):
+        assert option in known_keys(), option
+    build_algorithm(load(None, overrides))  # without the rule it is fine
+
+
+def test_the_robust_rule_stays_where_it_can() -> None:
+    for overrides in (
+        ["trainable.sparse.fill=zero", "trainable.sparse.per_client=true"],
+        ["trainable.sparse.adaptive_start=0.5"],
+    ):
+        made = build_algorithm(load(None, ["algorithm.robust=median", "trainable.kind=sparse", *overrides]))
+        assert made.aggregate.name == "median"

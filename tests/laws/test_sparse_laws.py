@@ -1,0 +1,314 @@
+"""Frozen means frozen: whole federated runs, with momentum, decay and evaluation on, and bugs planted to be found.
+
+The check reads the very network that lived through the run, bit by bit, against a base built apart from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedgraft.config.load import Config, load
+from fedgraft.edit import lora
+from fedgraft.edit.choose import STRATEGIES
+from fedgraft.edit.masks import Mask
+from fedgraft.edit.space import Bound, masked
+from fedgraft.models.network import VisionNetwork
+from fedgraft.runs import checkpoint
+from fedgraft.runs import run as running
+from fedgraft.runs import setup as build
+from fedgraft.runs.edit_files import base_of
+from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.setup import Setup
+
+OVERRIDES = [
+    "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=120",
+    "partition.clients=3", "rounds.fraction=1.0", "rounds.total=3", "rounds.evaluate_every=1", "local.steps=3",
+    "local.batch_size=16", "local.lr=0.02", "local.momentum=0.9", "local.weight_decay=0.01", "trainable.kind=sparse",
+    "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=48", "trainable.sparse.rounds=2", "personal.evaluate=always",
+    "personal.finetune_epochs=1", "workers=1",  # in this process, whose network can be looked at afterwards
+]  # fmt: skip
+OPTIMIZERS = {
+    "sgdm": ["local.optimizer=sgdm"],
+    "nesterov": ["local.nesterov=true"],
+    "adamw": ["local.optimizer=adamw", "local.lr=0.001"],
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the session's own; no figures and no report, which play no part here."""
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path_factory.getbasetemp() / "sparse-cache"))
+    monkeypatch.setattr(running, "report_run", lambda *a, **k: None)
+
+
+def carry_out(folder: Path, *overrides: str) -> Setup:
+    """A whole run; returns its parts, with the network as the run leaves it."""
+    kept: list[Setup] = []
+
+    def keeping(config: Config) -> Setup:
+        kept.append(Setup(config))
+        return kept[-1]
+
+    running.run(load(None, [*OVERRIDES, *overrides]), folder, console=False, build=keeping)
+    record = RunFolder.open(folder)
+    assert record.status == "finished" and not any(line["dropped"] for line in record.metrics())
+    (setup,) = kept
+    # The best model may be the start, and a pool trains elsewhere: look at the last one, in the network that lived on.
+    setup.space.scatter(final_vector(folder), setup.network)
+    return setup
+
+
+def final_vector(folder: Path) -> Tensor:
+    """The common model after the last round."""
+    record = RunFolder.open(folder)
+    found = checkpoint.load_latest(record.checkpoints, record.config_digest)
+    assert found is not None and found.round == 3
+    return found.tensors["vector"]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().view(torch.int32)
+
+
+def gradients(network: VisionNetwork, setup: Setup) -> dict[str, Tensor]:
+    """The gradient of the clients' mean loss by plain autograd."""
+    network.eval().requires_grad_(True)
+    rows = setup.federated.train_rows
+    loss = cross_entropy(network(setup.eval_images.batch(rows)), setup.train_images.labels[rows])
+    names, parameters = zip(*network.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def faults(setup: Setup, mask: Mapping[str, Tensor]) -> list[str]:
+    """What is wrong after a run: tensors with a frozen coordinate that changed, and `unmoved` if too few moved."""
+    base = base_of(setup)
+    start, slope = dict(base.named_parameters()), gradients(base, setup)
+    found, moved, live = [], 0, 0
+    for name, tensor in setup.network.named_parameters():
+        active = mask[name] if name in mask else torch.zeros(tensor.shape, dtype=torch.bool)
+        same = bits(tensor) == bits(start[name])
+        if not bool(same[~active].all()):
+            found.append(name)
+        live += int((active & (slope[name] != 0)).sum())
+        moved += int((active & (slope[name] != 0) & ~same).sum())
+    assert live > 0
+    return found if moved >= 0.99 * live else [*found, "unmoved"]
+
+
+def same_output(setup: Setup) -> bool:
+    """Whether the opened and bound network computes, bit for bit, what the dense base does."""
+    base, images = base_of(setup).eval(), setup.eval_images.batch(setup.federated.train_rows[:32])
+    bound = setup.space.bind(setup.network)
+    bound.load(setup.space.gather(setup.network))
+    setup.network.eval()
+    with torch.no_grad():
+        return torch.equal(setup.network(images), base(images))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_coordinates_keep_their_bits(strategy: str, optimizer: str, tmp_path: Path) -> None:
+    overrides = [f"trainable.sparse.strategy={strategy}", *OPTIMIZERS[optimizer]]
+    alone = carry_out(tmp_path / "alone", *overrides)
+    assert alone.mask is not None and alone.mask.count == round(0.1 * alone.mask.total)
+    assert faults(alone, alone.mask) == []
+    pool = carry_out(tmp_path / "pool", *overrides, "workers=2")
+    assert pool.mask == alone.mask and faults(pool, alone.mask) == []
+    # A leak inside a worker's own network would show here: clients would have trained something else.
+    assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
+
+
+@pytest.mark.parametrize("head_too", [False, True])
+@pytest.mark.parametrize("kind", ["per_client=true", "adaptive_start=0.5", "merge=vote", "merge=union"])
+def test_other_masks_keep_the_law(kind: str, head_too: bool, tmp_path: Path) -> None:
+    overrides = [f"trainable.sparse.{kind}", f"trainable.head_too={str(head_too).lower()}"]
+    setup = carry_out(tmp_path / "alone", *overrides)
+    assert setup.mask is not None and faults(setup, setup.mask) == []
+    if head_too:
+        carry_out(tmp_path / "pool", *overrides, "workers=2")
+        assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
+    assert ("head.weight" in setup.mask) == head_too
+
+
+@pytest.mark.parametrize("overrides", [["trainable.freeze_blocks=1"], ["local.clip=0.1"], ["algorithm.name=fedadam"]])
+def test_options_keep_the_law(overrides: list[str], tmp_path: Path) -> None:
+    setup = carry_out(tmp_path, *overrides)
+    assert setup.mask is not None and faults(setup, setup.mask) == []
+
+
+def test_low_rank_factors_respect_frozen_blocks(tmp_path: Path) -> None:
+    overrides = [
+        "trainable.kind=lora",
+        "trainable.lora.rank=2",
+        "trainable.freeze_blocks=1",
+        "personal.finetune_epochs=0",
+    ]
+    setup = carry_out(tmp_path, *overrides, "local.lr=0.001")
+    assert len(lora.adapted(setup.network)) == 2 and setup.entry == 1  # Q and V of the second block
+
+
+@pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
+def test_low_rank_runs_leave_the_base_alone(mode: str, tmp_path: Path) -> None:
+    overrides = ["trainable.kind=lora", "trainable.lora.rank=2", f"trainable.lora.aggregate={mode}", "local.lr=0.001"]
+    setup = carry_out(tmp_path / "alone", *overrides)
+    carry_out(tmp_path / "pool", *overrides, "workers=2")
+    assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
+    start = {name: bits(p) for name, p in base_of(setup).named_parameters()}
+    targets = {f"{name}.weight" for name in lora.adapted(setup.network)}
+    assert len(targets) == 4  # Q and V of two blocks
+    moved = set()
+    for name, tensor in setup.network.named_parameters():
+        if ".lora_" not in name:
+            plain = name.replace(".base_layer.", ".")
+            if not torch.equal(bits(tensor), start[plain]):
+                moved.add(plain)
+    assert moved == (targets if mode in ("stack", "residual") else set())
+    factors = [p for n, p in setup.network.named_parameters() if ".lora_B." in n]
+    assert mode == "stack" or all(bool((p != 0).all()) for p in factors)  # stacking starts them anew
+    if mode == "frozen_a":
+        fresh = Setup(setup.config)
+        fresh.open()
+        first = dict(fresh.network.named_parameters())
+        assert all(torch.equal(p, first[n]) for n, p in setup.network.named_parameters() if ".lora_A." in n)
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["trainable.sparse.strategy=random"], ["trainable.kind=lora"], ["trainable.sparse.soft=0.0"]]
+)
+def test_round_zero_is_the_dense_model(overrides: list[str]) -> None:
+    setup = Setup(load(None, [*OVERRIDES, *overrides]))
+    running.install_head(setup)
+    setup.open()
+    assert same_output(setup)
+
+
+# Bugs that really happened elsewhere, each planted into the running code. The check must find every one of them.
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def space_from(make: Callable[[VisionNetwork, Mask], Any]) -> Plant:
+    return lambda patch: patch.setattr(build, "masked_space", make)
+
+
+def pruned(network: VisionNetwork, mask: Mask) -> Any:
+    """The mask multiplies weights instead of restricting the update."""
+    with torch.no_grad():
+        for name, chosen in mask.items():
+            network.get_parameter(name).mul_(chosen)
+    return masked(network, dict(mask))
+
+
+def by_tensor(network: VisionNetwork, mask: Mask) -> Any:
+    """A tensor with one active coordinate is trained whole."""
+    return masked(network, {name: torch.full_like(chosen, bool(chosen.any())) for name, chosen in mask.items()})
+
+
+def by_position(network: VisionNetwork, mask: Mask) -> Any:
+    """Masks are paired with parameters by a running number, which is off by one among equal shapes."""
+    turned: dict[str, Tensor] = {}
+    for shape in set(mask.shapes.values()):
+        names = [name for name in mask if mask.shapes[name] == shape]
+        turned |= {name: mask[names[i - 1]] for i, name in enumerate(names)}
+    return masked(network, turned)
+
+
+def decay_outside(patch: pytest.MonkeyPatch) -> None:
+    """Weight decay shrinks every weight of a tensor, active or not."""
+    push = Bound.push
+
+    def broken(self: Bound) -> None:
+        with torch.no_grad():
+            for parameter in self.network.parameters():
+                parameter.mul_(1 - 0.02 * 0.01)
+        push(self)
+
+    patch.setattr(Bound, "push", broken)
+
+
+def momentum_leak(patch: pytest.MonkeyPatch) -> None:
+    """A dense optimizer whose buffers were filled before the mask came: zeroed gradients do not stop them."""
+    gradient, push = Bound.gradient, Bound.push
+    velocity: dict[str, Tensor] = {}
+
+    def filled(self: Bound) -> Tensor:
+        for part in self.space.parts:
+            grad = self._tensors[part.name].grad
+            if grad is not None:
+                velocity.setdefault(part.name, grad.clone())
+        return gradient(self)
+
+    def broken(self: Bound) -> None:
+        with torch.no_grad():
+            for name, buffer in velocity.items():
+                self._tensors[name].data.sub_(buffer, alpha=0.02)
+                buffer.mul_(0.9)
+        push(self)
+
+    patch.setattr(Bound, "gradient", filled)
+    patch.setattr(Bound, "push", broken)
+
+
+def averaged_weights(patch: pytest.MonkeyPatch) -> None:
+    """The server averages whole weights: equal numbers, yet their weighted sum rounds."""
+    step = running.run_round
+
+    def broken(algorithm: Any, federation: Any, state: Any, engine: Any, server_context: Any) -> Any:
+        result = step(algorithm, federation, state, engine, server_context)
+        with torch.no_grad():
+            for parameter in engine.context.network.parameters():
+                parameter.copy_(sum(share * parameter for share in (0.35, 0.33, 0.32)))
+        return result
+
+    patch.setattr(running, "run_round", broken)
+
+
+def nothing_trained(patch: pytest.MonkeyPatch) -> None:
+    """The vector is stepped and never written into the network."""
+    patch.setattr(Bound, "push", lambda self: None)
+    patch.setattr("fedgraft.edit.space.EditSpace.scatter", lambda self, vector, network: None)
+
+
+BUGS: dict[str, tuple[Plant, str]] = {
+    "mask on weights": (space_from(pruned), "backbone"),
+    "mask per tensor": (space_from(by_tensor), "backbone"),
+    "mask by position": (space_from(by_position), "backbone"),
+    "decay outside": (decay_outside, "backbone"),
+    "momentum leak": (momentum_leak, "backbone"),
+    "averaging weights": (averaged_weights, "backbone"),
+    "nothing trained": (nothing_trained, "unmoved"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, sign = BUGS[bug]
+    overrides = ["personal.evaluate=never"]
+    clean = carry_out(tmp_path / "clean", *overrides)
+    assert clean.mask is not None and faults(clean, clean.mask) == []
+    plant(monkeypatch)
+    setup = carry_out(tmp_path / "broken", *overrides)
+    assert setup.mask is not None
+    assert any(fault.startswith(sign) for fault in faults(setup, setup.mask))
+
+
+def test_pruning_is_found_by_the_first_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    space_from(pruned)(monkeypatch)
+    setup = Setup(load(None, OVERRIDES))
+    running.install_head(setup)
+    setup.open()
+    setup.head_start = setup.network.head.weight.detach().clone(), setup.network.head.bias.detach().clone()
+    assert not same_output(setup)
+
+
+def test_base_is_built_apart_from_the_run(tmp_path: Path) -> None:
+    """The check would see nothing if its base shared memory with the network that was trained."""
+    setup = carry_out(tmp_path)
+    theirs = {p.data_ptr() for p in setup.network.parameters()}
+    assert not theirs & {p.data_ptr() for p in base_of(setup).parameters()}

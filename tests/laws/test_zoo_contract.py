@@ -1,0 +1,635 @@
+"""One table: every algorithm of the zoo times every law. A new algorithm is a row; a new law is a column.
+
+Rows come from `zoo.ZOO` itself, so an algorithm cannot be added without being held to the laws. Below the table each
+law is shown to notice the bug it is there for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.toy import Toy, ToyNetwork, random_mask, snapshot
+from torch import Tensor
+
+from fedgraft import round as round_module
+from fedgraft import zoo
+from fedgraft.aggregate.server_rules import plain
+from fedgraft.algorithm import Aggregator, Algorithm, Answers, Trainable, count_mean, mean, vary
+from fedgraft.client import ClientContext, handle
+from fedgraft.edit.space import masked, select
+from fedgraft.engines.in_process import InProcess
+from fedgraft.local.optimizers import adamw, sgdm
+from fedgraft.local.train import LocalRule, train
+from fedgraft.messages import Order, Reply, pack, pack_bits, unpack
+from fedgraft.randomness import torch_stream
+from fedgraft.runs import checkpoint
+from fedgraft.server import ServerState, model_of
+from fedgraft.update.codecs import codec
+
+LOCAL = LocalRule(2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
+SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, narrow layers
+    "fedalign": {"keep": 3, "top": 3, "probe": 64},
+    "fedshibu": {"samples": 12},
+    "fedavg_crsm": {"samples": 12},
+    "fedadam": {"server_lr": 0.05},
+    "fedyogi": {"server_lr": 0.05},
+    "fedadagrad": {"server_lr": 0.05},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An algorithm, the toy federation it runs in, and the engine that carries it out."""
+
+    make: Callable[[], Algorithm]
+    toy: Mapping[str, Any] = field(default_factory=dict)
+    engine: type[InProcess] = InProcess
+    falls: float = 0.95
+    """The loss must fall below this share of the first one in six rounds."""
+
+
+def named(name: str, local: LocalRule = LOCAL, **options: Any) -> Callable[[], Algorithm]:
+    return lambda: zoo.named(name, local=local, **SMALL.get(name, {}) | options)
+
+
+def robust(rule: str, attackers: int = 1, **options: Any) -> Row:
+    make = lambda: vary(named("fedavg")(), aggregate=zoo.robust_aggregator(rule, attackers, **options))  # noqa: E731
+    # Everybody holds every class: where clients differ by nature, one that is alone of its kind looks like a liar.
+    return Row(make, {"clients": 7, "per_round": 7, "mixed": True})
+
+
+def varied(name: str = "fedavg", **updates: Any) -> Row:
+    return Row(lambda: vary(named(name)(), **updates))
+
+
+SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
+ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip")
+ROWS: dict[str, Row] = {
+    **{name: Row(named(name)) for name in zoo.ZOO},
+    **{f"fedshibu/{kind}": Row(named("fedshibu", similarity=kind, probe=64)) for kind in SIMILARITIES},
+    "fedshibu/absent=mean": Row(named("fedshibu", absent="mean")),
+    "fedalign/server": Row(named("fedalign", align="server")),
+    "fedalign/random": Row(named("fedalign", align="random")),
+    "fedgma/hard": Row(named("fedgma", hard=True)),
+    **{f"fedavg/{rule}": robust(rule) for rule in ROBUST},
+    "fedavg/median+neighbours": robust("median", neighbours=True, clip=1.0),
+    **{f"fedavg/{name}": varied(sends=codec(name)) for name in ("half", "int8", "top_k:0.2")},
+    "scaffold/plain sgd+int8": Row(lambda: vary(named("scaffold")(), optimizer=sgdm(0.0), sends=codec("int8"))),
+    "fedprox/adamw": varied("fedprox", optimizer=adamw()),
+    "fedavg/nesterov+clip": varied(optimizer=sgdm(0.9, 0.01, nesterov=True), clip=0.5),
+    "fednova/epochs": varied("fednova", unit="epochs", amount=1, momentum_correction=True),
+    "fedavg/poisson": Row(named("fedavg"), {"sampling": "poisson"}),
+}
+ROWS["fedalign/server"] = replace(ROWS["fedalign/server"], toy={"align": True})
+for aggregator in (mean(), count_mean()):  # each client may move half of the coordinates, another half each round
+    part = varied(trainable=Trainable("sparse", partial=True), aggregate=aggregator)
+    ROWS[f"fedavg/own masks, {aggregator.name}"] = replace(part, toy={"halves": True})
+
+
+class Table(Toy):
+    """The toy with what some rows need: an engine of choice, a server that scores for itself."""
+
+    def __init__(self, row: Row, space: Any = None, engine: Any = None, **federation: Any) -> None:
+        options = dict(row.toy) | federation
+        align, mixed, halves = (options.pop(name, False) for name in ("align", "mixed", "halves"))
+        super().__init__(row.make(), space, **options)
+        if mixed:
+            self.context.rows = lambda k: torch.arange(k, 120, 7)
+        self.engine = (engine or row.engine)(self.algorithm, self.context)
+        if align:
+            scores = lambda answers: torch.stack([c[:3].abs().clamp(0.1, 1) for c in answers.updates]).double()  # noqa: E731
+            self.server_context = replace(self.server_context, align=scores)
+        if halves:
+            self.server_context = replace(self.server_context, active=self.half)
+
+    def half(self, state: ServerState) -> dict[int, Tensor]:
+        """Which coordinates each client may move this round."""
+        size = self.space.trained
+        draws = {k: torch_stream(3, "half", state.round, k) for k in range(self.federation.clients)}
+        return {k: pack_bits(torch.randperm(size, generator=g) < size // 2) for k, g in draws.items()}
+
+
+def tensors_of(state: ServerState, memory: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Everything a checkpoint holds, by name."""
+    found = {"vector": state.vector}
+    found |= {f"rule/{key}": t for key, t in state.rule.items()}
+    found |= {f"personal/{k}": t for k, t in state.personal.items()}
+    return found | {f"memory/{k}/{key}": t for k, kept in memory.items() for key, t in kept.items()}
+
+
+def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name].view(-1).view(torch.uint8), b[name].view(-1).view(torch.uint8)), name
+
+
+def outcome(row: Row, rounds: int = 3, engine: Any = None) -> dict[str, Tensor]:
+    toy = Table(row, engine=engine)
+    toy.run(rounds)
+    assert not toy.summary.rejections
+    return tensors_of(toy.state, toy.engine.memory)
+
+
+_kept: dict[int, tuple[Row, dict[str, Tensor]]] = {}  # the row is held too, so that its id stays its own
+
+
+def reference(row: Row) -> dict[str, Tensor]:
+    """The row's plain outcome, computed once for all laws."""
+    if id(row) not in _kept:
+        _kept[id(row)] = row, outcome(row)
+    return _kept[id(row)][1]
+
+
+# ---- the laws --------------------------------------------------------------------------------------------------------
+
+
+def same_seed_same_bytes(row: Row) -> None:
+    """Two runs agree bit for bit, whatever anybody drew from the global generators in between."""
+    torch.rand(5)
+    assert_same_bits(outcome(row), reference(row))
+    other = Table(row, seed=8)  # and the seed matters
+    other.context.seed = 8
+    other.run(3)
+    assert not torch.equal(other.state.vector, reference(row)["vector"])
+
+
+def client_order_is_irrelevant(row: Row) -> None:
+    """Neither the order in which clients work nor the order in which they answer changes a bit."""
+
+    class Backwards(row.engine):  # type: ignore[name-defined]
+        def exchange(self, orders: Sequence[Order]) -> Iterable[Any]:
+            return super().exchange(list(reversed(orders)))
+
+    assert_same_bits(outcome(row, engine=Backwards), reference(row))
+
+
+def frozen_bits_stay(row: Row) -> None:
+    """Through momentum, decay, aggregation and evaluation with fine-tuning, what is outside the space stays."""
+    kind = row.make()
+    body = kind.trainable.kind == "body"
+    mask = {n: m for n, m in random_mask(ToyNetwork(), 0.4).items() if not (body and n.startswith("head"))}
+    toy = Table(row, masked(ToyNetwork(), mask))
+    before, start = snapshot(toy.network), toy.state.vector.clone()
+    for _ in range(3):
+        toy.run(1)
+        evaluations = [
+            Order("toy", toy.state.round, k, "evaluate", toy.space.digest, model_of(toy.state, k), {},
+                  {"finetune_epochs": 1, "finetune_part": "both", "finetune_lr": 0.1, "lr": 0.1})
+            for k in (0, 1)
+        ]  # fmt: skip
+        list(toy.engine.exchange(evaluations))
+    toy.space.scatter(toy.state.vector, toy.network)
+    moved = 0
+    for name, tensor in toy.network.state_dict().items():
+        if kind.client_state.kind == "head" and name.startswith("head"):
+            continue  # a private head is no part of the space, but of the client
+        free = mask.get(name, torch.zeros(tensor.shape, dtype=torch.bool))
+        assert torch.equal(tensor[~free], before[name][~free]), f"{name} moved"
+        moved += int((tensor[free] != before[name][free]).sum())
+    assert moved > 0.1 * len(start), "nothing moved, so nothing was shown"
+
+
+class Packed(InProcess):
+    """Every order and every reply goes through its bytes."""
+
+    def exchange(self, orders: Sequence[Order]) -> Any:
+        for reply in super().exchange([unpack(Order, pack(order)) for order in orders]):
+            yield reply.client, pack(reply)
+
+
+def messages_round_trip(row: Row) -> None:
+    """Sending bytes instead of objects changes nothing."""
+    assert_same_bits(outcome(row, engine=Packed), reference(row))
+
+
+def stored(toy: Table, folder: Path) -> None:
+    checkpoint.save(folder, toy.state.round, tensors_of(toy.state, toy.engine.memory), {"losses": toy.state.losses})
+
+
+def restored(row: Row, folder: Path, forget: str = "-", lose_round: bool = False) -> Table:
+    """A new process's toy with the state of the folder's checkpoint (less what starts with `forget`)."""
+    found = checkpoint.load_latest(folder)
+    assert found is not None
+    toy = Table(row)
+    groups: dict[str, dict[str, Tensor]] = {"rule": {}, "personal": {}, "memory": {}}
+    for name, tensor in found.tensors.items():
+        group, _, key = name.partition("/")
+        if key and not name.startswith(forget):
+            groups[group][key] = tensor
+    toy.engine.memory = {}
+    for key, tensor in groups["memory"].items():
+        k, _, what = key.partition("/")
+        toy.engine.memory[int(k)] = {**toy.engine.memory.get(int(k), {}), what: tensor}
+    toy.state = ServerState(
+        0 if lose_round else found.round,
+        found.tensors["vector"],
+        groups["rule"] or {name: torch.zeros_like(t) for name, t in toy.state.rule.items()},
+        {int(k): t for k, t in groups["personal"].items()},
+    )
+    return toy
+
+
+def resumed_equals_unbroken(row: Row, tmp_path: Path, **damage: Any) -> None:
+    """Stopped after the second round, stored, restored in a new federation: the third ends in the same bits."""
+    first = Table(row)
+    first.run(2)
+    stored(first, tmp_path)
+    second = restored(row, tmp_path, **damage)
+    second.run(1)
+    assert_same_bits(tensors_of(second.state, second.engine.memory), reference(row))
+
+
+def loss_of(toy: Table) -> float:
+    """The mean loss of the models clients would use, on their own test points."""
+    orders = [
+        Order("toy", 99, k, "evaluate", toy.space.digest, model_of(toy.state, k), {}, {})
+        for k in range(toy.federation.clients)
+    ]
+    return sum(r.metrics["loss"] for r in InProcess.exchange(toy.engine, orders)) / len(orders)
+
+
+def loss_falls(row: Row) -> None:
+    """Six rounds on an easy problem make the loss fall."""
+    toy = Table(row)
+    before = loss_of(toy)
+    toy.run(6)
+    assert loss_of(toy) < row.falls * before
+
+
+LAWS: dict[str, Callable[..., None]] = {
+    law.__name__: law
+    for law in (
+        same_seed_same_bytes, client_order_is_irrelevant, frozen_bits_stay, messages_round_trip,
+        resumed_equals_unbroken, loss_falls,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("law", LAWS)
+def test_law(law: str, row: str, tmp_path: Path) -> None:
+    arguments = (tmp_path,) if law == "resumed_equals_unbroken" else ()
+    LAWS[law](ROWS[row], *arguments)
+
+
+def test_every_algorithm_is_a_row() -> None:
+    assert set(zoo.ZOO) <= set(ROWS) and set(zoo.ZOO) == set(DEGENERATE)
+
+
+# ---- degenerate cases are equal --------------------------------------------------------------------------------------
+
+
+def run(algorithm: Algorithm, rounds: int = 3, **options: Any) -> Toy:
+    toy = Toy(algorithm, **options)
+    toy.run(rounds)
+    return toy
+
+
+def equal_to_fedavg(special: Callable[[], Algorithm], base: str = "fedavg", **options: Any) -> Callable[[], None]:
+    """Bit for bit, also every client's own model where there is one."""
+
+    def check() -> None:
+        ours, theirs = run(special(), **options), run(named(base)(), **options)
+        assert torch.equal(ours.state.vector, theirs.state.vector)
+        assert all(torch.equal(v, theirs.state.vector) for v in ours.state.personal.values())
+
+    return check
+
+
+def close_to_fedavg(special: Callable[[], Algorithm], rtol: float = 1e-5, **options: Any) -> Callable[[], None]:
+    """Equal up to the rounding of a few float32 operations."""
+
+    def check() -> None:
+        ours, theirs = run(special(), **options).state.vector, run(named("fedavg")(), **options).state.vector
+        start = Toy(special()).state.vector
+        assert float((ours - theirs).norm()) <= rtol * float((theirs - start).norm())
+
+    return check
+
+
+def sgd_alone(algorithm: Algorithm, client: int = 0, rounds: int = 1, part: str = "train") -> Tensor:
+    """One client trained by itself with the client's own code, no server involved."""
+    toy = Toy(algorithm)
+    memory: Mapping[str, Tensor] = {}
+    values = toy.space.gather(toy.network)
+    for t in range(rounds):
+        auxiliary = {name: torch.zeros(len(values)) for name in algorithm.local.correction.receives}
+        order = Order("toy", t, client, part, toy.space.digest, values, auxiliary, {"lr": 0.05})
+        reply, memory = handle(order, algorithm, toy.context, memory)
+        assert reply.update is not None
+        values = values + reply.update.arrays["values"]
+    return values
+
+
+def fedavg_of_one_is_plain_training() -> None:
+    assert torch.equal(run(named("fedavg")(), clients=1, per_round=1).state.vector, sgd_alone(named("fedavg")(), 0, 3))
+
+
+def fedsgd_is_one_gradient_step() -> None:
+    """Against autograd: x - lr * sum of n_k g_k / n, with the momentum's first step equal to the gradient."""
+    toy = Toy(vary(zoo.fedsgd(local=LocalRule(optimizer=sgdm(0.9)))), clients=5, per_round=5)
+    network = ToyNetwork()
+    rows = torch.cat([toy.context.rows(k) for k in range(5)])
+    loss = torch.nn.functional.cross_entropy(network(toy.examples.inputs[rows]), toy.examples.labels[rows])
+    loss.backward()
+    wanted = torch.cat([(p - 0.05 * p.grad).detach().view(-1) for p in network.parameters()])  # type: ignore[operator]
+    torch.testing.assert_close(toy.run(1).vector, wanted, rtol=1e-5, atol=1e-6)
+
+
+def scaffold_of_one_client_starts_as_sgd() -> None:
+    """T37: with c = 0 the first round is SGD; a single client's control equals the common one, so it stays SGD."""
+    make = named("scaffold")
+    assert torch.equal(run(make(), 1, clients=1, per_round=1).state.vector, sgd_alone(named("fedavg")(), 0))
+    alone = run(make(), 3, clients=1, per_round=1).state.vector
+    torch.testing.assert_close(alone, sgd_alone(named("fedavg")(), 0, 3), rtol=1e-5, atol=1e-6)
+
+
+def feddyn_without_alpha() -> None:
+    """T39: alpha 0 is FedAvg with equal weights; a tiny alpha gives FedAvg's local changes."""
+    equal = vary(named("fedavg")(), weighting=named("feddyn")().weighting)
+    assert torch.equal(run(named("feddyn", alpha=0.0)()).state.vector, run(equal).state.vector)
+    start = Toy(equal).state.vector
+    step = run(equal, 1).state.vector - start
+    tiny = run(named("feddyn", alpha=1e-6)(), 1).state.vector - start
+    torch.testing.assert_close(tiny, (1 + 3 / 5) * step, rtol=1e-4, atol=1e-6)  # 3 of 5 clients: h adds its share
+
+
+def local_only_is_every_client_alone() -> None:
+    personal = run(named("local_only")(), clients=3, per_round=3).state.personal
+    for k, vector in personal.items():
+        torch.testing.assert_close(vector, sgd_alone(named("fedavg")(), k, 3), rtol=1e-5, atol=1e-6)
+
+
+def fedper_of_one_client_is_fedavg() -> None:
+    """One client with a head of its own trains the whole network."""
+    toy = run(named("fedper")(), 2, clients=1, per_round=1)
+    joined = torch.cat([toy.state.vector, toy.engine.memory[0]["private"]])
+    torch.testing.assert_close(joined, sgd_alone(named("fedavg")(), 0, 2), rtol=1e-5, atol=1e-6)
+
+
+def fedrep_trains_the_head_then_the_body() -> None:
+    """One round of one client by two plain trainings, head first."""
+    toy = run(named("fedrep")(), 1, clients=1, per_round=1)
+    by_hand = Toy(named("fedrep")())
+    for purpose, part in (("private", "head"), ("train", "backbone")):
+        bound = select(by_hand.network, lambda n, part=part: n.startswith(part)).bind(by_hand.network)  # type: ignore[misc]
+        shuffle, augment = (torch_stream(7, kind, purpose, 0, 0) for kind in ("shuffle", "augment"))
+        rows = by_hand.context.rows(0)
+        train(by_hand.network, bound, by_hand.examples, rows, LOCAL, lambda step: 0.05, shuffle, augment)
+    torch.testing.assert_close(toy.state.vector, by_hand.space.gather(by_hand.network), rtol=1e-6, atol=1e-7)
+    assert by_hand.context.private is not None
+    assert torch.equal(toy.engine.memory[0]["private"], by_hand.context.private.gather(by_hand.network))
+
+
+def ditto_leaves_the_common_model_alone() -> None:
+    """The common model is FedAvg's to the bit; without a pull the personal one is local training."""
+    ours = run(named("ditto", pull=0.0)(), 2, clients=3, per_round=3)
+    assert torch.equal(ours.state.vector, run(named("fedavg")(), 2, clients=3, per_round=3).state.vector)
+    for k in range(3):
+        assert not torch.equal(ours.engine.memory[k]["personal"], ours.state.vector)
+    pulled = run(named("ditto", pull=15.0)(), 2, clients=3, per_round=3)
+    far = [float((t.engine.memory[0]["personal"] - t.state.vector).norm()) for t in (ours, pulled)]
+    assert far[1] < far[0]
+
+
+FULL: dict[str, Any] = {"clients": 5, "per_round": 5}
+HUGE: dict[str, Any] = {"server_lr": 1e6, "tau": 1e6, "beta1": 0.0}
+DEGENERATE: dict[str, list[Callable[[], None]]] = {
+    "fedavg": [fedavg_of_one_is_plain_training],
+    "fedsgd": [fedsgd_is_one_gradient_step],
+    "fedprox": [equal_to_fedavg(named("fedprox", mu=0.0))],
+    "scaffold": [scaffold_of_one_client_starts_as_sgd],
+    "feddyn": [feddyn_without_alpha],
+    "fednova": [close_to_fedavg(named("fednova")), close_to_fedavg(named("fednova"), **FULL)],  # T36
+    "fedgma": [
+        equal_to_fedavg(named("fedgma", agreement=0.0)),
+        equal_to_fedavg(named("fedgma", agreement=0.0, hard=True)),
+    ],
+    "fedavgm": [equal_to_fedavg(named("fedavgm", beta1=0.0))],
+    "fedadam": [close_to_fedavg(named("fedadam", beta2=0.0, **HUGE))],
+    "fedyogi": [close_to_fedavg(named("fedyogi", beta2=0.0, **HUGE))],
+    "fedadagrad": [close_to_fedavg(named("fedadagrad", **HUGE))],
+    "fedalign": [equal_to_fedavg(named("fedalign", gamma=0.0))],
+    "fedbabu": [equal_to_fedavg(lambda: vary(named("fedavg")(), trainable=named("fedbabu")().trainable), "fedbabu")],
+    "fedshibu": [  # T33: constant(1) is FedBABU, every client's body the same bits, over several rounds
+        equal_to_fedavg(named("fedshibu", similarity="constant"), "fedbabu", **FULL),
+    ],
+    "fedavg_crsm": [equal_to_fedavg(named("fedavg_crsm", similarity="constant"), **FULL)],
+    "local_only": [local_only_is_every_client_alone],
+    "fedper": [fedper_of_one_client_is_fedavg],
+    "fedrep": [fedrep_trains_the_head_then_the_body],
+    "ditto": [ditto_leaves_the_common_model_alone],
+}
+
+
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_degenerate_cases_are_equal(name: str) -> None:
+    for check in DEGENERATE[name]:
+        check()
+
+
+@pytest.mark.parametrize("name", ["values", "top_k:1.0"])
+def test_exact_codecs_change_nothing(name: str) -> None:
+    equal_to_fedavg(lambda: vary(named("fedavg")(), sends=codec(name)))()
+
+
+def test_full_masks_are_dense() -> None:
+    """Sparsity 0 is the dense space."""
+    full = masked(ToyNetwork(), {n: torch.ones_like(p, dtype=torch.bool) for n, p in ToyNetwork().named_parameters()})
+    assert torch.equal(run(named("fedavg")(), space=full).state.vector, run(named("fedavg")()).state.vector)
+
+
+def test_a_robust_rule_without_liars_to_cut_is_the_mean() -> None:
+    equal = vary(named("fedavg")(), weighting=named("scaffold")().weighting)
+    cut = vary(equal, aggregate=zoo.robust_aggregator("trimmed_mean", attackers=0))
+    torch.testing.assert_close(run(cut).state.vector, run(equal).state.vector, rtol=1e-6, atol=1e-7)
+
+
+def test_fedbabu_keeps_the_head_bit_identical_and_in_no_message() -> None:
+    """T34: the head is the same after ten rounds on every client, and its coordinates never travel."""
+    toy = Toy(named("fedbabu")())
+    before = toy.network.head.weight.detach().clone()
+    toy.run(10)
+    assert torch.equal(toy.network.head.weight, before)
+    assert toy.space.size == sum(p.numel() for n, p in toy.network.named_parameters() if not n.startswith("head"))
+
+
+def test_degenerate_equality_notices_a_difference() -> None:
+    """The planted bugs: a pull that is not zero; a mixture that keeps a little more of itself."""
+    with pytest.raises(AssertionError):
+        equal_to_fedavg(named("fedprox", mu=1e-3))()
+    with pytest.raises(AssertionError):
+        equal_to_fedavg(named("fedshibu", similarity="constant", constant=0.999), "fedbabu", **FULL)()
+    with pytest.raises(AssertionError):
+        close_to_fedavg(lambda: vary(named("fednova")(), unit="epochs", amount=1))()  # unequal steps are another thing
+
+
+# ---- each law notices the bug it is there for ------------------------------------------------------------------------
+
+
+def test_same_seed_notices_the_global_generator() -> None:
+    class Careless(InProcess):
+        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
+            for reply in super().exchange(orders):
+                assert reply.update is not None
+                noisy = reply.update.arrays["values"] + 1e-6 * torch.randn(reply.update.length)
+                yield replace(reply, update=replace(reply.update, arrays={"values": noisy}))
+
+    with pytest.raises(AssertionError):
+        same_seed_same_bytes(Row(named("fedavg"), engine=Careless))
+
+
+def test_order_notices_arrival_order_summation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 sums in the order of arrival, as a server without sorting would make them."""
+
+    def as_they_come(answers: Answers, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(answers.updates[0])
+        for update, weight in zip(answers.updates, (weights / weights.sum()).tolist(), strict=True):
+            total += update * weight
+        return total
+
+    real = round_module.validate_replies
+
+    def unsorted(replies: Any, expected: Any) -> Any:
+        accepted, rejections = real(replies, expected)
+        context = {reply.client: i for i, reply in enumerate(replies)}
+        return sorted(accepted, key=lambda a: context[a.reply.client]), rejections
+
+    row = Row(
+        lambda: vary(named("fedavg")(), aggregate=Aggregator("arrival", as_they_come)), {"clients": 6, "per_round": 6}
+    )
+    client_order_is_irrelevant(row)  # sorted by client id even this sum is in order
+    monkeypatch.setattr(round_module, "validate_replies", unsorted)
+    with pytest.raises(AssertionError):
+        client_order_is_irrelevant(Row(row.make, row.toy))
+
+
+def test_order_notices_momentum_that_leaks_from_client_to_client() -> None:
+    """An optimizer whose buffer outlives the client: the next one starts with the last one's velocity."""
+    shared: dict[str, Any] = {}
+
+    def make() -> Algorithm:
+        shared.clear()
+        recipe = sgdm(0.9)
+        leaking = replace(recipe, init=lambda size: shared or shared.update(recipe.init(size)) or shared)
+        return vary(named("fedavg")(), optimizer=leaking)
+
+    with pytest.raises(AssertionError):
+        client_order_is_irrelevant(Row(make))
+
+
+def test_frozen_notices_averaged_weights() -> None:
+    """T18: a server that averages whole models instead of changes moves coordinates nobody trained."""
+
+    class Averaging(InProcess):
+        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
+            yield from super().exchange(orders)
+            shares = torch.tensor([0.1] * 10)
+            with torch.no_grad():
+                for p in self.context.network.parameters():
+                    p.copy_(sum(share * p for share in shares))
+
+    with pytest.raises(AssertionError, match="moved"):
+        frozen_bits_stay(Row(named("fedavg"), engine=Averaging))
+
+
+def test_frozen_notices_decay_outside_the_space() -> None:
+    class Decaying(InProcess):
+        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
+            for reply in super().exchange(orders):
+                with torch.no_grad():
+                    for p in self.context.network.parameters():
+                        p.mul_(1 - 0.05 * 0.01)
+                yield reply
+
+    with pytest.raises(AssertionError, match="moved"):
+        frozen_bits_stay(Row(named("fedavg"), engine=Decaying))
+
+
+def test_frozen_notices_momentum_of_masked_gradients() -> None:
+    """Zeroing gradients does not stop a dense optimizer that still has velocity."""
+
+    class Dense(InProcess):
+        def __init__(self, algorithm: Algorithm, context: ClientContext) -> None:
+            super().__init__(algorithm, context)
+            self.optimizer = torch.optim.SGD(context.network.parameters(), lr=0.01, momentum=0.9)
+            for p in context.network.parameters():
+                p.grad = torch.ones_like(p)
+            self.optimizer.step()
+            for p in context.network.parameters():  # undone, but the buffers remember
+                p.data.add_(0.01)
+
+        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
+            yield from super().exchange(orders)
+            for p in self.context.network.parameters():
+                p.grad = torch.zeros_like(p)
+            self.optimizer.step()
+
+    with pytest.raises(AssertionError, match="moved"):
+        frozen_bits_stay(Row(named("fedavg"), engine=Dense))
+
+
+def test_frozen_notices_fine_tuning_that_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedgraft import client
+
+    def careless(order: Order, context: ClientContext, rows: Tensor) -> Any:
+        with torch.no_grad():
+            context.network.head.weight.add_(0.1)
+        return client.evaluate(context.network, context.tests, rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(client, "_finetuned", careless)
+    with pytest.raises(AssertionError, match="moved"):
+        frozen_bits_stay(Row(named("fedbabu")))
+
+
+def test_round_trip_notices_a_wire_that_rounds() -> None:
+    class Rounding(InProcess):
+        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
+            return super().exchange([replace(o, vector=o.vector.half().float()) for o in orders])  # type: ignore[union-attr]
+
+    row = Row(named("fedavg"))
+    with pytest.raises(AssertionError):
+        assert_same_bits(outcome(row, engine=Rounding), reference(row))
+
+
+@pytest.mark.parametrize(
+    ("row", "damage"),
+    [
+        ("scaffold", {"forget": "memory"}),
+        ("feddyn", {"forget": "memory"}),
+        ("fedper", {"forget": "memory"}),
+        ("ditto", {"forget": "memory"}),
+        ("fedavg/top_k:0.2", {"forget": "memory"}),
+        ("fedavgm", {"forget": "rule"}),
+        ("fedadam", {"forget": "rule"}),
+        ("scaffold", {"forget": "rule"}),
+        ("fedshibu", {"forget": "personal"}),
+        ("fedavg", {"lose_round": True}),
+    ],
+)
+def test_resume_notices_what_was_not_stored(row: str, damage: dict[str, Any], tmp_path: Path) -> None:
+    full = Row(ROWS[row].make, FULL)  # everybody takes part, so whatever is lost is missed
+    resumed_equals_unbroken(full, tmp_path / "whole")
+    with pytest.raises(AssertionError):
+        resumed_equals_unbroken(full, tmp_path / "damaged", **damage)
+
+
+def test_falling_loss_notices_a_step_in_the_wrong_direction() -> None:
+    with pytest.raises(AssertionError):
+        loss_falls(Row(lambda: vary(named("fedavg")(), server=plain(-1.0))))
+
+
+def test_a_control_variate_that_is_never_kept_is_noticed() -> None:
+    """SCAFFOLD whose clients forget: the law of resuming holds, but the outcome is another algorithm's."""
+    correction = named("scaffold")().local.correction
+    forgetful = replace(correction, finish=lambda v, c, r: replace(correction.finish(v, c, r), memory={}))
+    row = Row(lambda: vary(named("scaffold")(), correction=forgetful), FULL)
+    with pytest.raises(AssertionError):
+        assert_same_bits(
+            {"vector": outcome(row)["vector"]}, {"vector": outcome(Row(named("scaffold"), FULL))["vector"]}
+        )

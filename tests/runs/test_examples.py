@@ -1,0 +1,167 @@
+"""The examples run as they are, the README shows one of them, and the public names exist and cost nothing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+import fedgraft
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDINGS = {
+    "one_round": r"validation accuracy after round 1: \d+\.\d %",
+    "own_algorithm": r"refused: local_only: .*server rule rising",
+    "own_data": r"stripes is taken for (disc|square|stripes)",
+}
+
+
+def python(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in an empty folder with a cache of its own, warnings included in what comes back."""
+    environment = {**os.environ, "FEDGRAFT_CACHE": str(cwd / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *overrides], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDINGS)
+def test_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
+    done = python(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(ENDINGS[name], done.stdout), done.stdout
+    assert "Warning" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["cache"]  # nothing is left where it was started
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(ENDINGS)
+
+
+def main_of(source: str) -> str:
+    """The body of `main` without its docstring, as plain statements."""
+    tree = ast.parse(source)
+    main = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"), None)
+    body = tree.body if main is None else main.body
+    kept = [n for n in body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+    overrides = [n for n in tree.body if isinstance(n, ast.Assign)] if main is not None else []
+    return "\n".join(ast.unparse(n) for n in [*overrides, *kept] if not isinstance(n, ast.Import))
+
+
+def shown(readme: str) -> str:
+    """The Python block of a README."""
+    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
+
+
+def test_the_readme_shows_the_example() -> None:
+    example = (ROOT / "examples" / "one_round.py").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert main_of(shown(readme)) == main_of(example)
+    assert main_of(shown(readme).replace("setup.open()", "")) != main_of(example)  # a stale README is noticed
+
+
+def test_public_names_exist_and_say_what_they_are() -> None:
+    assert len(set(fedgraft.__all__)) == len(fedgraft.__all__)
+    for name in fedgraft.__all__:
+        value = getattr(fedgraft, name)
+        if callable(value):
+            assert value.__doc__, name
+    assert set(fedgraft.__all__) <= set(dir(fedgraft))
+
+
+def test_names_for_type_checkers_are_the_names_at_run_time() -> None:
+    tree = ast.parse((ROOT / "src/fedgraft/__init__.py").read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If))
+    found = {
+        alias.asname or alias.name: (node.module or "").removeprefix("fedgraft.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert found == {name: home.partition(":")[0] for name, home in fedgraft._HOMES.items()}
+    assert {*found, "__version__"} == set(fedgraft.__all__)
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = fedgraft.nothing
+
+
+HEAVY = "import sys, {}; print(*sorted({{'torch', 'transformers', 'pydantic', 'numpy'}} & set(sys.modules)))"
+
+
+@pytest.mark.parametrize(("what", "loaded"), [("fedgraft", ""), ("fedgraft.randomness", "numpy torch")])
+def test_importing_fedgraft_is_light(what: str, loaded: str, tmp_path: Path) -> None:
+    """The second case shows that the check sees what is loaded."""
+    assert python("-c", HEAVY.format(what), cwd=tmp_path).stdout.strip() == loaded
+
+
+@pytest.mark.filterwarnings("ignore:.*click.*:DeprecationWarning")
+def test_commands_named_in_the_documents_exist() -> None:
+    from fedgraft.cli.main import app
+
+    known = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}
+    known |= {group.name for group in app.registered_groups if isinstance(group.name, str)}
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {word for page in pages for word in re.findall(r"^fedgraft ([a-z-]+)", page.read_text(), re.MULTILINE)}
+    assert named and named <= known, named - known
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_config_page_is_what_the_command_prints() -> None:
+    from fedgraft.config.load import describe_options
+
+    page = (ROOT / "docs" / "config.md").read_text()
+    block = re.findall(r"```\n(.*?)```", page, re.DOTALL)[0]
+    missing = [line for line in describe_options() if line and line not in block.splitlines()]
+    assert not missing, f"run `fedgraft options` again for docs/config.md; first difference: {missing[0]}"
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def all_keys(section: type[BaseModel], prefix: str = "") -> set[str]:
+    """Every config key and table by its full name, optional tables included."""
+    found: set[str] = set()
+    for name, info in section.model_fields.items():
+        inner = [t for t in (info.annotation, *get_args(info.annotation)) if isinstance(t, type)]
+        found.add(prefix + name)
+        for kind in inner:
+            if issubclass(kind, BaseModel):
+                found |= all_keys(kind, f"{prefix}{name}.")
+    return found
+
+
+def strange_words(text: str) -> list[str]:
+    """Config keys and source files that a document names in backticks or commands and that do not exist."""
+    from fedgraft.config.load import Config
+
+    keys, package = all_keys(Config), ROOT / "src/fedgraft"
+    quoted = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^fedgraft [^#\n]+", text, re.MULTILINE)
+    overrides = [word for piece in quoted for word in re.findall(r"[A-Za-z_][\w./*-]*", piece)]
+    roots = (ROOT, ROOT / "src", package, package / "engines", package / "experiment", ROOT / "tests")
+    files = [w for w in overrides if w.endswith(".py") and not any(list(root.glob(w)) for root in roots)]
+    dotted = [w for w in overrides if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", w) and not w.endswith((".py", ".md"))]
+    return files + [w for w in dotted if w.partition(".")[0] in keys and w not in keys]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_documents_name_options_and_files_that_exist(page: Path) -> None:
+    assert not strange_words(page.read_text())
+
+
+def test_a_wrong_name_is_noticed() -> None:
+    assert strange_words("`local.speed=3`, `local.lr`, `round.py`, `edit/nothing.py`") == [
+        "edit/nothing.py",
+        "local.speed",
+    ]

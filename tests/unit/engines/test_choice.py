@@ -1,0 +1,113 @@
+"""The rule that chooses an engine, as a table; and that a run follows it, says so, and gives the promised bytes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedgraft.config.load import load
+from fedgraft.engines import choice
+from fedgraft.engines.batched import Batched
+from fedgraft.engines.choice import choose_engine
+from fedgraft.engines.in_process import InProcess
+from fedgraft.engines.pool import Pool
+from fedgraft.runs.head_init import install_head
+from fedgraft.runs.run import run
+from fedgraft.runs.setup import Setup
+
+NO = "the optimizer is adamw, not sgdm"
+MUCH = 1e12
+TABLE = [
+    # wanted, workers, obstacle, work, on cpu, clients -> mode, workers
+    (("auto", 0, None, 0.0, True, 10), ("batched", 1)),
+    (("auto", 3, None, 0.0, True, 10), ("batched", 1)),  # the number of workers never decides the bytes
+    (("auto", 0, NO, 0.0, True, 10), ("in_process", 1)),
+    (("auto", 2, NO, 0.0, True, 10), ("pool", 2)),
+    (("auto", 0, NO, MUCH, True, 10), ("pool", 4)),
+    (("auto", 0, NO, MUCH, True, 2), ("pool", 2)),  # no more workers than clients
+    (("auto", 0, NO, MUCH, True, 1), ("in_process", 1)),
+    (("auto", 1, NO, MUCH, True, 10), ("in_process", 1)),
+    (("auto", 0, NO, choice.WORTH / 2, True, 10), ("in_process", 1)),  # not worth a message
+    (("auto", 2, NO, choice.WORTH / 2, True, 10), ("pool", 2)),  # unless asked for
+    (("auto", 0, NO, MUCH, False, 10), ("in_process", 1)),  # a GPU is not shared by forks
+    (("reference", 0, None, 0.0, True, 10), ("in_process", 1)),
+    (("reference", 0, None, MUCH, True, 10), ("pool", 4)),
+    (("reference", 5, None, MUCH, True, 10), ("pool", 5)),
+    (("batched", 0, None, 0.0, True, 10), ("batched", 1)),
+    (("batched", 0, NO, MUCH, True, 10), ("batched", 1)),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), TABLE)
+def test_the_rule(given: tuple, expected: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "cores", lambda: 4)
+    found = choose_engine(*given)
+    assert (found.mode, found.workers) == expected
+    assert (given[2] or "") in found.why or given[0] == "reference"
+
+
+def test_the_number_of_workers_never_moves_a_run_between_modes_of_other_bytes() -> None:
+    """The config's digest leaves workers out, so for all of them a run is batched, or for none."""
+    for wanted in ("auto", "reference", "batched"):
+        for obstacle in (None, NO):
+            modes = {choose_engine(wanted, n, obstacle, 0.0).mode == "batched" for n in range(5)}
+            assert len(modes) == 1
+
+    def naive(wanted: str, workers: int, obstacle: str | None, work: float) -> str:
+        return "pool" if workers > 1 else choose_engine(wanted, workers, obstacle, work).mode  # type: ignore[arg-type]
+
+    assert len({naive("auto", n, None, 0.0) == "batched" for n in range(5)}) == 2  # the check sees such a rule
+
+
+def setup_of(*overrides: str) -> Setup:
+    setup = Setup(load(None, ["partition.clients=4", "rounds.total=2", "data.limit=200", *overrides]))
+    install_head(setup)
+    setup.open()
+    return setup
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "said"),
+    [
+        ([], Batched, "engine: batched, all clients"),
+        (["engine=reference"], InProcess, "engine: reference, one process as asked"),
+        (["local.optimizer=adamw"], InProcess, "not batched, because the optimizer is adamw"),
+        (["trainable.kind=last_blocks", "trainable.blocks=1", "workers=2"], Pool, "engine: reference, workers=2"),
+        (
+            ["trainable.kind=last_blocks", "trainable.blocks=1", "engine=batched"],
+            Batched,
+            "batched, one by one, because what",
+        ),
+        (["engine=batched", "local.clip=1.0"], Batched, "one by one, because gradients are clipped"),
+        (['data.augment=["flip","jitter"]', "workers=1"], InProcess, "features are not kept: data.augment has jitter"),
+    ],
+)
+def test_a_run_follows_the_rule_and_says_so(
+    overrides: list[str], kind: type, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with caplog.at_level(logging.INFO, "fedgraft"):
+            setup = setup_of(*overrides)
+            assert type(setup.engine()) is kind
+        assert any(said in record.message for record in caplog.records), caplog.text
+    finally:
+        torch.set_num_threads(before)
+
+
+def final(tmp_path: Path, *overrides: str) -> float:
+    config = load(None, ["partition.clients=4", "rounds.total=2", "data.limit=200", "local.lr=0.05", *overrides])
+    return float(run(config, tmp_path / "-".join(overrides), console=False)["test"]["loss"])
+
+
+def test_modes_agree(tmp_path: Path) -> None:
+    """Same bits where promised (any number of workers), else the same within float tolerance."""
+    auto, reference = final(tmp_path), final(tmp_path, "engine=reference")
+    assert auto == pytest.approx(reference, rel=1e-5)
+    assert final(tmp_path, "engine=reference", "workers=2") == reference
+    body = ("trainable.kind=last_blocks", "trainable.blocks=1")
+    assert final(tmp_path, *body) == final(tmp_path, *body, "workers=1")

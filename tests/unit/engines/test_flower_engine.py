@@ -1,0 +1,545 @@
+"""The Flower engine against a grid in this process: order, doubles, errors, silence, oversize, loss and return.
+
+Nodes are the real ClientApp around the toy federation; only the network between is played, on a clock of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.toy import Toy
+
+from fedgraft import zoo
+from fedgraft.client import handle
+from fedgraft.engines.flower.node_link import Answer, Request
+from fedgraft.engines.in_process import InProcess
+from fedgraft.errors import FedgraftError
+from fedgraft.local.optimizers import sgdm
+from fedgraft.local.train import LocalRule
+from fedgraft.messages import Order, Reply, pack, unpack
+
+pytest.importorskip("flwr", reason="needs the extra 'flower'")
+
+from flwr.app import Context, Error, Message, RecordDict
+
+from fedgraft.deploy.node import recall
+from fedgraft.engines.flower.client import StateSlots, client_app
+from fedgraft.engines.flower.registry import Registry
+from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+
+LOCAL = LocalRule(amount=2, batch_size=8, optimizer=sgdm(0.0))
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's messages want to know which task makes them."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class FakeNode:
+    """A node: the real ClientApp, with a state of its own, around a toy federation's workplace."""
+
+    def __init__(self, toy: Toy, client: int) -> None:
+        self.toy, self.client = toy, client
+        self.digest = ""
+        self.spoil: Callable[[Answer], Answer] = lambda answer: answer
+        self.lost = False
+        """Answers are made and never arrive."""
+        self.silent = False
+        self.delay = 0.0
+        config: dict[str, Any] = {"partition-id": client}
+        self.context = Context(1, 1, config, RecordDict(), {"config": "", "folder": "f"})
+        self.app = client_app(self.serve)
+
+    def serve(self, request: Request, slots: Any) -> Answer:
+        if not request.order:
+            return self.spoil(Answer(facts={"client": self.client}))
+        if request.digest != self.digest:
+            if not request.opened:
+                return Answer(need=True)
+            self.digest = request.digest
+        order = replace(unpack(Order, request.order), client=self.client)
+        memory, slot = recall(slots, request.after, self.client)
+        reply, kept = handle(order, self.toy.algorithm, self.toy.context, memory)
+        step = request.after
+        if kept is not memory and kept:
+            step = request.becomes
+            slots[slot] = pack(Order("toy", step, self.client, "memory", auxiliary=kept))
+        return self.spoil(Answer(pack(reply), step))
+
+    def forget(self) -> None:
+        """Lose everything, as a node does whose disk was replaced."""
+        self.digest = ""
+        for slot in list(self.context.state):
+            del self.context.state[slot]
+
+
+class FakeGrid:
+    """Delivers messages and keeps replies until they are due; shuffles what it hands out."""
+
+    def __init__(self, nodes: dict[int, FakeNode], clock: Clock, seed: int = 0) -> None:
+        self.nodes, self.clock, self.random = nodes, clock, random.Random(seed)
+        self.replies: dict[str, tuple[float, Message]] = {}
+        self.count = 0
+        self.pushed: list[Message] = []
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        identities = []
+        for message in messages:
+            self.count += 1
+            message.metadata.__dict__["_message_id"] = f"m{self.count}"
+            self.pushed.append(message)
+            identities.append(f"m{self.count}")
+            node = self.nodes[message.metadata.dst_node_id]
+            hello = message.metadata.message_type == "query.hello"
+            if node.silent and not hello:
+                continue
+            try:
+                reply = node.app(message, node.context)
+            except Exception as error:
+                reply = Message(Error(1, f"{error}"), reply_to=message)
+            if not (node.lost and not hello):
+                self.replies[f"m{self.count}"] = (self.clock() + node.delay, reply)
+        return identities
+
+    def pull_messages(self, identities: Iterable[str]) -> Iterable[Message]:
+        due = [i for i in identities if i in self.replies and self.replies[i][0] <= self.clock()]
+        self.random.shuffle(due)
+        return [self.replies.pop(i)[1] for i in due]
+
+
+def deploy(toy: Toy, clients: int = 5, patience: Patience | None = None) -> tuple[FlowerEngine, FakeGrid]:
+    clock = Clock()
+    grid = FakeGrid({100 + 7 * k % 31: FakeNode(Toy(toy.algorithm), k) for k in range(clients)}, clock)
+    engine = FlowerEngine(FlowerTransport(grid), clients, patience or Patience(), clock, clock.sleep)  # type: ignore[arg-type]
+    engine.gather()
+    engine.open("toy", {"head": torch.zeros(2)})
+    toy.engine = engine  # type: ignore[assignment]
+    return engine, grid
+
+
+class Without(InProcess):
+    """The reference engine with some clients that never answer, and remember nothing of being asked."""
+
+    def __init__(self, toy: Toy, missing: Callable[[int, int], bool]) -> None:
+        super().__init__(toy.algorithm, toy.context)
+        self.missing = missing
+
+    def exchange(self, orders: Sequence[Order]) -> Any:
+        return super().exchange([o for o in orders if not self.missing(o.round, o.client)])
+
+
+def algorithm(name: str) -> Any:
+    return {"fedavg": zoo.fedavg, "scaffold": zoo.scaffold}[name](local=LOCAL)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_agrees_with_the_reference_whatever_arrives_first(name: str) -> None:
+    here = Toy(algorithm(name)).run(4)
+    there = Toy(algorithm(name))
+    _, grid = deploy(there)
+    for node in grid.nodes.values():
+        node.delay = grid.random.random()
+    there.run(4)
+    assert torch.equal(here.vector, there.state.vector)
+    assert all(torch.equal(here.rule[key], there.state.rule[key]) for key in here.rule)
+
+
+def in_client_order(engine: FlowerEngine, toy: Toy) -> bool:
+    orders = [Order("toy", 0, k, "train", toy.space.digest, toy.state.vector, {}, {"lr": 0.1}) for k in range(5)]
+    arrivals = [a[0] if isinstance(a, tuple) else a.client for a in engine.exchange(orders)]
+    return arrivals == sorted(arrivals)
+
+
+def test_arrivals_are_in_client_order_and_a_broken_engine_is_noticed() -> None:
+    class ByArrival(FlowerEngine):
+        def _read(self, message: Message, letter: Any) -> Any:
+            arrival = super()._read(message, letter)
+            self.seen = [*getattr(self, "seen", []), arrival]
+            return arrival
+
+        def exchange(self, orders: Sequence[Order]) -> Any:
+            self.seen: list[Any] = []
+            super().exchange(orders)
+            return self.seen
+
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy)
+    assert in_client_order(engine, toy)
+    broken = ByArrival(FlowerTransport(grid), 5, Patience(), grid.clock, grid.clock.sleep)  # type: ignore[arg-type]
+    broken.gather()
+    broken.open("toy", {"head": torch.zeros(2)})
+    assert not in_client_order(broken, toy)
+
+
+def test_a_second_node_of_a_client_is_refused_by_name_until_the_first_is_gone() -> None:
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy)
+    first = engine.registry.nodes[2]
+    grid.nodes[999] = FakeNode(Toy(toy.algorithm), 2)
+    engine.registry.refresh()
+    engine.registry.refresh()
+    assert engine.registry.nodes[2] == first and "client 2 is served by node" in engine.registry.refused[999]
+    del grid.nodes[first]
+    engine.registry.refresh()
+    engine.registry.refresh()
+    assert engine.registry.nodes[2] == 999
+
+    class Careless(Registry):
+        def _enter(self, node: int, client: int, facts: Any, error: str) -> None:
+            self.nodes[client] = node
+
+    careless = Careless(engine.transport, 5)
+    grid.nodes[1000] = FakeNode(Toy(toy.algorithm), 2)
+    careless.refresh()
+    assert len(careless.nodes) == 5 and not careless.refused, "a stranger took a client's place"
+
+
+def test_a_client_number_that_is_not_there_is_refused() -> None:
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy)
+    grid.nodes[55] = FakeNode(Toy(toy.algorithm), 9)
+    engine.registry.refresh()
+    engine.registry.refresh()
+    assert "clients 0 to 4" in engine.registry.refused[55]
+
+
+def test_an_error_on_a_node_is_a_named_drop_with_its_sentence() -> None:
+    toy = Toy(algorithm("fedavg"), per_round=5)
+    engine, grid = deploy(toy)
+    bad = grid.nodes[engine.registry.nodes[1]]
+    bad.spoil = lambda answer: Answer(error="its data is gone") if answer.reply else answer
+    crash = grid.nodes[engine.registry.nodes[3]]
+
+    def fail(answer: Answer) -> Answer:
+        raise RuntimeError("no memory")
+
+    crash.spoil = fail
+    toy.run(2)
+    rejections = {o.client: o.reason for o in toy.summary.rejections}
+    assert rejections[1] == "its data is gone" and "no memory" in rejections[3]
+    reference = Toy(algorithm("fedavg"), per_round=5)
+    reference.engine = Without(reference, lambda round, client: client in (1, 3))
+    assert torch.equal(reference.run(2).vector, toy.state.vector)
+
+
+@pytest.mark.parametrize("how", ["silent", "lost", "late"])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_thirty_percent_silent_nodes_end_the_round_at_its_deadline(name: str, how: str) -> None:
+    """Ten clients, three of them silent in turn: the result is the one over the responders, memories included."""
+    toy = Toy(algorithm(name), clients=10, per_round=10)
+    engine, grid = deploy(toy, 10, Patience(deadline=30.0))
+
+    def missing(round: int, client: int) -> bool:
+        return (client + round) % 10 < 3
+
+    for round in range(4):
+        for client, node in engine.registry.nodes.items():
+            away = missing(round, client)
+            grid.nodes[node].silent = away and how == "silent"
+            grid.nodes[node].lost = away and how == "lost"
+            grid.nodes[node].delay = 31.0 if away and how == "late" else 0.5
+        began = grid.clock()
+        toy.run(1)
+        assert 30 <= grid.clock() - began < 31
+        assert {o.client for o in toy.summary.rejections} == {k for k in range(10) if missing(round, k)}
+        assert all("30 s" in o.reason for o in toy.summary.rejections)
+    reference = Toy(algorithm(name), clients=10, per_round=10)
+    reference.engine = Without(reference, missing)
+    assert torch.equal(reference.run(4).vector, toy.state.vector)
+
+
+def test_a_memory_that_is_not_rolled_back_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that goes on from its newest memory, though that answer never arrived, ends in another model."""
+    module = sys.modules[__name__]
+
+    def newest(slots: Any, step: int, client: int) -> Any:
+        found = [unpack(Order, slots[slot]) for slot in slots]
+        best = max(found, key=lambda kept: kept.round, default=None)
+        return (best.auxiliary if best else {}), "a"
+
+    monkeypatch.setattr(module, "recall", newest)
+    toy = Toy(algorithm("scaffold"), clients=3, per_round=3)
+    engine, grid = deploy(toy, 3, Patience(deadline=10.0))
+    grid.nodes[engine.registry.nodes[0]].lost = True
+    toy.run(1)
+    grid.nodes[engine.registry.nodes[0]].lost = False
+    toy.run(2)
+    reference = Toy(algorithm("scaffold"), clients=3, per_round=3)
+    reference.engine = Without(reference, lambda round, client: round == 0 and client == 0)
+    assert not torch.equal(reference.run(3).vector, toy.state.vector)
+
+
+def test_oversized_and_malformed_replies_are_dropped_before_they_are_parsed() -> None:
+    toy = Toy(algorithm("fedavg"), per_round=5)
+    engine, grid = deploy(toy)
+    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, reply=b"\x00" * 10_000_000) if a.reply else a
+    grid.nodes[engine.registry.nodes[4]].spoil = lambda a: replace(a, reply=b"nonsense") if a.reply else a
+    toy.run(1)
+    reasons = {o.client: o.reason for o in toy.summary.rejections}
+    assert "over the limit" in reasons[0] and "shorter than it says" in reasons[4]
+    engine.limit = 1000
+    order = Order("toy", 1, 0, "evaluate", toy.space.digest, toy.state.vector, {}, {"lr": 0.1})
+    assert "over the limit" in engine.exchange([order])[0][1]  # type: ignore[index,operator]
+
+
+def test_an_answer_to_another_order_or_with_another_step_is_refused() -> None:
+    toy = Toy(algorithm("scaffold"), per_round=5)
+    engine, grid = deploy(toy)
+    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, step=7) if a.reply else a
+    stranger = pack(Reply("other", 0, 2))
+    grid.nodes[engine.registry.nodes[2]].spoil = lambda a: replace(a, reply=stranger) if a.reply else a
+    toy.run(1)
+    reasons = {o.client: o.reason for o in toy.summary.rejections}
+    assert "step 7" in reasons[0] and 2 in reasons
+
+
+def test_a_node_that_leaves_and_one_that_joins_late() -> None:
+    toy = Toy(algorithm("fedavg"), per_round=5)
+    engine, grid = deploy(toy)
+    node = engine.registry.nodes[1]
+    gone = grid.nodes.pop(node)
+    toy.run(1)
+    assert {o.client: o.reason for o in toy.summary.rejections} == {1: "no node serves it at present"}
+    gone.forget()
+    grid.nodes[777] = gone
+    toy.run(1)
+    toy.run(1)
+    assert engine.registry.nodes[1] == 777 and not toy.summary.rejections
+
+
+def test_a_node_that_lost_the_edit_space_is_told_again_at_once_and_only_then() -> None:
+    toy = Toy(algorithm("fedavg"), per_round=5)
+    engine, grid = deploy(toy)
+
+    def told() -> int:
+        found = sum("opened" in m.content for m in grid.pushed if m.metadata.message_type == "train.order")
+        grid.pushed.clear()
+        return found
+
+    toy.run(1)
+    assert told() == 5
+    toy.run(1)
+    assert told() == 0
+    grid.nodes[engine.registry.nodes[3]].digest = ""
+    toy.run(1)
+    assert told() == 1 and not toy.summary.rejections
+
+
+def test_the_engine_counts_what_it_sends_and_receives() -> None:
+    toy = Toy(algorithm("fedavg"), per_round=5)
+    engine, grid = deploy(toy)
+    toy.run(2)
+    sent = [m for m in grid.pushed if m.metadata.message_type == "train.order"]
+    sizes = [len(record["bytes"].data) for m in sent for name, record in m.content.items() if name != "words"]
+    assert len(sent) == 10 and len(sizes) == 15 and engine.sent == sum(sizes)  # five orders carried the opening too
+    before = engine.sent, engine.received
+    toy.run(1)
+    down, up = toy.summary.record["bytes_down"], toy.summary.record["bytes_up"]
+    assert (engine.sent - before[0], engine.received - before[1]) == (down, up)
+
+
+def test_a_client_whose_memory_is_lost_is_refused_by_name() -> None:
+    toy = Toy(algorithm("scaffold"), per_round=5)
+    engine, grid = deploy(toy)
+    toy.run(1)
+    grid.nodes[engine.registry.nodes[3]].forget()
+    toy.run(1)
+    assert "holds step 0 of its memory and the server goes on from step 1" in toy.summary.rejections[0].reason
+
+
+def test_a_resumed_server_goes_on_from_the_step_it_saved() -> None:
+    """The server dies after a round that its checkpoint does not know; resumed, it ends in the same bytes."""
+    whole = Toy(algorithm("scaffold")).run(4)
+    toy = Toy(algorithm("scaffold"))
+    engine, grid = deploy(toy)
+    toy.run(2)
+    saved, steps = toy.state, dict(engine.memory)
+    toy.run(1)  # the checkpoint of this round is lost
+    again = FlowerEngine(FlowerTransport(grid), 5, Patience(), grid.clock, grid.clock.sleep)  # type: ignore[arg-type]
+    again.gather()
+    again.open("toy", {"head": torch.zeros(2)})
+    again.memory = steps
+    toy.engine, toy.state = again, saved  # type: ignore[assignment]
+    toy.run(2)
+    assert torch.equal(whole.vector, toy.state.vector)
+
+
+def test_orders_of_equal_content_share_one_array() -> None:
+    toy = Toy(algorithm("fedavg"), per_round=5)
+    _, grid = deploy(toy)
+    grid.pushed.clear()
+    toy.run(1)
+    arrays = {id(message.content["order"]) for message in grid.pushed}
+    assert len(grid.pushed) == 5 and len(arrays) == 1
+
+
+def test_before_round_zero_everyone_is_needed() -> None:
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy, patience=Patience(deadline=5.0))
+    grid.nodes[engine.registry.nodes[3]].silent = True
+    with pytest.raises(FedgraftError, match="client 3 did not do its part"):
+        engine.exchange([Order("toy", -1, k, "statistics") for k in range(5)])
+
+
+def test_too_few_nodes_at_the_start_is_one_sentence() -> None:
+    toy = Toy(algorithm("fedavg"))
+    clock = Clock()
+    grid = FakeGrid({1: FakeNode(toy, 0)}, clock)
+    transport = FlowerTransport(grid)  # type: ignore[arg-type]
+    engine = FlowerEngine(transport, 3, Patience(wait=20, least=2), clock, clock.sleep)
+    with pytest.raises(FedgraftError, match="after 20 s only 1 of 3 clients have a node and at least 2"):
+        engine.gather()
+    FlowerEngine(transport, 3, Patience(wait=20, least=1), clock, clock.sleep).gather()
+
+
+def test_a_nodes_words_are_read_as_hostile() -> None:
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy)
+    attacker = FakeNode(toy, 0)
+    attacker.spoil = lambda a: Answer(facts={"client": "0", "examples": 1.5}) if not a.reply else a
+    grid.nodes[31] = attacker
+    engine.registry.refresh()
+    engine.registry.refresh()
+    assert 31 in engine.registry.refused
+
+
+def test_memory_slots_keep_the_present_and_the_one_before() -> None:
+    slots = StateSlots(Context(1, 1, {}, RecordDict(), {}))
+    assert recall(slots, 0, 1) == ({}, "a")
+    for step in (1, 2, 3):
+        _, slot = recall(slots, step - 1, 1)
+        slots[slot] = pack(Order("r", step, 1, "memory", auxiliary={"x": torch.tensor([step])}))
+    assert int(recall(slots, 3, 1)[0]["x"]) == 3 and int(recall(slots, 2, 1)[0]["x"]) == 2
+    with pytest.raises(FedgraftError, match="holds step 3 of its memory and the server goes on from step 1"):
+        recall(slots, 1, 1)
+
+
+def pretend_ray(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """Let Ray look installed, or not."""
+    real = importlib.util.find_spec
+    found = object() if there else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: found if name == "ray" else real(name, *more))
+
+
+class AppNode:
+    """A node of a simulation: the app it was given, and a state of its own."""
+
+    silent = lost = False
+    delay = 0.0
+
+    def __init__(self, app: Any, client: int) -> None:
+        self.app = app
+        self.context = Context(1, 1, {"partition-id": client}, RecordDict(), {})
+
+
+def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is played by a grid in this process; SCAFFOLD's memories lie in the nodes' Flower state."""
+    from fedgraft.config.load import load
+    from fedgraft.deploy import flower_apps
+    from fedgraft.engines.flower import wire as flower_wire
+    from fedgraft.runs.checkpoint import load_latest
+    from fedgraft.runs.run import run
+
+    def play(server: Any, client: Any, nodes: int) -> None:
+        grid = FakeGrid({10 + k: AppNode(client, k) for k in range(nodes)}, Clock())  # type: ignore[misc]
+        server(grid, Context(1, 0, {}, RecordDict(), {}))
+
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(flower_wire, "simulate", play)
+    pretend_ray(monkeypatch, True)
+    overrides = [
+        "model.name=tiny", "data.limit=60", "partition.clients=2", "rounds.total=2", "rounds.fraction=1.0",
+        "local.steps=1", "local.momentum=0", "algorithm.name=scaffold", "model.head=random", "trainable.kind=everything",
+        "rounds.evaluate_every=0",
+    ]  # fmt: skip
+    flower_apps.simulate(load(None, [*overrides, "engine=flower-sim"]), tmp_path / "there")
+    run(load(None, [*overrides, "engine=reference", "workers=1"]), tmp_path / "here", console=False)
+    found = [load_latest(tmp_path / where / "checkpoints").tensors for where in ("here", "there")]  # type: ignore[union-attr]
+    assert torch.equal(found[0]["vector"], found[1]["vector"])
+    assert torch.equal(found[0]["rule/control"], found[1]["rule/control"])
+
+
+def test_a_simulation_that_breaks_down_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedgraft.config.load import load
+    from fedgraft.deploy import flower_apps
+    from fedgraft.engines.flower import wire as flower_wire
+
+    def broken(*overrides: Any) -> None:
+        try:
+            raise ValueError("the node timed out\n during startup")
+        except ValueError as error:
+            raise RuntimeError("Simulation crashed.") from error
+
+    pretend_ray(monkeypatch, True)
+    monkeypatch.setattr(flower_wire, "simulate", broken)
+    with pytest.raises(FedgraftError, match=r"broke down: the node timed out during startup$"):
+        flower_apps.simulate(load(None, ["engine=flower-sim", "model.name=tiny"]), tmp_path / "run")
+
+
+def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedgraft.config.load import load
+    from fedgraft.deploy import flower_apps
+
+    pretend_ray(monkeypatch, False)
+    with pytest.raises(FedgraftError, match=r"pip install 'fedgraft\[simulation\]'"):
+        flower_apps.simulate(load(None, ["engine=flower-sim"]), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["clear", "secure"])
+def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: Any) -> None:
+    from fedgraft.algorithm import Protection
+    from fedgraft.secure_round import Sums
+
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy)
+    spoilt = {1: b"nonsense", 3: pack(Reply("toy", -1, 3, sums={"gram": torch.ones(2)})), 4: bytes(10_000_000)}
+    for client, data in spoilt.items() if kind == "clear" else [(1, b"nonsense")]:
+        grid.nodes[engine.registry.nodes[client]].spoil = lambda a, data=data: replace(a, reply=data) if a.reply else a  # type: ignore[misc]
+    sums = Sums(engine.exchange, "toy", range(5), toy.network, Protection(kind))
+    found = sums.ask("statistics")
+    benign = Sums(InProcess(toy.algorithm, toy.context).exchange, "toy", [0, 2], toy.network, Protection())
+    assert set(sums.lost) == (set(spoilt) if kind == "clear" else {1})
+    if kind == "clear":
+        assert torch.equal(found["gram"], benign.ask("statistics")["gram"])
+
+
+def test_answers_of_a_secure_sum_are_measured_by_its_plan_and_not_by_the_engine() -> None:
+    toy = Toy(algorithm("fedavg"))
+    engine, grid = deploy(toy)
+    engine.limit = 10
+    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, reply=b"x" * 50) if a.reply else a
+    grid.nodes[engine.registry.nodes[1]].spoil = lambda a: replace(a, reply=b"x" * 50) if a.reply else a
+    orders = [Order("toy", 0, 0, "train"), Order("toy", 0, 1, "train")]
+    orders = [replace(o, space=toy.space.digest, vector=toy.state.vector, settings={"lr": 0.1}) for o in orders]
+    assert engine.exchange(orders) == [(0, b"x" * 50), (1, b"x" * 50)]
+    from fedgraft.engines.flower.server import _screened_later
+
+    assert _screened_later("secure.masked") and not _screened_later("evaluate")

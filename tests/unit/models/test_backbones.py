@@ -1,0 +1,385 @@
+"""Networks by name: seeds, sizes, folders, the Hub's cache, and what is said when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fedgraft.edit.space import select
+from fedgraft.errors import FedgraftError
+from fedgraft.models.backbones import NANO, at_size, interpolate_positions, load_network
+from fedgraft.models.identity import digest
+from fedgraft.models.network import IMAGENET_MEAN, VisionNetwork
+from fedgraft.models.quiet import quiet
+from fedgraft.randomness import torch_stream
+
+torch.set_num_threads(1)
+SHARED = Path(__file__).parents[4] / "shared"
+
+
+def train_images(size: int, count: int = 2) -> Tensor:
+    return torch.randn(count, 3, size, size, generator=torch_stream(0, "pixels"))
+
+
+def trunk_size(net: VisionNetwork) -> int:
+    return sum(net.get_parameter(name).numel() for name in net.body_names())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny ViT as save_pretrained writes it, pooler included, in half precision."""
+    import transformers as t
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    with quiet():
+        model = t.ViTModel(t.ViTConfig(image_size=16, patch_size=8, hidden_dropout_prob=0.1, **sizes))
+        model.half().save_pretrained(tmp_path / "vit")
+    return tmp_path / "vit"
+
+
+def test_nano_is_embedded_and_float32() -> None:
+    net = load_network("nano", 100)
+    assert (net.depth, net.width, net.image_size, trunk_size(net)) == (6, 192, 32, 2_710_080)
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file(NANO / "model.safetensors").values()} == {torch.float16}
+    assert net(train_images(32)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "width", "size", "count"),
+    [
+        ("tiny", 2, 32, 16, 31_840),
+        ("vit-s16", 12, 384, 224, 21_665_664),
+        ("resnet18", 4, 512, 32, 11_168_832),
+        ("resnet18:norm=group", 4, 512, 32, 11_168_832),
+        ("resnet18:width=16", 4, 128, 32, 700_176),
+        ("vit:width=24,depth=1,heads=3,patch=4,size=12", 1, 24, 12, None),
+    ],
+)
+def test_drawn_networks_have_their_shapes(name: str, depth: int, width: int, size: int, count: int | None) -> None:
+    net = load_network(name, 10)
+    assert (net.depth, net.width, net.image_size) == (depth, width, size)
+    assert count is None or trunk_size(net) == count
+
+
+def test_resnet_stem_keeps_small_images() -> None:
+    net = load_network("resnet18:width=8", 10)
+    assert net.features(train_images(32), 0, 1).shape == (2, 8, 32, 32)  # stem and stage 1 do not shrink
+    assert net.features(train_images(32), 0, 3).shape == (2, 32, 8, 8)
+    assert any("running_mean" in name for name, _ in net.named_buffers())
+    assert len(select(net, lambda name: name.startswith("backbone.")).buffers) == 2 * 20
+    group = load_network("resnet18:width=8,norm=group", 10)
+    assert not list(group.named_buffers())
+    assert torch.allclose(group(train_images(32))[0], group(train_images(32)[:1])[0], atol=1e-5)
+
+
+def test_group_norm_does_not_look_at_the_batch() -> None:
+    group, batch = (load_network(f"resnet18:width=8,norm={norm}", 10).train() for norm in ("group", "batch"))
+    assert torch.allclose(group(train_images(32))[0], group(train_images(32)[:1])[0], atol=1e-4)
+    assert not torch.allclose(batch(train_images(32))[0], batch(train_images(32)[:1])[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nano", "tiny", "resnet18:width=8"])
+def test_same_seed_same_bytes_and_nothing_else_disturbed(name: str) -> None:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    one, same, other = (load_network(name, 10, seed=seed) for seed in (1, 1, 2))
+    torch.testing.assert_close(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    assert digest(one) == digest(same) != digest(other)
+    assert not torch.equal(one.head.weight, other.head.weight)
+    trunks_differ = digest(one, one.depth) != digest(other, other.depth)
+    assert trunks_differ == (name != "nano")  # a pretrained trunk does not depend on the seed
+
+
+def test_the_shared_generator_does_not_matter() -> None:
+    torch.manual_seed(5)
+    first = digest(load_network("tiny", 3))
+    torch.manual_seed(6)
+    assert digest(load_network("tiny", 3)) == first
+
+
+def test_digest_sees_what_lies_before_an_entry_and_only_that() -> None:
+    net = load_network("tiny", 3)
+    entries = [0, 1, 2, None]
+    before = [digest(net, entry) for entry in entries]
+    assert len(set(before)) == 4
+    updates = {
+        "backbone.embeddings.cls_token": [False, True, True, True],
+        "backbone.layers.0.mlp.fc1.bias": [False, True, True, True],
+        "backbone.layers.1.mlp.fc1.bias": [False, False, True, True],
+        "backbone.layernorm.bias": [False, False, True, True],
+        "head.bias": [False, False, False, True],
+    }
+    for name, expected in updates.items():
+        changed = load_network("tiny", 3)
+        with torch.no_grad():
+            changed.get_parameter(name).view(-1)[0].add_(1e-3)
+        assert [digest(changed, entry) != old for entry, old in zip(entries, before, strict=True)] == expected, name
+
+
+def test_digest_sees_settings_and_statistics() -> None:
+    one, two = (load_network(f"vit:width=16,heads={heads},depth=1", 3) for heads in (1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert digest(one) != digest(two)
+    net = load_network("resnet18:width=8", 3)
+    before = digest(net, 1)
+    net.train()(train_images(32))
+    assert digest(net, 1) != before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [16, 32, 48, 64])
+def test_positions_are_interpolated_like_transformers_does(size: int) -> None:
+    base, resized = load_network("nano", 10), load_network("nano", 10, image_size=size)
+    expected = base.backbone(train_images(size), interpolate_pos_encoding=True).last_hidden_state[:, 0]
+    torch.testing.assert_close(resized.features(train_images(size)), expected, rtol=0, atol=1e-4)
+    assert resized.get_parameter("backbone.embeddings.position_embeddings").shape[1] == (size // 8) ** 2 + 1
+    assert resized.config.image_size == resized.image_size == size
+    assert base.config.image_size == 32
+    if size == 32:
+        assert digest(resized) == digest(base)
+
+
+def test_interpolation_keeps_leading_tokens_and_flat_fields() -> None:
+    stream = torch_stream(0, "positions")
+    lead, flat = torch.randn(1, 2, 4, generator=stream), torch.randn(1, 1, 4, generator=stream).expand(1, 9, 4)
+    grown = interpolate_positions(torch.cat([lead, flat], 1), 2, 5)
+    assert grown.shape == (1, 27, 4)
+    assert torch.equal(grown[:, :2], lead)
+    torch.testing.assert_close(grown[:, 2:], flat[:, :1].expand(1, 25, 4))
+    with pytest.raises(FedgraftError, match="10 patches are not a square grid"):
+        interpolate_positions(torch.zeros(1, 11, 4), 1, 4)
+
+
+@pytest.mark.parametrize("kind", ["DeiT", "Dinov2", "Dinov2WithRegisters"])
+@torch.no_grad()
+def test_other_families_load_and_resize(kind: str, tmp_path: Path) -> None:
+    import transformers as t
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 24,
+        "patch_size": 8,
+    }
+    with quiet():
+        model = getattr(t, f"{kind}Model")(getattr(t, f"{kind}Config")(**sizes)).eval()
+        model.save_pretrained(tmp_path / kind)
+    net, resized = (load_network(tmp_path / kind, 3, image_size=size) for size in (None, 40))
+    torch.testing.assert_close(
+        net.features(train_images(24)), model(train_images(24)).last_hidden_state[:, 0], rtol=0, atol=1e-5
+    )
+    # DINOv2's models interpolate by themselves, DeiT on request.
+    extra = {"interpolate_pos_encoding": True} if kind == "DeiT" else {}
+    expected = model(train_images(40), **extra).last_hidden_state[:, 0]
+    torch.testing.assert_close(resized.features(train_images(40)), expected, rtol=0, atol=1e-5)
+    assert not [name for name in net.body_names() if "mask_token" in name or "pooler" in name]
+
+
+def test_a_trunk_of_another_make_loads(tmp_path: Path) -> None:
+    import transformers as t
+
+    config = t.SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4)
+    with quiet():
+        t.SwinModel(config).save_pretrained(tmp_path / "swin")
+    net = load_network(tmp_path / "swin", 3)
+    assert (net.depth, net.width, net.image_size) == (1, 16, 32)
+    with pytest.raises(FedgraftError, match="'swin' trunk keeps its image size of 32"):
+        load_network(tmp_path / "swin", 3, image_size=64)
+
+
+def test_a_folder_loads_as_float32_without_pooler_and_dropout(folder: Path) -> None:
+    net = load_network(folder, 3)
+    stored = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
+    assert trunk_size(net) == sum(t.numel() for name, t in stored.items() if not name.startswith("pooler"))
+    net.train()
+    assert torch.equal(net(train_images(16)), net(train_images(16)))
+    assert net.config._attn_implementation == "eager"
+
+
+def test_a_loaded_network_does_not_hang_on_its_file(tmp_path: Path) -> None:
+    import transformers as t
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    with quiet():
+        t.ViTForImageClassification(t.ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(tmp_path)
+    net, path = load_network(tmp_path, None), tmp_path / "model.safetensors"
+    before, length = digest(net), path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(b"\0" * length)
+    assert digest(net) == before
+
+
+def test_normalisation_comes_from_the_folder(folder: Path) -> None:
+    assert load_network(folder, 3).mean == IMAGENET_MEAN
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.25]}))
+    assert load_network(folder, 3).std == (0.5, 0.5, 0.25)
+    path.write_text(json.dumps({"image_mean": [0.5], "image_std": [0.5, 0.5, 0.5]}))
+    with pytest.raises(FedgraftError, match="three numbers for image_mean"):
+        load_network(folder, 3)
+
+
+def test_importing_is_light() -> None:
+    code = "import sys, fedgraft.models.backbones, fedgraft.models.export; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_loading_says_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_network(folder, 3)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "size", "sentence"),
+    [
+        ("nano", 0, None, "0 classes cannot be built"),
+        ("nano", 10, 30, "image_size 30 is not a multiple of this network's patch of 8"),
+        ("nano", 10, 0, "image_size is 0; give a number of pixels"),
+        ("resnet18:width=8", 10, -4, "image_size is -4; give a number of pixels"),
+        ("nano", None, None, "no stored head"),
+        ("tiny", None, None, "no stored head"),
+        ("resnet19", 10, None, "there is no network 'resnet19'"),
+        ("./nowhere", 10, None, r"there is no network './nowhere'"),
+        ("resnet18:height=3", 10, None, "no option 'height'; it has: width, norm"),
+        ("resnet18:norm=layer", 10, None, "is 'layer'; give batch or group"),
+        ("vit:width=many", 10, None, "is 'many'; give a whole number"),
+        ("vit:width=30,heads=4", 10, None, "does not divide evenly"),
+        ("vit:size=30", 10, None, "does not divide evenly"),
+    ],
+)
+def test_wrong_requests_get_a_sentence(name: str, classes: int | None, size: int | None, sentence: str) -> None:
+    with pytest.raises(FedgraftError, match=sentence):
+        load_network(name, classes, image_size=size)
+
+
+def test_broken_folders_get_a_sentence(folder: Path, tmp_path: Path) -> None:
+    def refused(sentence: str) -> None:
+        with pytest.raises(FedgraftError, match=sentence) as caught:
+            load_network(folder, 3)
+        assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    good, tensors = config.read_text(), {name: tensor.clone() for name, tensor in load_file(weights).items()}
+    for text, sentence in (
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"model_type": "unheard"}', "not a configuration transformers can read"),
+        (good.replace('"num_channels": 3', '"num_channels": 1'), "reads 1 channels"),
+        (good.replace('"hidden_size": 16', '"hidden_size": 8'), "cannot be loaded"),
+        (good.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'), "lack 16 of the network's tensors"),
+    ):
+        config.write_text(text)
+        refused(sentence)
+    config.write_text(good)
+    weights.write_bytes(weights.read_bytes()[:2000])
+    refused("cannot be loaded")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    load_network(folder, 3)
+    weights.rename(folder / "pytorch_model.bin")
+    refused(r"pickled weights \(.bin\)")
+    (folder / "pytorch_model.bin").unlink()
+    refused("no model.safetensors")
+    config.unlink()
+    refused("no config.json")
+
+
+def test_a_text_model_is_no_backbone(tmp_path: Path) -> None:
+    import transformers as t
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 16}
+    with quiet():
+        t.BertModel(t.BertConfig(**sizes)).save_pretrained(tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(FedgraftError, match="'bert' model does not turn an image into one vector"):
+        load_network(tmp_path, 3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_a_folder_never_runs(known: bool, folder: Path) -> None:
+    """A folder may name Python files as its model; with a known type they are passed over, else it is refused."""
+    mark = folder.parent / "ran"
+    (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+    config["model_type"] = "vit" if known else "evil"
+    (folder / "config.json").write_text(json.dumps(config))
+    if known:
+        assert load_network(folder, 3).depth == 2
+    else:
+        with pytest.raises(FedgraftError, match="not a configuration transformers can read"):
+            load_network(folder, 3)
+    assert not mark.exists()
+
+
+def test_non_square_networks_are_refused(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"image_size": 16', '"image_size": [16, 32]'))
+    with pytest.raises(FedgraftError, match="only square ones"):
+        load_network(folder, 3)
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without network and with an empty Hub cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_hub_out_of_reach_gets_a_sentence(offline: Path) -> None:
+    with pytest.raises(FedgraftError, match="'facebook/dino-vits16' is neither a folder here nor in the Hub") as caught:
+        load_network("facebook/dino-vits16", 100)
+    assert str(offline) in str(caught.value)
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_a_hub_name_is_read_from_the_cache(offline: Path, folder: Path) -> None:
+    repository, commit = offline / "models--owner--vit", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots").mkdir()
+    folder.rename(repository / "snapshots" / commit)
+    assert trunk_size(load_network("owner/vit", 3)) > 0
+    assert digest(load_network("owner/vit", 3)) == digest(load_network(f"owner/vit@{commit}", 3))
+    (repository / "snapshots" / commit / "model.safetensors").unlink()
+    with pytest.raises(FedgraftError, match="'owner/vit' has no safetensors weights"):
+        load_network("owner/vit", 3)
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not (SHARED / "weights").is_dir(), reason="the real weights are not beside the project")
+def test_a_real_pretrained_resnet() -> None:
+    net = load_network(SHARED / "weights" / "resnet50-imagenet", 10, image_size=64)
+    assert (net.depth, net.width, trunk_size(net)) == (4, 2048, 23_508_032)
+    with torch.no_grad():
+        assert torch.equal(net(net.features(train_images(64), 0, 3), 3), net(train_images(64)))
+    head = load_network(SHARED / "weights" / "resnet50-imagenet", None).head
+    assert head.weight.shape == (1000, 2048)
+    resized: Any = at_size(net.backbone, 96)
+    assert resized.config.image_size == 96

@@ -1,0 +1,104 @@
+"""The pages in a real Chromium: a run, a comparison and a reproduction, wide and on a phone, dark and light."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reproduction.page import write
+from reproduction.preset import parse
+from reproduction.reproduce import Work, reproduce
+from tests.reproduction.test_reproduce import PRESET
+
+from fedgraft.config.load import validate
+from fedgraft.report.compare import compare_runs
+from fedgraft.runs.run import run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)"),
+]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One page of each kind, from real runs."""
+    root = tmp_path_factory.mktemp("pages")
+    table = {
+        "data": {"source": "digits", "limit": 300, "image_size": 16, "validation": 0.3}, "model": {"name": "tiny"},
+        "rounds": {"total": 3, "evaluate_every": 1},
+    }  # fmt: skip
+    for seed in (0, 1):
+        run(validate({**table, "seed": seed}), root / f"run-{seed}", console=False)
+    compare_runs([root / "run-0", root / "run-1"], root / "both")
+    work = Work("a", parse(PRESET, "a"), "tiny", (1, 2), root / "runs", 0, report=lambda text: None)
+    write(reproduce(work), root / "out")
+    return {
+        "run": root / "run-0" / "report.html",
+        "comparison": root / "both" / "comparison.html",
+        "reproduction": root / "out" / "a" / "report.html",
+    }
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium, found by its path."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def complaints(page: Any) -> list[str]:
+    """Everything the page says or asks for, from now on."""
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: said.extend({request.url} if request.url.startswith("http") else ()))
+    return said
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("kind", ["run", "comparison", "reproduction"])
+def test_a_page_renders_and_answers(
+    pages: dict[str, Path], browser: Any, kind: str, width: int, scheme: Any
+) -> None:  # fmt: skip
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    said = complaints(page)
+    page.goto(pages[kind].as_uri())
+    chart = page.locator(".chart").first
+    lines = chart.locator("polyline").count()
+    assert lines >= 1 and page.locator("h1").is_visible() and page.locator("table").count() >= 1
+    chart.locator("svg").hover()
+    assert chart.locator(".tip").is_visible()
+    key = chart.locator(".keys button").first
+    key.click()
+    assert key.get_attribute("aria-pressed") == "false"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    after = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert before != after
+    assert all(page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth > 0)"))
+    with page.expect_download() as wait:
+        page.click("a.button[download]")
+    assert Path(wait.value.path()).read_text().count("\n") >= 2
+    page.close()
+    assert said == []
+
+
+def test_the_check_sees_errors_and_requests(tmp_path: Path, browser: Any) -> None:
+    broken = tmp_path / "broken.html"
+    broken.write_text("<script>console.error('x'); fetch('http://127.0.0.1:9/').catch(() => 0); nothing()</script>")
+    page = browser.new_page()
+    said = complaints(page)
+    page.goto(broken.as_uri())
+    page.wait_for_timeout(300)
+    page.close()
+    assert {"x", "http://127.0.0.1:9/"} <= set(said) and any("nothing is not defined" in text for text in said)

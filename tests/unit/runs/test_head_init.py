@@ -1,0 +1,156 @@
+"""Step 0: the head from sums over clients equals the head from the pooled data.
+
+Features are float32 and depend in their last bits on how many rows a batch has, hence the tolerances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedgraft import zoo
+from fedgraft.runs.head_init import (
+    GRID,
+    Judgement,
+    ask,
+    features_of,
+    install,
+    probe_head,
+    ridge_head,
+    solve,
+    strongest,
+    tempered,
+)
+from fedgraft.secure_round import Sums
+from tests.support.toy import CLASSES, WIDTH, Toy
+
+ALL = torch.arange(120)
+CLIENTS = range(5)
+
+
+def sums(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
+    """What asks these clients of the toy for sums."""
+    return Sums(toy.engine.exchange, "toy", clients, toy.network, toy.algorithm.privacy)
+
+
+def setting() -> tuple[Toy, Tensor, Tensor, Judgement]:
+    """The toy, its clients' pooled features and labels, and a judge on other points."""
+    toy = Toy(zoo.fedavg())
+    rows = torch.cat([toy.context.rows(k) for k in CLIENTS])
+    features = features_of(toy.network, toy.examples, rows)
+    server_context = Judgement(features_of(toy.network, toy.tests, torch.arange(60)), toy.tests.labels)
+    return toy, features.double(), toy.examples.labels[rows], server_context
+
+
+def test_sums_over_clients_are_the_sums_over_the_pool() -> None:
+    toy, features, labels, _ = setting()
+    replies = ask(toy.engine, "toy", CLIENTS, "statistics")
+    z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
+    gram = torch.stack([r.sums["gram"] for r in replies]).sum(0)
+    cross = torch.stack([r.sums["cross"] for r in replies]).sum(0)
+    torch.testing.assert_close(gram, z.T @ z, rtol=1e-5, atol=1e-4)
+    one_hot = torch.nn.functional.one_hot(labels, CLASSES).double()
+    torch.testing.assert_close(cross, z.T @ one_hot, rtol=1e-5, atol=1e-4)
+    assert [r.client for r in replies] == list(CLIENTS)
+    assert all(set(r.sums) == {"gram", "cross"} and r.update is None and not r.evidence for r in replies)
+
+
+def test_the_ridge_head_is_scikit_learns_on_the_pool() -> None:
+    from sklearn.linear_model import Ridge
+
+    toy, features, labels, server_context = setting()
+    head, penalty = ridge_head(sums(toy), 0.01, server_context)
+    assert penalty == 0.01 and head.shape == (CLASSES, WIDTH + 1)
+    targets = torch.nn.functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
+    strength = 0.01 * float(features.square().sum(0).mean())
+    theirs = Ridge(alpha=strength, solver="cholesky").fit(features.numpy(), targets.numpy())
+    np.testing.assert_allclose(head[:, :-1].numpy(), theirs.coef_, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(head[:, -1].numpy(), theirs.intercept_, rtol=1e-4, atol=1e-6)
+
+
+def test_a_client_that_is_left_out_is_missed() -> None:
+    """The planted bug: sums of some clients give another head."""
+    toy, _, _, server_context = setting()
+    whole, _ = ridge_head(sums(toy), 0.01, server_context)
+    part, _ = ridge_head(sums(toy, range(4)), 0.01, server_context)
+    assert not torch.allclose(whole, part)
+
+
+def test_the_penalty_is_chosen_on_the_judges_points() -> None:
+    toy, _, _, server_context = setting()
+    head, penalty = ridge_head(sums(toy), None, server_context)
+    assert penalty in GRID
+    best = max(server_context([ridge_head(sums(toy), p, server_context)[0]])[0][0] for p in GRID)
+    assert server_context([head])[0][0] >= best - (best * (1 - best) / server_context.count) ** 0.5
+
+
+def test_among_equals_the_strongest_penalty_wins() -> None:
+    _, _, _, server_context = setting()
+    head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert strongest([(head, 0.1), (head, 1.0), (head, 0.01)], server_context)[1] == 1.0
+
+
+def test_a_class_nobody_holds_stays_at_rest() -> None:
+    """Its targets are the same everywhere, so only the bias speaks of it."""
+    z = torch.randn(50, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    z = torch.cat([z - z.mean(0), torch.ones(50, 1, dtype=torch.float64)], 1)
+    labels = torch.arange(50) % 2
+    cross = z.T @ torch.nn.functional.one_hot(labels, 3).double()
+    head = solve(z.T @ z, cross, 0.1)
+    assert head[2, :-1].abs().max() < 1e-12 and float(head[2, -1]) == pytest.approx(-1 / 3)
+
+
+def test_the_probe_head_is_logistic_regression_on_the_pool() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    toy, features, labels, _ = setting()
+    decay = 0.01
+    head = probe_head(sums(toy), 500, decay, damping=0.01)
+    mean, covariance = features.mean(0), torch.cov(features.T, correction=0)
+    # Features behind a layer norm have a direction without any variance; the damping keeps it from being blown up.
+    factor = torch.linalg.cholesky(covariance + 0.01 * covariance.diagonal().mean() * torch.eye(WIDTH).double())
+    white = torch.linalg.solve_triangular(factor, (features - mean).T, upper=False).T
+    z = torch.cat([white, torch.ones(len(white), 1, dtype=torch.float64)], 1)
+    theirs = LogisticRegression(C=1 / (decay * len(z)), fit_intercept=False, tol=1e-10, max_iter=5000)
+    theirs.fit(z.numpy(), labels.numpy())
+    ours = torch.cat([features, torch.ones(len(z), 1, dtype=torch.float64)], 1) @ head.T
+    np.testing.assert_allclose(ours.numpy(), z.numpy() @ theirs.coef_.T, rtol=1e-2, atol=5e-3)
+
+
+def test_the_summed_gradient_is_autograds() -> None:
+    toy, features, labels, _ = setting()
+    head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    replies = ask(toy.engine, "toy", CLIENTS, "head_gradient", head=head)
+    z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
+    leaf = head.clone().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(z @ leaf.T, labels, reduction="sum")
+    loss.backward()
+    torch.testing.assert_close(
+        torch.stack([r.sums["gradient"] for r in replies]).sum(0), leaf.grad, rtol=1e-5, atol=1e-5
+    )
+    assert sum(float(r.sums["loss"]) for r in replies) == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
+def test_tempering_scales_and_never_worsens_the_loss() -> None:
+    toy, _, _, server_context = setting()
+    head, _ = ridge_head(sums(toy), 0.01, server_context)
+    warm = tempered(head, server_context)
+    ratio = warm / head
+    assert torch.allclose(ratio, ratio[0, 0].expand_as(ratio)) and float(ratio[0, 0]) >= 1
+    (right, loss), (right_before, loss_before) = server_context([warm, head])
+    assert loss <= loss_before and right == right_before
+
+
+def test_the_installed_head_classifies_and_the_trunk_keeps_its_bits() -> None:
+    toy, _, _, server_context = setting()
+    backbone = {n: p.detach().clone() for n, p in toy.network.named_parameters() if not n.startswith("head")}
+    before = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
+    head, _ = ridge_head(sums(toy), None, server_context)
+    install(toy.network, head)
+    after = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
+    assert after == pytest.approx(server_context([head])[0][0], abs=1e-9) and after > before
+    assert all(torch.equal(p, backbone[n]) for n, p in toy.network.named_parameters() if n in backbone)

@@ -1,0 +1,170 @@
+"""The seven slots: what combinations are refused, with which sentence, and how one algorithm varies another."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fedgraft import zoo
+from fedgraft.algorithm import Algorithm, Answers, ClientState, Protection, Trainable, by_examples, uniform, vary
+from fedgraft.errors import FedgraftError
+from fedgraft.local.corrections import control_variates, dynamic, proximal
+from fedgraft.local.optimizers import adamw, sgdm
+from fedgraft.local.train import LocalRule
+from fedgraft.update.codecs import codec
+
+SECURE = Protection("secure")
+
+ILLEGAL: dict[str, tuple[Any, str]] = {
+    "secure sum with Krum": (
+        lambda: vary(zoo.fedavg(), aggregate=zoo.robust_aggregator("krum", 1), privacy=SECURE),
+        "secure sum shows the server only the sum, and krum needs each client's change",
+    ),
+    "secure sum with a mixture": (
+        lambda: vary(zoo.fedshibu(), privacy=SECURE),
+        "can solve the known mixing matrix",
+    ),
+    "secure sum with scores of the server": (
+        lambda: vary(zoo.fedalign(align="server"), privacy=SECURE),
+        "client compute its own score",
+    ),
+    "secure sum with another encoding": (
+        lambda: vary(zoo.fedavg(), sends=codec("int8"), privacy=SECURE),
+        "its own fixed-point encoding, so the codec int8",
+    ),
+    "control variates with AdamW": (
+        lambda: zoo.scaffold(local=LocalRule(optimizer=adamw())),
+        "how far a gradient moves the model",
+    ),
+    "control variates with dampening": (
+        lambda: zoo.scaffold(local=LocalRule(optimizer=sgdm(0.9, dampening=0.1))),
+        "use sgdm without dampening",
+    ),
+    "FedNova with AdamW": (
+        lambda: zoo.fednova(local=LocalRule(optimizer=adamw())),
+        "known displacement per step",
+    ),
+    "alignment with a frozen body": (lambda: zoo.fedalign(trainable=Trainable("head")), "this would be FedAvg"),
+    "a mixture with a server rule": (
+        lambda: vary(zoo.fedshibu(), server=zoo.fedadam().server),
+        "no common step for the server rule adam",
+    ),
+    "a private head that is shared": (
+        lambda: vary(zoo.fedavg(trainable=Trainable("head")), client_state=ClientState("head")),
+        "both the part that is shared and the part that each client keeps",
+    ),
+    "a mixture with control variates": (
+        lambda: vary(zoo.fedshibu(), correction=control_variates()),
+        "corrects towards one common model",
+    ),
+    "privacy with weights": (
+        lambda: vary(zoo.fedavg(), privacy=Protection(dp=cast(Any, object()))),
+        "count at most once",
+    ),
+    "own masks with a mixture": (
+        lambda: vary(zoo.fedshibu(), trainable=Trainable("sparse", partial=True)),
+        "cannot be mixed",
+    ),
+    "own masks with top-k": (
+        lambda: vary(zoo.fedavg(), trainable=Trainable("sparse", partial=True), sends=codec("top_k:0.1")),
+        "top-k",
+    ),
+    "changing masks with control variates": (
+        lambda: vary(zoo.scaffold(), trainable=Trainable("sparse", partial=True)),
+        "remembers a vector over one fixed set",
+    ),
+    "changing masks with FedDyn": (
+        lambda: vary(zoo.feddyn(), trainable=Trainable("sparse", partial=True)),
+        "remembers a vector over one fixed set",
+    ),
+    "stacked factors under a secure sum": (
+        lambda: vary(zoo.fedavg(), trainable=Trainable("lora", needs_each=True), privacy=SECURE),
+        "factors",
+    ),
+    "stacked factors with a server rule": (
+        lambda: vary(zoo.fedadam(), trainable=Trainable("lora", needs_each=True)),
+        "plain server rule",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ILLEGAL)
+def test_a_combination_that_makes_no_sense_is_refused_when_it_is_built(case: str) -> None:
+    make, sentence = ILLEGAL[case]
+    with pytest.raises(FedgraftError) as caught:
+        make()
+    text = str(caught.value)
+    assert sentence in text and "\n" not in text and text.endswith(".")
+    assert text.split(":")[0] in zoo.ZOO  # it says whose combination it is
+
+
+def test_close_relatives_of_the_illegal_ones_are_allowed() -> None:
+    """The refusals are not wider than their reasons."""
+    vary(zoo.fedavg(), privacy=SECURE)
+    vary(zoo.fedbabu(), privacy=SECURE)
+    vary(zoo.scaffold(), privacy=SECURE)
+    vary(zoo.fedalign(align="client"), privacy=SECURE)
+    vary(zoo.scaffold(local=LocalRule(optimizer=sgdm(0.9, nesterov=True))))
+    vary(zoo.fedavg(), privacy=Protection(dp=cast(Any, object())), weighting=uniform())
+    vary(zoo.fedprox(), trainable=Trainable("sparse", partial=True))
+    vary(zoo.fedshibu(), correction=proximal(0.1))
+    vary(zoo.fedavg(), aggregate=zoo.robust_aggregator("krum", 1), correction=dynamic(0.1))
+
+
+def test_algorithms_are_never_changed_only_varied() -> None:
+    base = zoo.fedavg(local=LocalRule(7))
+    other = vary(base, name="mine", amount=3, correction=proximal(0.5), weighting=uniform())
+    assert (base.local.amount, base.name, base.weighting.name) == (7, "fedavg", "examples")
+    assert (other.local.amount, other.local.correction.name, other.name, other.weighting.name) == (
+        3, "proximal", "mine", "uniform",
+    )  # fmt: skip
+    with pytest.raises(FrozenInstanceError):
+        base.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        vary(base, no_such_slot=1)
+
+
+def test_a_local_rule_and_its_keys_can_be_given_together() -> None:
+    local = vary(zoo.fedavg(), local=LocalRule(9), batch_size=5).local
+    assert (local.amount, local.batch_size) == (9, 5)
+
+
+def test_an_unknown_algorithm_names_the_nearest() -> None:
+    with pytest.raises(FedgraftError, match="'fedporx'; the nearest one is 'fedprox'"):
+        zoo.named("fedporx")
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_entry_has_its_own_name_and_a_sentence(name: str) -> None:
+    made = zoo.named(name)
+    assert isinstance(made, Algorithm) and made.name == name
+    assert (zoo.ZOO[name].__doc__ or "").strip()
+
+
+def test_what_clients_are_asked_for_follows_from_the_slots() -> None:
+    assert [w.name for w in zoo.fedalign().wants] == ["alignment"]
+    assert zoo.fedalign(align="server").wants == ()
+    assert [w.name for w in zoo.fedshibu().wants] == ["representation"]
+    assert [w.name for w in zoo.fedshibu(similarity="label_histogram").wants] == ["labels"]
+    assert zoo.fedshibu(similarity="constant").wants == zoo.fedavg().wants == ()
+
+
+def test_weights_by_examples_and_uniform() -> None:
+    answers = Answers((0, 1), torch.tensor([10.0, 30.0], dtype=torch.float64), [])
+    assert by_examples().weights(answers).tolist() == [10.0, 30.0]
+    assert uniform().weights(answers).tolist() == [1.0, 1.0]
+
+
+def test_robust_rules_say_what_they_are() -> None:
+    assert zoo.robust_aggregator("norm_clip", clip=1.0).name.startswith("clip")
+    assert "nnm" in zoo.robust_aggregator("median", 1, neighbours=True).name
+    assert not zoo.robust_aggregator("median").linear
+
+
+def test_body_algorithms_move_the_body_whatever_the_default() -> None:
+    for name in ("fedbabu", "fedshibu", "fedper", "fedrep"):
+        assert zoo.named(name).trainable.kind == "body"
+        assert zoo.named(name, trainable=Trainable("sparse")).trainable.kind == "sparse"

@@ -1,0 +1,230 @@
+"""Rounds under protection: the secure sum is FedAvg within its step, no noise is FedAvg, the account ends a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.toy import Toy
+
+from fedgraft import zoo
+from fedgraft.algorithm import Algorithm, Privacy, Protection, uniform, vary
+from fedgraft.client import handle
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Order, Reply
+from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
+
+ALIGN = {"layers": ("block1", "block2"), "keep": 3, "top": 3}
+SUMS = ["fedavg", "fedprox", "scaffold", "feddyn", "fednova", "fedavgm", "fedadam", "fedbabu", "fedalign"]
+
+
+def secured(algorithm: Algorithm) -> Algorithm:
+    return vary(algorithm, privacy=Protection("secure"))
+
+
+def private(noise: float, clip: float = 1.0, adaptive: bool = False, kind: str = "clear") -> Algorithm:
+    mechanism = Mechanism(noise, 3 / 5, 5)
+    privacy = Privacy(
+        mechanism, clip, AdaptiveClip(mechanism, count_noise=5.0) if adaptive else None, simulation_key(1)
+    )
+    return vary(zoo.fedavg(), weighting=uniform(), privacy=Protection(kind, limit=2.0, dp=privacy))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_secure_sum_gives_the_same_model_within_its_step(name: str) -> None:
+    algorithm = zoo.ZOO[name](**ALIGN)
+    clear, hidden = Toy(algorithm), Toy(secured(algorithm))
+    clear.run(4)
+    hidden.run(4)
+    assert hidden.summary.record["bytes_up"] > 0 and not hidden.summary.rejections
+    torch.testing.assert_close(hidden.state.vector, clear.state.vector, rtol=0, atol=1e-5)
+    again = Toy(secured(algorithm))
+    again.run(4)
+    assert torch.equal(again.state.vector, hidden.state.vector)  # keys differ, bytes do not
+
+
+def test_nothing_of_one_client_reaches_the_server_in_the_clear() -> None:
+    """Everything that crosses the wire is kept and searched; the broken variant leaks its change as a sum."""
+    seen: list[Reply] = []
+
+    def watched(leak: bool) -> bool:
+        toy = Toy(secured(zoo.fedavg()))
+        inner = toy.engine.exchange
+        seen.clear()
+
+        def exchange(orders: list[Order]) -> Any:
+            for reply in inner(orders):
+                if leak and "sparse" in reply.evidence:
+                    order = next(o for o in orders if o.client == reply.client)
+                    plain, _ = handle(replace(order, action="train", auxiliary={}), toy.algorithm, toy.context, {})
+                    assert plain.update is not None
+                    reply = replace(reply, evidence={**reply.evidence, "extra": plain.update.arrays["values"]})
+                seen.append(reply)
+                yield reply
+
+        toy.engine.exchange = exchange  # type: ignore[method-assign,assignment]
+        toy.run(1)
+        plain = [r.examples == 0 and not r.metrics and not r.scalars and not r.sums and r.update is None for r in seen]
+        floats = [t for r in seen for t in r.evidence.values() if t.is_floating_point()]
+        return all(plain) and not floats
+
+    assert watched(leak=False)
+    assert not watched(leak=True)
+
+
+def test_a_client_that_falls_silent_is_left_out_and_the_rest_is_summed() -> None:
+    toy = Toy(secured(vary(zoo.fedavg(), weighting=uniform())), per_round=5)
+    inner = toy.engine.exchange
+
+    def exchange(orders: list[Order]) -> Any:
+        return [r for r in inner(orders) if not (r.client == 2 and orders[0].action != "secure.keys")]
+
+    toy.engine.exchange = exchange  # type: ignore[method-assign,assignment]
+    toy.run(1)
+    others = Toy(vary(zoo.fedavg(), weighting=uniform()), per_round=5)
+    plain = others.engine.exchange
+    others.engine.exchange = lambda orders: [r for r in plain(orders) if r.client != 2]  # type: ignore[method-assign,assignment]
+    others.run(1)
+    assert [o.client for o in toy.summary.rejections] == [2]
+    torch.testing.assert_close(toy.state.vector, others.state.vector, rtol=0, atol=1e-6)
+
+
+def test_below_the_threshold_nothing_changes_and_the_run_goes_on() -> None:
+    toy = Toy(secured(zoo.fedavg()), per_round=5)
+    inner = toy.engine.exchange
+    toy.engine.exchange = lambda orders: [r for r in inner(orders) if r.client < 2]  # type: ignore[method-assign,assignment]
+    before = toy.state.vector.clone()
+    toy.run(1)
+    assert toy.summary.record["skipped"] and torch.equal(toy.state.vector, before) and toy.state.round == 1
+    assert toy.summary.record["given_up"]
+
+
+def test_one_client_alone_is_not_asked() -> None:
+    toy = Toy(secured(zoo.fedavg()), per_round=1)
+    before = toy.state.vector.clone()
+    toy.run(1)
+    assert toy.summary.record["skipped"] and toy.summary.record["bytes_up"] == 0
+    assert "given_up" not in toy.summary.record  # nothing was begun
+    assert torch.equal(toy.state.vector, before)
+
+
+def test_a_plan_of_another_round_is_refused() -> None:
+    from fedgraft.client import check_plan
+    from fedgraft.privacy.secagg.secure_sum import Plan, SecureRefusal, weighted_segments
+
+    toy = Toy(secured(zoo.fedavg()))
+    order = Order("toy", 3, 0, "secure.keys", toy.space.digest, settings={"sums": "train"})
+    good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
+    check_plan(good, order, toy.algorithm, toy.context)
+    for wrong in (
+        replace(good, round=2),
+        replace(good, run="other"),
+        replace(good, segments=weighted_segments(toy.space.size, 9.0)),
+    ):
+        with pytest.raises(SecureRefusal, match="not that of round 3"):
+            check_plan(wrong, order, toy.algorithm, toy.context)
+
+
+def test_no_noise_and_a_wide_clip_is_uniform_fedavg() -> None:
+    noiseless = Toy(private(0.0, clip=1e6))
+    plain = Toy(vary(zoo.fedavg(), weighting=uniform()))
+    noiseless.run(3)
+    plain.run(3)
+    torch.testing.assert_close(noiseless.state.vector, plain.state.vector, rtol=0, atol=1e-6)
+    noisy = Toy(private(0.5, clip=1e-3))
+    noisy.run(3)
+    assert not torch.allclose(noisy.state.vector, plain.state.vector, atol=1e-4)
+
+
+def test_the_noise_has_the_promised_spread_and_repeats() -> None:
+    a, b = Toy(private(2.0, clip=0.5)), Toy(private(2.0, clip=0.5))
+    quiet = Toy(private(0.0, clip=0.5))
+    for toy in (a, b, quiet):
+        toy.run(1)
+    assert torch.equal(a.state.vector, b.state.vector)
+    noise = a.state.vector - quiet.state.vector
+    expected = 2.0 * 0.5 / 3  # noise times clip over the fixed denominator qK = 3
+    assert float(noise.std()) == pytest.approx(expected, rel=0.2)
+
+
+def test_a_change_over_the_bound_is_clipped_by_the_server_too() -> None:
+    """A client that does not clip moves the sum no farther than one that does; without the server's clip it would."""
+    toy = Toy(private(0.0, clip=0.01), per_round=5)
+    before = toy.state.vector.clone()
+    inner = toy.engine.exchange
+
+    def boosted(orders: list[Order]) -> Any:
+        for reply in inner(orders):
+            assert reply.update is not None
+            values = {"values": reply.update.arrays["values"] * 1000}
+            yield replace(reply, update=replace(reply.update, arrays=values))
+
+    toy.engine.exchange = boosted  # type: ignore[method-assign,assignment]
+    toy.run(1)
+    assert float(torch.linalg.vector_norm(toy.state.vector - before)) <= 0.01 * 5 / 3 + 1e-6
+
+
+def test_privacy_inside_the_secure_sum_and_the_adaptive_bound() -> None:
+    toy = Toy(private(0.1, clip=0.5, adaptive=True, kind="secure"))
+    toy.run(3)
+    assert math.isfinite(float(toy.state.vector.sum())) and toy.state.clip != 0.5
+
+
+@pytest.mark.parametrize(
+    "updates, sentence",
+    [
+        ({"weighting": None}, "count at most once"),
+        ({"aggregate": zoo.robust_aggregator("median")}, "something else"),
+        ({"correction": zoo.scaffold().local.correction}, "nothing else"),
+    ],
+)
+def test_what_the_account_does_not_cover_is_refused(updates: dict[str, Any], sentence: str) -> None:
+    from fedgraft.algorithm import by_examples
+
+    updates = {"weighting": by_examples()} if "weighting" in updates else updates
+    with pytest.raises(FedgraftError, match=sentence):
+        vary(private(1.0), **updates)
+
+
+OVERRIDES = [
+    "model.name=tiny", "data.image_size=16", "data.limit=200", "partition.clients=20", "model.head=random",
+    "algorithm.weighting=uniform", "rounds.total=6", "rounds.evaluate_every=0",
+]  # fmt: skip
+
+
+def test_the_run_stops_before_it_would_exceed_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedgraft.config.load import load
+    from fedgraft.runs import run as running
+
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(running, "report_run", lambda *a, **k: None)
+    overrides = [*OVERRIDES, "rounds.sampling=poisson", "privacy.dp.noise=0.8"]
+    free = running.run(load(None, overrides), tmp_path / "free", console=False)
+    assert free["rounds"] == 6 and free["privacy"]["not_covered"]
+    target = free["privacy"]["epsilon"] * 0.8
+    tight = running.run(load(None, [*overrides, f"privacy.dp.epsilon={target}"]), tmp_path / "tight", console=False)
+    assert 0 < tight["rounds"] < 6 and tight["privacy"]["epsilon"] <= target
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        (["privacy.dp.epsilon=3"], "Poisson"),
+        (["privacy.dp.epsilon=3", "rounds.sampling=poisson", "algorithm.weighting=default"], "bounded sensitivity"),
+        (["privacy.dp.clip=1", "rounds.sampling=poisson"], "target epsilon or a noise"),
+        (["privacy.dp.noise=1", "privacy.dp.delta=0.5", "rounds.sampling=poisson"], "delta"),
+    ],
+)
+def test_wrong_private_settings_are_refused_before_anything_is_written(
+    overrides: list[str], sentence: str, tmp_path: Path
+) -> None:
+    from fedgraft.config.load import load
+    from fedgraft.runs.run import run
+
+    with pytest.raises(FedgraftError, match=sentence):
+        run(load(None, [*OVERRIDES, *overrides]), tmp_path / "run", console=False)
+    assert not (tmp_path / "run").exists()
