@@ -20,16 +20,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedgraft.algorithm import Algorithm, Trainable
-from fedgraft.client import ClientContext
+from fedgraft.edit.dense import head
+from fedgraft.algorithm import Algorithm
+from fedgraft.context import ClientContext
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.space import select
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order
 from fedgraft.randomness import torch_stream
-from fedgraft.round import Engine
+from fedgraft.collect import Engine
 from fedgraft.zoo import fedavg
 
 SIDE = 1024
@@ -64,7 +65,7 @@ def federation(given: argparse.Namespace) -> tuple[Algorithm, ClientContext]:
     count = given.clients * given.examples
     features = torch.randn(count, given.width, generator=draw)
     labels = torch.randint(0, given.classes, (count,), generator=draw)
-    algorithm = fedavg(local=LocalRule(given.steps, "steps", given.batch), trainable=Trainable("head"))
+    algorithm = fedavg(local=LocalTraining(given.steps, "steps", given.batch), trainable=head())
     context = ClientContext(
         network,  # type: ignore[arg-type]
         select(network, lambda name: True),  # type: ignore[arg-type]

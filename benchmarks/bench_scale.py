@@ -28,23 +28,26 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fedgraft.edit.dense import head
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.mixing import blended, mixing_matrix
 from fedgraft.aggregate.similarity import crsm
-from fedgraft.algorithm import Trainable
-from fedgraft.client import ClientContext
+
+from fedgraft.context import ClientContext
 from fedgraft.data.examples import GivenExamples
 from fedgraft.edit.space import EditSpace, Part, select
 from fedgraft.engines.batched import Batched
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.schedules import constant
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
 from fedgraft.randomness import torch_stream
-from fedgraft.round import ServerContext, run_round
+from fedgraft.collect import ServerContext
+from fedgraft.round import run_round
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.roofline import measure_roofline
-from fedgraft.server import Federation, start
+from fedgraft.state import Federation
+from fedgraft.server import start
 from fedgraft.zoo import fedavg
 
 OUT = Path("runs") / "benchmarks" / "scale.json"
@@ -58,7 +61,7 @@ def head(clients: int, cohort: int, width: int, rounds: int = 3) -> dict[str, fl
     network = load_network(f"features:width={width}", 100)
     draw = torch_stream(0, "scale")
     examples = GivenExamples(torch.randn(POOL, width, generator=draw), torch.arange(POOL) % 100, 0)
-    algorithm = fedavg(local=LocalRule(4, "steps", 50), trainable=Trainable("head"))
+    algorithm = fedavg(local=LocalTraining(4, 50), trainable=head())
     space = select(network, lambda name: name.startswith("head."))
     context = ClientContext(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)
     federation = Federation("scale", 0, clients, cohort, rounds, constant(0.05))

@@ -26,9 +26,11 @@ from benchmarks.reliability.private_rounds import (
     private,
     quiet,
 )
+from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft import client, zoo
 from fedgraft import round as rounds
-from fedgraft.algorithm import uniform, vary
+from fedgraft.aggregate.slots import uniform
+from fedgraft.algorithm import vary
 from fedgraft.errors import FedgraftError
 from fedgraft.privacy.accounting import epsilon
 from fedgraft.privacy.dp import Mechanism, clip, gaussian, sensitivity
@@ -92,7 +94,7 @@ def refusals() -> tuple[int, int]:
     """Settings whose account would be wrong: how many are refused, of how many."""
     wrong: list[Callable[[], Any]] = [
         lambda: vary(private(50, 0.1), weighting=zoo.fedavg().weighting),
-        lambda: vary(private(50, 0.1), aggregate=zoo.robust_aggregator("median")),
+        lambda: vary(private(50, 0.1), aggregate=robust_aggregator("median")),
         lambda: vary(zoo.scaffold(), weighting=uniform(), privacy=private(50, 0.1).privacy),
         lambda: clip(torch.tensor([math.nan]), 1.0),
         lambda: Mechanism(1.0, 0.1, 10).release(torch.tensor([math.inf]), 1.0, KEY, 0),

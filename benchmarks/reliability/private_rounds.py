@@ -19,13 +19,15 @@ from torch import Tensor
 
 from fedgraft import client, zoo
 from fedgraft import round as rounds
-from fedgraft.algorithm import Algorithm, Privacy, Protection, uniform, vary
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.privacy.protection import DifferentialPrivacy, Protection
+from fedgraft.aggregate.slots import uniform
 from fedgraft.errors import FedgraftError
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply
 from fedgraft.privacy.dp import Mechanism, clip, sensitivity
-from fedgraft.round import ServerContext
-from fedgraft.server import Federation, ServerState
+from fedgraft.collect import ServerContext
+from fedgraft.state import Federation, ServerState
 
 KEY = bytes(range(32))
 BOUND, NOISE = 0.5, 1.3
@@ -35,7 +37,7 @@ STAGES = ("train", "secure.keys", "secure.shares", "secure.masked", "secure.cons
 
 def private(population: int, q: float, noise: float = NOISE, kind: Kind = "clear") -> Algorithm:
     """FedAvg under client-level privacy."""
-    privacy = Privacy(Mechanism(noise, q, population), BOUND, None, KEY)
+    privacy = DifferentialPrivacy(Mechanism(noise, q, population), BOUND, None, KEY)
     return vary(zoo.fedavg(), weighting=uniform(), privacy=Protection(kind, dp=privacy))
 
 

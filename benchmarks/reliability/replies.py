@@ -24,14 +24,17 @@ from tests.unit.update.test_validation import EXPECTED, LENGTH, MALFORMED, Spoil
 from torch import Tensor
 
 from benchmarks.reliability.outcome import Outcome, share
+from fedgraft.edit.sparse import Sparse
+from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft import round as rounds
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Answers, Trainable, count_mean, vary
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.aggregate.slots import Answers, count_mean
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply, pack_bits
-from fedgraft.round import ServerContext
+from fedgraft.collect import ServerContext
 from fedgraft.runs.attack import RULES
-from fedgraft.server import Federation, ServerState
+from fedgraft.state import Federation, ServerState
 from fedgraft.update import validation as screening
 from fedgraft.update.validation import Expectation
 
@@ -56,12 +59,12 @@ def aggregators(attackers: int) -> dict[str, Algorithm]:
     found = {}
     for rule in RULES:
         mixed, _, name = rule.rpartition("+")
-        aggregate = zoo.robust_aggregator(name, attackers, bool(mixed))
+        aggregate = robust_aggregator(name, attackers, bool(mixed))
         found[rule] = zoo.fedavg() if rule == "mean" else vary(zoo.fedavg(), aggregate=aggregate)
     names = ("fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedgma", "scaffold", "feddyn", "fednova")
     found |= {name: zoo.named(name) for name in names}
     found |= {f"fedalign, {align} scores": zoo.fedalign(align=align) for align in ("client", "server")}
-    found["count_mean"] = vary(zoo.fedavg(trainable=Trainable("sparse", partial=True)), aggregate=count_mean())
+    found["count_mean"] = vary(zoo.fedavg(trainable=Sparse(adaptive_start=0.5)), aggregate=count_mean())
     mixing = zoo.fedavg_crsm(similarity="constant", constant=0.5)
     return found | {"mixture": mixing, "mixture by CKA": zoo.fedavg_crsm(samples=8)}
 

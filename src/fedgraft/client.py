@@ -19,10 +19,9 @@ from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import Correction, proximal
 from fedgraft.local.evaluate import Evaluation, evaluate
-from fedgraft.local.train import LocalRule, Trained, train
+from fedgraft.local.train import LocalTraining, Trained, train
 from fedgraft.messages import Order, Reply, as_bytes, unpack_bits
 from fedgraft.observe import OBSERVATIONS, count, fisher_scores, head_gradient, own_mask, statistics, sum_segments
-from fedgraft.privacy.dp import clip
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.ring import Unfit
 from fedgraft.privacy.secagg.secure_sum import (
@@ -35,6 +34,7 @@ from fedgraft.privacy.secagg.secure_sum import (
     weighted_input,
 )
 from fedgraft.randomness import torch_stream
+from fedgraft.update.transforms import Sending, run_chain
 
 log = logging.getLogger("fedgraft")
 
@@ -54,15 +54,15 @@ def handle(
 
 
 def _fit(
-    order: Order, context: ClientContext, bound: Bound, rule: LocalRule, memory: ClientMemory, purpose: str
+    order: Order, algorithm: Algorithm, context: ClientContext, bound: Bound, memory: ClientMemory, purpose: str
 ) -> Trained:
     """Train what is bound on this client's rows, with generators that belong to (round, client, purpose)."""
     where = (purpose, order.round, order.client)
     lr = float(order.settings["lr"])
     return train(
-        context.network, bound, context.examples, context.rows(order.client), rule, lambda step: lr,
+        context.network, bound, context.examples, context.rows(order.client), algorithm.local, lambda step: lr,
         torch_stream(context.seed, "shuffle", *where), torch_stream(context.seed, "augment", *where),
-        order.auxiliary, memory,
+        algorithm.loss, order.auxiliary, memory,
     )  # fmt: skip
 
 
@@ -89,26 +89,20 @@ def _outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory:
     else:
         bound = context.bind(context.space)
         bound.load(start)
-        result = _fit(order, context, bound, algorithm.local, memory, "train")
+        result = _fit(order, algorithm, context, bound, memory, "train")
         update = (bound.values.cpu() - start)[: context.sent]
     kept |= result.closing.memory
     scalars: dict[str, float] = {}
-    if algorithm.normalised:
-        update /= result.effective_steps
-        scalars["tau"] = result.effective_steps
     evidence: dict[str, Tensor] = {}
     for wanted in algorithm.wants:
         numbers, tensors = OBSERVATIONS[wanted.name](wanted, order, context)
         scalars |= numbers
         evidence |= tensors
-    if algorithm.client_state.kind == "model":
+    if algorithm.client_state.second_model is not None:
         kept["personal"] = _train_personal(order, algorithm, context, memory)
-    privacy = algorithm.privacy.dp
-    if privacy is not None:
-        update, within = clip(update, float(order.settings["clip"]))
-        if privacy.adaptive is not None:
-            scalars["within"] = float(within)
-    return Outcome(update, result, scalars, evidence, kept)
+    sending = Sending(result.effective_steps, order.settings, context.space.trained)
+    update, reported = run_chain(algorithm.update, update, sending)
+    return Outcome(update, result, scalars | reported, evidence, kept)
 
 
 def _train(
@@ -119,12 +113,14 @@ def _train(
     stream = torch_stream(context.seed, "encode", order.round, order.client)
     reply = replace(
         answer(order, context),
-        update=algorithm.sends.encode(done.update, stream, done.memory),
+        update=algorithm.compression.encode(done.update, stream, done.memory),
         sums=done.result.closing.sums,
         scalars=done.scalars,
         evidence=done.evidence,
         # Losses are not part of the privacy account, so a private client keeps them to itself.
-        metrics={} if algorithm.privacy.dp else {"loss": done.result.loss, "steps": float(done.result.steps)},
+        metrics={}
+        if algorithm.privacy.dp is not None
+        else {"loss": done.result.loss, "steps": float(done.result.steps)},
     )
     return reply, done.memory
 
@@ -182,7 +178,7 @@ def _summand(
     assert algorithm.weighting.own is not None
     share = min(1.0, len(context.rows(order.client)) / float(order.settings["largest"]))
     weight = min(1.0, max(0.0, algorithm.weighting.own(share, done.scalars)))
-    sent = {name: done.scalars[name] for name in ("tau", "within") if name in done.scalars}
+    sent = {name: done.scalars[name] for name in algorithm.reports}
     return weighted_input(done.update, weight, done.result.closing.sums, sent), done.memory
 
 
@@ -204,7 +200,7 @@ def _train_active(order: Order, algorithm: Algorithm, context: ClientContext) ->
     context.space.scatter(vector_of(order), context.network)
     bound = context.bind(context.space.restrict(active))
     start = bound.values.clone()
-    result = _fit(order, context, bound, algorithm.local, {}, "train")
+    result = _fit(order, algorithm, context, bound, {}, "train")
     return (bound.values - start).cpu(), result
 
 
@@ -220,11 +216,11 @@ def _train_with_private_part(
     if algorithm.client_state.alternate:
         bound = context.bind(context.private)
         bound.load(own)
-        _fit(order, context, bound, algorithm.local, {}, "private")
+        _fit(order, algorithm, context, bound, {}, "private")
         kept["private"] = bound.values.clone().cpu()
         bound = context.bind(context.space)
         bound.load(vector_of(order))
-        result = _fit(order, context, bound, algorithm.local, kept, "train")
+        result = _fit(order, algorithm, context, bound, kept, "train")
         return bound.values.cpu(), result
     joint = EditSpace(
         (*context.space.parts, *context.private.parts), (*context.space.buffers, *context.private.buffers)
@@ -232,7 +228,7 @@ def _train_with_private_part(
     values = joint.gather(context.network)
     bound = context.bind(joint)
     bound.load(values)
-    result = _fit(order, context, bound, algorithm.local, kept, "train")
+    result = _fit(order, algorithm, context, bound, kept, "train")
     kept["private"] = context.private.gather(context.network)
     return context.space.gather(context.network), result
 
@@ -242,8 +238,10 @@ def _train_personal(order: Order, algorithm: Algorithm, context: ClientContext, 
     common = vector_of(order)
     bound = context.bind(context.space)
     bound.load(memory.get("personal", common))
-    rule = replace(algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.client_state.pull))
-    _fit(order, context, bound, rule, {}, "personal")
+    rule = replace(
+        algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.client_state.second_model or 0.0)
+    )
+    _fit(order, replace(algorithm, local=rule), context, bound, {}, "personal")
     return bound.values.clone().cpu()
 
 
@@ -260,37 +258,37 @@ def _evaluate(
     if context.tests is None or context.test_rows is None:
         raise FedgraftError(f"client {order.client} has no test rows of its own to evaluate on")
     rows = context.test_rows(order.client)
-    vector = memory.get("personal", vector_of(order)) if algorithm.client_state.kind == "model" else vector_of(order)
-    context.space.scatter(vector, context.network)
-    if context.private is not None:
-        own = memory.get("private", context.private_start)
-        assert own is not None
-        context.private.scatter(own, context.network)
+    vector = vector_of(order)
+    if algorithm.client_state.second_model is not None:
+        vector = memory.get("personal", vector)
+    context.show(vector, memory.get("private"))
     before = evaluate(context.network, context.tests, rows)
     metrics = {"loss": before.loss, "accuracy": before.accuracy, "count": float(len(rows))}
     if order.settings.get("finetune_epochs"):
-        after = _finetuned(order, context, rows)
+        after = _finetuned(order, algorithm, context, rows)
         metrics |= {"finetuned_loss": after.loss, "finetuned_accuracy": after.accuracy}
     return replace(answer(order, context), metrics=metrics), memory
 
 
-def _finetuned(order: Order, context: ClientContext, rows: Tensor) -> Evaluation:
+def _finetuned(order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Evaluation:
     """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
     part = str(order.settings.get("finetune_part", "both"))
-    names = {
-        "head": lambda n: n.startswith("head."),
-        "body": lambda n: not n.startswith("head."),
-        "both": lambda n: True,
+    network = context.network
+    wanted = {
+        "head": lambda name: network.block_of(name) > network.depth,
+        "body": lambda name: network.block_of(name) <= network.depth,
+        "both": lambda name: True,
     }
-    space = select(context.network, names[part])
-    saved = space.gather(context.network)
+    space = select(network, wanted[part])
+    saved = space.gather(network)
     bound = context.bind(space)
-    rule = LocalRule(int(order.settings["finetune_epochs"]), "epochs", int(order.settings.get("finetune_batch", 50)))
+    epochs, batch = int(order.settings["finetune_epochs"]), int(order.settings.get("finetune_batch", 50))
+    plain = Algorithm("finetune", loss=algorithm.loss, local=LocalTraining(epochs=epochs, batch_size=batch))
     order = replace(order, settings={**order.settings, "lr": order.settings.get("finetune_lr", 1e-3)}, auxiliary={})
-    _fit(order, context, bound, rule, {}, "finetune")
+    _fit(order, plain, context, bound, {}, "finetune")
     assert context.tests is not None
-    result = evaluate(context.network, context.tests, rows)
-    space.scatter(saved, context.network)
+    result = evaluate(network, context.tests, rows)
+    space.scatter(saved, network)
     return result
 
 

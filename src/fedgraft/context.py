@@ -1,4 +1,4 @@
-"""The workplace: what a machine offers its clients - a network to work with, the edit space, the data by client."""
+"""What a machine offers its clients: a network to work with, the edit space, the data by client."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedgraft.edit.masks import Mask
-from fedgraft.edit.space import Bound, EditSpace
+from fedgraft.algorithm import Algorithm
+from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.errors import FedgraftError
 from fedgraft.local.transfer import onto
 from fedgraft.messages import Order, Reply
@@ -20,7 +20,7 @@ ClientMemory = Mapping[str, Tensor]
 
 @dataclass
 class ClientContext:
-    """What a machine offers its clients: one network to work with, the edit space, and the data by client."""
+    """One network for all clients of this machine, the edit space that they share, and the data by client."""
 
     network: Network
     space: EditSpace
@@ -37,12 +37,10 @@ class ClientContext:
     """Where those start for a client that has not trained yet."""
     probe: Examples | None = None
     """The same inputs on every client, row by row, for comparing representations."""
-    choose_mask: Callable[[Callable[[int], Mapping[str, Tensor]]], Mask] | None = None
-    """With masks of their own: from scores by round to the client's mask."""
     reference: tuple[object, list[Tensor]] | None = None
     """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
     sends_buffers: bool = True
-    """Whether the tail of the vector (batch-norm statistics) is part of a change; base weights under LoRA are not."""
+    """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     held: Callable[[int], Tensor] | None = None
     """Rows of `examples` that a client trains on never: those it measures the common model on."""
     _bound: dict[str, Bound] = field(default_factory=dict)
@@ -50,7 +48,7 @@ class ClientContext:
 
     @property
     def sent(self) -> int:
-        """Coordinates of a change."""
+        """Coordinates of an update."""
         return self.space.size if self.sends_buffers else self.space.trained
 
     def release(self) -> None:
@@ -63,6 +61,29 @@ class ClientContext:
             self._bound = {space.digest: space.bind(self.network)}
             self._active = space.digest
         return self._bound[space.digest]
+
+    def show(self, vector: Tensor, own: Tensor | None = None) -> None:
+        """Put a model into the network; a private part stands at its start unless the client's own is given."""
+        self.release()
+        if self.private is not None and self.private_start is not None:
+            self.private.scatter(self.private_start if own is None else own, self.network)
+        self.space.scatter(vector, self.network)
+
+
+def shared_and_private(algorithm: Algorithm, network: Network, space: EditSpace) -> tuple[EditSpace, EditSpace | None]:
+    """The opened space without what clients keep to themselves, and the space of what they keep."""
+    picks = algorithm.client_state.private
+    if picks is None:
+        return space, None
+    shared = space.without(lambda name: picks(network, name))
+    if not shared.parts:
+        raise FedgraftError(
+            f"{algorithm.name}: everything that trains would stay with the clients and nothing be shared; "
+            "let the body train too (trainable.kind='everything')."
+        )
+    if not any(picks(network, name) for name, _ in network.named_parameters()):  # FedBN without normalisation layers
+        return space, None
+    return shared, select(network, lambda name: picks(network, name))
 
 
 def give_stream(network: Network, generator: torch.Generator) -> None:

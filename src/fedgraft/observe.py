@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
-from fedgraft.algorithm import Algorithm, Observe
+from fedgraft.aggregate.slots import Observe
+from fedgraft.algorithm import Algorithm
 from fedgraft.context import ClientContext, ClientMemory, answer, features, vector_of
+from fedgraft.edit.calibrate import Calibration
 from fedgraft.edit.fisher import ESTIMATORS, Scores
 from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
@@ -111,10 +113,7 @@ def count(
     if "heads" in order.auxiliary:
         counts = _count_heads(order.auxiliary["heads"], context, rows)
     else:
-        context.release()
-        if context.private is not None and context.private_start is not None:
-            context.private.scatter(context.private_start, context.network)
-        context.space.scatter(vector_of(order), context.network)
+        context.show(vector_of(order))
         assert examples is not None
         found = evaluate(context.network, examples, rows)
         numbers = [found.accuracy, found.top5, found.loss, 1.0]
@@ -149,7 +148,8 @@ def own_mask(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
     """A mask of the client's own, calibrated on its own examples; only its bits leave."""
-    assert context.choose_mask is not None
+    if not isinstance(algorithm.trainable, ChoosesMask):
+        raise FedgraftError(f"client {order.client} was asked for a mask, and {algorithm.trainable.kind} has none")
     space = select(context.network, lambda name: True, buffers=False)
     before = space.gather(context.network)
     space.scatter(vector_of(order), context.network)
@@ -158,7 +158,7 @@ def own_mask(
         again = replace(order, vector=space.gather(context.network), settings={**order.settings, "draw": round})
         return _scores(again, context).mean()
 
-    mask = context.choose_mask(score)
+    mask = algorithm.trainable.calibrated(context.network, score).mask
     space.scatter(before, context.network)
     return replace(answer(order, context), evidence={"mask": mask.bits()}), memory
 
@@ -254,6 +254,15 @@ def _labels(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict
     """The client's label histogram: an oracle that a private federation would not give away."""
     labels = context.examples.labels[context.rows(order.client)]
     return {}, {"labels": torch.bincount(labels, minlength=context.network.classes).float()}
+
+
+@runtime_checkable
+class ChoosesMask(Protocol):
+    """A trainable kind whose clients can choose coordinates by scores of their own."""
+
+    def calibrated(self, network: Network, scores: Callable[[int], Mapping[str, Tensor]]) -> Calibration:
+        """The mask that these scores give."""
+        ...
 
 
 OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str, float], dict[str, Tensor]]]] = {

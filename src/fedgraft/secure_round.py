@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgraft.algorithm import Algorithm, Protection, secure_segments
+from fedgraft.algorithm import Algorithm, secure_segments
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
 from fedgraft.observe import sum_segments, summands
+from fedgraft.privacy.protection import Protection
 from fedgraft.privacy.secagg.plan import Data
 from fedgraft.privacy.secagg.ring import Segment
 from fedgraft.privacy.secagg.secure_sum import Plan, SecureAbort, SecureServer, SumResult, drive, series, weighted_mean
 from fedgraft.privacy.secagg.server import Outbox
 from fedgraft.protocols import Network
-from fedgraft.server import Federation
+from fedgraft.state import Federation
 from fedgraft.update.validation import Expectation, Field, validate_replies
 
 log = logging.getLogger("fedgraft")
@@ -40,7 +41,7 @@ _GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together w
 
 
 @dataclass
-class SecureSum:
+class HiddenSum:
     """What a secure round gives: the mean change, sums and scalars of the survivors; and what it cost."""
 
     update: Tensor | None = None
@@ -50,6 +51,7 @@ class SecureSum:
     lost: Mapping[int, str] = field(default_factory=dict)
     bytes_up: int = 0
     bytes_down: int = 0
+    asked: bool = False
 
 
 class SecureSession:
@@ -115,7 +117,7 @@ def stage_order(order: Order, stage: str, data: Data) -> Order:
 
 def secure_sum(
     algorithm: Algorithm, federation: Federation, orders: Sequence[Order], exchange: Exchange, length: int, trained: int
-) -> SecureSum:
+) -> HiddenSum:
     """Carry the training orders through the five stages; a round with too few clients gives no change."""
     told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
     asked = [replace(order, settings={**order.settings, **told}) for order in orders]
@@ -125,8 +127,8 @@ def secure_sum(
         update, sums, scalars = weighted_mean(result)
     except SecureAbort as error:
         log.warning("round %d: the secure sum was given up, nothing of it is used: %s", orders[0].round, error)
-        return SecureSum(lost=session.lost, bytes_up=session.up, bytes_down=session.down)
-    return SecureSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down)
+        return HiddenSum(lost=session.lost, bytes_up=session.up, bytes_down=session.down, asked=True)
+    return HiddenSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down, True)
 
 
 class Sums:
@@ -149,7 +151,7 @@ class Sums:
         **auxiliary: Tensor,
     ) -> dict[str, Tensor]:
         """The answers of all clients to this action, added up by name; float64."""
-        hidden = self.privacy.aggregation == "secure"
+        hidden = self.privacy.hidden
         told: dict[str, Scalar] = {**(settings or {}), **({"sums": action} if hidden else {})}
         # Sums outside the rounds are counted where they are hidden: clients serve each number once.
         number, space = (self.asked, action) if hidden else (-1, "")
@@ -207,12 +209,3 @@ def _added(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:
     for part in rest:
         total.add_(part)
     return total
-
-
-def zero_sum_mean(seed: int, round: int, clients: Sequence[int], updates: Sequence[Tensor]) -> Tensor:
-    """The documents' Gaussian zero-sum scheme, INSECURE: uniform weights, no dropouts, float cancellation."""
-    from fedgraft.privacy.zero_sum_demo import InsecureZeroSumDemo
-
-    demo = InsecureZeroSumDemo(seed, round, tuple(clients), 1.0)
-    masked = {k: demo.mask(k, update) for k, update in zip(clients, updates, strict=True)}
-    return torch.as_tensor(demo.total(masked)) / len(updates)

@@ -11,20 +11,26 @@ import torch
 
 from fedgraft import algorithm as module
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, ClientState, Observe, Privacy, Protection, Trainable, Weighting, uniform, vary
+from fedgraft.aggregate.robust import robust_aggregator
+from fedgraft.aggregate.slots import Observe, Weighting, uniform
+from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.config.load import known_keys, load
+from fedgraft.edit.dense import head
+from fedgraft.edit.low_rank import LowRank
+from fedgraft.edit.sparse import Sparse
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates
 from fedgraft.local.optimizers import adamw
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
+from fedgraft.privacy.protection import DifferentialPrivacy, Protection
 from fedgraft.runs.parts import build_algorithm
 from fedgraft.update.codecs import codec
 
-SECURE, DEMO = Protection("secure"), Protection("zero_sum_demo")
-PARTLY = Trainable("sparse", partial=True)
-EACH = Trainable("lora", needs_each=True)
-PRIVATE = Protection(dp=Privacy(Mechanism(1.0, 0.5, 10)))
+SECURE, DEMO = Protection(hidden=True), Protection("zero_sum_demo")
+PARTLY = Sparse(adaptive_start=0.5)
+EACH = LowRank(aggregate="stack")
+PRIVATE = Protection(dp=DifferentialPrivacy(Mechanism(1.0, 0.5, 10)))
 
 
 def telling(shape: tuple[int | str, ...] = ("classes",)) -> Weighting:
@@ -35,7 +41,7 @@ def telling(shape: tuple[int | str, ...] = ("classes",)) -> Weighting:
 
 CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (
-        lambda: vary(zoo.fedavg(), aggregate=zoo.robust_aggregator("median"), privacy=SECURE),
+        lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("median"), privacy=SECURE),
         "median needs each client's",
     ),
     (lambda: vary(zoo.fedavg_crsm(), privacy=SECURE), "solve the known mixing matrix"),
@@ -45,13 +51,13 @@ CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (lambda: vary(zoo.fedgma(), privacy=SECURE), "signs of each client's change"),
     (lambda: vary(zoo.fedavg(), trainable=PARTLY, privacy=SECURE), "cannot share one secure sum"),
     (lambda: vary(zoo.scaffold(), privacy=DEMO), "sums one vector, and control_variates sends two"),
-    (lambda: vary(zoo.fedavg(), sends=codec("half"), privacy=SECURE), "the codec half cannot be used"),
-    (lambda: zoo.scaffold(local=LocalRule(optimizer=adamw())), "how far a gradient moves the model"),
-    (lambda: zoo.fednova(local=LocalRule(optimizer=adamw())), "known displacement per step"),
-    (lambda: zoo.fedalign(trainable=Trainable("head")), "so this would be FedAvg"),
+    (lambda: vary(zoo.fedavg(), compression=codec("half"), privacy=SECURE), "the codec half cannot be used"),
+    (lambda: zoo.scaffold(local=LocalTraining(optimizer=adamw())), "how far a gradient moves the model"),
+    (lambda: zoo.fednova(local=LocalTraining(optimizer=adamw())), "known displacement per step"),
+    (lambda: zoo.fedalign(trainable=head()), "so this would be FedAvg"),
     (lambda: vary(zoo.fedshibu(), server=zoo.fedavgm().server), "no common step for the server rule"),
     (
-        lambda: vary(zoo.fedavg(trainable=Trainable("head")), client_state=ClientState("head")),
+        lambda: vary(zoo.fedavg(trainable=head()), client_state=ClientState("head")),
         "part that each client keeps",
     ),
     (lambda: vary(zoo.fedshibu(), correction=control_variates()), "a mixture has one per client"),
@@ -60,11 +66,11 @@ CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (lambda: vary(zoo.fedadam(), trainable=EACH), "multiply each client's factors"),
     (lambda: vary(zoo.fedavg(), trainable=EACH, privacy=SECURE), "multiply each client's factors"),
     (
-        lambda: vary(zoo.fedavg(), aggregate=zoo.robust_aggregator("median"), weighting=uniform(), privacy=PRIVATE),
+        lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("median"), weighting=uniform(), privacy=PRIVATE),
         "covers a clipped sum with noise, and median is something else",
     ),
     (lambda: vary(zoo.scaffold(), privacy=PRIVATE), "its clipped change and nothing else"),
-    (lambda: vary(zoo.fedavg(), weighting=uniform(), sends=codec("int8"), privacy=PRIVATE), "and nothing else"),
+    (lambda: vary(zoo.fedavg(), weighting=uniform(), compression=codec("int8"), privacy=PRIVATE), "and nothing else"),
     (lambda: vary(zoo.fedavg(), privacy=PRIVATE), "count at most once"),
 ]
 
@@ -78,7 +84,7 @@ def refused(make: Callable[[], Algorithm]) -> str:
 @pytest.mark.parametrize("make, part", CASES, ids=[part for _, part in CASES])
 def test_its_sentence(make: Callable[[], Algorithm], part: str) -> None:
     text = refused(make)
-    assert part in text and text.endswith(".") and "\n" not in text and text.partition(":")[0] in zoo.ZOO
+    assert part in text and text.endswith(".") and "\n" not in text and text.partition(":")[0] in zoo.ALGORITHMS
 
 
 def first_broken(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -124,7 +130,7 @@ def test_sentences_name_options_that_exist() -> None:
 
 
 def test_every_algorithm_of_the_zoo_is_legal_by_itself() -> None:
-    for make in zoo.ZOO.values():
+    for make in zoo.ALGORITHMS.values():
         assert not any(wrong for wrong, _ in module._illegal(make()))
 
 

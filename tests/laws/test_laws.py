@@ -15,14 +15,15 @@ from torch import Tensor
 from fedgraft import zoo
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.server_rules import SERVER_RULES, RoundInfo
-from fedgraft.algorithm import Trainable, vary
+from fedgraft.algorithm import vary
+from fedgraft.edit import dense
 from fedgraft.edit.space import masked, select
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order
 
-LOCAL = LocalRule(2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.05))
+LOCAL = LocalTraining(2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.05))
 
 
 def head(name: str) -> bool:
@@ -30,7 +31,7 @@ def head(name: str) -> bool:
 
 
 def test_fifty_rounds_on_the_head_leave_every_other_coordinate_bit_identical() -> None:
-    toy = Toy(zoo.fedavg(local=LOCAL, trainable=Trainable("head")))
+    toy = Toy(zoo.fedavg(local=LOCAL, trainable=dense.head()))
     before = snapshot(toy.network)
     toy.run(50)
     toy.loss()

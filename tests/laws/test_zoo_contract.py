@@ -1,6 +1,6 @@
 """One table: every algorithm of the zoo times every law. A new algorithm is a row; a new law is a column.
 
-Rows come from `zoo.ZOO` itself, so an algorithm cannot be added without being held to the laws. Below the table each
+Rows come from `zoo.ALGORITHMS` itself, so an algorithm cannot be added without being held to the laws. Below the table each
 law is shown to notice the bug it is there for.
 """
 
@@ -18,20 +18,24 @@ from torch import Tensor
 
 from fedgraft import round as round_module
 from fedgraft import zoo
+from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.server_rules import plain
-from fedgraft.algorithm import Aggregator, Algorithm, Answers, Trainable, count_mean, mean, vary
-from fedgraft.client import ClientContext, handle
+from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.client import handle
+from fedgraft.context import ClientContext
 from fedgraft.edit.space import masked, select
+from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalRule, train
+from fedgraft.local.train import LocalTraining, train
 from fedgraft.messages import Order, Reply, pack, pack_bits, unpack
 from fedgraft.randomness import torch_stream
 from fedgraft.runs import checkpoint
-from fedgraft.server import ServerState, model_of
+from fedgraft.state import ServerState
 from fedgraft.update.codecs import codec
 
-LOCAL = LocalRule(2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
+LOCAL = LocalTraining(2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
 SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, narrow layers
     "fedalign": {"keep": 3, "top": 3, "probe": 64},
     "fedshibu": {"samples": 12},
@@ -53,12 +57,12 @@ class Row:
     """The loss must fall below this share of the first one in six rounds."""
 
 
-def named(name: str, local: LocalRule = LOCAL, **options: Any) -> Callable[[], Algorithm]:
+def named(name: str, local: LocalTraining = LOCAL, **options: Any) -> Callable[[], Algorithm]:
     return lambda: zoo.named(name, local=local, **SMALL.get(name, {}) | options)
 
 
 def robust(rule: str, attackers: int = 1, **options: Any) -> Row:
-    make = lambda: vary(named("fedavg")(), aggregate=zoo.robust_aggregator(rule, attackers, **options))  # noqa: E731
+    make = lambda: vary(named("fedavg")(), aggregate=robust_aggregator(rule, attackers, **options))  # noqa: E731
     # Everybody holds every class: where clients differ by nature, one that is alone of its kind looks like a liar.
     return Row(make, {"clients": 7, "per_round": 7, "mixed": True})
 
@@ -70,7 +74,7 @@ def varied(name: str = "fedavg", **updates: Any) -> Row:
 SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip")
 ROWS: dict[str, Row] = {
-    **{name: Row(named(name)) for name in zoo.ZOO},
+    **{name: Row(named(name)) for name in zoo.ALGORITHMS},
     **{f"fedshibu/{kind}": Row(named("fedshibu", similarity=kind, probe=64)) for kind in SIMILARITIES},
     "fedshibu/absent=mean": Row(named("fedshibu", absent="mean")),
     "fedalign/server": Row(named("fedalign", align="server")),
@@ -78,16 +82,16 @@ ROWS: dict[str, Row] = {
     "fedgma/hard": Row(named("fedgma", hard=True)),
     **{f"fedavg/{rule}": robust(rule) for rule in ROBUST},
     "fedavg/median+neighbours": robust("median", neighbours=True, clip=1.0),
-    **{f"fedavg/{name}": varied(sends=codec(name)) for name in ("half", "int8", "top_k:0.2")},
-    "scaffold/plain sgd+int8": Row(lambda: vary(named("scaffold")(), optimizer=sgdm(0.0), sends=codec("int8"))),
+    **{f"fedavg/{name}": varied(compression=codec(name)) for name in ("half", "int8", "top_k:0.2")},
+    "scaffold/plain sgd+int8": Row(lambda: vary(named("scaffold")(), optimizer=sgdm(0.0), compression=codec("int8"))),
     "fedprox/adamw": varied("fedprox", optimizer=adamw()),
     "fedavg/nesterov+clip": varied(optimizer=sgdm(0.9, 0.01, nesterov=True), clip=0.5),
-    "fednova/epochs": varied("fednova", unit="epochs", amount=1, momentum_correction=True),
+    "fednova/epochs": varied("fednova", epochs=1, steps=None, momentum_correction=True),
     "fedavg/poisson": Row(named("fedavg"), {"sampling": "poisson"}),
 }
 ROWS["fedalign/server"] = replace(ROWS["fedalign/server"], toy={"align": True})
 for aggregator in (mean(), count_mean()):  # each client may move half of the coordinates, another half each round
-    part = varied(trainable=Trainable("sparse", partial=True), aggregate=aggregator)
+    part = varied(trainable=Sparse(adaptive_start=0.5), aggregate=aggregator)
     ROWS[f"fedavg/own masks, {aggregator.name}"] = replace(part, toy={"halves": True})
 
 
@@ -178,7 +182,7 @@ def frozen_bits_stay(row: Row) -> None:
     for _ in range(3):
         toy.run(1)
         evaluations = [
-            Order("toy", toy.state.round, k, "evaluate", toy.space.digest, model_of(toy.state, k), {},
+            Order("toy", toy.state.round, k, "evaluate", toy.space.digest, toy.state.model_of(k), {},
                   {"finetune_epochs": 1, "finetune_part": "both", "finetune_lr": 0.1, "lr": 0.1})
             for k in (0, 1)
         ]  # fmt: skip
@@ -247,7 +251,7 @@ def resumed_equals_unbroken(row: Row, tmp_path: Path, **damage: Any) -> None:
 def loss_of(toy: Table) -> float:
     """The mean loss of the models clients would use, on their own test points."""
     orders = [
-        Order("toy", 99, k, "evaluate", toy.space.digest, model_of(toy.state, k), {}, {})
+        Order("toy", 99, k, "evaluate", toy.space.digest, toy.state.model_of(k), {}, {})
         for k in range(toy.federation.clients)
     ]
     return sum(r.metrics["loss"] for r in InProcess.exchange(toy.engine, orders)) / len(orders)
@@ -278,7 +282,7 @@ def test_law(law: str, row: str, tmp_path: Path) -> None:
 
 
 def test_every_algorithm_is_a_row() -> None:
-    assert set(zoo.ZOO) <= set(ROWS) and set(zoo.ZOO) == set(DEGENERATE)
+    assert set(zoo.ALGORITHMS) <= set(ROWS) and set(zoo.ALGORITHMS) == set(DEGENERATE)
 
 
 # ---- degenerate cases are equal --------------------------------------------------------------------------------------
@@ -332,7 +336,7 @@ def fedavg_of_one_is_plain_training() -> None:
 
 def fedsgd_is_one_gradient_step() -> None:
     """Against autograd: x - lr * sum of n_k g_k / n, with the momentum's first step equal to the gradient."""
-    toy = Toy(vary(zoo.fedsgd(local=LocalRule(optimizer=sgdm(0.9)))), clients=5, per_round=5)
+    toy = Toy(vary(zoo.fedsgd(local=LocalTraining(optimizer=sgdm(0.9)))), clients=5, per_round=5)
     network = ToyNetwork()
     rows = torch.cat([toy.context.rows(k) for k in range(5)])
     loss = torch.nn.functional.cross_entropy(network(toy.examples.inputs[rows]), toy.examples.labels[rows])
@@ -435,7 +439,7 @@ def test_degenerate_cases_are_equal(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["values", "top_k:1.0"])
 def test_exact_codecs_change_nothing(name: str) -> None:
-    equal_to_fedavg(lambda: vary(named("fedavg")(), sends=codec(name)))()
+    equal_to_fedavg(lambda: vary(named("fedavg")(), compression=codec(name)))()
 
 
 def test_full_masks_are_dense() -> None:
@@ -446,7 +450,7 @@ def test_full_masks_are_dense() -> None:
 
 def test_a_robust_rule_without_liars_to_cut_is_the_mean() -> None:
     equal = vary(named("fedavg")(), weighting=named("scaffold")().weighting)
-    cut = vary(equal, aggregate=zoo.robust_aggregator("trimmed_mean", attackers=0))
+    cut = vary(equal, aggregate=robust_aggregator("trimmed_mean", attackers=0))
     torch.testing.assert_close(run(cut).state.vector, run(equal).state.vector, rtol=1e-6, atol=1e-7)
 
 
@@ -466,7 +470,7 @@ def test_degenerate_equality_notices_a_difference() -> None:
     with pytest.raises(AssertionError):
         equal_to_fedavg(named("fedshibu", similarity="constant", constant=0.999), "fedbabu", **FULL)()
     with pytest.raises(AssertionError):
-        close_to_fedavg(lambda: vary(named("fednova")(), unit="epochs", amount=1))()  # unequal steps are another thing
+        close_to_fedavg(lambda: vary(named("fednova")(), epochs=1, steps=None))()  # unequal steps are another thing
 
 
 # ---- each law notices the bug it is there for ------------------------------------------------------------------------

@@ -11,22 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedgraft.edit.dense import head
 from fedgraft import server
 from fedgraft import zoo
-from fedgraft.algorithm import Answers, Trainable
+from fedgraft.aggregate.slots import Answers
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.setup import Setup
 from fedgraft.config.load import load
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.run import run
 from fedgraft.runs.head_init import install_head
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
 from fedgraft.aggregate.similarity import svcca
 from tests.support.toy import Toy, ToyExamples
 
-LOCAL = LocalRule(3, batch_size=6)
+LOCAL = LocalTraining(3, batch_size=6)
 SMALL: dict[str, Any] = {"keep": 3, "top": 3, "probe": 64, "local": LOCAL}
 TINY = [
     "data.source=synthetic", "data.count=400", "data.classes=4", "model.name=tiny", "partition.clients=10",
@@ -107,7 +108,7 @@ def same_clients(algorithm: Any) -> Toy:
 
 @pytest.mark.parametrize("align", ["client", "random"])
 def test_identical_clients_are_fedavg_to_the_bit(align: str) -> None:
-    one = LocalRule(3, batch_size=1)
+    one = LocalTraining(3, batch_size=1)
     aligned = same_clients(zoo.fedalign(align=align, **SMALL | {"local": one}))
     plain = same_clients(zoo.fedavg(local=one))
     assert torch.equal(aligned.run(3).vector, plain.run(3).vector)
@@ -134,7 +135,7 @@ def test_the_control_deals_the_same_weights_to_other_clients() -> None:
 
 def test_a_frozen_body_is_refused() -> None:
     with pytest.raises(FedgraftError, match="this would be FedAvg"):
-        zoo.fedalign(trainable=Trainable("head"))
+        zoo.fedalign(trainable=head())
 
 
 def test_too_few_probe_rows_are_refused() -> None:

@@ -15,12 +15,12 @@ from fedgraft.runs.setup import Setup
 from fedgraft.config.load import load
 from fedgraft.config.options import AlgorithmChoice
 from fedgraft.runs.run import run
-from fedgraft.local.train import LocalRule
-from fedgraft.server import ServerState, model_of
+from fedgraft.local.train import LocalTraining
+from fedgraft.state import ServerState
 from fedgraft.aggregate.similarity import SIMILARITIES, crsm
 from tests.support.toy import Toy
 
-LOCAL = LocalRule(3, batch_size=6)
+LOCAL = LocalTraining(3, batch_size=6)
 TINY = [
     "data.source=synthetic", "data.count=200", "data.classes=4", "model.name=tiny", "partition.clients=4",
     "rounds.fraction=1.0", "local.steps=2", "local.batch_size=8", "rounds.total=2", "rounds.evaluate_every=0",
@@ -37,7 +37,7 @@ def everyone(algorithm: Any) -> Toy:
 
 
 def models(state: ServerState) -> Tensor:
-    return torch.stack([model_of(state, k) for k in range(5)])
+    return torch.stack([state.model_of(k) for k in range(5)])
 
 
 # ---- each similarity -------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_clients_that_stay_away_keep_their_model() -> None:
         state = toy.run(1)
         for k in set(range(5)) - set(toy.summary.cohort):
             expected = before[k] if k in known else state.vector  # one that never came starts where the others are
-            assert torch.equal(model_of(state, k), expected)
+            assert torch.equal(state.model_of(k), expected)
 
 
 def test_or_take_the_mean_of_the_others() -> None:
@@ -138,7 +138,7 @@ def test_or_take_the_mean_of_the_others() -> None:
         state = toy.run(1)
         assert set(state.personal) == set(toy.summary.cohort)
         for k in set(range(5)) - set(toy.summary.cohort):
-            assert torch.equal(model_of(state, k), state.vector)
+            assert torch.equal(state.model_of(k), state.vector)
 
 
 def test_the_two_differ() -> None:
@@ -170,9 +170,9 @@ def test_mixing_within_groups_is_fedbabu_in_each_group() -> None:
         engine.exchange = only(group, engine.exchange)
         expected = alone.run(3).vector
         for k in group:
-            torch.testing.assert_close(model_of(mixed.state, k), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mixed.state.model_of(k), expected, rtol=1e-4, atol=1e-5)
     together = everyone(zoo.fedbabu(local=LOCAL)).run(3).vector
-    assert not torch.allclose(model_of(mixed.state, 0), together, atol=1e-3)
+    assert not torch.allclose(mixed.state.model_of(0), together, atol=1e-3)
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedgraft import secure_round
 from fedgraft import zoo
-from fedgraft.algorithm import Protection, vary
+from fedgraft.privacy.protection import Protection
+from fedgraft.algorithm import vary
 from fedgraft.client import handle
 from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
@@ -36,7 +37,7 @@ from fedgraft.secure_round import ANSWERS, Sums
 from tests.unit.runs.test_head_init import CLIENTS, setting
 from tests.support.toy import Toy
 
-SECURE = Protection("secure")
+SECURE = Protection(hidden=True)
 ACTIONS = ["statistics", "head_gradient", "fisher_scores"]
 
 

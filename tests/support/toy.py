@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext
+from fedgraft.collect import ServerContext
+from fedgraft.context import ClientContext, shared_and_private
+from fedgraft.edit.dense import Dense
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.schedules import constant
-from fedgraft.round import ServerContext, run_round
-from fedgraft.server import Federation, ServerState, start
+from fedgraft.round import run_round
+from fedgraft.server import start
+from fedgraft.state import Federation, ServerState
 
 WIDTH, CLASSES, INPUT = 6, 3, 5
 
@@ -91,6 +94,12 @@ def client_rows(k: int) -> Tensor:
     return torch.arange(120)[k::6][: 20 - 2 * k]
 
 
+def everything_of(algorithm: Algorithm, network: ToyNetwork) -> EditSpace:
+    """What the algorithm trains, where that needs nobody to be asked; else all weights."""
+    kind = algorithm.trainable
+    return kind.open(network, None).space if isinstance(kind, Dense) else select(network, lambda n: True)
+
+
 class Toy:
     """A toy federation, ready to run rounds of any algorithm."""
 
@@ -103,13 +112,9 @@ class Toy:
         **federation: Any,
     ) -> None:
         self.network = ToyNetwork()
-        trainable = algorithm.trainable.kind
-        wanted = {"head": lambda n: n.startswith("head"), "body": lambda n: not n.startswith("head")}
-        self.space = space or select(self.network, wanted.get(trainable, lambda n: True))
+        opened = space or everything_of(algorithm, self.network)
+        self.space, private = shared_and_private(algorithm, self.network, opened)
         self.examples, self.tests = ToyExamples(), ToyExamples(60, seed=2)
-        private = None
-        if algorithm.client_state.kind == "head":
-            private = select(self.network, lambda n: n.startswith("head"))
         private_start = None if private is None else private.gather(self.network)
         self.context = ClientContext(
             self.network, self.space, self.examples, client_rows, 7,

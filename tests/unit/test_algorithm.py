@@ -9,18 +9,24 @@ import pytest
 import torch
 
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Answers, ClientState, Protection, Trainable, by_examples, uniform, vary
+from fedgraft.aggregate.robust import robust_aggregator
+from fedgraft.aggregate.slots import Answers, by_examples, uniform
+from fedgraft.algorithm import Algorithm, ClientState, vary
+from fedgraft.edit.dense import head
+from fedgraft.edit.low_rank import LowRank
+from fedgraft.edit.sparse import Sparse
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates, dynamic, proximal
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
+from fedgraft.privacy.protection import Protection
 from fedgraft.update.codecs import codec
 
-SECURE = Protection("secure")
+SECURE = Protection(hidden=True)
 
 ILLEGAL: dict[str, tuple[Any, str]] = {
     "secure sum with Krum": (
-        lambda: vary(zoo.fedavg(), aggregate=zoo.robust_aggregator("krum", 1), privacy=SECURE),
+        lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("krum", 1), privacy=SECURE),
         "secure sum shows the server only the sum, and krum needs each client's change",
     ),
     "secure sum with a mixture": (
@@ -32,28 +38,28 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         "client compute its own score",
     ),
     "secure sum with another encoding": (
-        lambda: vary(zoo.fedavg(), sends=codec("int8"), privacy=SECURE),
+        lambda: vary(zoo.fedavg(), compression=codec("int8"), privacy=SECURE),
         "its own fixed-point encoding, so the codec int8",
     ),
     "control variates with AdamW": (
-        lambda: zoo.scaffold(local=LocalRule(optimizer=adamw())),
+        lambda: zoo.scaffold(local=LocalTraining(optimizer=adamw())),
         "how far a gradient moves the model",
     ),
     "control variates with dampening": (
-        lambda: zoo.scaffold(local=LocalRule(optimizer=sgdm(0.9, dampening=0.1))),
+        lambda: zoo.scaffold(local=LocalTraining(optimizer=sgdm(0.9, dampening=0.1))),
         "use sgdm without dampening",
     ),
     "FedNova with AdamW": (
-        lambda: zoo.fednova(local=LocalRule(optimizer=adamw())),
+        lambda: zoo.fednova(local=LocalTraining(optimizer=adamw())),
         "known displacement per step",
     ),
-    "alignment with a frozen body": (lambda: zoo.fedalign(trainable=Trainable("head")), "this would be FedAvg"),
+    "alignment with a frozen body": (lambda: zoo.fedalign(trainable=head()), "this would be FedAvg"),
     "a mixture with a server rule": (
         lambda: vary(zoo.fedshibu(), server=zoo.fedadam().server),
         "no common step for the server rule adam",
     ),
     "a private head that is shared": (
-        lambda: vary(zoo.fedavg(trainable=Trainable("head")), client_state=ClientState("head")),
+        lambda: vary(zoo.fedavg(trainable=head()), client_state=ClientState("head")),
         "both the part that is shared and the part that each client keeps",
     ),
     "a mixture with control variates": (
@@ -65,27 +71,27 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         "count at most once",
     ),
     "own masks with a mixture": (
-        lambda: vary(zoo.fedshibu(), trainable=Trainable("sparse", partial=True)),
+        lambda: vary(zoo.fedshibu(), trainable=Sparse(adaptive_start=0.5)),
         "cannot be mixed",
     ),
     "own masks with top-k": (
-        lambda: vary(zoo.fedavg(), trainable=Trainable("sparse", partial=True), sends=codec("top_k:0.1")),
+        lambda: vary(zoo.fedavg(), trainable=Sparse(adaptive_start=0.5), compression=codec("top_k:0.1")),
         "top-k",
     ),
     "changing masks with control variates": (
-        lambda: vary(zoo.scaffold(), trainable=Trainable("sparse", partial=True)),
+        lambda: vary(zoo.scaffold(), trainable=Sparse(adaptive_start=0.5)),
         "remembers a vector over one fixed set",
     ),
     "changing masks with FedDyn": (
-        lambda: vary(zoo.feddyn(), trainable=Trainable("sparse", partial=True)),
+        lambda: vary(zoo.feddyn(), trainable=Sparse(adaptive_start=0.5)),
         "remembers a vector over one fixed set",
     ),
     "stacked factors under a secure sum": (
-        lambda: vary(zoo.fedavg(), trainable=Trainable("lora", needs_each=True), privacy=SECURE),
+        lambda: vary(zoo.fedavg(), trainable=LowRank(aggregate="stack"), privacy=SECURE),
         "factors",
     ),
     "stacked factors with a server rule": (
-        lambda: vary(zoo.fedadam(), trainable=Trainable("lora", needs_each=True)),
+        lambda: vary(zoo.fedadam(), trainable=LowRank(aggregate="stack")),
         "plain server rule",
     ),
 }
@@ -98,7 +104,7 @@ def test_a_combination_that_makes_no_sense_is_refused_when_it_is_built(case: str
         make()
     text = str(caught.value)
     assert sentence in text and "\n" not in text and text.endswith(".")
-    assert text.split(":")[0] in zoo.ZOO  # it says whose combination it is
+    assert text.split(":")[0] in zoo.ALGORITHMS  # it says whose combination it is
 
 
 def test_close_relatives_of_the_illegal_ones_are_allowed() -> None:
@@ -107,15 +113,15 @@ def test_close_relatives_of_the_illegal_ones_are_allowed() -> None:
     vary(zoo.fedbabu(), privacy=SECURE)
     vary(zoo.scaffold(), privacy=SECURE)
     vary(zoo.fedalign(align="client"), privacy=SECURE)
-    vary(zoo.scaffold(local=LocalRule(optimizer=sgdm(0.9, nesterov=True))))
+    vary(zoo.scaffold(local=LocalTraining(optimizer=sgdm(0.9, nesterov=True))))
     vary(zoo.fedavg(), privacy=Protection(dp=cast(Any, object())), weighting=uniform())
-    vary(zoo.fedprox(), trainable=Trainable("sparse", partial=True))
+    vary(zoo.fedprox(), trainable=Sparse(adaptive_start=0.5))
     vary(zoo.fedshibu(), correction=proximal(0.1))
-    vary(zoo.fedavg(), aggregate=zoo.robust_aggregator("krum", 1), correction=dynamic(0.1))
+    vary(zoo.fedavg(), aggregate=robust_aggregator("krum", 1), correction=dynamic(0.1))
 
 
 def test_algorithms_are_never_changed_only_varied() -> None:
-    base = zoo.fedavg(local=LocalRule(7))
+    base = zoo.fedavg(local=LocalTraining(7))
     other = vary(base, name="mine", amount=3, correction=proximal(0.5), weighting=uniform())
     assert (base.local.amount, base.name, base.weighting.name) == (7, "fedavg", "examples")
     assert (other.local.amount, other.local.correction.name, other.name, other.weighting.name) == (
@@ -128,7 +134,7 @@ def test_algorithms_are_never_changed_only_varied() -> None:
 
 
 def test_a_local_rule_and_its_keys_can_be_given_together() -> None:
-    local = vary(zoo.fedavg(), local=LocalRule(9), batch_size=5).local
+    local = vary(zoo.fedavg(), local=LocalTraining(9), batch_size=5).local
     assert (local.amount, local.batch_size) == (9, 5)
 
 
@@ -137,11 +143,11 @@ def test_an_unknown_algorithm_names_the_nearest() -> None:
         zoo.named("fedporx")
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", zoo.ALGORITHMS)
 def test_every_entry_has_its_own_name_and_a_sentence(name: str) -> None:
     made = zoo.named(name)
     assert isinstance(made, Algorithm) and made.name == name
-    assert (zoo.ZOO[name].__doc__ or "").strip()
+    assert (zoo.ALGORITHMS[name].__doc__ or "").strip()
 
 
 def test_what_clients_are_asked_for_follows_from_the_slots() -> None:
@@ -159,12 +165,12 @@ def test_weights_by_examples_and_uniform() -> None:
 
 
 def test_robust_rules_say_what_they_are() -> None:
-    assert zoo.robust_aggregator("norm_clip", clip=1.0).name.startswith("clip")
-    assert "nnm" in zoo.robust_aggregator("median", 1, neighbours=True).name
-    assert not zoo.robust_aggregator("median").linear
+    assert robust_aggregator("norm_clip", clip=1.0).name.startswith("clip")
+    assert "nnm" in robust_aggregator("median", 1, neighbours=True).name
+    assert not robust_aggregator("median").linear
 
 
 def test_body_algorithms_move_the_body_whatever_the_default() -> None:
     for name in ("fedbabu", "fedshibu", "fedper", "fedrep"):
         assert zoo.named(name).trainable.kind == "body"
-        assert zoo.named(name, trainable=Trainable("sparse")).trainable.kind == "sparse"
+        assert zoo.named(name, trainable=Sparse(head=False)).trainable.kind == "sparse"

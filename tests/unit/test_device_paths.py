@@ -10,7 +10,7 @@ from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
 from fedgraft.local import train as training
-from fedgraft.local.train import LocalRule, Trained, move, train
+from fedgraft.local.train import LocalTraining, Trained, move, train
 from fedgraft.runs.parts import device_named
 
 
@@ -19,7 +19,7 @@ def examples() -> FeatureExamples:
     return FeatureExamples(torch.randn(24, 5, generator=g), torch.randint(0, 3, (24,), generator=g), 0)
 
 
-def fit(rule: LocalRule, scale: float = 1.0) -> tuple[torch.Tensor, Trained]:
+def fit(rule: LocalTraining, scale: float = 1.0) -> tuple[torch.Tensor, Trained]:
     network = ToyNetwork()
     bound = select(network, lambda n: True).bind(network)
     given = examples()
@@ -31,8 +31,8 @@ def fit(rule: LocalRule, scale: float = 1.0) -> tuple[torch.Tensor, Trained]:
 
 @pytest.mark.parametrize("amp", ["bfloat16", "float16"])
 def test_autocast_trains_float32_weights_near_the_plain_way(amp: str) -> None:
-    plain, _ = fit(LocalRule(3, batch_size=8))
-    mixed, result = fit(LocalRule(3, batch_size=8, amp=amp))
+    plain, _ = fit(LocalTraining(3, batch_size=8))
+    mixed, result = fit(LocalTraining(3, batch_size=8, amp=amp))
     assert mixed.dtype == torch.float32 and result.steps == 3
     # The scale starts at 2^16, as is usual; half precision may skip a step or two until it is low enough.
     assert 0 < float((mixed - plain).abs().max()) < (0.5 if amp == "float16" else 0.05)
@@ -41,7 +41,7 @@ def test_autocast_trains_float32_weights_near_the_plain_way(amp: str) -> None:
 def test_an_overflow_moves_nothing_and_each_client_starts_with_its_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision ends at 65,504: a gradient beyond that is skipped, with a lower scale for the next step."""
     start = select(ToyNetwork(), lambda n: True).gather(ToyNetwork())  # type: ignore[arg-type]
-    rule = LocalRule(4, batch_size=8, amp="float16")
+    rule = LocalTraining(4, batch_size=8, amp="float16")
     stuck, _ = fit(rule, scale=1e6)
     assert torch.equal(stuck, start)
     moved, _ = fit(rule)  # the client before has not lowered the scale of this one

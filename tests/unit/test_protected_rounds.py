@@ -12,23 +12,26 @@ import torch
 from tests.support.toy import Toy
 
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Privacy, Protection, uniform, vary
+from fedgraft.aggregate.robust import robust_aggregator
+from fedgraft.aggregate.slots import uniform
+from fedgraft.algorithm import Algorithm, vary
 from fedgraft.client import handle
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
+from fedgraft.privacy.protection import DifferentialPrivacy, Protection
 
 ALIGN = {"layers": ("block1", "block2"), "keep": 3, "top": 3}
 SUMS = ["fedavg", "fedprox", "scaffold", "feddyn", "fednova", "fedavgm", "fedadam", "fedbabu", "fedalign"]
 
 
 def secured(algorithm: Algorithm) -> Algorithm:
-    return vary(algorithm, privacy=Protection("secure"))
+    return vary(algorithm, privacy=Protection(hidden=True))
 
 
 def private(noise: float, clip: float = 1.0, adaptive: bool = False, kind: str = "clear") -> Algorithm:
     mechanism = Mechanism(noise, 3 / 5, 5)
-    privacy = Privacy(
+    privacy = DifferentialPrivacy(
         mechanism, clip, AdaptiveClip(mechanism, count_noise=5.0) if adaptive else None, simulation_key(1)
     )
     return vary(zoo.fedavg(), weighting=uniform(), privacy=Protection(kind, limit=2.0, dp=privacy))  # type: ignore[arg-type]
@@ -36,7 +39,7 @@ def private(noise: float, clip: float = 1.0, adaptive: bool = False, kind: str =
 
 @pytest.mark.parametrize("name", SUMS)
 def test_the_secure_sum_gives_the_same_model_within_its_step(name: str) -> None:
-    algorithm = zoo.ZOO[name](**ALIGN)
+    algorithm = zoo.ALGORITHMS[name](**ALIGN)
     clear, hidden = Toy(algorithm), Toy(secured(algorithm))
     clear.run(4)
     hidden.run(4)
@@ -178,12 +181,12 @@ def test_privacy_inside_the_secure_sum_and_the_adaptive_bound() -> None:
     "updates, sentence",
     [
         ({"weighting": None}, "count at most once"),
-        ({"aggregate": zoo.robust_aggregator("median")}, "something else"),
+        ({"aggregate": robust_aggregator("median")}, "something else"),
         ({"correction": zoo.scaffold().local.correction}, "nothing else"),
     ],
 )
 def test_what_the_account_does_not_cover_is_refused(updates: dict[str, Any], sentence: str) -> None:
-    from fedgraft.algorithm import by_examples
+    from fedgraft.aggregate.slots import by_examples
 
     updates = {"weighting": by_examples()} if "weighting" in updates else updates
     with pytest.raises(FedgraftError, match=sentence):

@@ -13,18 +13,22 @@ from torch import Tensor, nn
 
 from fedgraft import zoo
 from fedgraft.aggregate.server_rules import RoundInfo
-from fedgraft.algorithm import Algorithm, Trainable, vary
-from fedgraft.client import ClientContext, handle
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.client import handle
+from fedgraft.collect import ServerContext
+from fedgraft.context import ClientContext
 from fedgraft.edit.space import select
+from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.schedules import constant, cosine, plateau
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply, pack, pack_bits, wire_size
 from fedgraft.randomness import derive, numpy_stream, torch_stream
-from fedgraft.round import ServerContext, run_round
-from fedgraft.server import EVERYONE, Federation, ServerState, model_of, orders, sample, start
+from fedgraft.round import run_round
+from fedgraft.server import instruct, sample, start
+from fedgraft.state import EVERYONE, Federation, ServerState
 
 # ---- what rests ---------------------------------------------------------------------------------------------------
 
@@ -32,7 +36,7 @@ from fedgraft.server import EVERYONE, Federation, ServerState, model_of, orders,
 @pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi"])
 def test_what_rests_stays_whatever_the_server_remembers(name: str) -> None:
     """T38: active for two rounds, then resting: bare momentum would drag it on."""
-    toy = Toy(vary(zoo.ZOO[name](), trainable=Trainable("sparse", partial=True)))
+    toy = Toy(vary(zoo.ALGORITHMS[name](), trainable=Sparse(adaptive_start=0.5)))
     resting = torch.arange(toy.space.trained) % 2 == 0
 
     def active(state: ServerState) -> dict[int, Tensor]:
@@ -104,8 +108,8 @@ class Pencil:
         return [float(self.engine.memory[k][name]) for k in (0, 1)]
 
 
-TWO_STEPS = LocalRule(2, optimizer=sgdm(0.0))
-ONE_BY_ONE = LocalRule(1, "epochs", 1, optimizer=sgdm(0.0))
+TWO_STEPS = LocalTraining(2, optimizer=sgdm(0.0))
+ONE_BY_ONE = LocalTraining(epochs=1, batch_size=1, optimizer=sgdm(0.0))
 
 
 def near(*values: float) -> Any:
@@ -152,7 +156,7 @@ def test_scaffold_with_momentum_divides_by_the_true_displacement() -> None:
 
 # ---- sampling, orders, weights ---------------------------------------------------------------------------------------
 
-LOCAL = LocalRule(2, batch_size=6)
+LOCAL = LocalTraining(2, batch_size=6)
 
 
 def toy(name: str = "fedavg", **options: Any) -> Toy:
@@ -203,17 +207,17 @@ def test_streams_differ_by_purpose_and_place_and_repeat() -> None:
 def test_orders_carry_the_rate_of_the_round_and_only_what_the_rule_needs() -> None:
     t = toy("scaffold", schedule=cosine(0.1))
     t.state = replace(t.state, round=4)
-    made = orders(t.algorithm, t.federation, t.state, [1, 2], t.space.digest)
+    made = instruct(t.algorithm, t.federation, t.state, [1, 2], t.space.digest)
     assert [o.client for o in made] == [1, 2] and set(made[0].auxiliary) == {"control"}
     assert made[0].settings == {"lr": cosine(0.1)(4, 10, [])}
     plain = toy()
-    assert not orders(plain.algorithm, plain.federation, plain.state, [0], "")[0].auxiliary
+    assert not instruct(plain.algorithm, plain.federation, plain.state, [0], "")[0].auxiliary
 
 
 def test_the_plateau_rule_sees_the_losses_of_the_state() -> None:
     t = toy(schedule=plateau(0.1, patience=0))
     t.state = replace(t.state, losses=(1.0, 2.0))
-    assert orders(t.algorithm, t.federation, t.state, [0], "")[0].settings["lr"] == 0.05
+    assert instruct(t.algorithm, t.federation, t.state, [0], "")[0].settings["lr"] == 0.05
 
 
 def test_weights_are_normalised_over_those_who_answered() -> None:
@@ -229,7 +233,7 @@ def test_the_new_model_is_the_weighted_mean_of_the_changes() -> None:
     t = toy()
     before = t.state.vector.clone()
     replies = list(InProcess(t.algorithm, toy().context).exchange(
-        orders(t.algorithm, t.federation, t.state, sample(t.federation, 0), t.space.digest)
+        instruct(t.algorithm, t.federation, t.state, sample(t.federation, 0), t.space.digest)
     ))  # fmt: skip
     total = sum(r.examples for r in replies)
     mean = torch.zeros(t.space.size, dtype=torch.float64)
@@ -241,7 +245,7 @@ def test_the_new_model_is_the_weighted_mean_of_the_changes() -> None:
 
 def test_a_client_starts_from_its_own_model_where_it_has_one() -> None:
     state = ServerState(0, torch.zeros(2), personal={3: torch.ones(2)})
-    assert torch.equal(model_of(state, 3), torch.ones(2)) and torch.equal(model_of(state, 0), torch.zeros(2))
+    assert torch.equal(state.model_of(3), torch.ones(2)) and torch.equal(state.model_of(0), torch.zeros(2))
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------
@@ -420,5 +424,5 @@ def test_a_frozen_alignment_is_one() -> None:
 
 def test_the_size_of_a_message_is_known_without_building_it() -> None:
     t = toy("scaffold")
-    for order in orders(t.algorithm, t.federation, t.state, [0, 1], t.space.digest):
+    for order in instruct(t.algorithm, t.federation, t.state, [0, 1], t.space.digest):
         assert wire_size(order) == len(pack(order))

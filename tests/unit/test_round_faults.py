@@ -16,11 +16,14 @@ from tests.support.toy import Toy, client_rows
 from torch import Tensor
 
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Protection, uniform, vary
+from fedgraft.aggregate.robust import robust_aggregator
+from fedgraft.aggregate.slots import uniform
+from fedgraft.algorithm import Algorithm, vary
 from fedgraft.config.load import Config, load
 from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply
+from fedgraft.privacy.protection import Protection
 from fedgraft.privacy.secagg.ring import Ring
 from fedgraft.report import figures_plain
 from fedgraft.report import html as report
@@ -34,9 +37,12 @@ from fedgraft.runs.warnings import warnings_for
 BAD = 2
 ROBUST = ["median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip"]
 COMBINED: dict[str, Callable[[], Algorithm]] = {
-    **{name: zoo.ZOO[name] for name in ("fedavg", "scaffold", "feddyn", "fednova", "fedadam", "fedbabu", "fedshibu")},
-    **{name: (lambda n=name: vary(zoo.fedavg(), aggregate=zoo.robust_aggregator(n))) for name in ROBUST},  # type: ignore[misc]
-    "secure": lambda: vary(zoo.fedavg(), weighting=uniform(), privacy=Protection("secure")),
+    **{
+        name: zoo.ALGORITHMS[name]
+        for name in ("fedavg", "scaffold", "feddyn", "fednova", "fedadam", "fedbabu", "fedshibu")
+    },
+    **{name: (lambda n=name: vary(zoo.fedavg(), aggregate=robust_aggregator(n))) for name in ROBUST},  # type: ignore[misc]
+    "secure": lambda: vary(zoo.fedavg(), weighting=uniform(), privacy=Protection(hidden=True)),
 }
 Arrivals = list[Any]
 

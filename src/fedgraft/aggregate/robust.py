@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.mean import accumulate, chunks, norm, weighted_mean
+from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.errors import FedgraftError
+from fedgraft.registry import AGGREGATORS
 
-Aggregator = Callable[[Tensor, Tensor], Tensor]
+Rule = Callable[[Tensor, Tensor], Tensor]
 """(changes (m, k), weights (m,)) -> one change (k,)."""
 Prepare = Callable[[Tensor], Tensor]
 """A step before a combiner: changes (m, k) -> changes (m, k)."""
@@ -90,17 +92,17 @@ def _row_mean(rows: Tensor) -> Tensor:
     return accumulate(rows, torch.full((len(rows),), 1 / len(rows), dtype=torch.float64))
 
 
-def mean() -> Aggregator:
+def mean() -> Rule:
     """The weighted mean, for comparison: one liar moves it anywhere."""
     return lambda stack, weights: weighted_mean(stack, weights)
 
 
-def median() -> Aggregator:
+def median() -> Rule:
     """Coordinate-wise median."""
     return lambda stack, weights: _by_coordinate(finite_rows(stack), _middle)
 
 
-def trimmed_mean(beta: float = 0.2) -> Aggregator:
+def trimmed_mean(beta: float = 0.2) -> Rule:
     """Coordinate-wise mean after dropping the floor(beta m) smallest and as many largest values."""
     if not 0 <= beta < 0.5:
         raise FedgraftError(f"the trimmed share beta is {beta}; it must be at least 0 and below 0.5.")
@@ -119,7 +121,7 @@ def krum_scores(distances: Tensor, attackers: int) -> Tensor:
     return others[:, : max(1, m - attackers - 2)].sum(1)
 
 
-def krum(attackers: int) -> Aggregator:
+def krum(attackers: int) -> Rule:
     """The one change whose m - f - 2 nearest neighbours are closest."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ def krum(attackers: int) -> Aggregator:
     return aggregate
 
 
-def multi_krum(attackers: int, keep: int | None = None) -> Aggregator:
+def multi_krum(attackers: int, keep: int | None = None) -> Rule:
     """The plain mean of the `keep` changes (default m - f) with the best Krum scores."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ def multi_krum(attackers: int, keep: int | None = None) -> Aggregator:
     return aggregate
 
 
-def bulyan(attackers: int) -> Aggregator:
+def bulyan(attackers: int) -> Rule:
     """Select m - 2f changes by repeated Krum, then average per coordinate the m - 4f values nearest their median."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ def _around_median(ordered: Tensor, count: int) -> Tensor:
     return best
 
 
-def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: float = 1e-10) -> Aggregator:
+def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: float = 1e-10) -> Rule:
     """The point with the smallest sum of distances to all changes, by smoothed Weiszfeld steps.
 
     The point is always a mean of the changes, so every step works on the m x m distances alone and the long vectors
@@ -246,7 +248,7 @@ def nearest_mixing(attackers: int) -> Prepare:
     return prepare
 
 
-def prepared(rule: Aggregator, *steps: Prepare) -> Aggregator:
+def prepared(rule: Rule, *steps: Prepare) -> Rule:
     """A combiner that runs `steps` in order on the stack and then `rule`."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
@@ -257,15 +259,36 @@ def prepared(rule: Aggregator, *steps: Prepare) -> Aggregator:
     return aggregate
 
 
-COMBINERS: Mapping[str, Callable[..., Aggregator]] = {
-    "mean": mean, "median": median, "trimmed_mean": trimmed_mean, "krum": krum, "multi_krum": multi_krum,
-    "bulyan": bulyan, "geometric_median": geometric_median,
-}  # fmt: skip
-PREPARATIONS: Mapping[str, Callable[..., Prepare]] = {"clip_norms": clip_norms, "nearest_mixing": nearest_mixing}
+AGGREGATORS |= {
+    "mean": lambda attackers, replies: mean(),
+    "median": lambda attackers, replies: median(),
+    "trimmed_mean": lambda attackers, replies: trimmed_against(attackers, replies),
+    "krum": lambda attackers, replies: krum(attackers),
+    "multi_krum": lambda attackers, replies: multi_krum(attackers),
+    "bulyan": lambda attackers, replies: bulyan(attackers),
+    "geometric_median": lambda attackers, replies: geometric_median(),
+    "norm_clip": lambda attackers, replies: prepared(mean(), clip_norms()),
+}
+"""By name: `make(attackers, replies)` gives a rule against so many attackers among so many replies."""
 
 
-def aggregator(name: str, **options: Any) -> Aggregator:
-    """A combiner by its name in `COMBINERS`."""
-    if name not in COMBINERS:
-        raise FedgraftError(f"there is no combiner {name!r}; choose one of {', '.join(COMBINERS)}.")
-    return COMBINERS[name](**options)
+def trimmed_against(attackers: int, replies: int) -> Rule:
+    """The trimmed mean that cuts as many on each side as there may be attackers."""
+    need(replies, 2 * attackers + 1, "the trimmed mean", attackers)
+    return trimmed_mean(attackers / replies)
+
+
+def robust_aggregator(name: str, attackers: int = 0, neighbours: bool = False, clip: float | None = None) -> Aggregator:
+    """A rule that withstands attackers, with optional clipping and nearest-neighbour mixing before it."""
+    AGGREGATORS.find(name)  # a name that does not exist is refused now, not in the first round
+
+    def update(answers: Answers, weights: Tensor) -> Tensor:
+        stack = torch.stack(list(answers.updates))
+        # Validation has caught some already: that many fewer are left among the replies.
+        left = max(0, attackers - answers.dropped)
+        steps = [*([] if clip is None else [clip_norms(clip)]), *([nearest_mixing(left)] if neighbours else [])]
+        rule: Rule = AGGREGATORS.build(name, {}, attackers=left, replies=len(stack))
+        return prepared(rule, *steps)(stack, weights)
+
+    label = "+".join([*([] if clip is None else ["clip"]), *(["nnm"] if neighbours else []), name])
+    return Aggregator(label, update, linear=False)

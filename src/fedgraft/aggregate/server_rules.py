@@ -9,8 +9,8 @@ round itself keeps it in place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -47,6 +47,10 @@ class ServerRule:
     init: Callable[[int], State]
     step: Callable[[Tensor, Tensor, State, RoundInfo], tuple[Tensor, State]]
     needs: tuple[str, ...] = ()
+    inspect: Callable[[Sequence[Tensor], Tensor], Mapping[str, Tensor]] | None = None
+    """What it must see of each client's update: named vectors from `(updates, weights)`; a hidden sum has none."""
+    memoryless: bool = False
+    """x + lr * update and nothing remembered, so there may as well be one model per client."""
 
 
 def _zeros(*names: str) -> Callable[[int], State]:
@@ -61,7 +65,7 @@ def _take(values: Mapping[str, Any], name: str, rule: str) -> Any:
 
 def plain(lr: float = 1.0) -> ServerRule:
     """x + lr * change: FedAvg."""
-    return ServerRule("plain", _zeros(), lambda x, update, state, info: (x + lr * update, state))
+    return ServerRule("plain", _zeros(), lambda x, update, state, info: (x + lr * update, state), memoryless=True)
 
 
 def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:
@@ -168,7 +172,34 @@ def fedgma(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> Server
         below = agreement if soft else torch.zeros_like(agreement)
         return x + lr * torch.where(agreement >= threshold, 1.0, below) * update, state
 
-    return ServerRule("fedgma", _zeros(), step, ("agreement",))
+    def agreement(updates: Sequence[Tensor], weights: Tensor) -> Mapping[str, Tensor]:
+        return {"agreement": sign_agreement(updates, weights)}
+
+    return ServerRule("fedgma", _zeros(), step, ("agreement",), agreement)
+
+
+def chain(*rules: ServerRule) -> ServerRule:
+    """One rule after the other: the step of each is the update of the next. Names of their state must differ."""
+
+    def init(size: int) -> State:
+        states = [rule.init(size) for rule in rules]
+        if sum(map(len, states)) > len({name for state in states for name in state}):
+            raise FedgraftError("two server rules of a chain remember something under the same name; leave one out.")
+        return {name: tensor for state in states for name, tensor in state.items()}
+
+    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+        new, moved = dict(state), x
+        for rule in rules:
+            moved, after = rule.step(x, update, state, info)
+            new, update = {**new, **after}, moved - x
+        return moved, new
+
+    def inspect(updates: Sequence[Tensor], weights: Tensor) -> Mapping[str, Tensor]:
+        return {k: v for rule in rules if rule.inspect for k, v in rule.inspect(updates, weights).items()}
+
+    needs = tuple(name for rule in rules for name in rule.needs)
+    seen = inspect if any(rule.inspect for rule in rules) else None
+    return ServerRule("+".join(r.name for r in rules), init, step, needs, seen, all(r.memoryless for r in rules))
 
 
 def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
@@ -180,7 +211,7 @@ def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
         moved, new = rule.step(x[:trained], update[:trained], state, head)
         return torch.cat([moved, x[trained:] + update[trained:]]), new
 
-    return ServerRule(rule.name, lambda size: rule.init(trained), step, rule.needs)
+    return replace(rule, init=lambda size: rule.init(trained), step=step)
 
 
 SERVER_RULES: Mapping[str, Callable[..., ServerRule]] = {

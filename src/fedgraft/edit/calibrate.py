@@ -111,7 +111,7 @@ def calibrate(
     scores do not depend on the data, so they are asked for once whatever the mode.
     """
     plan = strategy_named(strategy)
-    mode = _checked(mode if plan.source == "fisher" else oneshot())
+    mode = _checked(mode if plan.scores is None else oneshot())
     restrict: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = scope.restrict if scope else dict
     rule["largest"] = plan.largest
 

@@ -19,45 +19,43 @@ from torch import Tensor
 from fedgraft.edit.masks import Mask
 from fedgraft.errors import FedgraftError
 from fedgraft.randomness import derive, torch_stream
+from fedgraft.registry import STRATEGIES
 
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Where scores come from (`fisher`, `magnitude`, `random`) and whether the largest are trained."""
+    """Whether the largest scores are trained, and where scores come from: the clients' Fisher scores (`scores` is
+    None), or a function `scores(weights, seed)` of the weights alone."""
 
-    source: str
     largest: bool
+    scores: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
 
 
-STRATEGIES: dict[str, Strategy] = {
-    "least_sensitive": Strategy("fisher", largest=False),
-    "most_sensitive": Strategy("fisher", largest=True),
-    "lowest_magnitude": Strategy("magnitude", largest=False),
-    "highest_magnitude": Strategy("magnitude", largest=True),
-    "random": Strategy("random", largest=False),
+def magnitude_scores(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Absolute value of every weight."""
+    return {name: tensor.detach().abs() for name, tensor in weights.items()}
+
+
+def random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Uniform scores, each tensor from a stream of its own name, so that the order of tensors plays no part."""
+    return {name: torch.rand(t.shape, generator=torch_stream(seed, "mask", name)) for name, t in weights.items()}
+
+
+STRATEGIES |= {
+    "least_sensitive": lambda: Strategy(largest=False),
+    "most_sensitive": lambda: Strategy(largest=True),
+    "lowest_magnitude": lambda: Strategy(largest=False, scores=magnitude_scores),
+    "highest_magnitude": lambda: Strategy(largest=True, scores=magnitude_scores),
+    "random": lambda: Strategy(largest=False, scores=random_scores),
 }
 """By what is trained: `least_sensitive` trains the coordinates with the lowest scores (TaLoS), and so on."""
 
 
 def strategy_named(name: str) -> Strategy:
     """The strategy of this name."""
-    if name not in STRATEGIES:
-        raise FedgraftError(f"mask strategy {name!r} is not one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]
-
-
-def magnitude_scores(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Absolute value of every weight."""
-    return {name: tensor.detach().abs() for name, tensor in weights.items()}
-
-
-def random_scores(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
-    """Uniform scores, each tensor from a stream of its own name, so that the order of tensors plays no part."""
-    return {
-        name: torch.rand(tuple(shape), generator=torch_stream(seed, "mask", name)) for name, shape in shapes.items()
-    }
+    return STRATEGIES.build(name, {})
 
 
 def budget(total: int, density: float | None = None, k: int | None = None) -> int:

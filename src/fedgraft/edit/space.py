@@ -112,6 +112,11 @@ class EditSpace:
         """Prepare a network for training on this space: gradients only where something may move."""
         return Bound(self, network)
 
+    def without(self, unwanted: Callable[[str], bool]) -> EditSpace:
+        """The space without the tensors of these names."""
+        keep = lambda parts: tuple(part for part in parts if not unwanted(part.name))  # noqa: E731
+        return EditSpace(keep(self.parts), keep(self.buffers))
+
     def slices(self) -> Mapping[str, slice]:
         """Where each tensor lies in a vector."""
         return {part.name: slice(begin, end) for part, begin, end in self.ranges}
@@ -149,6 +154,23 @@ class Bound:
     def trained(self) -> int:
         """How many of the values an optimizer trainable."""
         return self.space.trained
+
+    @cached_property
+    def head(self) -> slice:
+        """Where the head's coordinates lie among the trained ones; empty where it does not move."""
+        found = [(b, e) for p, b, e in self.space.ranges[: len(self.space.parts)] if self._in_head(p.name)]
+        return slice(found[0][0], found[-1][1]) if found else slice(0, 0)
+
+    def _in_head(self, name: str) -> bool:
+        return self.network.block_of(name) > self.network.depth
+
+    def training_mode(self) -> None:
+        """Let the network train. Statistics (batch norm) that are not in the space stay as they are, to the bit."""
+        self.network.train()
+        mine = {part.name for part in self.space.buffers}
+        for prefix, module in self.network.named_modules():
+            if getattr(module, "running_mean", None) is not None and f"{prefix}.running_mean" not in mine:
+                module.eval()
 
     def load(self, vector: Tensor) -> None:
         """Set the values, and the network with them."""

@@ -21,7 +21,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, unpack_bits
 from fedgraft.protocols import Examples
 from fedgraft.randomness import numpy_stream, torch_stream
-from fedgraft.round import spread
+from fedgraft.collect import spread
 from fedgraft.update.codecs import BadPayload, decode
 
 DATA_ATTACKS = {"label_flip": "", "backdoor": "", "backdoor_boosted": "scaling"}
@@ -76,7 +76,7 @@ class Attacked:
     def __post_init__(self) -> None:
         if self.attack not in NAMES:
             raise FedgraftError(f"there is no attack {self.attack!r}; choose one of {', '.join(NAMES)}.")
-        if self._on_changes and self.engine.algorithm.privacy.aggregation == "secure":
+        if self._on_changes and self.engine.algorithm.privacy.hidden:
             raise FedgraftError(
                 f"the attack {self.attack} rewrites changes, and inside a secure sum nobody sees one; "
                 "use label_flip or backdoor, or privacy.aggregation='clear'."
@@ -134,7 +134,7 @@ class Attacked:
         active = self._active(order)
         wanted = (update if active is None else update[active]).contiguous()
         stream = torch_stream(self.seed, "encode attack", order.round, order.client)
-        return replace(reply, update=self.engine.algorithm.sends.encode(wanted, stream, None))
+        return replace(reply, update=self.engine.algorithm.compression.encode(wanted, stream, None))
 
     def _active(self, order: Order) -> Tensor | None:
         """Which coordinates this client may move; None: all of them."""
@@ -145,7 +145,7 @@ class Attacked:
         """The change of a reply over the whole space; None for a client whose training diverged."""
         assert reply.update is not None
         try:
-            update = decode(reply.update, self.engine.algorithm.sends, reply.update.length)
+            update = decode(reply.update, self.engine.algorithm.compression, reply.update.length)
         except BadPayload:
             return None
         active = self._active(order)

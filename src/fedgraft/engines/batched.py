@@ -29,7 +29,7 @@ from fedgraft.client import ClientContext, ClientMemory, handle
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import Preparable, prepare_features
 from fedgraft.local.optimizers import Optimizer
-from fedgraft.local.train import LocalRule, drawn
+from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.messages import Order, Reply
 from fedgraft.randomness import torch_stream
 
@@ -57,16 +57,18 @@ def applies(algorithm: Algorithm, context: ClientContext) -> str | None:
             parts != [("head.weight", True), ("head.bias", True)] or bool(context.space.buffers),
             "what moves is not exactly the weight and bias of the head",
         ),
-        (context.private is not None or algorithm.client_state.kind != "nothing", "clients keep a part of the model"),
+        (not algorithm.client_state.empty, "clients keep a part of the model"),
         (context.examples.entry != network.depth, "features are not kept"),
-        (rule.optimizer.name != "sgdm", f"the optimizer is {rule.optimizer.name}, not sgdm"),
-        (rule.correction.name != "none", f"the correction {rule.correction.name} acts on each client by itself"),
+        (not rule.optimizer.stackable, f"the optimizer is {rule.optimizer.name}, not sgdm"),
+        (not rule.correction.nothing, f"the correction {rule.correction.name} acts on each client by itself"),
+        (rule.head_lr is not None, "the head has a rate of its own"),
+        (algorithm.loss.smoothing is None, f"the loss {algorithm.loss.name} is not the plain cross-entropy"),
         (rule.clip is not None, "gradients are clipped by client"),
         (rule.amp is not None, f"training is in {rule.amp}"),
-        (algorithm.sends.name != "values", f"the codec {algorithm.sends.name} would magnify rounding"),
+        (not algorithm.compression.exact, f"the codec {algorithm.compression.name} would magnify rounding"),
         (bool(algorithm.wants), "clients report what they see in the trained network"),
-        (algorithm.normalised, "changes are divided by each client's reach"),
-        (algorithm.privacy.aggregation != "clear" or algorithm.privacy.dp is not None, "changes are protected"),
+        (algorithm.privacy.hidden or algorithm.privacy.dp is not None, "updates are protected"),
+        (bool(algorithm.update), "clients work on their update before they send it"),
         (_drops(context), "dropout draws by client"),
     ]
     found = next((why for wrong, why in reasons if wrong), None)
@@ -90,19 +92,19 @@ def _is_linear(context: ClientContext) -> bool:
 class _Job:
     """One client's order and its rows. How they fall into batches is drawn where the steps are taken."""
 
-    context: int
+    place: int
     order: Order
     rows: Tensor
-    rule: LocalRule
+    rule: LocalTraining
     seed: int
 
     @cached_property
     def sizes(self) -> list[int]:
         """Rows of each step; the last of an epoch may have fewer."""
         full, rest = divmod(len(self.rows), width := min(self.rule.batch_size, len(self.rows)))
-        if self.rule.unit == "steps":
-            return [width] * self.rule.amount
-        return ([width] * full + [rest] * bool(rest)) * self.rule.amount
+        if self.rule.epochs is None:
+            return [width] * self.rule.steps_for(len(self.rows))
+        return ([width] * full + [rest] * bool(rest)) * self.rule.epochs
 
     @cached_property
     def drawn(self) -> Tensor:
@@ -154,7 +156,7 @@ class Batched:
         self._placing = context.examples if isinstance(context.examples, Placing) else None
         self._reading = threading.Lock()
         self._buffers: list[dict[str, Tensor]] = []
-        self._crew: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def exchange(self, orders: Sequence[Order]) -> list[Reply]:
         """Carry out the orders; replies in their order."""
@@ -176,7 +178,7 @@ class Batched:
         jobs = [_Job(i, order, self.context.rows(order.client), rule, seed) for i, order in enumerate(orders)]
         if isinstance(self.context.examples, Preparable) and torch.get_num_threads() == 1:
             prepare_features(self.context.examples, torch.cat([job.drawn for job in jobs]), self.threads)
-        jobs.sort(key=lambda job: (len(job.sizes), float(job.order.settings["lr"]), job.sizes[0], job.context))
+        jobs.sort(key=lambda job: (len(job.sizes), float(job.order.settings["lr"]), job.sizes[0], job.place))
         chunks = []
         for _, group in groupby(jobs, key=lambda job: (len(job.sizes), job.order.settings["lr"])):
             alike = list(group)
@@ -185,17 +187,17 @@ class Batched:
         waiting = iter(enumerate(chunks))
 
         def work() -> None:
-            for context, chunk in waiting:  # shared: whoever is free takes the next one
-                found[context] = self._chunk(chunk)
+            for place, chunk in waiting:  # shared: whoever is free takes the next one
+                found[place] = self._chunk(chunk)
 
         if helpers := min(self.threads, len(chunks)) - 1:
-            self._crew = self._crew or ThreadPoolExecutor(self.threads - 1)  # kept: a new thread is slow at first
-        helping = [self._crew.submit(work) for _ in range(helpers)] if self._crew else []
+            self._threads = self._threads or ThreadPoolExecutor(self.threads - 1)  # kept: a new thread is slow at first
+        helping = [self._threads.submit(work) for _ in range(helpers)] if self._threads else []
         work()
         for helper in helping:
             helper.result()
         replies = [reply for part in found for reply in part]
-        by_place = {job.context: reply for job, reply in zip([j for c in chunks for j in c], replies, strict=True)}
+        by_place = {job.place: reply for job, reply in zip([j for c in chunks for j in c], replies, strict=True)}
         return [by_place[i] for i in range(len(orders))]
 
     @torch.no_grad()
@@ -221,7 +223,7 @@ class Batched:
             labels, weights = self._gather(jobs, flips, some, features)
             for i, (x, y) in enumerate(zip(features.unbind(1), labels.unbind(1), strict=True)):
                 torch.baddbmm(stack.bias, stack.weight, x.transpose(1, 2), out=room)
-                error, found = _error(room, y, rule.label_smoothing)
+                error, found = _error(room, y, self.algorithm.loss.smoothing or 0.0)
                 if weights is not None:
                     found.mul_(weights[:, i])
                     error.mul_(weights[:, i])
@@ -274,7 +276,7 @@ class Batched:
         stream = torch_stream(self.context.seed, "encode", order.round, order.client)
         answer = Reply(order.run, order.round, order.client, order.space, len(job.rows))
         metrics = {"loss": loss, "steps": float(len(job.sizes))}
-        return replace(answer, update=self.algorithm.sends.encode(update, stream, {}), metrics=metrics)
+        return replace(answer, update=self.algorithm.compression.encode(update, stream, {}), metrics=metrics)
 
 
 def _error(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:

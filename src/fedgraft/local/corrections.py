@@ -32,17 +32,47 @@ class Correction:
     prepare: Callable[[Tensor, Vectors, Vectors], dict[str, Tensor]]
     adjust: Callable[[Tensor, Tensor, Vectors], None]
     finish: Callable[[Tensor, Vectors, float], Closing]
-    """`finish(values, context, reach)`; reach is Σ of learning rates times the optimizer's gain."""
+    """`finish(values, context, effective_steps)`; effective_steps is Σ of learning rates times the optimizer's gain."""
     needs_effective_steps: bool = False
     sends: tuple[str, ...] = ()
     """Names of the auxiliary vectors in the reply, each of the trained length."""
     receives: tuple[str, ...] = ()
     """Names of the auxiliary vectors the order must carry."""
+    remembers: bool = False
+    """It keeps a vector over one fixed set of coordinates from round to round."""
+    nothing: bool = False
+    """It leaves gradients as they are."""
 
 
 def none() -> Correction:
     """Plain local training."""
-    return Correction("none", lambda s, a, m: {}, lambda g, v, c: None, lambda v, c, r: Closing())
+    return Correction("none", lambda s, a, m: {}, lambda g, v, c: None, lambda v, c, r: Closing(), nothing=True)
+
+
+def chain(*corrections: Correction) -> Correction:
+    """One correction after the other on the same gradient. What they remember, send and receive must not share names."""
+
+    def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
+        made = [correction.prepare(start, auxiliary, memory) for correction in corrections]
+        return {f"{i}/{name}": tensor for i, context in enumerate(made) for name, tensor in context.items()}
+
+    def part(context: Vectors, i: int) -> Vectors:
+        return {name.removeprefix(f"{i}/"): t for name, t in context.items() if name.startswith(f"{i}/")}
+
+    def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:
+        for i, correction in enumerate(corrections):
+            correction.adjust(gradient, values, part(context, i))
+
+    def finish(values: Tensor, context: Vectors, effective_steps: float) -> Closing:
+        ends = [c.finish(values, part(context, i), effective_steps) for i, c in enumerate(corrections)]
+        memory = {name: tensor for end in ends for name, tensor in end.memory.items()}
+        return Closing(memory, {name: tensor for end in ends for name, tensor in end.sums.items()})
+
+    return Correction(
+        "+".join(c.name for c in corrections), prepare, adjust, finish,
+        any(c.needs_effective_steps for c in corrections), tuple(n for c in corrections for n in c.sends),
+        tuple(n for c in corrections for n in c.receives), any(c.remembers for c in corrections),
+    )  # fmt: skip
 
 
 def proximal(mu: float) -> Correction:
@@ -57,7 +87,7 @@ def proximal(mu: float) -> Correction:
 
 
 def control_variates() -> Correction:
-    """SCAFFOLD (option II): g − c_k + c; afterwards c_k ← c_k − c + (x−y)/reach."""
+    """SCAFFOLD (option II): g − c_k + c; afterwards c_k ← c_k − c + (x−y)/effective_steps."""
 
     def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
         own = memory.get("control", torch.zeros_like(start))
@@ -70,7 +100,7 @@ def control_variates() -> Correction:
         own = context["own"] - context["common"] + (context["start"] - values) / effective_steps
         return Closing({"control": own}, {"control": own - context["own"]})
 
-    return Correction("control_variates", prepare, adjust, finish, True, ("control",), ("control",))
+    return Correction("control_variates", prepare, adjust, finish, True, ("control",), ("control",), remembers=True)
 
 
 def dynamic(alpha: float) -> Correction:
@@ -85,4 +115,4 @@ def dynamic(alpha: float) -> Correction:
     def finish(values: Tensor, context: Vectors, effective_steps: float) -> Closing:
         return Closing({"dual": context["dual"] - alpha * (values - context["start"])})
 
-    return Correction("dynamic", prepare, adjust, finish)
+    return Correction("dynamic", prepare, adjust, finish, remembers=True)

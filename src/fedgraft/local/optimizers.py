@@ -27,6 +27,8 @@ class Optimizer:
     """Displacement after n steps of a constant unit gradient at lr 1; None where it is not a fixed number."""
     heavy_ball: float | None = None
     """β where a step is v ← βv+g, θ ← θ−ηv and nothing else, which an engine may fold into its matrix products."""
+    stackable: bool = False
+    """The vectors of several clients may be stepped as one long vector."""
 
 
 def sgdm(
@@ -65,7 +67,7 @@ def sgdm(
         return sum(gains[1:] if nesterov else gains[:-1])
 
     plain = not (weight_decay or nesterov or dampening)
-    return Optimizer("sgdm", init, step, effective_steps if not dampening else None, momentum if plain else None)
+    return Optimizer("sgdm", init, step, effective_steps if not dampening else None, momentum if plain else None, True)
 
 
 def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Optimizer:

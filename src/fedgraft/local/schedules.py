@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-Schedule = Callable[[int, int, Sequence[float]], float]
+from fedgraft.state import Schedule
 
 
 def constant(lr: float) -> Schedule:

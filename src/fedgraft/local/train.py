@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
+from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import Closing, Correction, none
+from fedgraft.local.losses import Loss, LossSetting, cross_entropy
 from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
 from fedgraft.local.transfer import onto
 from fedgraft.protocols import Examples, Network
@@ -24,44 +25,57 @@ class Flat(Protocol):
 
     @property
     def trained(self) -> int: ...
+    @property
+    def head(self) -> slice:
+        """Where the head's coordinates lie among the trained ones; empty where it does not move."""
+        ...
+
+    def training_mode(self) -> None: ...
     def gradient(self) -> Tensor: ...
     def push(self) -> None: ...
     def pull_buffers(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class LocalRule:
-    """How much and how a client trains in one round."""
+class LocalTraining:
+    """How much and how a client trains in one round: so many steps (4 if nothing is said) or whole epochs."""
 
-    amount: int = 4
-    unit: Literal["steps", "epochs"] = "steps"
+    steps: int | None = None
+    epochs: int | None = None
     batch_size: int = 64
+    lr: float = 0.01
     optimizer: Optimizer = field(default_factory=sgdm)
     correction: Correction = field(default_factory=none)
     clip: float | None = None
-    label_smoothing: float = 0.0
+    """Largest norm of the gradient on what may move."""
+    head_lr: float | None = None
+    """The head's rate as a multiple of the others'; None: the same. One rate rarely serves a fresh head and old blocks."""
     momentum_correction: bool = False
     """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
     amp: str | None = None
     """Autocast type, `float16` or `bfloat16`; None trains in float32."""
 
-    def steps(self, examples: int) -> int:
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise FedgraftError("local training is so many steps or so many epochs; give one of the two.")
+
+    def steps_for(self, examples: int) -> int:
         """Optimizer steps for a client with this many examples."""
-        if self.unit == "steps":
-            return self.amount
-        return self.amount * math.ceil(examples / min(self.batch_size, examples))
+        if self.epochs is None:
+            return self.steps or 4
+        return self.epochs * math.ceil(examples / min(self.batch_size, examples))
 
     def rate(self, lr: float, examples: int) -> float:
         """The rate a step really uses."""
         if not self.momentum_correction or self.optimizer.effective_steps is None:
             return lr
-        steps = self.steps(examples)
+        steps = self.steps_for(examples)
         return lr * steps / self.optimizer.effective_steps(steps)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training leaves: the optimizer's state, the mean loss, the correction's closing."""
+    """What local training leaves: the optimizer's state, the mean loss, what correction and loss leave behind."""
 
     state: State
     loss: float
@@ -70,18 +84,18 @@ class Trained:
     closing: Closing
 
 
-def drawn(rows: Tensor, rule: LocalRule, generator: torch.Generator) -> Tensor:
+def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator) -> Tensor:
     """The rows of one round in the order they are met: J steps from an endless reshuffled stream, or E whole epochs."""
     n, size = len(rows), min(rule.batch_size, len(rows))
-    wanted = rule.amount * (n if rule.unit == "epochs" else size)
+    wanted = rule.steps_for(n) * size if rule.epochs is None else rule.epochs * n
     passes = [torch.randperm(n, generator=generator) for _ in range(math.ceil(wanted / n))]
     return rows[torch.cat(passes)[:wanted]]
 
 
-def batches(rows: Tensor, rule: LocalRule, generator: torch.Generator) -> Iterator[Tensor]:
+def batches(rows: Tensor, rule: LocalTraining, generator: torch.Generator) -> Iterator[Tensor]:
     """Row batches of one round; the last of an epoch may be smaller."""
     order, size = drawn(rows, rule, generator), min(rule.batch_size, len(rows))
-    for part in order.split(len(rows)) if rule.unit == "epochs" else [order]:
+    for part in [order] if rule.epochs is None else order.split(len(rows)):
         yield from part.split(size)
 
 
@@ -90,29 +104,33 @@ def train(
     flat: Flat,
     examples: Examples,
     rows: Tensor,
-    rule: LocalRule,
+    rule: LocalTraining,
     lr: Callable[[int], float],
     shuffle: torch.Generator,
     augment: torch.Generator,
+    loss: Loss | None = None,
     auxiliary: Mapping[str, Tensor] | None = None,
     memory: Mapping[str, Tensor] | None = None,
     state: State | None = None,
 ) -> Trained:
     """Train the flat vector on these rows; the network follows it. Buffers are read back at the end."""
-    network.train()
+    flat.training_mode()
     values = flat.values[: flat.trained]
     device = values.device
-    state = move(rule.optimizer.init(flat.trained), device) if state is None else state
-    context = rule.correction.prepare(values.clone(), move(auxiliary or {}, device), move(memory or {}, device))
+    steppers = _steppers(rule, flat, move(state or {}, device))
+    kept = move(memory or {}, device)
+    context = rule.correction.prepare(values.clone(), move(auxiliary or {}, device), kept)
+    aim = loss or cross_entropy()
+    value = aim.begin(LossSetting(network, onto(examples.labels[rows], device), network.classes, kept))
     losses, rates = [], []
     scale = 2.0**16 if rule.amp == "float16" else 1.0
     for step, picked in enumerate(batches(rows, rule, shuffle)):
         inputs, labels = onto(examples.batch(picked, augment), device), onto(examples.labels[picked], device)
         with torch.autocast(inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None):
-            loss = cross_entropy(network(inputs, examples.entry), labels, label_smoothing=rule.label_smoothing)
-        (loss * scale).backward()
+            found = value(network, inputs, labels, examples.entry)
+        (found * scale).backward()
         gradient = flat.gradient()
-        losses.append(loss.detach())
+        losses.append(found.detach())
         if rule.amp == "float16":
             gradient.div_(scale)
             if not torch.isfinite(gradient).all():  # overflow: nothing moves, the next step scales less
@@ -122,14 +140,30 @@ def train(
         if rule.clip is not None:
             clip_(gradient, rule.clip)
         rate = rule.rate(lr(step), len(rows))
-        rule.optimizer.step(values, gradient, state, rate)
+        for piece, factor, own in steppers:
+            rule.optimizer.step(values[piece], gradient[piece], own, rate * factor)
         rates.append(rate)
         flat.push()
     flat.pull_buffers()
-    effective_steps = _reach(rule, rates)
+    effective_steps = _effective_steps(rule, rates)
     closing = rule.correction.finish(values, context, effective_steps)
-    closing = Closing(move(closing.memory, "cpu"), move(closing.sums, "cpu"))
-    return Trained(state, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
+    closing = Closing(move({**closing.memory, **aim.finish(network)}, "cpu"), move(closing.sums, "cpu"))
+    after = {f"{i}/{name}": tensor for i, (_, _, own) in enumerate(steppers) for name, tensor in own.items()}
+    return Trained(after, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
+
+
+def _steppers(rule: LocalTraining, flat: Flat, state: State) -> list[tuple[slice, float, State]]:
+    """Pieces of the vector with a rate of their own: its factor, and the optimizer's state, fresh or as it was."""
+    pieces = [(slice(0, flat.trained), 1.0)]
+    if rule.head_lr is not None and flat.head.stop > flat.head.start:
+        before, after = slice(0, flat.head.start), slice(flat.head.stop, flat.trained)
+        pieces = [(p, f) for p, f in ((before, 1.0), (flat.head, rule.head_lr), (after, 1.0)) if p.stop > p.start]
+    found = []
+    for i, (piece, factor) in enumerate(pieces):
+        old = {name.partition("/")[2]: tensor for name, tensor in state.items() if name.startswith(f"{i}/")}
+        fresh = move(rule.optimizer.init(piece.stop - piece.start), flat.values.device)
+        found.append((piece, factor, old or fresh))
+    return found
 
 
 def move(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
@@ -137,7 +171,7 @@ def move(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str,
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _reach(rule: LocalRule, rates: list[float]) -> float:
+def _effective_steps(rule: LocalTraining, rates: list[float]) -> float:
     """Σ rates times the optimizer's mean gain: how far a constant unit gradient would have gone."""
     if rule.optimizer.effective_steps is None or not rates:
         return math.nan

@@ -38,6 +38,11 @@ class Codec(Protocol):
     within 0.1 % of float32's largest may be refused); its distance to v is what the class documents.
     """
 
+    exact: bool
+    """What is decoded is what was encoded, bit for bit."""
+    remembers: bool
+    """What it did not send waits in the client's memory, over one fixed set of coordinates."""
+
     @property
     def name(self) -> str:
         """Identity on the wire, parameters included; `codec(name)` gives an equal codec back."""
@@ -59,6 +64,9 @@ class Codec(Protocol):
 @dataclass(frozen=True)
 class Values:
     """The float32 values themselves: exact, and the vector is not copied."""
+
+    exact = True
+    remembers = False
 
     name: ClassVar[str] = "values"
 
@@ -82,6 +90,9 @@ class Half:
     A coordinate is off by at most 2^-11 of itself or 2^-40 of the largest one, whichever is more.
     """
 
+    exact = False
+    remembers = False
+
     name: ClassVar[str] = "half"
 
     def layout(self, length: int) -> Layout:
@@ -104,6 +115,9 @@ class Half:
 @dataclass(frozen=True)
 class Int8:
     """Whole numbers in [-127, 127] times one float32 scale per chunk; rounding is random and unbiased."""
+
+    exact = False
+    remembers = False
 
     chunk: int = 1024
     name: ClassVar[str] = "int8"
@@ -138,6 +152,9 @@ class TopK:
     With a memory the sum of what was decoded plus the residual equals the sum of the changes. Clear the memory when
     the edit space changes. Without a memory the rest is lost.
     """
+
+    exact = False
+    remembers = True
 
     fraction: float = 0.01
 

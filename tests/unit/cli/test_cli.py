@@ -21,7 +21,7 @@ from PIL import Image
 
 from fedgraft.config import presets
 from fedgraft.runs import run_folder as record
-from fedgraft.zoo import ZOO
+from fedgraft.zoo import ALGORITHMS
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -271,7 +271,7 @@ def test_presets_algorithms_options_and_help(fedgraft: Command) -> None:
     assert listed.code == 0 and all(name in listed.out for name in presets.summaries())
     assert fedgraft("presets", "demo").out.strip() == presets.text("demo").strip()
     shown = fedgraft("algorithms")
-    assert all(name in shown.out for name in ZOO)
+    assert all(name in shown.out for name in ALGORITHMS)
     assert "local.lr = 0.01" in fedgraft("options").out
     helped = fedgraft("--help")
     assert helped.code == 0 and "fedgraft run demo" in helped.text

@@ -130,15 +130,15 @@ def test_edits_are_bound_to_the_trunk_or_to_the_whole(runs: Path) -> None:
     sizes = {kind: (runs / f"{kind}.edit").stat().st_size for kind in ("body", "sparse")}
     assert sizes["sparse"] < sizes["body"] / 5
     network = load_network("tiny", 7, 16)  # the same trunk under another head
-    edit = task_file.load(runs / "masked.edit")
+    edit = task_file.load(runs / "sparse.edit")
     assert base_digest(network, "backbone.") == edit.base != task_file.load(runs / "other_trunk.edit").base
 
 
 def test_a_trunk_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None:
     named = ["--model", "tiny", "--image-size", "16"]
-    call("edit", "apply", runs / "masked.edit", *named, "--classes", "4", "--to", tmp_path / "a")
+    call("edit", "apply", runs / "sparse.edit", *named, "--classes", "4", "--to", tmp_path / "a")
     assert load_network(tmp_path / "a", None).classes == 4
-    sentence = refused("edit", "apply", runs / "masked.edit", *named, "--to", tmp_path / "b")
+    sentence = refused("edit", "apply", runs / "sparse.edit", *named, "--to", tmp_path / "b")
     assert "--classes" in sentence and "run folder" in sentence
     call("edit", "apply", runs / "head.edit", *named, "--to", tmp_path / "drawn")  # a head drawn from the same seed
     call("edit", "apply", runs / "lora.edit", "--model", runs / "body", "--to", tmp_path / "c")  # another run's head
@@ -152,15 +152,15 @@ def test_a_trunk_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None
 def test_bases_that_do_not_fit(runs: Path, tmp_path: Path) -> None:
     to = ["--to", tmp_path / "model"]
     assert "was made for the base" in refused(
-        "edit", "apply", runs / "masked.edit", "--model", runs / "other_trunk", *to
+        "edit", "apply", runs / "sparse.edit", "--model", runs / "other_trunk", *to
     )
-    call("edit", "apply", runs / "masked.edit", "--model", runs / "sparse", "--to", tmp_path / "once")
-    twice = refused("edit", "apply", runs / "masked.edit", "--model", tmp_path / "once", *to)
+    call("edit", "apply", runs / "sparse.edit", "--model", runs / "sparse", "--to", tmp_path / "once")
+    twice = refused("edit", "apply", runs / "sparse.edit", "--model", tmp_path / "once", *to)
     assert "unedited" in twice
     head = refused("edit", "apply", runs / "ridge.edit", "--model", "tiny", "--image-size", "16", *to)
     assert "was made for the base" in head  # the head of step 0 belongs to its base
     assert "different bases" in refused(
-        "edit", "add", runs / "masked.edit", runs / "other_trunk.edit", "--to", tmp_path / "x"
+        "edit", "add", runs / "sparse.edit", runs / "other_trunk.edit", "--to", tmp_path / "x"
     )
     assert "was made for" in refused("edit", "sweep", runs / "body.edit", runs / "other_trunk")
     assert not (tmp_path / "model").exists() and not (tmp_path / "x").exists()
@@ -170,7 +170,7 @@ def test_files_that_are_no_edits(runs: Path, tmp_path: Path) -> None:
     assert "cannot be read" in refused("edit", "inspect", tmp_path / "none.edit")
     (tmp_path / "text.edit").write_text("hello")
     assert "not an edit file" in refused("edit", "inspect", tmp_path / "text.edit")
-    data = bytearray((runs / "masked.edit").read_bytes())
+    data = bytearray((runs / "sparse.edit").read_bytes())
     data[-1] ^= 1
     (tmp_path / "flipped.edit").write_bytes(data)
     assert "damaged" in refused("edit", "negate", tmp_path / "flipped.edit", "--to", tmp_path / "y")
@@ -179,11 +179,11 @@ def test_files_that_are_no_edits(runs: Path, tmp_path: Path) -> None:
 
 
 def test_adding_and_negating(runs: Path, tmp_path: Path) -> None:
-    call("edit", "add", runs / "masked.edit", runs / "lora.edit", "--scales", "1,0.5", "--to", tmp_path / "sum.edit")
-    call("edit", "negate", runs / "masked.edit", "--to", tmp_path / "minus.edit")
+    call("edit", "add", runs / "sparse.edit", runs / "lora.edit", "--scales", "1,0.5", "--to", tmp_path / "sum.edit")
+    call("edit", "negate", runs / "sparse.edit", "--to", tmp_path / "minus.edit")
     one, two, total, minus = (
         task_file.load(path)
-        for path in (runs / "masked.edit", runs / "lora.edit", tmp_path / "sum.edit", tmp_path / "minus.edit")
+        for path in (runs / "sparse.edit", runs / "lora.edit", tmp_path / "sum.edit", tmp_path / "minus.edit")
     )
     assert torch.equal(minus.update(), -one.update())
     network = load_network("tiny", 10, 16)
@@ -196,8 +196,8 @@ def test_adding_and_negating(runs: Path, tmp_path: Path) -> None:
             wanted[part.name][where] += scale * edit.update()[begin:end].double()
     for name, p in network.named_parameters():
         torch.testing.assert_close((p - start[name]).double().view(-1), wanted[name], rtol=1e-4, atol=1e-7)
-    assert "3 scales" in refused("edit", "add", runs / "masked.edit", "--scales", "1,2,3", "--to", tmp_path / "no")
-    call("edit", "add", runs / "masked.edit", tmp_path / "minus.edit", "--to", tmp_path / "zero.edit")
+    assert "3 scales" in refused("edit", "add", runs / "sparse.edit", "--scales", "1,2,3", "--to", tmp_path / "no")
+    call("edit", "add", runs / "sparse.edit", tmp_path / "minus.edit", "--to", tmp_path / "zero.edit")
     assert not task_file.load(tmp_path / "zero.edit").values.any()
 
 
@@ -209,12 +209,12 @@ def test_an_empty_edit_is_refused(runs: Path, tmp_path: Path) -> None:
 
 
 def test_inspecting_and_halving(runs: Path, tmp_path: Path) -> None:
-    text = call("edit", "inspect", runs / "masked.edit")
-    edit = task_file.load(runs / "masked.edit")
+    text = call("edit", "inspect", runs / "sparse.edit")
+    edit = task_file.load(runs / "sparse.edit")
     assert text.startswith("masked: ") and f"{edit.space.size} coordinates" in text and "backbone.layers.1" in text
     call("edit", "save", runs / "sparse", tmp_path / "half.edit", "--half")
     half = task_file.load(tmp_path / "half.edit")
-    assert (tmp_path / "half.edit").stat().st_size < 0.75 * (runs / "masked.edit").stat().st_size
+    assert (tmp_path / "half.edit").stat().st_size < 0.75 * (runs / "sparse.edit").stat().st_size
     torch.testing.assert_close(half.values, edit.values, rtol=1e-3, atol=1e-3 * float(edit.values.abs().max()))
 
 

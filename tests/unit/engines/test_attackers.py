@@ -13,7 +13,10 @@ from torch import Tensor
 
 from fedgraft import zoo
 from fedgraft.aggregate import attacks
-from fedgraft.algorithm import Algorithm, Protection, Trainable, vary
+from fedgraft.aggregate.robust import robust_aggregator
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.collect import expectation
+from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.attackers import (
     DATA_ATTACKS,
     NAMES,
@@ -27,14 +30,16 @@ from fedgraft.engines.attackers import (
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply, pack, pack_bits
-from fedgraft.round import expectation, run_round
-from fedgraft.server import Federation, orders, sample
+from fedgraft.privacy.protection import Protection
+from fedgraft.round import run_round
+from fedgraft.server import instruct, sample
+from fedgraft.state import Federation
 from fedgraft.update.codecs import codec, decode
 from fedgraft.update.validation import validate_replies
 
-LOCAL = LocalRule(2, batch_size=6)
+LOCAL = LocalTraining(2, batch_size=6)
 LIARS = frozenset({1, 3})
 
 
@@ -100,7 +105,7 @@ def federation(
 
 
 def first_orders(toy: Toy) -> list[Order]:
-    return orders(toy.algorithm, toy.federation, toy.state, list(range(5)), toy.server_context.space)
+    return instruct(toy.algorithm, toy.federation, toy.state, list(range(5)), toy.server_context.space)
 
 
 def updates(toy: Toy) -> dict[int, Tensor]:
@@ -146,7 +151,7 @@ def test_another_round_is_another_draw() -> None:
 @pytest.mark.parametrize("name", ["values", "half", "int8", "top_k:0.2"])
 @pytest.mark.parametrize("attack", ["sign_flip", "scaling", "alie", "zero"])
 def test_lies_pass_the_screening_whatever_the_codec(name: str, attack: str) -> None:
-    toy = federation(attack, vary(zoo.fedavg(local=LOCAL), sends=codec(name)))
+    toy = federation(attack, vary(zoo.fedavg(local=LOCAL), compression=codec(name)))
     expected = expectation(toy.algorithm, toy.federation, toy.state, range(5), toy.server_context)
     accepted, rejections = validate_replies(toy.engine.exchange(first_orders(toy)), expected)
     assert len(accepted) == 5 and not rejections
@@ -155,10 +160,10 @@ def test_lies_pass_the_screening_whatever_the_codec(name: str, attack: str) -> N
 @pytest.mark.parametrize("name", ["values", "half", "int8", "top_k:0.2"])
 @pytest.mark.parametrize("attack", ["nan", "inf"])
 def test_numbers_that_are_none_are_dropped_and_the_rest_counts_as_without_them(attack: str, name: str) -> None:
-    toy = federation(attack, vary(zoo.fedavg(local=LOCAL), sends=codec(name)))
+    toy = federation(attack, vary(zoo.fedavg(local=LOCAL), compression=codec(name)))
     state = toy.run(1)
     assert {drop["client"] for drop in toy.summary.record["dropped"]} == LIARS
-    plain = federation("", vary(zoo.fedavg(local=LOCAL), sends=codec(name)))
+    plain = federation("", vary(zoo.fedavg(local=LOCAL), compression=codec(name)))
     engine: Any = plain.engine
     kept = engine.exchange
     engine.exchange = lambda asked: [r for r in kept(asked) if r.client not in LIARS]
@@ -167,7 +172,7 @@ def test_numbers_that_are_none_are_dropped_and_the_rest_counts_as_without_them(a
 
 def test_raw_values_in_another_codec_would_be_refused() -> None:
     """The broken variant: a lie that is not encoded as the algorithm asks does not arrive."""
-    toy = federation("sign_flip", vary(zoo.fedavg(local=LOCAL), sends=codec("int8")))
+    toy = federation("sign_flip", vary(zoo.fedavg(local=LOCAL), compression=codec("int8")))
     hostile: Any = toy.engine
     hostile._send = lambda reply, order, update: replace(
         reply, update=codec("values").encode(update, torch.Generator(), None)
@@ -209,7 +214,7 @@ def test_options_reach_the_attack() -> None:
 
 
 def test_partly_active_spaces_are_compared_over_all_coordinates() -> None:
-    algorithm = zoo.fedavg(local=LOCAL, trainable=Trainable("everything", partial=True))
+    algorithm = zoo.fedavg(local=LOCAL, trainable=Sparse(adaptive_start=0.5))
     toy = federation("ipm", algorithm)
     trained, g = toy.space.trained, torch.Generator().manual_seed(3)
     active = [torch.zeros(trained, dtype=torch.bool) for _ in range(5)]
@@ -255,7 +260,7 @@ def test_refusals() -> None:
     context = Toy(zoo.fedavg()).context
     with pytest.raises(FedgraftError, match="no attack 'sing_flip'"):
         Attacked(InProcess(zoo.fedavg(), context), LIARS, "sing_flip")
-    secure = vary(zoo.fedavg(), privacy=Protection("secure"))
+    secure = vary(zoo.fedavg(), privacy=Protection(hidden=True))
     with pytest.raises(FedgraftError, match="inside a secure sum nobody sees one"):
         Attacked(InProcess(secure, context), LIARS, "scaling")
     Attacked(InProcess(secure, context), LIARS, "label_flip")  # data may lie there as well
@@ -357,7 +362,7 @@ def test_copies_are_views_of_rows_and_have_a_length() -> None:
 
 
 def robust_toy(rule: str, attack: str, clients: int = 7, per_round: int = 7, **options: Any) -> Toy:
-    algorithm = vary(zoo.fedavg(local=LOCAL), aggregate=zoo.robust_aggregator(rule, 1, **options))
+    algorithm = vary(zoo.fedavg(local=LOCAL), aggregate=robust_aggregator(rule, 1, **options))
     toy = Toy(algorithm, clients=clients, per_round=per_round)
     toy.context.rows = lambda k: torch.arange(k, 120, 7)
     toy.engine = Attacked(toy.engine, frozenset({2}), attack, 7)  # type: ignore[assignment]

@@ -11,18 +11,20 @@ from tests.support.toy import CLASSES, WIDTH, Toy, client_rows
 from torch import Generator, Tensor, nn
 
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Protection, Trainable, vary
+from fedgraft.algorithm import Algorithm, vary
 from fedgraft.data.examples import FeatureExamples
+from fedgraft.edit.dense import head
 from fedgraft.edit.space import select
 from fedgraft.engines import batched
 from fedgraft.engines.batched import Batched, applies
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalRule, drawn
+from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.messages import Order, Reply, pack
+from fedgraft.privacy.protection import Protection
 from fedgraft.update.codecs import codec
 
-HEAD = Trainable("head")
+HEAD = head()
 
 
 class Mirrored(FeatureExamples):
@@ -52,7 +54,7 @@ def head_toy(algorithm: Algorithm, examples: type[FeatureExamples] = FeatureExam
 
 
 def fedavg(**local: Any) -> Algorithm:
-    return zoo.fedavg(local=replace(LocalRule(amount=4, batch_size=8), **local), trainable=HEAD)
+    return zoo.fedavg(local=replace(LocalTraining(amount=4, batch_size=8), **local), trainable=HEAD)
 
 
 def with_batched(toy: Toy, threads: int = 1) -> Toy:
@@ -115,10 +117,10 @@ def test_agrees_when_features_are_gathered_in_pieces_and_clients_in_small_chunks
 @pytest.mark.parametrize("name", ["fedadam", "fedgma", "fedavgm", "local_only"])
 def test_agrees_with_other_servers_and_with_a_model_per_client(name: str) -> None:
     """Server rules and mixtures do not concern the engine; with a mixture each client starts from its own model."""
-    assert difference(zoo.named(name, local=LocalRule(amount=3, batch_size=8), trainable=HEAD)) < 1e-5
+    assert difference(zoo.named(name, local=LocalTraining(amount=3, batch_size=8), trainable=HEAD)) < 1e-5
 
 
-def wrong_order(rows: Tensor, rule: LocalRule, generator: Generator) -> Tensor:
+def wrong_order(rows: Tensor, rule: LocalTraining, generator: Generator) -> Tensor:
     return drawn(rows, rule, generator).flip(0)
 
 
@@ -203,7 +205,7 @@ def test_same_bytes_every_time_and_with_any_number_of_threads() -> None:
 
 
 def test_replies_are_like_the_references_and_in_the_order_of_the_orders() -> None:
-    algorithm = fedavg(unit="epochs", amount=1)
+    algorithm = fedavg(epochs=1, steps=None)
     toy = head_toy(algorithm)
     orders = [many(toy, 5)[k] for k in (3, 0, 4, 1)]
     ours = Batched(algorithm, toy.context).exchange(orders)
@@ -236,7 +238,7 @@ def test_other_actions_are_carried_out_one_by_one() -> None:
     assert bytes_of(Batched(algorithm, context).exchange(orders)) == bytes_of(list(toy.engine.exchange(orders)))
 
 
-LOCAL = LocalRule(amount=2, batch_size=8)
+LOCAL = LocalTraining(amount=2, batch_size=8)
 REFUSED: dict[str, tuple[Algorithm, str]] = {
     "body": (zoo.fedavg(local=LOCAL), "not exactly the weight"),
     "adamw": (fedavg(optimizer=adamw()), "adamw"),
@@ -246,9 +248,9 @@ REFUSED: dict[str, tuple[Algorithm, str]] = {
     "scaffold": (zoo.scaffold(local=LOCAL, trainable=HEAD), "control_variates"),
     "fednova": (zoo.fednova(local=LOCAL, trainable=HEAD), "reach"),
     "ditto": (zoo.ditto(local=LOCAL, trainable=HEAD), "keep a part"),
-    "top_k": (vary(fedavg(), sends=codec("top_k:0.5")), "top_k"),
+    "top_k": (vary(fedavg(), compression=codec("top_k:0.5")), "top_k"),
     "crsm": (zoo.fedavg_crsm(samples=4, local=LOCAL, trainable=HEAD), "report"),
-    "secure": (vary(fedavg(), privacy=Protection("secure")), "protected"),
+    "secure": (vary(fedavg(), privacy=Protection(hidden=True)), "protected"),
 }
 
 

@@ -23,7 +23,7 @@ from fedgraft.engines.flower.node_link import Answer, Request
 from fedgraft.engines.in_process import InProcess
 from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import sgdm
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply, pack, unpack
 
 pytest.importorskip("flwr", reason="needs the extra 'flower'")
@@ -35,7 +35,7 @@ from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import Registry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 
-LOCAL = LocalRule(amount=2, batch_size=8, optimizer=sgdm(0.0))
+LOCAL = LocalTraining(amount=2, batch_size=8, optimizer=sgdm(0.0))
 
 
 @pytest.fixture(autouse=True)
@@ -515,7 +515,7 @@ def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", ["clear", "secure"])
 def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: Any) -> None:
-    from fedgraft.algorithm import Protection
+    from fedgraft.privacy.protection import Protection
     from fedgraft.secure_round import Sums
 
     toy = Toy(algorithm("fedavg"))

@@ -19,29 +19,31 @@ from tests.support.toy import INPUT, Toy, ToyNetwork
 from torch import Tensor
 
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, Trainable, vary
-from fedgraft.client import ClientContext, handle
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.client import handle
+from fedgraft.context import ClientContext
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.images.transforms import Transform
 from fedgraft.data.sources import load_dataset
+from fedgraft.edit.dense import head
 from fedgraft.engines import pool as pool_module
 from fedgraft.engines.pool import Pool, prepare_features
 from fedgraft.engines.shared_memory import Buffer, Workers
 from fedgraft.errors import FedgraftError
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply, pack
 from fedgraft.update.codecs import codec
 
-LOCAL = LocalRule(amount=3, batch_size=8)
+LOCAL = LocalTraining(amount=3, batch_size=8)
 
 ALGORITHMS: dict[str, Algorithm] = {
     name: zoo.named(name, local=LOCAL)
     for name in ("fedavg", "scaffold", "feddyn", "ditto", "fedper", "fedrep", "fednova", "fedalign", "fedbabu")
 }
 ALGORITHMS["fedshibu"] = zoo.fedshibu(local=LOCAL, samples=8)
-ALGORITHMS["top_k"] = vary(zoo.fedavg(local=LOCAL), sends=codec("top_k:0.1"))
-ALGORITHMS["int8"] = vary(zoo.fedavg(local=LOCAL), sends=codec("int8"))
+ALGORITHMS["top_k"] = vary(zoo.fedavg(local=LOCAL), compression=codec("top_k:0.1"))
+ALGORITHMS["int8"] = vary(zoo.fedavg(local=LOCAL), compression=codec("int8"))
 
 
 def pooled(algorithm: Algorithm, workers: int) -> Toy:
@@ -315,7 +317,7 @@ def test_features_made_by_workers_are_those_of_one_process(tmp_path: Path) -> No
 
 
 def test_moves_of_the_head_alone_work_too() -> None:
-    algorithm = zoo.fedavg(local=LOCAL, trainable=Trainable("head"))
+    algorithm = zoo.fedavg(local=LOCAL, trainable=head())
     reference, toy = Toy(algorithm), pooled(algorithm, 2)
     reference.run(2)
     with toy.engine:  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedgraft.edit.space import masked, select
 from fedgraft.local.optimizers import Optimizer, adamw, clip_, sgdm
-from fedgraft.local.train import LocalRule, train
+from fedgraft.local.train import LocalTraining, train
 
 SGD: list[dict[str, Any]] = [
     {"momentum": 0.0},
@@ -102,7 +102,7 @@ def test_bad_gradients_decay_and_momentum_never_reach_frozen_coordinates(recipe:
     before = snapshot(network)
     examples.inputs[0] = bad
     bound = masked(network, mask).bind(network)
-    rule = LocalRule(3, batch_size=30, optimizer=recipe, clip=1.0)
+    rule = LocalTraining(3, batch_size=30, optimizer=recipe, clip=1.0)
     generators = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
     train(network, bound, examples, torch.arange(30), rule, lambda step: 0.1, *generators)
     assert not torch.isfinite(bound.values).all()
@@ -132,7 +132,7 @@ def test_active_coordinates_really_move() -> None:
     start = space.gather(network)
     bound = space.bind(network)
     generators = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
-    train(network, bound, examples, torch.arange(30), LocalRule(2), lambda step: 0.1, *generators)
+    train(network, bound, examples, torch.arange(30), LocalTraining(2), lambda step: 0.1, *generators)
     assert (bound.values != start).double().mean() >= 0.99
 
 
@@ -177,7 +177,7 @@ def test_mean_gains_of_momentum(steps: int, gain: float) -> None:
 
 def test_even_reach_undoes_the_gain() -> None:
     for steps in (1, 4, 16):
-        rule = LocalRule(steps, optimizer=sgdm(0.9), momentum_correction=True)
+        rule = LocalTraining(steps, optimizer=sgdm(0.9), momentum_correction=True)
         assert rule.rate(0.1, 100) * sgdm(0.9).effective_steps(steps) == pytest.approx(0.1 * steps)  # type: ignore[misc]
-    assert LocalRule(4, optimizer=sgdm(0.9)).rate(0.1, 100) == 0.1
+    assert LocalTraining(4, optimizer=sgdm(0.9)).rate(0.1, 100) == 0.1
     assert adamw().effective_steps is None and sgdm(0.9, dampening=0.1).effective_steps is None

@@ -17,14 +17,14 @@ from fedgraft.edit.space import select
 from fedgraft.local.corrections import proximal
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalRule, Trained, batches, train
+from fedgraft.local.train import LocalTraining, Trained, batches, train
 
 
 def stream(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def fit(rule: LocalRule, rows: Tensor, seed: int = 0, lr: float = 0.05) -> tuple[Tensor, Trained]:
+def fit(rule: LocalTraining, rows: Tensor, seed: int = 0, lr: float = 0.05) -> tuple[Tensor, Trained]:
     network, examples = ToyNetwork(), ToyExamples(60)
     bound = select(network, lambda n: True).bind(network)
     result = train(network, bound, examples, rows, rule, lambda step: lr, stream(seed), stream(seed + 1))
@@ -36,8 +36,8 @@ def fit(rule: LocalRule, rows: Tensor, seed: int = 0, lr: float = 0.05) -> tuple
 def test_j_steps_are_exactly_j_steps_whatever_the_client_holds(n: int, steps: int, size: int) -> None:
     """T28: also when it holds fewer images than a batch; the stream goes on across epochs."""
     rows = torch.arange(100, 100 + n)
-    found = list(batches(rows, LocalRule(steps, "steps", size), stream()))
-    assert len(found) == steps == LocalRule(steps, "steps", size).steps(n)
+    found = list(batches(rows, LocalTraining(steps, "steps", size), stream()))
+    assert len(found) == steps == LocalTraining(steps, "steps", size).steps(n)
     assert all(len(batch) == min(size, n) for batch in found)
     seen = torch.cat(found)
     whole = len(seen) // n
@@ -49,7 +49,7 @@ def test_j_steps_are_exactly_j_steps_whatever_the_client_holds(n: int, steps: in
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 9))
 def test_epochs_show_every_row_once_and_drop_none(n: int, epochs: int, size: int) -> None:
     rows = torch.arange(100, 100 + n)
-    rule = LocalRule(epochs, "epochs", size)
+    rule = LocalTraining(epochs, "epochs", size)
     found = list(batches(rows, rule, stream()))
     assert len(found) == rule.steps(n)
     for epoch in torch.cat(found).view(epochs, n):
@@ -60,11 +60,11 @@ def test_a_loader_that_drops_the_last_batch_would_be_noticed() -> None:
     """The planted bug: with drop_last a client of 3 images and batches of 64 never trains."""
     rows = torch.arange(3)
     dropping = [b for b in rows.split(64) if len(b) == 64]
-    assert not dropping and len(list(batches(rows, LocalRule(4), stream()))) == 4
+    assert not dropping and len(list(batches(rows, LocalTraining(4), stream()))) == 4
 
 
 def test_the_order_is_the_generators_alone() -> None:
-    rows, rule = torch.arange(20), LocalRule(5, batch_size=4)
+    rows, rule = torch.arange(20), LocalTraining(5, batch_size=4)
     first = torch.cat(list(batches(rows, rule, stream(1))))
     torch.rand(7)  # the global generator is nobody's business
     assert torch.equal(first, torch.cat(list(batches(rows, rule, stream(1)))))
@@ -73,7 +73,7 @@ def test_the_order_is_the_generators_alone() -> None:
 
 def test_training_is_plain_torch_training() -> None:
     """Against a loop written with torch's own optimizer on the same batches."""
-    rule = LocalRule(6, batch_size=7, optimizer=sgdm(0.9, 0.01), label_smoothing=0.1)
+    rule = LocalTraining(6, batch_size=7, optimizer=sgdm(0.9, 0.01), label_smoothing=0.1)
     rows = torch.arange(20)
     ours, result = fit(rule, rows)
     network, examples = ToyNetwork(), ToyExamples(60)
@@ -91,20 +91,22 @@ def test_training_is_plain_torch_training() -> None:
 
 
 def test_training_twice_gives_the_same_bits_and_leaves_the_global_generator_alone() -> None:
-    first, _ = fit(LocalRule(4), torch.arange(20))
+    first, _ = fit(LocalTraining(4), torch.arange(20))
     torch.rand(3)
-    assert torch.equal(first, fit(LocalRule(4), torch.arange(20))[0])
+    assert torch.equal(first, fit(LocalTraining(4), torch.arange(20))[0])
     network, examples = ToyNetwork(), ToyExamples(60)
     bound = select(network, lambda n: True).bind(network)
     before = torch.get_rng_state()
-    train(network, bound, examples, torch.arange(20), LocalRule(4), lambda step: 0.05, stream(0), stream(1))
+    train(network, bound, examples, torch.arange(20), LocalTraining(4), lambda step: 0.05, stream(0), stream(1))
     assert torch.equal(before, torch.get_rng_state()) and torch.equal(bound.values, first)
 
 
 def test_reach_sums_the_rates_times_the_gain() -> None:
-    assert fit(LocalRule(4, optimizer=sgdm(0.0)), torch.arange(20))[1].effective_steps == pytest.approx(4 * 0.05)
-    assert fit(LocalRule(4, optimizer=sgdm(0.9)), torch.arange(20))[1].effective_steps == pytest.approx(0.05 * 9.049)
-    assert fit(LocalRule(4, optimizer=adamw()), torch.arange(20))[1].effective_steps != 0.2
+    assert fit(LocalTraining(4, optimizer=sgdm(0.0)), torch.arange(20))[1].effective_steps == pytest.approx(4 * 0.05)
+    assert fit(LocalTraining(4, optimizer=sgdm(0.9)), torch.arange(20))[1].effective_steps == pytest.approx(
+        0.05 * 9.049
+    )
+    assert fit(LocalTraining(4, optimizer=adamw()), torch.arange(20))[1].effective_steps != 0.2
 
 
 def test_fedprox_pull_is_squared() -> None:
@@ -121,17 +123,17 @@ def test_fedprox_pull_is_squared() -> None:
 
 
 def test_bfloat16_trains_and_float16_skips_overflow() -> None:
-    full, _ = fit(LocalRule(3), torch.arange(20))
-    half, _ = fit(LocalRule(3, amp="bfloat16"), torch.arange(20))
+    full, _ = fit(LocalTraining(3), torch.arange(20))
+    half, _ = fit(LocalTraining(3, amp="bfloat16"), torch.arange(20))
     assert not torch.equal(full, half) and torch.allclose(full, half, atol=0.05)
-    assert torch.isfinite(fit(LocalRule(8, amp="float16"), torch.arange(20))[0]).all()
+    assert torch.isfinite(fit(LocalTraining(8, amp="float16"), torch.arange(20))[0]).all()
 
 
 def test_the_given_state_goes_on() -> None:
     """Centralised training hands the optimizer's state from epoch to epoch."""
     network, examples = ToyNetwork(), ToyExamples(60)
     bound = select(network, lambda n: True).bind(network)
-    rule = LocalRule(1, "epochs", 8)
+    rule = LocalTraining(epochs=1, batch_size=8)
     state = rule.optimizer.init(bound.trained)
     for epoch in range(2):
         train(network, bound, examples, torch.arange(20), rule, lambda s: 0.05, stream(epoch), stream(), state=state)

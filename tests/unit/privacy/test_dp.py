@@ -26,7 +26,8 @@ from fedgraft.privacy.dp import (
     simulation_key,
 )  # fmt: skip
 from fedgraft.privacy.secagg.ring import Ring, Segment
-from fedgraft.server import Federation, sample
+from fedgraft.server import sample
+from fedgraft.state import Federation
 
 stats = pytest.importorskip("scipy.stats")
 KEY = bytes(range(32))

@@ -12,7 +12,7 @@ from tests.support.toy import Toy
 
 from fedgraft import zoo
 from fedgraft.config.load import load
-from fedgraft.local.train import LocalRule
+from fedgraft.local.train import LocalTraining
 from fedgraft.report import figures, representation_figures
 from fedgraft.report.representation_figures import by_layer, draw_all, drift, keep_mixing, read_mixing, shown_rounds
 from fedgraft.round import RoundSummary
@@ -69,7 +69,7 @@ def test_a_run_without_such_numbers_gets_no_such_figures(tmp_path: Path) -> None
 def test_matrices_of_chosen_rounds_are_kept_among_all_clients(tmp_path: Path) -> None:
     config = load(None, ["track.mixing_rounds=[2]", "rounds.total=9"])
     for round in (0, 1):
-        toy = Toy(zoo.fedshibu(samples=12, local=LocalRule(1, batch_size=6)))
+        toy = Toy(zoo.fedshibu(samples=12, local=LocalTraining(1, batch_size=6)))
         toy.run(round + 1)
         keep_mixing(tmp_path, config, toy.summary)
     found = read_mixing(tmp_path, 5)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft import server
-from fedgraft.client import ClientContext
+from fedgraft.context import ClientContext
 from fedgraft.edit.lora import merge
 from fedgraft.edit.masks import Mask, jaccard
 from fedgraft.edit.space import select
@@ -32,7 +32,7 @@ from fedgraft.messages import unpack_bits
 from fedgraft.models.backbones import load_network
 from fedgraft.round import run_round
 from fedgraft.secure_round import Sums
-from fedgraft.server import EVERYONE, ServerState
+from fedgraft.state import EVERYONE, ServerState
 
 EAGER = ["trainable.sparse.adaptive_drift=1e9", "trainable.sparse.adaptive_patience=1"]
 """Every round counts as calm, so adaptive sparsity rises each time."""

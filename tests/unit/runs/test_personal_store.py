@@ -19,12 +19,12 @@ from fedgraft.runs.checkpoint import BadCheckpoint
 from fedgraft.config.load import load
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.run import run
-from fedgraft.local.train import LocalRule
-from fedgraft.round import PersonalModels
-from fedgraft.server import model_of
+from fedgraft.local.train import LocalTraining
+from fedgraft.aggregate.slots import PersonalModels
+
 from tests.support.toy import Toy
 
-LOCAL = LocalRule(2, batch_size=6)
+LOCAL = LocalTraining(2, batch_size=6)
 TINY = [
     "data.source=synthetic", "data.count=120", "data.classes=4", "model.name=tiny", "partition.clients=4",
     "rounds.fraction=0.5", "local.steps=1", "local.batch_size=8", "rounds.total=6", "rounds.checkpoint_every=1",
@@ -125,7 +125,7 @@ def test_disk_and_memory_give_the_same_bits(tmp_path: Path, similarity: str, abs
         a, b = memory.run(1), disk.run(1)
         assert isinstance(b.personal, PersonalStore) and a.personal.keys() == b.personal.keys()
         assert torch.equal(a.vector, b.vector)
-        assert all(torch.equal(model_of(a, k), model_of(b, k)) for k in range(5))
+        assert all(torch.equal(a.model_of(k), b.model_of(k)) for k in range(5))
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

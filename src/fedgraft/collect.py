@@ -1,0 +1,246 @@
+"""Carrying the orders of a round out and taking in what comes back: each update, validated, or only their hidden sum.
+
+Everything that arrives is hostile until it is checked. `Collected` is what a round goes on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedgraft.aggregate.mean import drift_report
+from fedgraft.aggregate.slots import Advanced, Answers, Weighting, weighted
+from fedgraft.algorithm import Algorithm, secure_segments
+from fedgraft.messages import Order, Reply, unpack_bits, wire_size
+from fedgraft.privacy.secagg.ring import Ring
+from fedgraft.secure_round import HiddenSum, secure_sum
+from fedgraft.state import Federation, ServerState
+from fedgraft.update.validation import Accepted, Expectation, Field, Rejection, validate_replies
+
+Arrival = Reply | tuple[int, Reply | bytes | str]
+
+
+class Engine(Protocol):
+    """Where orders are carried out. Answers may be missing, late, doubled or hostile; their order does not matter."""
+
+    def exchange(self, orders: Sequence[Order]) -> Iterable[Arrival]:
+        """Deliver the orders and return what came back; (client, sentence) says why a client did not answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What the server knows of the open space, and what it can compute for itself."""
+
+    space: str
+    length: int
+    trained: int
+    width: int
+    classes: int
+    active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
+    """What may move in the coming round, where that changes from round to round."""
+    align: Callable[[Answers], Tensor] | None = None
+    """With server-side alignment: scores (m, layers) of the submitted updates on the server's secret probe."""
+
+    def judged(self, weighting: Weighting, answers: Answers) -> Answers:
+        """The answers with the scalars that the server computes itself, where the weighting asks for some."""
+        if not weighting.judged:
+            return answers
+        assert self.align is not None
+        told = zip(answers.scalars, self.align(answers).tolist(), strict=True)
+        scalars = [{**said, **dict(zip(weighting.judged, row, strict=True))} for said, row in told]
+        return replace(answers, scalars=scalars)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a round brought: the answers by client, or the hidden sum; who was rejected; what it cost."""
+
+    answers: Answers
+    accepted: Sequence[Accepted] = ()
+    hidden: HiddenSum | None = None
+    rejections: tuple[Rejection, ...] = ()
+    bytes_up: int = 0
+    bytes_down: int = 0
+    rounding: float | None = None
+    """Size of a step of the hidden sum's fixed-point numbers."""
+
+    @property
+    def count(self) -> int:
+        """Clients whose update is in."""
+        return len(self.accepted) if self.hidden is None else len(self.hidden.survivors)
+
+    def notes(self) -> dict[str, Any]:
+        """What a hidden sum says for the record: who is in it, or that it was aborted."""
+        if self.hidden is None:
+            return {}
+        asked_in_vain = self.hidden.asked and self.hidden.update is None
+        return {"aborted": True} if asked_in_vain else {"clients": {"ids": list(self.hidden.survivors)}}
+
+    def private_sum(self, clip: float, length: int) -> tuple[list[Tensor], float, int, float | None]:
+        """Summands, how many were within the bound, how many answered, the step of rounding if the sum was hidden."""
+        if self.hidden is None:
+            within = sum(a.reply.scalars.get("within", 0.0) for a in self.accepted)
+            return list(self.answers.updates), within, len(self.accepted), None
+        # A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting
+        # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
+        told, update = max(0, self.count - 1), self.hidden.update
+        total = torch.zeros(length) if update is None else update * told
+        return [total], self.hidden.scalars.get("within", 0.0) * told, told, self.rounding
+
+
+def collect(
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    orders: list[Order],
+    engine: Engine,
+    context: ServerContext,
+) -> Collected:
+    """Exchange the orders for what the run's protection lets the server see."""
+    if algorithm.privacy.hidden:
+        return _collect_hidden(algorithm, federation, state, orders, engine, context)
+    replies, absent = sort_out(engine.exchange(orders)) if orders else ([], [])
+    cohort = [order.client for order in orders]
+    accepted, rejections = validate_replies(replies, expectation(algorithm, federation, state, cohort, context))
+    refused = {rejection.client for rejection in rejections} - {a.reply.client for a in accepted}
+    answers = replace(read(accepted, state, context), dropped=len(refused))
+    return Collected(
+        answers,
+        accepted,
+        rejections=(*rejections, *absent),  # who is silent is no attacker, so only now is it counted
+        bytes_up=sum(map(size_of, replies)),
+        bytes_down=sum(map(wire_size, orders)),
+    )
+
+
+def _collect_hidden(
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    orders: list[Order],
+    engine: Engine,
+    context: ServerContext,
+) -> Collected:
+    """Five stages instead of one; the server sees only the sum over those who stay."""
+    # One client cannot hide in a sum of its own, so it is not asked.
+    asked = len(orders) > 1
+    done = (
+        secure_sum(algorithm, federation, orders, engine.exchange, context.length, context.trained)
+        if asked
+        else HiddenSum()
+    )
+    lost = tuple(Rejection(client, f"lost at stage {stage!r} of the secure sum") for client, stage in done.lost.items())
+    dp = algorithm.privacy.dp
+    ring = Ring(secure_segments(algorithm, context.length, context.trained), dp.mechanism.population) if dp else None
+    nobody = Answers((), torch.zeros(0, dtype=torch.float64), ())
+    rounding = ring.step("update") if ring else None
+    return Collected(nobody, (), done, lost, done.bytes_up, done.bytes_down, rounding)
+
+
+def sort_out(arrivals: Iterable[Arrival]) -> tuple[list[Reply | tuple[int, Reply | bytes]], list[Rejection]]:
+    """What came, apart from the sentences about who did not answer."""
+    replies: list[Reply | tuple[int, Reply | bytes]] = []
+    absent = []
+    for arrival in arrivals:
+        if not isinstance(arrival, tuple):
+            replies.append(arrival)
+        elif isinstance(arrival[1], str):
+            absent.append(Rejection(arrival[0], arrival[1]))
+        else:
+            replies.append((arrival[0], arrival[1]))
+    return replies, absent
+
+
+def expectation(
+    algorithm: Algorithm, federation: Federation, state: ServerState, cohort: Sequence[int], context: ServerContext
+) -> Expectation:
+    """What a well-formed training reply of this round looks like."""
+    sizes = {"width": context.width, "classes": context.classes}
+    evidence = {
+        name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape))
+        for wanted in algorithm.wants
+        for name, shape in wanted.evidence.items()
+    }
+    bits = state.active_of(cohort[0]) if cohort else None  # partly active spaces give every client the same number
+    return Expectation(
+        run=federation.run,
+        round=state.round,
+        clients=frozenset(cohort),
+        space=context.space,
+        length=context.length if bits is None else int(unpack_bits(bits, context.trained).sum()),
+        codec=algorithm.compression,
+        sums={name: Field((context.trained,)) for name in algorithm.local.correction.sends},
+        scalars=[*(name for wanted in algorithm.wants for name in wanted.scalars), *algorithm.reports],
+        evidence=evidence,
+        norm_bound=federation.norm_bound,
+    )
+
+
+def read(accepted: Sequence[Accepted], state: ServerState, context: ServerContext) -> Answers:
+    """The accepted replies as the weighting and the aggregator see them, updates spread over the whole space."""
+    bits = [state.active_of(a.reply.client) for a in accepted]
+    active = [unpack_bits(b, context.trained) for b in bits if b is not None]
+    updates = [a.update for a in accepted if a.update is not None]
+    if active:
+        updates = [spread(update, where) for update, where in zip(updates, active, strict=True)]
+    return Answers(
+        tuple(a.reply.client for a in accepted),
+        torch.tensor([a.reply.examples for a in accepted], dtype=torch.float64),
+        updates,
+        [a.reply.scalars for a in accepted],
+        [a.reply.evidence for a in accepted],
+        active,
+        state.vector,
+        state.round,
+        sums=[a.reply.sums for a in accepted],
+    )
+
+
+def spread(update: Tensor, active: Tensor) -> Tensor:
+    """An update of the active coordinates as one of all coordinates, zero elsewhere."""
+    full = torch.zeros(len(active))
+    full[active] = update
+    return full
+
+
+def describe(answers: Answers, collected: Collected, weights: Tensor, done: Advanced) -> dict[str, Any]:
+    """The numbers of a round by client: loss, update norm, drift, cosine to the mean."""
+    share = weights / weights.sum()
+    report = drift_report(answers.updates, done.update[: len(answers.updates[0])])
+    losses = [float(a.reply.metrics.get("loss", float("nan"))) for a in collected.accepted]
+    layers = [name for name in answers.scalars[0] if name.startswith("alignment:")]
+    alignment = {name.partition(":")[2]: [s[name] for s in answers.scalars] for name in layers}
+    return {
+        "train_loss": weighted(share, losses),
+        "clients": {
+            "ids": list(answers.clients),
+            "loss": losses,
+            "norm": [a.norm for a in collected.accepted],
+            "drift": report.drifts.tolist(),
+            "cosine": report.cosines.tolist(),
+            "weight": share.tolist(),
+        },
+        **({"alignment": alignment} if alignment else {}),
+    }
+
+
+def relative_drift(clients: Mapping[str, list[float]]) -> float:
+    """Mean over clients of their distance to the mean update, in units of their own update."""
+    pairs = [(d, n) for d, n in zip(clients["drift"], clients["norm"], strict=True) if n > 0]
+    return sum(d / n for d, n in pairs) / len(pairs) if pairs else 0.0
+
+
+def size_of(reply: Reply | tuple[int, Reply | bytes]) -> int:
+    """Bytes of one answer on the wire."""
+    message = reply[1] if isinstance(reply, tuple) else reply
+    if not isinstance(message, Reply):
+        return len(message)
+    try:
+        return wire_size(message)
+    except (AttributeError, KeyError, TypeError):  # a malformed object has no wire form; validation has dropped it
+        return 0

@@ -1,0 +1,70 @@
+"""Whole tensors that may change: everything, the head, the body, or the last blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedgraft.edit.space import select
+from fedgraft.edit.trainable import Ask, Opened, check_blocks, frozen_early, is_head
+from fedgraft.protocols import Network
+from fedgraft.registry import TRAINABLES
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every tensor that `wanted(network, name)` picks."""
+
+    kind: str
+    wanted: Callable[[Network, str], bool]
+    trains_head: bool
+    trains_body: bool
+    freeze_blocks: int = 0
+    blocks: int = 0
+    """For the check: how many blocks the network must have."""
+    partial = False
+    needs_each = ""
+    scores_data = False
+
+    def check(self, network: Network) -> None:
+        """Refuse more blocks than the network has."""
+        check_blocks(network, freeze_blocks=self.freeze_blocks, blocks=self.blocks)
+
+    def open(self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None) -> Opened:
+        """The space of the picked tensors; nobody is asked."""
+        self.check(network)
+
+        def picked(name: str) -> bool:
+            early = not is_head(network, name) and frozen_early(network, name, self.freeze_blocks)
+            return not early and self.wanted(network, name)
+
+        return Opened(select(network, picked))
+
+
+def everything(freeze_blocks: int = 0) -> Dense:
+    """All weights, but for the first `freeze_blocks` blocks and what lies before them."""
+    return Dense("everything", lambda network, name: True, True, True, freeze_blocks)
+
+
+def head() -> Dense:
+    """The linear head; features of the fixed backbone are computed once."""
+    return Dense("head", is_head, True, False)
+
+
+def body(freeze_blocks: int = 0) -> Dense:
+    """Everything but the head."""
+    return Dense("body", lambda network, name: not is_head(network, name), False, True, freeze_blocks)
+
+
+def last_blocks(blocks: int = 2, head: bool = True) -> Dense:
+    """The last so many blocks and the final norm, with or without the head."""
+
+    def wanted(network: Network, name: str) -> bool:
+        return head if is_head(network, name) else network.block_of(name) >= network.depth - blocks
+
+    return Dense("last_blocks", wanted, head, True, blocks=blocks)
+
+
+TRAINABLES |= {"everything": everything, "head": head, "body": body, "last_blocks": last_blocks}

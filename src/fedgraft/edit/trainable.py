@@ -1,0 +1,123 @@
+"""What may change, as a slot that behaves: a kind opens its edit space on a network and says the rest itself.
+
+A kind is a frozen dataclass of its options. `open` may ask the clients (a mask is calibrated from their scores), and
+returns the space, what a resumed run or another machine needs to open the very same one, which coordinates are active
+in a round where that changes, and a rule of aggregation where the kind brings its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from fedgraft.aggregate.slots import Aggregator
+from fedgraft.edit.masks import Mask
+from fedgraft.edit.space import EditSpace
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Scalar
+from fedgraft.protocols import Network
+from fedgraft.state import ServerState
+
+Scores = Mapping[str, Tensor]
+
+
+class Ask(Protocol):
+    """How a kind asks the federation something before the first round."""
+
+    seed: int
+    clients: int
+    examples: int
+    """Training images of all clients."""
+
+    def sums(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[str, Tensor]:
+        """The clients' answers, added up by name; hidden where the run hides them."""
+        ...
+
+    def each(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[int, Mapping[str, Tensor]]:
+        """What every client answers by itself; such answers cannot be hidden in a sum."""
+        ...
+
+    def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """What this machine kept from making the same for the same network and data, else what `make` gives now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open edit space."""
+
+    space: EditSpace
+    stored: Mapping[str, Tensor] = field(default_factory=dict)
+    """What `open` needs to give the same again, here or on another machine."""
+    active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
+    """What may move in the coming round, as packed bits, where that changes from round to round."""
+    aggregate: Aggregator | None = None
+    """The kind's own way to combine updates."""
+    sends_buffers: bool = True
+    """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
+    mask: Mask | None = None
+    """The chosen coordinates, where a mask chose them; for figures and files."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the log."""
+
+
+class Trainable(Protocol):
+    """A kind of what may change. Flags say what it touches, so that nobody has to know its name."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in a config."""
+        ...
+
+    @property
+    def trains_head(self) -> bool:
+        """The head moves."""
+        ...
+
+    @property
+    def trains_body(self) -> bool:
+        """Something before the head moves."""
+        ...
+
+    @property
+    def partial(self) -> bool:
+        """Clients move only part of the space in a round: own masks, adaptive sparsity, alternating factors."""
+        ...
+
+    @property
+    def needs_each(self) -> str:
+        """Why the server must see every client's update and combine it the kind's own way; empty: it need not."""
+        ...
+
+    @property
+    def scores_data(self) -> bool:
+        """Opening asks clients for something computed from their images."""
+        ...
+
+    def check(self, network: Network) -> None:
+        """Refuse a network that this kind does not fit."""
+        ...
+
+    def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> Opened:
+        """Open the space; with `saved` exactly as it was stored, without asking anybody."""
+        ...
+
+
+def check_blocks(network: Network, **wanted: int) -> None:
+    """Refuse more blocks than the network has."""
+    for name, count in wanted.items():
+        if count > network.depth:
+            raise FedgraftError(f"trainable.{name} is {count}, but the network has {network.depth} blocks")
+
+
+def is_head(network: Network, name: str) -> bool:
+    """Whether a parameter belongs to the head."""
+    return network.block_of(name) > network.depth
+
+
+def frozen_early(network: Network, name: str, freeze_blocks: int) -> bool:
+    """Whether a parameter lies in the first blocks that are to stay fixed, or before them."""
+    return bool(freeze_blocks) and network.block_of(name) < freeze_blocks

@@ -1,0 +1,101 @@
+"""What a federation is and what its server knows between rounds; and that knowledge as named tensors, once for all.
+
+`to_tensors` and `from_tensors` are the only place that writes a state down: checkpoints, centralised training and the
+resume law use them. With the clients' memories this is the whole of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+
+EVERYONE = -1
+Schedule = Callable[[int, int, Sequence[float]], float]
+"""(round, rounds in all, validation losses so far) -> learning rate."""
+Memories = Mapping[int, Mapping[str, Tensor]]
+"""What each client keeps to itself, by client and name."""
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Who takes part, how often, and at which learning rate."""
+
+    run: str
+    seed: int
+    clients: int
+    per_round: int
+    rounds: int
+    schedule: Schedule
+    sampling: Literal["fixed", "poisson"] = "fixed"
+    minimum_answers: int = 1
+    norm_bound: float | None = None
+    largest: int = 1
+    """Most examples a client may count for; the unit of weights inside secure aggregation."""
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """All the server knows between rounds."""
+
+    round: int
+    vector: Tensor
+    """The common model on the edit space, float32."""
+    rule: Mapping[str, Tensor] = field(default_factory=dict)
+    """State of the server rule: moments, control variate."""
+    personal: Mapping[int, Tensor] = field(default_factory=dict)
+    """With mixing: the model of every client that has one of its own."""
+    active: Mapping[int, Tensor] = field(default_factory=dict)
+    """Which coordinates may move this round, as packed bits: by client, or for `EVERYONE`. Empty: all of them."""
+    drifts: tuple[float, ...] = ()
+    """Mean drift of the clients relative to their update, by round, for adaptive sparsity."""
+    clip: float = 0.0
+    """Under differential privacy: the bound on the norm of an update in the coming round."""
+    losses: tuple[float, ...] = ()
+    """Validation losses so far, for the plateau schedule."""
+
+    def model_of(self, client: int) -> Tensor:
+        """The vector this client starts from: its own where it has one, else the common one."""
+        return self.personal.get(client, self.vector)
+
+    def active_of(self, client: int) -> Tensor | None:
+        """Which coordinates this client may move, as packed bits; None: all of them."""
+        return self.active.get(client, self.active.get(EVERYONE))
+
+
+def to_tensors(state: ServerState, memories: Memories) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state and the clients' memories as named tensors and plain numbers.
+
+    Personal models that are kept in files of their own say so by being no plain dict, and are left out.
+    """
+    tensors = {"vector": state.vector, **{f"rule/{name}": t for name, t in state.rule.items()}}
+    if type(state.personal) is dict:
+        tensors |= {f"personal/{client}": t for client, t in state.personal.items()}
+    for client, kept in memories.items():
+        tensors |= {f"memory/{client}/{name}": t for name, t in kept.items()}
+    return tensors, {"drifts": list(state.drifts), "clip": state.clip, "losses": list(state.losses)}
+
+
+def from_tensors(
+    round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
+) -> tuple[ServerState, dict[int, dict[str, Tensor]]]:
+    """The state and the memories that `to_tensors` wrote; other names are ignored."""
+    rule: dict[str, Tensor] = {}
+    personal: dict[int, Tensor] = {}
+    memories: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        group, _, key = name.partition("/")
+        if group == "rule":
+            rule[key] = tensor
+        elif group == "personal":
+            personal[int(key)] = tensor
+        elif group == "memory":
+            client, _, what = key.partition("/")
+            memories.setdefault(int(client), {})[what] = tensor
+    state = ServerState(round, tensors["vector"], rule, personal)
+    return replace(
+        state, drifts=tuple(meta["drifts"]), clip=float(meta["clip"]), losses=tuple(meta["losses"])
+    ), memories

@@ -1,0 +1,53 @@
+"""What happens to a client's update before it leaves: a chain of links, each with the numbers it reports beside it.
+
+FedNova's normalisation and the clipping of differential privacy are such links. The codec comes after all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What a link may know: how far the client went, what the order said, where the trained coordinates end."""
+
+    effective_steps: float
+    settings: Mapping[str, float | int | str]
+    trained: int
+
+
+@dataclass(frozen=True)
+class UpdateLink:
+    """`apply(update, sending) -> (update, scalars)`. `scalars` names what it reports and the largest value of each."""
+
+    name: str
+    apply: Callable[[Tensor, Sending], tuple[Tensor, dict[str, float]]]
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    needs_effective_steps: bool = False
+
+
+def normalise() -> UpdateLink:
+    """FedNova: divide by the effective number of steps, and report it as `tau`.
+
+    Only what was trained is divided: batch-norm statistics behind it did not come about by steps.
+    """
+
+    def apply(update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:
+        scaled = update.clone()
+        scaled[: sending.trained] /= sending.effective_steps
+        return scaled, {"tau": sending.effective_steps}
+
+    return UpdateLink("normalise", apply, {"tau": 1e4}, needs_effective_steps=True)
+
+
+def run_chain(links: tuple[UpdateLink, ...], update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:
+    """The update after all links, with everything they report."""
+    scalars: dict[str, float] = {}
+    for link in links:
+        update, reported = link.apply(update, sending)
+        scalars |= reported
+    return update, scalars
