@@ -9,131 +9,132 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedgraft.aggregate.server_rules import RoundInfo, ServerRule
-    from fedgraft.algorithm import (
-        Aggregator,
-        Algorithm,
-        Answers,
-        ClientState,
-        Mixing,
-        Observe,
-        Trainable,
-        Weighting,
-        vary,
-    )
-    from fedgraft.client import ClientContext, handle
-    from fedgraft.config.load import Config
+    from fedgraft import data as data
+    from fedgraft import registry as registry
+    from fedgraft.data import partition as partition
+    from fedgraft.aggregate.server_rules import RoundInfo as RoundInfo, ServerRule as ServerRule
+    from fedgraft.aggregate.slots import Aggregator as Aggregator, Answers as Answers, Mixing as Mixing, Observe as Observe, Weighting as Weighting, by_examples as by_examples, uniform as uniform
+    from fedgraft.aggregate.robust import robust_aggregator as robust_aggregator
+    from fedgraft.algorithm import Algorithm as Algorithm, ClientState as ClientState, vary as vary
+    from fedgraft.client import handle as handle
+    from fedgraft.collect import Engine as Engine, ServerContext as ServerContext
     from fedgraft.config.load import load as load_config
-    from fedgraft.data.partition import make_partition
-    from fedgraft.data.sources import load_dataset
-    from fedgraft.edit.space import EditSpace
-    from fedgraft.errors import FedgraftError, MissingExtra
-    from fedgraft.local.evaluate import evaluate
-    from fedgraft.local.train import LocalRule
-    from fedgraft.messages import Order, Reply
-    from fedgraft.models.backbones import load_network
-    from fedgraft.round import Engine, RoundSummary, run_round
-    from fedgraft.runs.adapted import adapted, evaluate_run, export_run
-    from fedgraft.runs.centralized import run_centralized
-    from fedgraft.runs.run import install_head, one_thread, run
-    from fedgraft.runs.run_folder import RunFolder, list_runs
-    from fedgraft.runs.setup import Setup
-    from fedgraft.server import Federation, ServerState, start
-    from fedgraft.zoo import ZOO, named
+    from fedgraft.config.options import Config as Config
+    from fedgraft.context import ClientContext as ClientContext
+    from fedgraft.data.federated import FederatedData as FederatedData
+    from fedgraft.edit.dense import body as body, everything as everything, head as head, last_blocks as last_blocks
+    from fedgraft.edit.low_rank import LowRank as lora
+    from fedgraft.edit.sparse import Sparse as sparse
+    from fedgraft.edit.space import EditSpace as EditSpace
+    from fedgraft.errors import FedgraftError as FedgraftError, MissingExtra as MissingExtra
+    from fedgraft.local.evaluate import evaluate as evaluate
+    from fedgraft.local.losses import Loss as Loss, cross_entropy as cross_entropy
+    from fedgraft.local.train import LocalTraining as LocalTraining
+    from fedgraft.messages import Order as Order, Reply as Reply
+    from fedgraft.models.backbones import load_network as load_network, load_network as model
+    from fedgraft.privacy.protection import DifferentialPrivacy as DifferentialPrivacy, private as private, secure as secure
+    from fedgraft.round import RoundSummary as RoundSummary, run_round as run_round
+    from fedgraft.runs.adapted import adapted as adapted, evaluate_run as evaluate_run, export_run as export_run
+    from fedgraft.runs.api import Result as Result, run as run, load_job as load, run_loaded as run_loaded
+    from fedgraft.runs.callbacks import Callback as Callback
+    from fedgraft.runs.centralized import run_centralized as run_centralized
+    from fedgraft.runs.job import Job as Job, job_of as job_of
+    from fedgraft.runs.run import one_thread as one_thread, run as run_config
+    from fedgraft.runs.run_folder import RunFolder as RunFolder, list_runs as list_runs
+    from fedgraft.runs.task import Task as Task
+    from fedgraft.server import start as start
+    from fedgraft.state import Federation as Federation, ServerState as ServerState
+    from fedgraft.zoo import named as named, fedavg as fedavg, fedsgd as fedsgd, fedprox as fedprox, scaffold as scaffold, feddyn as feddyn, fednova as fednova, fedgma as fedgma, fedavgm as fedavgm, fedadam as fedadam, fedyogi as fedyogi, fedadagrad as fedadagrad, fedalign as fedalign, fedbabu as fedbabu, fedshibu as fedshibu, fedavg_crsm as fedavg_crsm, local_only as local_only, fedper as fedper, fedrep as fedrep, ditto as ditto
 
 _HOMES = {
+    "Aggregator": "aggregate.slots",
     "Algorithm": "algorithm",
-    "Answers": "algorithm",
-    "Aggregator": "algorithm",
+    "Answers": "aggregate.slots",
+    "Callback": "runs.callbacks",
+    "ClientContext": "context",
     "ClientState": "algorithm",
-    "Mixing": "algorithm",
-    "Trainable": "algorithm",
-    "Observe": "algorithm",
-    "Weighting": "algorithm",
-    "vary": "algorithm",
-    "ClientContext": "client",
-    "handle": "client",
-    "RoundInfo": "aggregate.server_rules",
-    "ServerRule": "aggregate.server_rules",
-    "make_partition": "data.partition",
-    "load_dataset": "data.sources",
+    "Config": "config.options",
+    "DifferentialPrivacy": "privacy.protection",
     "EditSpace": "edit.space",
+    "Engine": "collect",
+    "FederatedData": "data.federated",
+    "Federation": "state",
     "FedgraftError": "errors",
+    "Job": "runs.job",
+    "LocalTraining": "local.train",
+    "Loss": "local.losses",
     "MissingExtra": "errors",
-    "adapted": "runs.adapted",
-    "evaluate_run": "runs.adapted",
-    "export_run": "runs.adapted",
-    "Setup": "runs.setup",
-    "run_centralized": "runs.centralized",
-    "Config": "config.load",
-    "load_config": "config.load:load",
-    "RunFolder": "runs.run_folder",
-    "list_runs": "runs.run_folder",
-    "install_head": "runs.run",
-    "one_thread": "runs.run",
-    "run": "runs.run",
-    "evaluate": "local.evaluate",
-    "LocalRule": "local.train",
+    "Mixing": "aggregate.slots",
+    "Observe": "aggregate.slots",
     "Order": "messages",
     "Reply": "messages",
-    "load_network": "models.backbones",
-    "Engine": "round",
+    "Result": "runs.api",
+    "RoundInfo": "aggregate.server_rules",
     "RoundSummary": "round",
-    "run_round": "round",
-    "Federation": "server",
-    "ServerState": "server",
-    "start": "server",
-    "ZOO": "zoo",
+    "RunFolder": "runs.run_folder",
+    "ServerContext": "collect",
+    "ServerRule": "aggregate.server_rules",
+    "ServerState": "state",
+    "Task": "runs.task",
+    "Weighting": "aggregate.slots",
+    "adapted": "runs.adapted",
+    "body": "edit.dense",
+    "by_examples": "aggregate.slots",
+    "cross_entropy": "local.losses",
+    "data": "data:",
+    "ditto": "zoo",
+    "evaluate": "local.evaluate",
+    "evaluate_run": "runs.adapted",
+    "everything": "edit.dense",
+    "export_run": "runs.adapted",
+    "fedadagrad": "zoo",
+    "fedadam": "zoo",
+    "fedalign": "zoo",
+    "fedavg": "zoo",
+    "fedavg_crsm": "zoo",
+    "fedavgm": "zoo",
+    "fedbabu": "zoo",
+    "feddyn": "zoo",
+    "fedgma": "zoo",
+    "fednova": "zoo",
+    "fedper": "zoo",
+    "fedprox": "zoo",
+    "fedrep": "zoo",
+    "fedsgd": "zoo",
+    "fedshibu": "zoo",
+    "fedyogi": "zoo",
+    "handle": "client",
+    "head": "edit.dense",
+    "job_of": "runs.job",
+    "last_blocks": "edit.dense",
+    "list_runs": "runs.run_folder",
+    "load": "runs.api:load_job",
+    "load_config": "config.load:load",
+    "load_network": "models.backbones",
+    "local_only": "zoo",
+    "lora": "edit.low_rank:LowRank",
+    "model": "models.backbones:load_network",
     "named": "zoo",
+    "one_thread": "runs.run",
+    "partition": "data.partition:",
+    "private": "privacy.protection",
+    "registry": "registry:",
+    "robust_aggregator": "aggregate.robust",
+    "run": "runs.api",
+    "run_centralized": "runs.centralized",
+    "run_config": "runs.run:run",
+    "run_loaded": "runs.api",
+    "run_round": "round",
+    "scaffold": "zoo",
+    "secure": "privacy.protection",
+    "sparse": "edit.sparse:Sparse",
+    "start": "server",
+    "uniform": "aggregate.slots",
+    "vary": "algorithm",
 }
-"""Where each public name lives; `module:name` where it has another name at home."""
+"""Where each public name lives: `module`, `module:name` under another name, `module:` for the module itself."""
 
-__all__ = [
-    "ZOO",
-    "Aggregator",
-    "Algorithm",
-    "Answers",
-    "ClientContext",
-    "ClientState",
-    "Config",
-    "EditSpace",
-    "Engine",
-    "Federation",
-    "FedgraftError",
-    "LocalRule",
-    "MissingExtra",
-    "Mixing",
-    "Observe",
-    "Order",
-    "Reply",
-    "RoundInfo",
-    "RoundSummary",
-    "RunFolder",
-    "ServerRule",
-    "ServerState",
-    "Setup",
-    "Trainable",
-    "Weighting",
-    "__version__",
-    "adapted",
-    "evaluate",
-    "evaluate_run",
-    "export_run",
-    "handle",
-    "install_head",
-    "list_runs",
-    "load_config",
-    "load_dataset",
-    "load_network",
-    "make_partition",
-    "named",
-    "one_thread",
-    "run",
-    "run_centralized",
-    "run_round",
-    "start",
-    "vary",
-]
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
@@ -143,8 +144,9 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("fedgraft")
     elif name in _HOMES:
-        module, _, original = _HOMES[name].partition(":")
-        value = getattr(import_module(f"fedgraft.{module}"), original or name)
+        module, colon, other = _HOMES[name].partition(":")
+        found = import_module(f"fedgraft.{module}")
+        value = found if colon and not other else getattr(found, other or name)
     else:
         raise AttributeError(f"module 'fedgraft' has no attribute {name!r}")
     globals()[name] = value
@@ -152,4 +154,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -33,11 +33,13 @@ class ClientState:
     private: Callable[[Network, str], bool] | None = None
     alternate: bool = False
     second_model: float | None = None
+    optimizer: bool = False
+    """Momentum and moments go on from round to round, as in training in one place."""
 
     @property
     def empty(self) -> bool:
         """Whether clients keep nothing."""
-        return self.private is None and self.second_model is None
+        return self.private is None and self.second_model is None and not self.optimizer
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         ),
         (
             bool(a.trainable.needs_each)
-            and (hidden or a.aggregate.personal or not a.server.memoryless or not a.aggregate.linear),
+            and (hidden or a.aggregate.personal or not a.server.memoryless or _other_rule(a.aggregate)),
             f"{a.trainable.needs_each}.",
         ),
         (
@@ -197,6 +199,11 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             "the privacy account needs every client to count at most once: use uniform weights and one common model.",
         ),
     ]
+
+
+def _other_rule(aggregate: Aggregator | Mixing) -> bool:
+    """A rule that looks at each update, and is not the trainable kind's own."""
+    return not aggregate.linear and not aggregate.of_trainable
 
 
 def _foreign_links(a: Algorithm) -> bool:

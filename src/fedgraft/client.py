@@ -62,8 +62,15 @@ def _fit(
     return train(
         context.network, bound, context.examples, context.rows(order.client), algorithm.local, lambda step: lr,
         torch_stream(context.seed, "shuffle", *where), torch_stream(context.seed, "augment", *where),
-        algorithm.loss, order.auxiliary, memory,
+        algorithm.loss, order.auxiliary, memory, _optimizer_state(algorithm, memory),
     )  # fmt: skip
+
+
+def _optimizer_state(algorithm: Algorithm, memory: ClientMemory) -> dict[str, Tensor] | None:
+    """The optimizer's state of the round before, where clients keep it; a copy, because steps change it in place."""
+    if not algorithm.client_state.optimizer:
+        return None
+    return {n.removeprefix("optimizer/"): t.clone() for n, t in memory.items() if n.startswith("optimizer/")}
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ def _outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory:
         result = _fit(order, algorithm, context, bound, memory, "train")
         update = (bound.values.cpu() - start)[: context.sent]
     kept |= result.closing.memory
+    if algorithm.client_state.optimizer:
+        kept |= {f"optimizer/{name}": tensor.cpu() for name, tensor in result.state.items()}
     scalars: dict[str, float] = {}
     evidence: dict[str, Tensor] = {}
     for wanted in algorithm.wants:

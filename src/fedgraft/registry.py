@@ -45,7 +45,8 @@ class Registry(dict[str, Callable[..., Any]]):
                 close = difflib.get_close_matches(key, own, n=1, cutoff=0.0)
                 instead = f"; the nearest is {close[0]!r}" if close else "; it takes none"
                 raise FedgraftError(f"the {self.what} {name} has no option {key!r}{instead}.")
-        return make(**options, **{key: value for key, value in given.items() if open_ended or key in known})
+        passed = {k: v for k, v in given.items() if k in known or (open_ended and k != "seed")}
+        return make(**{**passed, **options})
 
 
 def own_options(make: Callable[..., Any]) -> list[str]:
@@ -63,7 +64,7 @@ def load_plugins() -> None:
             point.load()
 
 
-GIVEN = frozenset({"local", "trainable", "loss", "seed"})
+GIVEN = frozenset({"local", "trainable", "loss", "seed", "freeze_blocks"})
 """Arguments that the config's door gives, which are not options of the algorithm itself."""
 ALGORITHMS = Registry("algorithm")
 TRAINABLES = Registry("trainable kind")

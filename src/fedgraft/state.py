@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-
 EVERYONE = -1
 Schedule = Callable[[int, int, Sequence[float]], float]
 """(round, rounds in all, validation losses so far) -> learning rate."""

@@ -123,10 +123,11 @@ def fedalign(
         score = float(null_corrected(scores.clamp(0, 1), null).mean())
         return share * max(score, 1e-6) ** gamma
 
-    observe = Observe("alignment", names, options={"layers": layers, "keep": keep, "top": top}, needs_probe=True)
+    options = {"layers": layers, "keep": keep, "top": top, "probe": probe}
+    observe = Observe("alignment", names, options=options, needs_probe=True)
     wants, judged = ((), names) if align == "server" else ((observe,), ())
     mine = own if align == "client" else None
-    weighting = Weighting(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True)
+    weighting = Weighting(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True, options=options)
     return vary(fedavg(**slots), name="fedalign", weighting=weighting)
 
 
@@ -147,7 +148,7 @@ def _mixing(similarity: str, constant: float, samples: int, absent: str, probe: 
         "groups": ("labels", (Observe("labels", (), {"labels": ("classes",)}),)),
         "probe_cka": (
             "probe_representation",
-            (Observe("probe_representation", (), {"probe_representation": (probe, "width")}, needs_probe=True),),
+            (Observe("probe_representation", (), {"probe_representation": (probe, "width")}, {"probe": probe}, True),),
         ),
     }
     own = Observe("representation", (), {"representation": (samples, "width")}, {"samples": samples})
@@ -199,11 +200,17 @@ def ditto(pull: float = 0.1, **slots: Any) -> Algorithm:
     return vary(fedavg(**slots), name="ditto", client_state=ClientState(second_model=pull))
 
 
+def central(**slots: Any) -> Algorithm:
+    """Plain training in one place, as a federation of one: its client keeps the optimizer's state between rounds."""
+    return vary(fedavg(**slots), name="central", client_state=ClientState(optimizer=True))
+
+
 ALGORITHMS |= {
     f.__name__: f
     for f in (
         fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad, fedalign,
         fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, ditto,
+        central,
     )
 }  # fmt: skip
 

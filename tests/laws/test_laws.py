@@ -23,7 +23,7 @@ from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order
 
-LOCAL = LocalTraining(2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.05))
+LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.05))
 
 
 def head(name: str) -> bool:
@@ -42,7 +42,7 @@ def test_fifty_rounds_on_the_head_leave_every_other_coordinate_bit_identical() -
 @pytest.mark.parametrize("amp", [None, "bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", [sgdm(0.9, 0.1), adamw(weight_decay=0.1)], ids=["sgdm", "adamw"])
 def test_masked_rounds_move_the_mask_and_nothing_else(amp: str | None, optimizer: Any) -> None:
-    """T1 with decay, momentum and mixed precision; at least 99 % of what may move does."""
+    """With decay, momentum and mixed precision; at least 99 % of what may move does."""
     mask = random_mask(ToyNetwork())
     toy = Toy(zoo.fedavg(local=replace(LOCAL, optimizer=optimizer, amp=amp)), masked(ToyNetwork(), mask), per_round=5)
     before, start = snapshot(toy.network), toy.state.vector.clone()
@@ -53,7 +53,7 @@ def test_masked_rounds_move_the_mask_and_nothing_else(amp: str | None, optimizer
 
 
 def test_a_mask_does_not_prune() -> None:
-    """T2: binding a mask leaves the function as it was; the planted bug multiplies the weights by it."""
+    """Binding a mask leaves the function as it was; the planted bug multiplies the weights by it."""
     network, mask, x = ToyNetwork(), random_mask(ToyNetwork()), torch.randn(4, 5)
     wanted = network(x).detach()
     masked(network, mask).bind(network)
@@ -64,8 +64,8 @@ def test_a_mask_does_not_prune() -> None:
     assert not torch.allclose(network(x), wanted)
 
 
-def test_a_space_without_the_head_keeps_it_at_step_zero() -> None:
-    """T16: the head of step 0 is outside the mask's space, so it is the same after training."""
+def test_a_space_without_the_head_keeps_it_at_its_start() -> None:
+    """The initialised head is outside the mask's space, so it is the same after training."""
     mask = {n: m for n, m in random_mask(ToyNetwork()).items() if not head(n)}
     toy = Toy(zoo.fedavg(local=LOCAL), masked(ToyNetwork(), mask))
     before = toy.network.head.weight.detach().clone()
@@ -75,8 +75,8 @@ def test_a_space_without_the_head_keeps_it_at_step_zero() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 10_000))
-def test_adding_mean_changes_is_idempotent_and_averaging_weights_is_not(clients: int, seed: int) -> None:
-    """T18: nobody moved, so nothing moves - over many rounds. Ten models averaged with 0.1 each do move."""
+def test_adding_mean_updates_is_idempotent_and_averaging_weights_is_not(clients: int, seed: int) -> None:
+    """Nobody moved, so nothing moves - over many rounds. Ten models averaged with 0.1 each do move."""
     g = torch.Generator().manual_seed(seed)
     vector = torch.randn(200, generator=g)
     weights = torch.rand(clients, generator=g, dtype=torch.float64) + 0.1
@@ -90,7 +90,7 @@ def test_adding_mean_changes_is_idempotent_and_averaging_weights_is_not(clients:
 
 @pytest.mark.parametrize("name", SERVER_RULES)
 def test_server_rules_leave_a_coordinate_that_never_changed(name: str) -> None:
-    """T38: zero change for ever is zero step for ever, also with moments and controls of other coordinates."""
+    """Zero update for ever is zero step for ever, also with moments and controls of other coordinates."""
     rule = SERVER_RULES[name](0.1) if name == "feddyn" else SERVER_RULES[name]()
     g = torch.Generator().manual_seed(0)
     vector = start = torch.randn(50, generator=g)
@@ -104,7 +104,7 @@ def test_server_rules_leave_a_coordinate_that_never_changed(name: str) -> None:
 
 
 def test_snapshots_are_copies() -> None:
-    """T20: the model before a round can be compared with the one after it; a bare state_dict compares with itself."""
+    """The model before a round can be compared with the one after it; a bare state_dict compares with itself."""
     toy = Toy(zoo.fedavg(local=LOCAL))
     alias, copy, first = dict(toy.network.state_dict()), snapshot(toy.network), toy.state.vector
     kept = first.clone()
@@ -140,7 +140,7 @@ def statistics_between_rounds(toy: Toy, rounds: int) -> Tensor:
 
 
 def test_measuring_between_rounds_does_not_shift_training() -> None:
-    """T49: every purpose draws from a stream of its own."""
+    """Every purpose draws from a stream of its own."""
     make = lambda: Toy(vary(zoo.fedshibu(local=LOCAL, samples=12)))  # noqa: E731
     plain = make()
     plain.run(3)
@@ -164,7 +164,7 @@ def test_one_stream_for_everything_would_be_noticed() -> None:
 
 
 def test_the_order_of_parameters_does_not_change_the_result() -> None:
-    """T3: a space listed backwards trains to the same network."""
+    """A space listed backwards trains to the same network."""
 
     def trained(flip: bool) -> dict[str, Tensor]:
         space = select(ToyNetwork(), lambda n: True)

@@ -346,7 +346,7 @@ def fedsgd_is_one_gradient_step() -> None:
 
 
 def scaffold_of_one_client_starts_as_sgd() -> None:
-    """T37: with c = 0 the first round is SGD; a single client's control equals the common one, so it stays SGD."""
+    """With c = 0 the first round is SGD; a single client's control equals the common one, so it stays SGD."""
     make = named("scaffold")
     assert torch.equal(run(make(), 1, clients=1, per_round=1).state.vector, sgd_alone(named("fedavg")(), 0))
     alone = run(make(), 3, clients=1, per_round=1).state.vector
@@ -354,7 +354,7 @@ def scaffold_of_one_client_starts_as_sgd() -> None:
 
 
 def feddyn_without_alpha() -> None:
-    """T39: alpha 0 is FedAvg with equal weights; a tiny alpha gives FedAvg's local changes."""
+    """Alpha 0 is FedAvg with equal weights; a tiny alpha gives FedAvg's local updates."""
     equal = vary(named("fedavg")(), weighting=named("feddyn")().weighting)
     assert torch.equal(run(named("feddyn", alpha=0.0)()).state.vector, run(equal).state.vector)
     start = Toy(equal).state.vector
@@ -409,7 +409,7 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "fedprox": [equal_to_fedavg(named("fedprox", mu=0.0))],
     "scaffold": [scaffold_of_one_client_starts_as_sgd],
     "feddyn": [feddyn_without_alpha],
-    "fednova": [close_to_fedavg(named("fednova")), close_to_fedavg(named("fednova"), **FULL)],  # T36
+    "fednova": [close_to_fedavg(named("fednova")), close_to_fedavg(named("fednova"), **FULL)],  # equal steps
     "fedgma": [
         equal_to_fedavg(named("fedgma", agreement=0.0)),
         equal_to_fedavg(named("fedgma", agreement=0.0, hard=True)),
@@ -420,7 +420,7 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "fedadagrad": [close_to_fedavg(named("fedadagrad", **HUGE))],
     "fedalign": [equal_to_fedavg(named("fedalign", gamma=0.0))],
     "fedbabu": [equal_to_fedavg(lambda: vary(named("fedavg")(), trainable=named("fedbabu")().trainable), "fedbabu")],
-    "fedshibu": [  # T33: constant(1) is FedBABU, every client's body the same bits, over several rounds
+    "fedshibu": [  # constant(1) is FedBABU, every client's body the same bits, over several rounds
         equal_to_fedavg(named("fedshibu", similarity="constant"), "fedbabu", **FULL),
     ],
     "fedavg_crsm": [equal_to_fedavg(named("fedavg_crsm", similarity="constant"), **FULL)],
@@ -455,7 +455,7 @@ def test_a_robust_rule_without_liars_to_cut_is_the_mean() -> None:
 
 
 def test_fedbabu_keeps_the_head_bit_identical_and_in_no_message() -> None:
-    """T34: the head is the same after ten rounds on every client, and its coordinates never travel."""
+    """The head is the same after ten rounds on every client, and its coordinates never travel."""
     toy = Toy(named("fedbabu")())
     before = toy.network.head.weight.detach().clone()
     toy.run(10)
@@ -528,7 +528,7 @@ def test_order_notices_momentum_that_leaks_from_client_to_client() -> None:
 
 
 def test_frozen_notices_averaged_weights() -> None:
-    """T18: a server that averages whole models instead of changes moves coordinates nobody trained."""
+    """A server that averages whole models instead of updates moves coordinates nobody trained."""
 
     class Averaging(InProcess):
         def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:

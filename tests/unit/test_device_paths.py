@@ -6,12 +6,12 @@ import pytest
 import torch
 from tests.support.toy import ToyNetwork
 
+from fedgraft.config.build import device_named
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
 from fedgraft.local import train as training
 from fedgraft.local.train import LocalTraining, Trained, move, train
-from fedgraft.runs.parts import device_named
 
 
 def examples() -> FeatureExamples:

@@ -103,7 +103,7 @@ def test_below_the_threshold_nothing_changes_and_the_run_goes_on() -> None:
     before = toy.state.vector.clone()
     toy.run(1)
     assert toy.summary.record["skipped"] and torch.equal(toy.state.vector, before) and toy.state.round == 1
-    assert toy.summary.record["given_up"]
+    assert toy.summary.record["aborted"]
 
 
 def test_one_client_alone_is_not_asked() -> None:
@@ -111,7 +111,7 @@ def test_one_client_alone_is_not_asked() -> None:
     before = toy.state.vector.clone()
     toy.run(1)
     assert toy.summary.record["skipped"] and toy.summary.record["bytes_up"] == 0
-    assert "given_up" not in toy.summary.record  # nothing was begun
+    assert "aborted" not in toy.summary.record  # nothing was begun
     assert torch.equal(toy.state.vector, before)
 
 

@@ -35,7 +35,7 @@ from fedgraft.state import EVERYONE, Federation, ServerState
 
 @pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi"])
 def test_what_rests_stays_whatever_the_server_remembers(name: str) -> None:
-    """T38: active for two rounds, then resting: bare momentum would drag it on."""
+    """Active for two rounds, then resting: bare momentum would drag it on."""
     toy = Toy(vary(zoo.ALGORITHMS[name](), trainable=Sparse(adaptive_start=0.5)))
     resting = torch.arange(toy.space.trained) % 2 == 0
 
@@ -221,7 +221,7 @@ def test_the_plateau_rule_sees_the_losses_of_the_state() -> None:
 
 
 def test_weights_are_normalised_over_those_who_answered() -> None:
-    """T19: n_k / sum over the sampled set, not over all clients."""
+    """n_k / sum over the sampled set, not over all clients."""
     t = toy()
     t.run(1)
     clients = t.summary.record["clients"]
@@ -278,7 +278,7 @@ def test_the_record_describes_every_client() -> None:
     assert all(len(record["clients"][key]) == 3 for key in ("loss", "norm", "drift", "cosine", "weight"))
     weights, losses = record["clients"]["weight"], record["clients"]["loss"]
     assert record["train_loss"] == pytest.approx(sum(w * x for w, x in zip(weights, losses, strict=True)))
-    assert record["update_norm"] > 0 and set(record["seconds"]) == {"exchange", "combine"}
+    assert record["update_norm"] > 0 and set(record["seconds"]) == {"exchange", "aggregate"}
 
 
 def test_local_training_alone_sends_nothing() -> None:
@@ -383,7 +383,7 @@ def test_an_order_without_a_model_names_client_and_round() -> None:
 
 
 def test_evaluation_before_and_after_fine_tuning_does_not_change_what_follows() -> None:
-    """T49: evaluating between rounds, with fine-tuning, leaves training as it was."""
+    """Evaluating between rounds, with fine-tuning, leaves training as it was."""
     plain, watched = toy(), toy()
     plain.run(3)
     for _ in range(3):
@@ -414,7 +414,7 @@ def test_comparing_representations_needs_a_probe() -> None:
 
 
 def test_a_frozen_alignment_is_one() -> None:
-    """T30 at the client: no training, no difference to the common model."""
+    """At the client: no training, no difference to the common model."""
     algorithm = vary(zoo.fedalign(local=LOCAL, keep=3, top=3, probe=64))
     t = Toy(algorithm, schedule=constant(1e-12))
     t.run(1)

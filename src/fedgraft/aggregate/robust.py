@@ -9,8 +9,7 @@ a claim, and a liar would claim much. A row with NaN or infinity counts as a cli
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

@@ -72,6 +72,8 @@ class Weighting:
     uniform: bool = False
     """Every client counts the same, which an account of differential privacy needs."""
     needs_moving_body: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the server needs to know to compute `judged`: layers, directions, the size of its secret probe."""
 
 
 def by_examples() -> Weighting:
@@ -142,6 +144,8 @@ class Aggregator:
     """A sentence that every result must carry, where this only looks like protection."""
     one_vector: bool = False
     """It can sum the update and nothing beside it."""
+    of_trainable: bool = False
+    """The trainable kind's own way to combine its updates."""
     personal = False
     shares = True
     wants: tuple[Observe, ...] = ()
@@ -166,7 +170,7 @@ def count_mean() -> Aggregator:
     def update(answers: Answers, weights: Tensor) -> Tensor:
         return count_normalised(answers.updates, answers.active, weights)
 
-    return Aggregator("count_mean", update, linear=False)
+    return Aggregator("count_mean", update, linear=False, of_trainable=True)
 
 
 @runtime_checkable
@@ -196,6 +200,7 @@ class Mixing:
     is_mean = False
     insecure = ""
     one_vector = False
+    of_trainable = False
     personal = True
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:

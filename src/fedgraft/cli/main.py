@@ -258,9 +258,11 @@ def presets_(name: Annotated[str | None, typer.Argument(help="print this preset 
 @app.command()
 def algorithms() -> None:
     """List the algorithms of the zoo."""
-    from fedgraft.zoo import ZOO
+    import fedgraft.zoo  # noqa: F401  (fills the registry)
+    from fedgraft.registry import ALGORITHMS, load_plugins
 
-    for name, make in ZOO.items():
+    load_plugins()
+    for name, make in ALGORITHMS.items():
         typer.echo(f"{name:14} {(make.__doc__ or '').strip().splitlines()[0]}")
 
 

@@ -67,7 +67,6 @@ class Model(Section):
         "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
     head: Literal["ridge", "probe", "random"] = Field("ridge", description="step 0: how the head starts")
     ridge: float | None = Field(
         None,
@@ -80,8 +79,9 @@ class Model(Section):
 class Sparse(Section):
     """Which coordinates a sparse edit trains. `sparsity` is always the fraction frozen."""
 
-    strategy: Literal["least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random"] = (
-        "least_sensitive"
+    strategy: str = Field(
+        "least_sensitive",
+        description="least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random, or a registered name",
     )
     sparsity: float = Field(0.9, ge=0, lt=1)
     scope: tuple[str, ...] = Field(
@@ -139,10 +139,18 @@ class Lora(Section):
 class Trainable(Section):
     """What may change."""
 
-    kind: Literal["everything", "head", "body", "last_blocks", "sparse", "lora"] = "head"
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    kind: str | None = Field(
+        None,
+        description="everything, head, body, last_blocks, sparse, lora, or a registered name; default: what the "
+        "algorithm says (FedBABU: body; FedPer: everything), else the head",
+    )
     blocks: int = Field(2, ge=1, description="kind=last_blocks")
     freeze_blocks: int = Field(0, ge=0, description="the first so many blocks, and what lies before, stay fixed")
-    head_too: bool = Field(False, description="kind=last_blocks, sparse or lora: train the head along")
+    head_too: bool | None = Field(
+        None,
+        description="kind=last_blocks, sparse or lora: train the head along; default: yes, unless the algorithm keeps it",
+    )
     match_norm: float | None = Field(
         None, gt=1, description="raise the rate up to this factor, to the dense update's norm"
     )
@@ -158,6 +166,7 @@ class Local(Section):
     batch_size: int = Field(64, ge=1)
     optimizer: Literal["sgdm", "adamw"] = "sgdm"
     lr: float = Field(0.01, gt=0)
+    head_lr: float | None = Field(None, gt=0, description="a rate of its own for the head; default: the same")
     momentum: float = Field(0.9, ge=0, lt=1)
     nesterov: bool = False
     dampening: float = Field(0.0, ge=0, lt=1)
@@ -172,6 +181,14 @@ class Local(Section):
         if self.steps is not None and self.epochs is not None:
             raise ValueError("give local.steps or local.epochs, not both")
         return self
+
+
+class Loss(Section):
+    """What clients minimise."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    name: str = Field("cross_entropy", description="cross_entropy, or a registered name with options of its own")
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
 
 
 class Schedule(Section):
@@ -190,7 +207,9 @@ class Schedule(Section):
 
 
 class AlgorithmChoice(Section):
-    """Which algorithm of the zoo, and its own numbers."""
+    """Which algorithm, and its own numbers; one that the algorithm does not have is refused."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     name: str = Field("fedavg", description="see `fedgraft algorithms`")
     mu: float = Field(0.01, ge=0, description="fedprox")
@@ -222,9 +241,11 @@ class AlgorithmChoice(Section):
     weighting: Literal["default", "examples", "uniform"] = Field(
         "default", description="how much a client counts; default: as the algorithm says"
     )
-    robust: Literal[
-        "mean", "median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip"
-    ] = Field("mean", description="how changes are combined")
+    robust: str = Field(
+        "mean",
+        description="how updates are combined: mean, median, trimmed_mean, krum, multi_krum, bulyan, geometric_median, "
+        "norm_clip, or a registered rule",
+    )
     attackers: int = Field(0, ge=0, description="robust rules: liars to withstand in a cohort")
     neighbours: bool = Field(False, description="nearest-neighbour mixing before the robust rule")
     clip_norm: float | None = Field(None, gt=0, description="clip every change to this norm before combining")
@@ -233,7 +254,7 @@ class AlgorithmChoice(Section):
 class Rounds(Section):
     """How long, who takes part, what is measured."""
 
-    total: int = Field(20, ge=1, description="T")
+    total: int = Field(20, ge=0, description="T; 0: only the head initialisation")
     fraction: float = Field(0.5, gt=0, le=1, description="C, the share of clients in a round")
     sampling: Literal["fixed", "poisson"] = "fixed"
     evaluate_every: int = Field(5, ge=0, description="validation every n rounds (0: only at the end)")
@@ -297,6 +318,7 @@ class Centralized(Section):
     """`fedgraft centralized`: all data in one place, as the baseline."""
 
     kind: Literal["probe", "finetune", "ridge"] = "probe"
+    active: bool = Field(False, description="set by the command itself")
     epochs: int = Field(20, ge=1)
     patience: int = Field(10, ge=0, description="stop after so many epochs without a better validation accuracy")
 
@@ -332,6 +354,7 @@ class Config(Section):
     model: Model = Model()
     trainable: Trainable = Trainable()
     local: Local = Local()
+    loss: Loss = Loss()
     schedule: Schedule = Schedule()
     algorithm: AlgorithmChoice = AlgorithmChoice()
     rounds: Rounds = Rounds()
@@ -348,6 +371,11 @@ class Config(Section):
         if self.data.source == "features" and (self.data.augment or self.data.image_size):
             raise ValueError("given features are no images: leave data.augment and data.image_size out")
         return self
+
+    @property
+    def kind(self) -> str:
+        """What a summary calls this run."""
+        return f"centralised {self.centralized.kind}" if self.centralized.active else "federated"
 
     @property
     def digest(self) -> str:

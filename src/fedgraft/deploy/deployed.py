@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from fedgraft.config.load import Config, validate
+from fedgraft.data.federated import FederatedData
 from fedgraft.data.images.store import make_store
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, Store, load_dataset
 from fedgraft.data.sources.own_table import TABLES, load_table
 from fedgraft.errors import FedgraftError
-from fedgraft.runs.parts import FederatedData
+from fedgraft.models.network import VisionNetwork
+from fedgraft.runs.engines import Remote
+from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.run import run
-from fedgraft.runs.setup import Remote, Setup
 from fedgraft.runs.tracking import Progress
 
 
@@ -153,10 +155,10 @@ def _remote(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tup
     return RemoteData(own, held[:0], held, partition, sizes, digests)
 
 
-def reply_limit(setup: Setup) -> int:
-    """Most bytes of an honest reply before and beside training: scores of all weights, or the sums of step 0."""
-    weights = sum(p.numel() for p in setup.network.parameters())
-    width, classes = setup.network.width + 1, setup.network.classes
+def reply_limit(network: VisionNetwork) -> int:
+    """Most bytes of a benign reply before and beside training: scores of all weights, or the sums for a head."""
+    weights = sum(p.numel() for p in network.parameters())
+    width, classes = network.width + 1, network.classes
     return 16 * weights + 8 * width * (width + classes) + (1 << 22)
 
 
@@ -170,7 +172,7 @@ def run_deployed(
 ) -> dict[str, Any]:
     """The server's part: wait for nodes, then the very run of `fedgraft run`, with clients on other machines."""
 
-    def build(config: Config) -> Setup:
+    def build() -> tuple[Job, Remote]:
         engine.gather()
         facts: dict[int, Mapping[str, Any]] = dict(engine.registry.facts)
         bring = {client for client, found in facts.items() if found["classes"]}
@@ -179,11 +181,10 @@ def run_deployed(
             raise FedgraftError(
                 f"client {without[0]} has no data of its own and client {min(bring)} has; start all nodes with data."
             )
-        federated = remote_data(config, facts, server_data, source) if bring else None
+        job = job_of(config, remote_data(config, facts, server_data, source) if bring else None)
+        engine.limit = reply_limit(job.task.network)
+        engine.classes = job.task.data.dataset.classes if bring else ()
         remote: Remote = engine
-        setup = Setup(config, federated, remote)
-        engine.limit = reply_limit(setup)
-        engine.classes = setup.federated.dataset.classes if bring else ()
-        return setup
+        return job, remote
 
     return run(config, folder, progress, build=build)

@@ -22,8 +22,9 @@ from pathlib import Path
 
 import torch
 
-from fedgraft.client import ClientContext, ClientMemory, handle
+from fedgraft.client import handle
 from fedgraft.config.load import Config
+from fedgraft.context import ClientContext, ClientMemory
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.images.store import cache_dir
 from fedgraft.deploy.deployed import config_of, own_data
@@ -32,11 +33,14 @@ from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.messages import BadMessage, Order, pack, unpack
 from fedgraft.runs.checkpoint import write_atomic
-from fedgraft.runs.setup import Setup
+from fedgraft.runs.head_init import install
+from fedgraft.runs.job import job_of
+from fedgraft.runs.opening import Opening, open_run
+from fedgraft.runs.run import saved_edit
 
 log = logging.getLogger("fedgraft")
 
-_STEP_ZERO = frozenset({"statistics", "head_gradient"})
+_HEAD_INIT = frozenset({"statistics", "head_gradient"})
 _CALIBRATION = frozenset({"fisher_scores", "own_mask"})
 
 
@@ -107,7 +111,8 @@ class Node:
                 f"this node is client {request.client}, and the run has clients 0 to {config.partition.clients - 1}."
             )
         federated = own_data(config, request.source, request.data, request.classes) if request.data else None
-        self.setup = Setup(config, federated)
+        self.job = job_of(config, federated)
+        self.opening: Opening | None = None
         self.digest = ""
 
     def answer(self, request: Request, slots: MutableMapping[str, bytes]) -> Answer:
@@ -118,8 +123,9 @@ class Node:
                 return Answer(need=True)
             self._follow(request)
         memory, slot = recall(slots, request.after, self.client)
-        context = self._place(str(order.settings.get("sums", order.action)))
-        reply, kept = handle(order, self.setup.algorithm, context, memory)
+        context = self._context(str(order.settings.get("sums", order.action)))
+        algorithm = self.job.algorithm if self.opening is None else self.opening.algorithm
+        reply, kept = handle(order, algorithm, context, memory)
         step = request.after
         if kept is not memory and kept:
             step = request.becomes
@@ -132,17 +138,20 @@ class Node:
         tensors = unpack(Order, request.opened).auxiliary
         if self.digest:
             raise FedgraftError("a run cannot open a second edit space.")
-        self.setup.follow(tensors["head"], tensors.get("mask"))
-        if "probe/inputs" in tensors:
-            self.setup.__dict__["probe"] = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0)
+        install(self.job.task.network, tensors["head"])
+        given = "probe/inputs" in tensors
+        probe = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0) if given else None
+        self.opening = open_run(self.job, None, saved_edit(tensors), probe)
         self.digest = request.digest
 
-    def _place(self, action: str) -> ClientContext:
-        if action in _STEP_ZERO or (action == "count" and not self.digest):
-            return self.setup.backbone_context
+    def _context(self, action: str) -> ClientContext:
+        if action in _HEAD_INIT or (action == "count" and self.opening is None):
+            return self.job.backbone_context
         if action in _CALIBRATION:
-            return self.setup.calibration[0]
-        return self.setup.context
+            return self.job.scoring_context
+        if self.opening is None:
+            raise FedgraftError(f"client {self.client} was asked for {action!r} before the edit space was opened.")
+        return self.opening.context
 
 
 def node_key(request: Request) -> tuple[object, ...]:

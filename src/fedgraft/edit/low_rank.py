@@ -82,7 +82,7 @@ class LowRank:
             fresh = layout.fresh(self.seed, answers.round) if layout.mode == "stack" else None
             return aggregate_lora(layout, answers.start, answers.updates, weights.tolist(), fresh) - answers.start
 
-        return Aggregator(f"lora:{layout.mode}", update, linear=False)
+        return Aggregator(f"lora:{layout.mode}", update, linear=False, of_trainable=True)
 
 
 TRAINABLES["lora"] = LowRank

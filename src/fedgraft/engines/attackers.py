@@ -17,11 +17,11 @@ from torch import Tensor
 from fedgraft.aggregate.attacks import ATTACKS, attack, flip_labels, stamp
 from fedgraft.algorithm import Algorithm
 from fedgraft.client import ClientContext, ClientMemory
+from fedgraft.collect import spread
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, unpack_bits
 from fedgraft.protocols import Examples
 from fedgraft.randomness import numpy_stream, torch_stream
-from fedgraft.collect import spread
 from fedgraft.update.codecs import BadPayload, decode
 
 DATA_ATTACKS = {"label_flip": "", "backdoor": "", "backdoor_boosted": "scaling"}

@@ -20,6 +20,7 @@ from fedgraft.edit.space import EditSpace
 from fedgraft.messages import unpack_bits
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.figures import draw
+from fedgraft.edit.lora import adapted as adapters
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.run_folder import RunFolder
 
@@ -51,10 +52,12 @@ def figures_of_runs(runs: Sequence[Path], out: Path, suffix: str = ".png") -> li
 
 
 def _see(folder: RunFolder) -> Seen:
-    setup = adapted(folder.path)
-    mask = None if setup.layout is not None else whole_mask(setup.network, setup.space)
-    own = {f"client {k}": unpack_bits(bits, setup.space.trained) for k, bits in setup.own.items()}
-    return Seen(label_of(setup.config), folder, setup.network, mask, own)
+    run = adapted(folder.path)
+    space, stored = run.opening.space, run.opening.opened.stored
+    mask = None if adapters(run.network) else whole_mask(run.network, space)
+    bits = {name.removeprefix("own/"): value for name, value in stored.items() if name.startswith("own/")}
+    own = {f"client {k}": unpack_bits(value, space.trained) for k, value in bits.items()}
+    return Seen(label_of(run.job.config), folder, run.network, mask, own)
 
 
 def label_of(config: Config) -> str:
@@ -63,7 +66,7 @@ def label_of(config: Config) -> str:
     if trainable.kind == "lora":
         return f"LoRA r={trainable.lora.rank} {trainable.lora.aggregate}"
     if trainable.kind != "sparse":
-        return f"last {trainable.blocks} blocks" if trainable.kind == "last_blocks" else trainable.kind
+        return f"last {trainable.blocks} blocks" if trainable.kind == "last_blocks" else str(trainable.kind or "head")
     start = trainable.sparse.adaptive_start
     sparsity = f"{'' if start is None else f'{100 * start:g}-'}{100 * trainable.sparse.sparsity:g} %"
     return f"{trainable.sparse.strategy.replace('_', ' ')} {sparsity}{' own' if trainable.sparse.per_client else ''}"

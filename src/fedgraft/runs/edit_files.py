@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fedgraft.edit import lora
 from fedgraft.edit import task_vectors as task
@@ -20,61 +19,50 @@ from fedgraft.edit import edit_file as task_file
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.task_vectors import Edit
 from fedgraft.errors import FedgraftError
-from fedgraft.runs import checkpoint
-from fedgraft.runs.adapted import adapted
-from fedgraft.runs.setup import Setup
-from fedgraft.runs.parts import build_network
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.config.build import build_network
+from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.head_init import install
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
 
-TRUNK = "backbone."
+BACKBONE = "backbone."
 
 
-def base_of(setup: Setup) -> VisionNetwork:
-    """The plain network an opened run began with: its trunk and the head of step 0."""
-    network = build_network(setup.config, setup.federated.dataset)
-    with torch.no_grad():
-        for parameter, start in zip((network.head.weight, network.head.bias), setup.head_start, strict=True):
-            parameter.copy_(start)
+def base_of(found: Adapted) -> VisionNetwork:
+    """The plain network an opened run began with: its backbone and the head it started from."""
+    network = build_network(found.job.config, found.job.task.data.dataset)
+    install(network, found.opening.head)
     return network
 
 
-def plain_space(setup: Setup, base: VisionNetwork) -> EditSpace:
+def plain_space(found: Adapted, base: VisionNetwork) -> EditSpace:
     """The run's coordinates by the names of the plain network; low-rank factors become the weights they change."""
-    if setup.layout is None:
-        return setup.space
-    merged = {f"{name}.weight" for name in lora.adapted(setup.network)}
+    space = found.opening.space
+    layers = lora.adapted(found.network)
+    if not layers:
+        return space
     plain = {name for name, _ in base.named_parameters()}
-    names = merged | (plain & {part.name for part in setup.space.parts})
+    names = {f"{name}.weight" for name in layers} | (plain & {part.name for part in space.parts})
     return select(base, lambda name: name in names, buffers=False)
 
 
 def edit_of_run(folder: Path, last: bool = False) -> Edit:
     """What a run did to its base, by its best model on validation or its last; low-rank factors count as merged."""
-    setup = adapted(folder)
+    found = adapted(folder)
     if last:
-        setup.space.scatter(_last_vector(folder), setup.network)
-    base = base_of(setup)
-    space = plain_space(setup, base)
-    if setup.layout is not None:
-        lora.merge(setup.network)
-    scope = TRUNK if all(part.name.startswith(TRUNK) for part, _, _ in space.ranges) else ""
-    edit = task.capture(folder.resolve().name, base, space, space.gather(setup.network), scope)
+        found.opening.context.show(found.last)
+    base = base_of(found)
+    space = plain_space(found, base)
+    found.plain()
+    scope = BACKBONE if all(part.name.startswith(BACKBONE) for part, _, _ in space.ranges) else ""
+    edit = task.capture(folder.resolve().name, base, space, space.gather(found.network), scope)
     if not edit.values.any():
         raise FedgraftError(
             f"the {'last' if last else 'best'} model of {folder} is the one it began with, so there is no edit to save"
             + ("." if last else "; --last takes the model of its last round.")
         )
     return edit
-
-
-def _last_vector(folder: Path) -> Tensor:
-    record = RunFolder.open(folder)
-    found = checkpoint.load_latest(record.checkpoints, record.config_digest)
-    assert found is not None  # `adapted` has read it
-    return found.tensors["vector"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +77,8 @@ class Base:
     def load(self, edit: Edit) -> tuple[VisionNetwork, list[str] | None]:
         """The network, unedited, and the names of its classes where they are known."""
         if (Path(self.model) / "run.json").is_file():
-            setup = adapted(Path(self.model))
-            return base_of(setup), list(setup.federated.dataset.train.classes)
+            found = adapted(Path(self.model))
+            return base_of(found), list(found.classes)
         moved = {part.name: part.shape for part, _, _ in edit.space.ranges}
         classes = self.classes or moved.get("head.weight", (None,))[0]
         try:
@@ -122,8 +110,8 @@ def add_files(files: Sequence[Path], scales: Sequence[float] | None, to: Path, h
 
 def sweep_on_run(edit: Edit, folder: Path, lambdas: Sequence[float]) -> list[tuple[float, Evaluation]]:
     """Accuracy of base + lambda * edit on a run's validation images, with the head that run began with."""
-    setup = adapted(folder)
-    rows = setup.federated.validation_rows
+    found = adapted(folder)
+    rows, images = found.job.task.data.validation_rows, found.job.task.train_images
     if not len(rows):
         raise FedgraftError(f"{folder} held out no validation images to choose a strength by; set data.validation.")
-    return task.sweep(base_of(setup), edit, lambdas, lambda network: evaluate(network, setup.train_images, rows))
+    return task.sweep(base_of(found), edit, lambdas, lambda network: evaluate(network, images, rows))

@@ -1,4 +1,4 @@
-"""Step 0: a head for the pretrained trunk, from sums over clients, so that no image and no feature trainable.
+"""Head initialisation: a head for the pretrained backbone, from sums over clients, so that no image and no feature trainable.
 
 `ridge` solves the normal equations of the summed statistics; `probe` minimises the summed logistic loss by L-BFGS.
 Both are exactly what the pooled data would give. The regularisation and the scale of a ridge head are chosen on the
@@ -7,31 +7,25 @@ server's validation images.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft.protocols import Examples, Network
-from fedgraft.data.images.store import cache_dir
 from fedgraft.errors import FedgraftError
-from fedgraft.runs.setup import Setup
-from fedgraft.runs.parts import install
-from fedgraft.runs.files import keep
 from fedgraft.local.evaluate import Evaluation
 from fedgraft.messages import Order, Reply
 from fedgraft.models.identity import digest
-from fedgraft.round import Engine
+from fedgraft.collect import Engine
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.job import Job
+from fedgraft.runs.kept import kept_tensors
 from fedgraft.secure_round import Sums
 
 log = logging.getLogger("fedgraft")
@@ -39,7 +33,7 @@ log = logging.getLogger("fedgraft")
 GRID = tuple(10.0**e for e in (-5, -4, -3, -2.5, -2, -1.5, -1, -0.5, 0))
 
 
-class ServerContext(Protocol):
+class Judge(Protocol):
     """Says how good heads are, on `count` images."""
 
     count: int
@@ -51,34 +45,17 @@ class ServerContext(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """How the model of step 0 does on validation images."""
+    """How the model the run begins with does on validation images."""
 
     accuracy: float
     loss: float
 
 
-def kept(
-    folder: Path, identity: Sequence[str], make: Callable[[], Tensor], whole: Callable[[], bool] = lambda: True
-) -> Tensor:
-    """A head that was made before from the same sums, or a new one; a damaged file is made anew.
-
-    One that is not `whole`, because clients were missing, is not kept for other runs.
-    """
-    key = hashlib.blake2b("\x1f".join(identity).encode(), digest_size=12).hexdigest()
-    path = folder / f"{key}.safetensors"
-    if path.exists():
-        with contextlib.suppress(SafetensorError, KeyError):
-            stored = load(path.read_bytes())
-            mark = hashlib.blake2b(stored["head"].numpy().tobytes(), digest_size=8).digest()
-            if bytes(stored["mark"].numpy().tobytes()) == mark:
-                return stored["head"].clone()
-    head = make().contiguous()
-    if not whole():
-        return head
-    mark = hashlib.blake2b(head.numpy().tobytes(), digest_size=8).digest()
-    data = save({"head": head, "mark": torch.frombuffer(bytearray(mark), dtype=torch.uint8)})
-    keep(path, lambda file: file.write_bytes(data))
-    return head
+def install(network: Network, head: Tensor) -> None:
+    """Write a (classes, width+1) head into the network."""
+    with torch.no_grad():
+        network.head.weight.copy_(head[:, :-1])
+        network.head.bias.copy_(head[:, -1])
 
 
 def ask(engine: Engine, run: str, clients: Sequence[int], action: str, **auxiliary: Tensor) -> list[Reply]:
@@ -88,23 +65,23 @@ def ask(engine: Engine, run: str, clients: Sequence[int], action: str, **auxilia
     return sorted(replies, key=lambda reply: reply.client)
 
 
-def ridge_head(sums: Sums, penalty: float | None, server_context: ServerContext) -> tuple[Tensor, float]:
+def ridge_head(sums: Sums, penalty: float | None, judge: Judge) -> tuple[Tensor, float]:
     """The ridge head (classes, width+1; last column is the bias) and its penalty, chosen on validation if not given."""
     found = sums.ask("statistics")
     gram, cross = found["gram"], found["cross"]
     heads = [(solve(gram, cross, value), value) for value in (GRID if penalty is None else (penalty,))]
-    return strongest(heads, server_context)
+    return strongest(heads, judge)
 
 
-def strongest(heads: Sequence[tuple[Tensor, float]], server_context: ServerContext) -> tuple[Tensor, float]:
+def strongest(heads: Sequence[tuple[Tensor, float]], judge: Judge) -> tuple[Tensor, float]:
     """The largest penalty whose accuracy lies within one standard error of the best.
 
     A head that is hardly punished scores as well here but has huge weights along directions of little variance, and
     a body trained through it would be thrown about.
     """
-    scores = [accuracy for accuracy, _ in server_context([head for head, _ in heads])]
+    scores = [accuracy for accuracy, _ in judge([head for head, _ in heads])]
     best = max(scores)
-    slack = (best * (1 - best) / server_context.count) ** 0.5
+    slack = (best * (1 - best) / judge.count) ** 0.5
     return max((pair for pair, score in zip(heads, scores, strict=True) if score >= best - slack), key=lambda p: p[1])
 
 
@@ -205,10 +182,10 @@ def _plausible(counts: Tensor) -> bool:
     return bool(torch.isfinite(counts).all() and ordered.all())
 
 
-def tempered(head: Tensor, server_context: ServerContext) -> Tensor:
+def tempered(head: Tensor, judge: Judge) -> Tensor:
     """The head scaled so that its softmax is honest: least squares gives directions, not log-odds."""
     scales = torch.logspace(0, 2.5, 26, dtype=torch.float64).tolist()
-    losses = [loss for _, loss in server_context([head * scale for scale in scales])]
+    losses = [loss for _, loss in judge([head * scale for scale in scales])]
     return head * scales[losses.index(min(losses))]
 
 
@@ -220,37 +197,38 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     return torch.cat([network.features(examples.batch(p).to(device), examples.entry).cpu() for p in rows.split(512)])
 
 
-def install_head(setup: Setup) -> Start | None:
-    """Step 0: give the network a head made from the clients' sums, or leave it at its random start."""
-    m, network, federated = setup.config.model, setup.network, setup.federated
+def install_head(job: Job, engines: Engines) -> Start | None:
+    """Give the network a head made from the clients' sums, or leave it at its random start."""
+    m, network, data, f = job.config.model, job.task.network, job.task.data, job.federation
     if m.head == "random":
         return None
-    server_context: ServerContext
-    if federated.blind:
-        server_context = Elsewhere(setup.engine(setup.backbone_context), setup.federation.run, range(setup.federation.clients))
+    context = job.backbone_context
+    judge: Judge
+    if data.blind:
+        judge = Elsewhere(engines.preparing(context), f.run, range(f.clients))
     else:
-        rows = federated.validation_rows if len(federated.validation_rows) else federated.train_rows[:1000]
-        server_context = Judgement(features_of(network, setup.backbone_context.examples, rows), setup.train_images.labels[rows])
-    recipe = m.model_dump_json(include={"head", "ridge", "probe_steps"}), setup.config.data.model_dump_json()
-    identity = (
-        digest(network, network.depth),
-        *federated.identity,
-        setup.transform.digest,
-    )
-    hidden = ["secure"] if setup.config.privacy.aggregation == "secure" else []  # rounded sums give other last bits
-    sums = setup.sums(setup.backbone_context)
-    parts = [*recipe, *identity, str(setup.config.seed), *hidden]
-    head = kept(cache_dir() / "heads", parts, lambda: _make_head(setup, sums, server_context), lambda: not sums.lost)
+        rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
+        judge = Judgement(features_of(network, context.examples, rows), job.task.train_images.labels[rows])
+    hidden = ["secure"] if job.algorithm.privacy.hidden else []  # rounded sums give other last bits
+    recipe = m.model_dump_json(include={"head", "ridge", "probe_steps"}), job.config.data.model_dump_json()
+    identity = [digest(network, network.depth), *data.identity, job.task.transform.digest, str(job.config.seed)]
+    sums = engines.sums(context)
+
+    def make() -> dict[str, Tensor]:
+        return {"head": _make_head(job, sums, judge)}
+
+    head = kept_tensors("heads", [*recipe, *identity, *hidden], make, lambda: not sums.lost)["head"]
+    engines.close()
     install(network, head)
-    start = Start(*server_context([head])[0])
-    log.info("step 0: %s head: validation accuracy %.4f, loss %.4f", m.head, start.accuracy, start.loss)
+    start = Start(*judge([head])[0])
+    log.info("head initialisation (%s): validation accuracy %.4f, loss %.4f", m.head, start.accuracy, start.loss)
     return start
 
 
-def _make_head(setup: Setup, sums: Sums, server_context: ServerContext) -> Tensor:
-    m = setup.config.model
+def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
+    m = job.config.model
     if m.head == "probe":
         return probe_head(sums, m.probe_steps)
-    head, penalty = ridge_head(sums, m.ridge, server_context)
-    log.info("step 0: ridge penalty %g", penalty)
-    return tempered(head, server_context)
+    head, penalty = ridge_head(sums, m.ridge, judge)
+    log.info("head initialisation: ridge penalty %g", penalty)
+    return tempered(head, judge)

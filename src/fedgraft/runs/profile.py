@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from fedgraft.errors import FedgraftError
 from fedgraft.report import figures
-from fedgraft.runs.adapted import adapted
-from fedgraft.runs.setup import Setup
-from fedgraft.runs.parts import per_round
+from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.reporting import PHASES_FILE
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.files import write_text
@@ -62,17 +60,17 @@ def profile_run(folder: Path) -> Profile:
     lines = record.metrics()
     if not lines:
         raise FedgraftError(f"{folder} has no finished round yet, so there is nothing to profile; let it run.")
-    setup = adapted(folder)
+    run = adapted(folder)
     with one_thread():
         roofline = measure_roofline()
-        layers = measure_layers(setup, roofline)
+        layers = measure_layers(run, roofline)
     kept = _kept(folder)
-    phases = phase_rows(lines, kept.get("seconds", {}), work_of(setup, layers), roofline)
+    phases = phase_rows(lines, kept.get("seconds", {}), work_of(run, layers), roofline)
     sent = {key: sum(int(line.get(key, 0)) for line in lines) for key in ("bytes_up", "bytes_down")}
     found = Profile(phases, layers, sent, kept.get("megabytes", {}), roofline)
     write_text(folder / "profile.json", json.dumps(asdict(found), indent=2) + "\n")
     draw(found, folder / "figures" / "profile.png")
-    write_report(folder, partition=setup.federated.histogram(), classes=setup.federated.dataset.train.classes)
+    write_report(folder, partition=run.job.task.data.histogram(), classes=run.classes)
     return found
 
 
@@ -94,35 +92,35 @@ def phase_rows(
     return (*rows, *(Row(name, seconds) for name, seconds in other.items()))
 
 
-def work_of(setup: Setup, layers: tuple[Row, ...]) -> dict[str, tuple[float, float]]:
+def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, float]]:
     """Operations and bytes of one round by phase, from the layers of one training batch."""
-    c, size = setup.config, len(_rows(setup))
-    steps = sum(setup.algorithm.local.steps(int(n)) for n in setup.federated.partition.sizes()) / c.partition.clients
+    local, data, m, size = run.opening.algorithm.local, run.job.task.data, run.job.federation.per_round, len(_rows(run))
+    steps = sum(local.steps_for(int(n)) for n in data.partition.sizes()) / data.clients
     forward = sum(row.flops for row in layers if row.name.endswith("forward"))
     both = sum(row.flops for row in layers)
-    held = len(setup.federated.validation_rows) or len(setup.federated.train_rows)
-    vectors = 4.0 * setup.space.size * (per_round(c) + 1)
-    scale = min(c.local.batch_size, int(setup.federated.partition.sizes().max())) / size
+    held = len(run.job.task.judging_rows)
+    vectors = 4.0 * run.opening.space.size * (m + 1)
+    scale = min(local.batch_size, int(data.partition.sizes().max())) / size
     return {
-        "exchange": (both * scale * steps * per_round(c), 0.0),
-        "combine": (0.0, vectors),
+        "exchange": (both * scale * steps * m, 0.0),
+        "aggregate": (0.0, vectors),
         "evaluate": (forward * held / size, 0.0),
     }
 
 
-def _rows(setup: Setup) -> Tensor:
-    return setup.federated.train_rows[: min(64, setup.config.local.batch_size)]
+def _rows(run: Adapted) -> Tensor:
+    return run.job.task.data.train_rows[: min(64, run.opening.algorithm.local.batch_size)]
 
 
-def measure_layers(setup: Setup, roofline: Roofline) -> tuple[Row, ...]:
+def measure_layers(run: Adapted, roofline: Roofline) -> tuple[Row, ...]:
     """Each block that a client passes through, forward and (where something behind it moves) backward."""
-    network, space, examples = setup.network, setup.space, setup.examples
-    rows = _rows(setup)
+    network, space, examples = run.network, run.opening.space, run.opening.context.examples
+    rows = _rows(run)
     first = min(space.first_block(network), network.depth + 1)
     space.bind(network)
     network.eval()
     inputs, found = examples.batch(rows), []
-    for name, block, layer in _layers(setup):
+    for name, block, layer in _layers(run):
         x = inputs.detach().requires_grad_(block > first)
         flops = {"forward": _flops(lambda layer=layer, x=x: layer(x))}  # type: ignore[misc]
         out = layer(x)
@@ -140,10 +138,10 @@ def measure_layers(setup: Setup, roofline: Roofline) -> tuple[Row, ...]:
     return tuple(found)
 
 
-def _layers(setup: Setup) -> list[tuple[str, int, Callable[[Tensor], Tensor]]]:
+def _layers(run: Adapted) -> list[tuple[str, int, Callable[[Tensor], Tensor]]]:
     """The network from where this run's examples enter it, cut at its entries: (name, block, function)."""
-    network, found = setup.network, []
-    for entry in range(setup.examples.entry, network.depth):
+    network, found = run.network, []
+    for entry in range(run.opening.context.examples.entry, network.depth):
         name = "stem, block 0" if entry == 0 else f"block {entry}"
         found.append((name, entry, lambda x, e=entry: network.features(x, e, e + 1)))
     head: nn.Linear = network.head

@@ -7,11 +7,11 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedgraft.algorithm import Mixing
 from fedgraft.errors import FedgraftError
 from fedgraft.report import figures_plain
 from fedgraft.report import representation_figures
-from fedgraft.runs.setup import Setup
+from fedgraft.runs.job import Job
+from fedgraft.runs.opening import Opening
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.files import write_text
 from fedgraft.report.html import write_report
@@ -26,10 +26,10 @@ def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
     write_text(folder / PHASES_FILE, json.dumps({"seconds": dict(seconds), "megabytes": memory}, indent=2) + "\n")
 
 
-def report_run(record: RunFolder, setup: Setup) -> None:
+def report_run(record: RunFolder, job: Job) -> None:
     """The figures of a finished run - accuracy, loss, who holds what - and its report."""
     try:
-        _draw(record, setup)
+        _draw(record, job)
     except OSError as error:
         raise FedgraftError(
             f"the run is finished and its results are stored, but its figures and report could not be written "
@@ -37,8 +37,8 @@ def report_run(record: RunFolder, setup: Setup) -> None:
         ) from error
 
 
-def _draw(record: RunFolder, setup: Setup) -> None:
-    folder, lines, held = record.path / "figures", record.metrics(), setup.federated.histogram()
+def _draw(record: RunFolder, job: Job) -> None:
+    folder, lines, held = record.path / "figures", record.metrics(), job.task.data.histogram()
     folder.mkdir(exist_ok=True)
     for key, label, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
         found = [(line["round"], factor * line[key]) for line in lines if line.get(key) is not None]
@@ -47,18 +47,18 @@ def _draw(record: RunFolder, setup: Setup) -> None:
             figures_plain.curve(folder / f"{key}.svg", x, y, "round", label)
     if len(held) <= 1000:
         figures_plain.shares(folder / "client_classes.svg", held, "class", "client")
-    representation_figures.draw_all(record.path, lines, setup.config.partition.clients)
-    write_report(record.path, partition=held, classes=setup.federated.dataset.train.classes)
+    representation_figures.draw_all(record.path, lines, job.federation.clients)
+    write_report(record.path, partition=held, classes=job.task.data.dataset.classes)
 
 
-def describe(setup: Setup) -> str:
-    """One line for the log: what moves, who takes part, how it is carried out."""
-    f, s = setup.federation, setup.space
-    mode = f"features kept at entry {setup.entry} of {setup.network.depth}" if setup.entry else "from pixels"
-    mode = mode if setup.network.depth else "on given features"
-    total = sum(p.numel() for p in setup.network.parameters())
-    kind = "one model per client" if isinstance(setup.algorithm.aggregate, Mixing) else "one model"
+def describe(job: Job, opening: Opening) -> str:
+    """One line for the log: what trains, who takes part, how it is carried out."""
+    f, space, network, entry = opening.federation, opening.space, job.task.network, opening.context.examples.entry
+    mode = f"features kept at entry {entry} of {network.depth}" if entry else "from pixels"
+    mode = mode if network.depth else "on given features"
+    total = sum(p.numel() for p in network.parameters())
+    kind = "one model per client" if opening.algorithm.aggregate.personal else "one model"
     return (
-        f"{setup.algorithm.name}: {s.trained:,} of {total:,} weights move, "
+        f"{opening.algorithm.name}: {space.trained:,} of {total:,} weights train, "
         f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}"
     )

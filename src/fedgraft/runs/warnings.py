@@ -2,66 +2,67 @@
 
 from __future__ import annotations
 
-from fedgraft.algorithm import Mixing
-from fedgraft.edit.choose import STRATEGIES
-from fedgraft.runs.setup import Setup
-from fedgraft.config.load import Config
-from fedgraft.runs.parts import per_round
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.job import Job
+from fedgraft.runs.opening import Opening
 
 
-def warnings_for(config: Config, setup: Setup) -> list[str]:
-    """All that holds for this run; with a deadline the edit space must be open, because the engine depends on it."""
-    found = []
-    m, stats = per_round(config), setup.federated.partition.statistics()
-    if m == 1 and config.partition.clients > 1:
+def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
+    """All that holds for this run."""
+    config, data, algorithm, found = job.config, job.task.data, opening.algorithm, list[str]()
+    m, stats = job.federation.per_round, data.partition.statistics()
+    if m == 1 and job.federation.clients > 1:
         found.append("one client per round: every weighting rule is the same; raise rounds.fraction")
     missing = stats["uncovered"]
     if len(missing):
         found.append(f"{len(missing)} classes are held by nobody, so they cannot be learned: {list(missing)[:10]}")
     found += stats["notes"]
-    here = config.rounds.deadline is not None and setup.remote is None
-    if here and (mode := setup.choice(setup.context).mode) != "pool":
+    batch, least = algorithm.local.batch_size, int(min(data.partition.sizes(), default=0))
+    if data.rows_known and least < batch and algorithm.local.epochs is None:
+        found.append(
+            f"local.batch_size is {batch} and the smallest client holds {least} images: its batches are its whole data, "
+            "smaller than the others'"
+        )
+    here = config.rounds.deadline is not None and engines.remote is None
+    if here and (mode := engines.choice(algorithm, opening.context).mode) != "pool":
         found.append(
             f"clients of the engine {mode!r} cannot be late, so rounds.deadline does nothing; it needs worker "
             "processes (engine='reference' with workers=2 or more) or a federation of machines"
         )
-    if isinstance(setup.algorithm.aggregate, Mixing) and m < config.partition.clients:
+    if algorithm.aggregate.personal and m < job.federation.clients:
         found.append("with partial participation only the cohort's models are mixed; the others wait")
-    return found + _unprotected(config) + (_one_by_one(config, setup) if config.privacy.aggregation == "secure" else [])
+    return found + _unprotected(job) + (_one_by_one(job) if algorithm.privacy.hidden else [])
 
 
-def _scored(config: Config) -> bool:
-    """Whether a mask is made from the clients' data."""
-    return config.trainable.kind == "sparse" and STRATEGIES[config.trainable.sparse.strategy].source == "fisher"
-
-
-def _unprotected(config: Config) -> list[str]:
+def _unprotected(job: Job) -> list[str]:
     """What the protection or the privacy account does not cover."""
-    p, found = config.privacy, []
-    if p.aggregation == "zero_sum_demo":
-        found.append("privacy.aggregation='zero_sum_demo' is INSECURE: the server can read every change; use 'secure'")
-    where = "a secure sum, without noise" if p.aggregation == "secure" else "the clear"
-    demands = p.dp is not None or p.aggregation == "zero_sum_demo"
-    if demands and config.model.head != "random":
-        found.append(f"step 0 sums feature statistics in {where}, outside the account; model.head='random' avoids it")
-    if demands and _scored(config):
-        found.append(f"the mask is calibrated from sensitivities summed in {where}, outside the account")
+    a, found = job.algorithm, list[str]()
+    if a.aggregate.insecure:
+        found.append("privacy.aggregation='zero_sum_demo' is INSECURE: the server can read every update; use 'secure'")
+    where = "secure aggregation, without noise" if a.privacy.hidden else "the clear"
+    demands = a.privacy.dp is not None or bool(a.aggregate.insecure)
+    if demands and job.config.model.head != "random":
+        found.append(
+            f"head initialisation sums feature statistics in {where}, outside the account; model.head='random' avoids it"
+        )
+    if demands and a.trainable.scores_data:
+        found.append(f"the mask is calibrated from Fisher scores summed in {where}, outside the account")
     return found
 
 
-def _one_by_one(config: Config, setup: Setup) -> list[str]:
-    """What a run with a secure sum still asks of each client by itself; masks that stay each client's are refused."""
-    mask, found = config.trainable.sparse, []
-    if _scored(config) and mask.merge != "score_mean":
+def _one_by_one(job: Job) -> list[str]:
+    """What a run under secure aggregation still asks of each client by itself."""
+    mask, found = job.config.trainable.sparse, list[str]()
+    if job.algorithm.trainable.scores_data and mask.merge != "score_mean":
         found.append(
-            f"trainable.sparse.merge={mask.merge!r} shows the server masks of the clients' own, outside the secure sum; "
-            "'score_mean' hides their scores"
+            f"trainable.sparse.merge={mask.merge!r} shows the server masks of the clients' own, outside secure "
+            "aggregation; 'score_mean' hides their scores"
         )
-    if config.personal.evaluate != "never":
-        found.append("personal.evaluate shows the server each client's own accuracy and count, outside the secure sum")
-    if setup.federated.blind:
+    if job.config.personal.evaluate != "never":
+        found.append("personal.evaluate shows the server each client's own accuracy and count, outside the hidden sum")
+    if job.task.data.blind:
         found.append(
-            "the model is measured on images that clients hold: the server sees each one's counts, outside the secure "
+            "the model is measured on images that clients hold: the server sees each one's counts, outside the hidden "
             "sum"
         )
     return found

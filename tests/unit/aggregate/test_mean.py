@@ -29,7 +29,7 @@ def test_golden_two_clients() -> None:
 
 def test_weights_are_normalised_over_the_clients_given() -> None:
     updates, counts = stack(3, 50), torch.tensor([10.0, 20.0, 30.0])
-    assert same_bits(m.weighted_mean(updates, counts), m.weighted_mean(updates, counts / 64))  # T19
+    assert same_bits(m.weighted_mean(updates, counts), m.weighted_mean(updates, counts / 64))  # weights sum to one over those given
     wrong = sum(
         c * n / 1000 for c, n in zip(updates, counts, strict=True)
     )  # normalised over clients that were not asked
@@ -54,7 +54,7 @@ def test_equal_changes_average_to_themselves(values: list[float], counts: list[i
 
 
 def test_averaging_weights_would_not_keep_untouched_coordinates() -> None:
-    """T18: the float32 mean of ten equal models moves coordinates; the change form does not move one."""
+    """The float32 mean of ten equal models moves coordinates; the update form does not move one."""
     model = stack(1, 4000)[0]
     drifted = sum((model * 0.1 for _ in range(10)), torch.zeros(4000))
     assert (drifted != model).float().mean() > 0.3

@@ -51,7 +51,7 @@ def test_min_max_rows_would_not_sum_to_one() -> None:
 @pytest.mark.parametrize("value", [1.0, 0.3, 1 / 7])
 @pytest.mark.parametrize("counted", [False, True])
 def test_constant_similarity_is_the_weighted_mean_bit_for_bit(value: float, counted: bool) -> None:
-    """T33: whatever the constant, every row is anchor + weighted_mean(offsets)."""
+    """Whatever the constant, every row is anchor + weighted_mean(offsets)."""
     anchor, offsets = stack(1, 70_000, 5)[0], stack(6, 70_000)
     examples = torch.tensor([3, 50, 7, 11, 900, 1]) if counted else None
     mixing = mixtures.mixing_matrix(torch.full((6, 6), value), examples)

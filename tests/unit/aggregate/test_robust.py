@@ -24,7 +24,7 @@ def ones(updates: Tensor) -> Tensor:
     return torch.ones(len(updates))
 
 
-RULES: dict[str, robust.Aggregator] = {
+RULES: dict[str, robust.Rule] = {
     "median": robust.median(),
     "trimmed_mean": robust.trimmed_mean(0.2),
     "krum": robust.krum(2),
@@ -150,7 +150,7 @@ def test_distances_survive_cancellation() -> None:
 
 
 @by_rule
-def test_equal_changes_come_back(rule: robust.Aggregator) -> None:
+def test_equal_changes_come_back(rule: robust.Rule) -> None:
     update = stack(1, 40)[0]
     assert torch.equal(rule(update.repeat(11, 1), torch.ones(11)), update)
 
@@ -172,7 +172,7 @@ def test_translation(name: str) -> None:
 
 
 @by_rule
-def test_claimed_weights_do_not_matter(rule: robust.Aggregator) -> None:
+def test_claimed_weights_do_not_matter(rule: robust.Rule) -> None:
     updates = stack(11, 20)
     claimed = torch.ones(11)
     claimed[0] = 1e9
@@ -182,8 +182,8 @@ def test_claimed_weights_do_not_matter(rule: robust.Aggregator) -> None:
 
 @by_rule
 @pytest.mark.parametrize("lie", [1e6, -1e20, torch.nan, torch.inf, -torch.inf])
-def test_planted_liars_are_outvoted(rule: robust.Aggregator, lie: float) -> None:
-    """T47: two liars of eleven; the result stays near the honest mean, while the plain mean is carried away."""
+def test_planted_liars_are_outvoted(rule: robust.Rule, lie: float) -> None:
+    """Two attackers of eleven; the result stays near the benign mean, while the plain mean is carried away."""
     target = stack(1, 50, 7)[0]
     updates = target + 0.1 * stack(11, 50, 8)
     benign = updates[2:].mean(0)
@@ -213,7 +213,7 @@ def test_degenerate_settings_are_the_plain_mean() -> None:
     ("rule", "enough"),
     [(robust.krum(2), 7), (robust.multi_krum(2), 7), (robust.bulyan(1), 7), (robust.bulyan(2), 11)],
 )
-def test_bounds(rule: robust.Aggregator, enough: int) -> None:
+def test_bounds(rule: robust.Rule, enough: int) -> None:
     rule(stack(enough, 4), torch.ones(enough))
     with pytest.raises(FedgraftError, match=f"at least {enough} replies and got {enough - 1}"):
         rule(stack(enough - 1, 4), torch.ones(enough - 1))
@@ -228,16 +228,16 @@ def test_other_refusals() -> None:
         robust.clip_norms(0.0)
     with pytest.raises(FedgraftError, match="cannot keep 9 of 7"):
         robust.multi_krum(1, keep=9)(stack(7, 3), torch.ones(7))
-    with pytest.raises(FedgraftError, match="no combiner 'mode'"):
-        robust.aggregator("mode")
+    with pytest.raises(FedgraftError, match="no aggregation rule 'mode'"):
+        robust.robust_aggregator("mode")
     with pytest.raises(FedgraftError, match="no change to combine"):
         robust.median()(torch.zeros(0, 3), torch.zeros(0))
 
 
 def test_the_table_builds_every_rule() -> None:
-    options = {"krum": {"attackers": 1}, "multi_krum": {"attackers": 1}, "bulyan": {"attackers": 1}}
-    for name in robust.COMBINERS:
-        assert robust.aggregator(name, **options.get(name, {}))(stack(9, 5), torch.ones(9)).shape == (5,)
+    for name in robust.AGGREGATORS:
+        rule: robust.Rule = robust.AGGREGATORS.build(name, {}, attackers=1, replies=9)
+        assert rule(stack(9, 5), torch.ones(9)).shape == (5,)
 
 
 # ---- Flower's functions on the same arrays -----------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_parity_with_flower(flower: object) -> None:
     def flat(arrays: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([a.ravel() for a in arrays])
 
-    def check(ours: robust.Aggregator, theirs: Callable[[], list[np.ndarray]]) -> None:
+    def check(ours: robust.Rule, theirs: Callable[[], list[np.ndarray]]) -> None:
         np.testing.assert_allclose(ours(updates, torch.ones(11)), flat(theirs()), rtol=1e-5, atol=1e-6)
 
     f = flower

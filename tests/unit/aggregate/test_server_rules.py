@@ -74,7 +74,7 @@ def test_scaffold_moves_the_control_by_the_sum_over_all_clients() -> None:
 
 
 def test_scaffold_with_one_client_is_sgd() -> None:
-    """T37: one client, control variates zero at the start: c_k = c ever after, so the correction c - c_k is zero."""
+    """One client, control variates zero at the start: c_k = c ever after, so the correction c - c_k is zero."""
     rule, lr, steps = rules.scaffold(), 0.1, 3
     x, state, own = torch.tensor([2.0]), rule.init(1), torch.zeros(1)
     plain = x.clone()
@@ -92,7 +92,7 @@ def test_scaffold_with_one_client_is_sgd() -> None:
 
 
 def test_feddyn_by_the_letter_and_at_zero() -> None:
-    """T39: h - alpha (1/K) sum, x = mean y - h / alpha; alpha = 0 is FedAvg; alpha cancels at the server."""
+    """h - alpha (1/K) sum, x = mean y - h / alpha; alpha = 0 is FedAvg; alpha cancels at the server."""
     updates, start = vectors(3, 5), vectors(1, 5, 9)[0]
     for alpha in (0.01, 0.5):
         h, x = torch.zeros(5), start
@@ -107,7 +107,7 @@ def test_feddyn_by_the_letter_and_at_zero() -> None:
 
 
 def test_fednova_equals_fedavg_for_equal_steps() -> None:
-    """T36: as clients send them, changes per unit of local work; `reach` is that work (see test_local_optimizers)."""
+    """As clients send them, updates per unit of local work; `tau` is that work (see local/test_optimizers)."""
     updates, counts, start = vectors(3, 40), torch.tensor([5.0, 20.0, 75.0]), vectors(1, 40, 3)[0]
     average = start + weighted_mean(updates, counts)
     tau = sgdm(momentum=0.9).effective_steps(7)
@@ -166,7 +166,7 @@ def test_steps_are_pure(rule: rules.ServerRule) -> None:
 
 @by_rule
 def test_coordinates_that_never_move_stay(rule: rules.ServerRule) -> None:
-    """T38: a coordinate whose change was always zero keeps its bits, and a zero round from the start moves nothing."""
+    """A coordinate whose change was always zero keeps its bits, and a zero round from the start moves nothing."""
     x, updates = vectors(1, 8)[0], vectors(4, 8, 1)
     updates[:, 3:5] = 0
     end = run(rule, x, updates, info_for(rule, 8))

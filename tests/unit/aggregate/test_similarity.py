@@ -33,11 +33,11 @@ def orthogonal(d: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("n", "d"), [(120, 30), (60, 300)])  # tall, and wide through the Gram matrix
 def test_identical_representations_score_one(n: int, d: int) -> None:
     x = noise(n, d)
-    assert sim.svcca(x, x, keep=5).value == pytest.approx(1.0, abs=1e-9)  # T30
+    assert sim.svcca(x, x, keep=5).value == pytest.approx(1.0, abs=1e-9)  # a network is like itself
 
 
 def test_unpaired_rows_are_noticed() -> None:
-    """T30, the planted bug: shuffling the images of one side must cost identical networks their score of one."""
+    """The planted bug: shuffling the images of one side must cost identical networks their score of one."""
     x = noise(256, 64)
     shuffled = x[torch.randperm(256, generator=stream(1))]
     score = sim.svcca(x, shuffled, keep=50).value
@@ -46,7 +46,7 @@ def test_unpaired_rows_are_noticed() -> None:
 
 
 def test_too_few_examples_are_refused_because_they_force_ones() -> None:
-    """T30: with 2p > n - 1 the two subspaces must meet, so unrelated data score exactly 1 (n = 64, p = 50)."""
+    """With 2p > n - 1 the two subspaces must meet, so unrelated data score exactly 1 (n = 64, p = 50)."""
     x, y = noise(64, 100), noise(64, 100, seed=1)
     qx, qy = sim.svcca_basis(x, 50), sim.svcca_basis(y, 50)
     forced = int((torch.linalg.svdvals(qx.T @ qy) > 1 - 1e-9).sum())
@@ -75,7 +75,7 @@ def test_closed_form_against_scikit_learn() -> None:
 
 
 def test_closed_form_against_the_covariance_form() -> None:
-    """T31: singular values of Cxx^-1/2 Cxy Cyy^-1/2."""
+    """Singular values of Cxx^-1/2 Cxy Cyy^-1/2."""
     x, y = noise(200, 8).double(), noise(200, 6, seed=1).double()
     y[:, :3] += x[:, :3]
     x, y = x - x.mean(0), y - y.mean(0)
@@ -176,7 +176,6 @@ def test_debiased_hsic_against_all_quadruples() -> None:
 
 @pytest.mark.parametrize("metric", PAIRWISE)
 def test_one_product_equals_the_loop_over_pairs(metric: str) -> None:
-    """T32."""
     base = noise(30, 12)
     clients = torch.stack([base * (i % 3) / 2 + noise(30, 12, seed=i + 1) for i in range(6)])
     matrix = sim.crsm(clients, metric)
@@ -199,12 +198,11 @@ def test_laws_of_every_matrix(metric: str) -> None:
     order = torch.randperm(5, generator=stream(3))
     torch.testing.assert_close(sim.crsm(clients[order], metric), matrix[order][:, order])
     same = sim.crsm(clients[:1].repeat(3, 1, 1), metric)
-    torch.testing.assert_close(same, torch.ones_like(same))  # T33: identical clients, uniform rows
+    torch.testing.assert_close(same, torch.ones_like(same))  # identical clients, uniform rows
 
 
 @pytest.mark.parametrize("metric", ["cka_linear", "cka_rbf", "cka_debiased"])
 def test_cka_is_blind_to_rotation_shift_and_scale_but_not_to_any_map(metric: str) -> None:
-    """T32."""
     x, y = noise(40, 10), noise(40, 10, seed=1)
     y = y + 2 * x
     base = sim.crsm([x, y], metric)[0, 1]

@@ -245,7 +245,7 @@ def test_scope_with_rows_and_whitelist_in_progressive() -> None:
 
     def score(round: int) -> Mapping[str, Tensor]:
         seen.append(live["blocks.0.attn.qkv.weight"].clone())
-        return random_scores(shapes, round)
+        return random_scores(live, round)
 
     result = calibrate(score, "least_sensitive", 0.25, progressive(2), scope=scope, weights=live)
     assert result.total == 16 and result.kept == (8, 4)
@@ -307,9 +307,10 @@ def test_merging_masks() -> None:
 
 
 def test_vote_with_a_density_is_exact_for_random_masks() -> None:
-    masks = [choose(random_scores({"a": (300,), "b": (77,)}, seed), 0.1) for seed in range(10)]
+    weights = {"a": torch.empty(300), "b": torch.empty(77)}
+    masks = [choose(random_scores(weights, seed), 0.1) for seed in range(10)]
     for density in (0.05, 0.1, 0.5, 1.0):
-        for scores in (None, random_scores({"a": (300,), "b": (77,)}, 99)):
+        for scores in (None, random_scores(weights, 99)):
             assert merge(masks, "vote", density=density, scores=scores).count == round(density * 377)
     assert bool((flat(merge(masks, "vote", density=0.05)) <= flat(union(masks))).all())
 

@@ -95,9 +95,8 @@ def test_order_of_names_and_ties_play_no_part() -> None:
     turned = dict(reversed(scores.items()))
     for order in ("index", "hash"):
         assert choose(scores, 0.3, order=order).digest == choose(turned, 0.3, order=order).digest
-    shapes = {n: tuple(t.shape) for n, t in scores.items()}
-    one, two = random_scores(shapes, 5), random_scores(dict(reversed(shapes.items())), 5)
-    assert all(torch.equal(one[n], two[n]) for n in shapes)
+    one, two = random_scores(scores, 5), random_scores(turned, 5)
+    assert all(torch.equal(one[n], two[n]) for n in scores)
 
     def by_position(scores: dict[str, Tensor]) -> Mask:  # the planted bug
         joined = torch.cat(list(scores.values()))
@@ -189,21 +188,21 @@ def test_above_two_to_the_24() -> None:
 def test_strategies_train_what_their_names_say() -> None:
     weights = {"w": torch.tensor([-3.0, 0.1, 2.0, -0.2])}
     trained = {
-        name: choose(magnitude_scores(weights), k=2, largest=STRATEGIES[name].largest)["w"].tolist()
+        name: choose(magnitude_scores(weights), k=2, largest=strategy_named(name).largest)["w"].tolist()
         for name in ("lowest_magnitude", "highest_magnitude")
     }
     assert trained["lowest_magnitude"] == [False, True, False, True]
     assert trained["highest_magnitude"] == [True, False, True, False]
-    assert {n: (s.source, s.largest) for n, s in STRATEGIES.items()} == {
-        "least_sensitive": ("fisher", False),
-        "most_sensitive": ("fisher", True),
-        "lowest_magnitude": ("magnitude", False),
-        "highest_magnitude": ("magnitude", True),
-        "random": ("random", False),
+    assert {n: (s.scores, s.largest) for n, s in ((n, strategy_named(n)) for n in STRATEGIES)} == {
+        "least_sensitive": (None, False),  # the clients' Fisher scores
+        "most_sensitive": (None, True),
+        "lowest_magnitude": (magnitude_scores, False),
+        "highest_magnitude": (magnitude_scores, True),
+        "random": (random_scores, False),
     }
-    mask = choose(random_scores({"w": (10000,)}, 3), 0.1)
+    mask = choose(random_scores({"w": torch.empty(10000)}, 3), 0.1)
     assert 70 < int(mask["w"][:1000].sum()) < 130
-    assert mask.digest != choose(random_scores({"w": (10000,)}, 4), 0.1).digest
+    assert mask.digest != choose(random_scores({"w": torch.empty(10000)}, 4), 0.1).digest
 
 
 # ---- the object ----
@@ -271,7 +270,7 @@ def test_algebra() -> None:
 
 def test_independent_masks_overlap_as_expected() -> None:
     """Union density of m independent masks is 1-(1-ρ)^m: 0.65 for ten at 0.1."""
-    masks = [choose(random_scores({"a": (20000,)}, seed), 0.1) for seed in range(10)]
+    masks = [choose(random_scores({"a": torch.empty(20000)}, seed), 0.1) for seed in range(10)]
     assert union(masks).density == pytest.approx(1 - 0.9**10, abs=0.01)
 
 

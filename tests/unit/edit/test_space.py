@@ -59,7 +59,7 @@ def test_a_full_mask_is_the_dense_space() -> None:
 
 
 def test_masks_are_matched_by_name_not_by_place() -> None:
-    """T3: another order of the mask's entries is the same space; a wrong name or shape is refused."""
+    """Another order of the mask's entries is the same space; a wrong name or shape is refused."""
     network = ToyNetwork()
     mask = random_mask(network)
     assert masked(network, dict(reversed(mask.items()))).digest == masked(network, mask).digest
@@ -118,7 +118,7 @@ class Normed(nn.Module):
 
 
 def test_buffers_travel_behind_the_trained_coordinates_and_counters_do_not() -> None:
-    """T21: an integer counter is nobody's mean; float statistics are the tail of the vector."""
+    """An integer counter is nobody's mean; float statistics are the tail of the vector."""
     network = Normed()
     space = select(network, lambda n: True)  # type: ignore[arg-type]
     assert space.size - space.trained == 8

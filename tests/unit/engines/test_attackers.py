@@ -200,7 +200,7 @@ def test_a_client_that_diverged_is_left_to_the_screening() -> None:
     benign = toy.engine.engine.exchange  # type: ignore[attr-defined]
 
     def diverging(asked: Sequence[Order]) -> list[Reply]:
-        broken = toy.algorithm.sends.encode(torch.full((toy.space.size,), torch.nan), torch.Generator(), None)
+        broken = toy.algorithm.compression.encode(torch.full((toy.space.size,), torch.nan), torch.Generator(), None)
         return [replace(r, update=broken) if r.client in {0, 1} else r for r in benign(asked)]
 
     toy.engine.engine.exchange = diverging  # type: ignore[attr-defined]
@@ -223,7 +223,7 @@ def test_partly_active_spaces_are_compared_over_all_coordinates() -> None:
     asked = [
         replace(o, auxiliary={"active": pack_bits(bits)}) for o, bits in zip(first_orders(toy), active, strict=True)
     ]
-    sent = {r.client: decode(r.update, algorithm.sends, 40) for r in toy.engine.exchange(asked)}  # type: ignore[arg-type]
+    sent = {r.client: decode(r.update, algorithm.compression, 40) for r in toy.engine.exchange(asked)}  # type: ignore[arg-type]
     full = torch.zeros(3, trained)
     for i, k in enumerate([0, 2, 4]):
         full[i, active[k]] = sent[k]

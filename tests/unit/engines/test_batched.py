@@ -11,13 +11,14 @@ from tests.support.toy import CLASSES, WIDTH, Toy, client_rows
 from torch import Generator, Tensor, nn
 
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head
 from fedgraft.edit.space import select
 from fedgraft.engines import batched
 from fedgraft.engines.batched import Batched, applies
 from fedgraft.engines.in_process import InProcess
+from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.messages import Order, Reply, pack
@@ -53,8 +54,8 @@ def head_toy(algorithm: Algorithm, examples: type[FeatureExamples] = FeatureExam
     return toy
 
 
-def fedavg(**local: Any) -> Algorithm:
-    return zoo.fedavg(local=replace(LocalTraining(amount=4, batch_size=8), **local), trainable=HEAD)
+def fedavg(loss: Loss | None = None, **local: Any) -> Algorithm:
+    return zoo.fedavg(local=replace(LocalTraining(steps=4, batch_size=8), **local), loss=loss, trainable=HEAD)
 
 
 def with_batched(toy: Toy, threads: int = 1) -> Toy:
@@ -63,7 +64,7 @@ def with_batched(toy: Toy, threads: int = 1) -> Toy:
 
 
 def difference(algorithm: Algorithm, rounds: int = 4, **options: Any) -> float:
-    """The largest difference of the models, of client losses and of change norms after some rounds."""
+    """The largest difference of the models, of client losses and of update norms after some rounds."""
     reference, toy = head_toy(algorithm, **options), with_batched(head_toy(algorithm, **options))
     assert toy.engine.reason is None  # type: ignore[attr-defined]
     worst = 0.0
@@ -85,12 +86,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "decoupled": {"optimizer": sgdm(0.9, 0.01, decoupled=True)},
     "nesterov": {"optimizer": sgdm(0.9, 0.001, nesterov=True)},
     "dampened": {"optimizer": sgdm(0.5, dampening=0.3)},
-    "smoothing": {"label_smoothing": 0.1},
-    "one step": {"amount": 1},
+    "smoothing": {"loss": cross_entropy(0.1)},
+    "one step": {"steps": 1},
     "batches larger than some clients": {"batch_size": 17},
     "batches larger than all clients": {"batch_size": 1000},
-    "whole epochs of unequal length": {"unit": "epochs", "amount": 2},
-    "even reach": {"momentum_correction": True, "unit": "epochs", "amount": 1},
+    "whole epochs of unequal length": {"epochs": 2, "steps": None},
+    "even displacement": {"momentum_correction": True, "epochs": 1, "steps": None},
 }
 
 
@@ -117,7 +118,7 @@ def test_agrees_when_features_are_gathered_in_pieces_and_clients_in_small_chunks
 @pytest.mark.parametrize("name", ["fedadam", "fedgma", "fedavgm", "local_only"])
 def test_agrees_with_other_servers_and_with_a_model_per_client(name: str) -> None:
     """Server rules and mixtures do not concern the engine; with a mixture each client starts from its own model."""
-    assert difference(zoo.named(name, local=LocalTraining(amount=3, batch_size=8), trainable=HEAD)) < 1e-5
+    assert difference(zoo.named(name, local=LocalTraining(steps=3, batch_size=8), trainable=HEAD)) < 1e-5
 
 
 def wrong_order(rows: Tensor, rule: LocalTraining, generator: Generator) -> Tensor:
@@ -151,7 +152,7 @@ def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> No
         assert difference(fedavg(), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(batched, "_error", wrong_smoothing(batched._error))
-        assert difference(fedavg(label_smoothing=0.1), rounds=1) > 1e-4
+        assert difference(fedavg(cross_entropy(0.1)), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(Batched, "_gather", unweighted(Batched._gather))
         assert difference(fedavg(batch_size=17), rounds=1) > 1e-4
@@ -238,7 +239,7 @@ def test_other_actions_are_carried_out_one_by_one() -> None:
     assert bytes_of(Batched(algorithm, context).exchange(orders)) == bytes_of(list(toy.engine.exchange(orders)))
 
 
-LOCAL = LocalTraining(amount=2, batch_size=8)
+LOCAL = LocalTraining(steps=2, batch_size=8)
 REFUSED: dict[str, tuple[Algorithm, str]] = {
     "body": (zoo.fedavg(local=LOCAL), "not exactly the weight"),
     "adamw": (fedavg(optimizer=adamw()), "adamw"),
@@ -246,7 +247,7 @@ REFUSED: dict[str, tuple[Algorithm, str]] = {
     "amp": (fedavg(amp="bfloat16"), "bfloat16"),
     "fedprox": (zoo.fedprox(0.1, local=LOCAL, trainable=HEAD), "proximal"),
     "scaffold": (zoo.scaffold(local=LOCAL, trainable=HEAD), "control_variates"),
-    "fednova": (zoo.fednova(local=LOCAL, trainable=HEAD), "reach"),
+    "fednova": (zoo.fednova(local=LOCAL, trainable=HEAD), "work on their update"),
     "ditto": (zoo.ditto(local=LOCAL, trainable=HEAD), "keep a part"),
     "top_k": (vary(fedavg(), compression=codec("top_k:0.5")), "top_k"),
     "crsm": (zoo.fedavg_crsm(samples=4, local=LOCAL, trainable=HEAD), "report"),
@@ -273,14 +274,14 @@ class Dropout(nn.Module):
     p = 0.5
 
 
-def test_a_place_that_is_not_a_plain_head_on_features_is_refused() -> None:
+def test_a_context_that_is_not_a_plain_head_on_features_is_refused() -> None:
     algorithm = fedavg()
     toy = head_toy(algorithm)
     assert applies(algorithm, toy.context) is None
     train_images = replace(toy.context, examples=toy.examples)
     assert "features" in str(applies(algorithm, train_images))
-    private = replace(toy.context, private=select(toy.network, lambda n: n == "head.bias"))
-    assert "keep" in str(applies(algorithm, private))
+    lasting = vary(algorithm, client_state=ClientState(optimizer=True))
+    assert "keep" in str(applies(lasting, toy.context))
     half = replace(toy.context, space=select(toy.network, lambda n: n == "head.weight"))
     assert "not exactly" in str(applies(algorithm, half))
     toy.network.extra = Dropout()

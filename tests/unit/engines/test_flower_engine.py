@@ -35,7 +35,7 @@ from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import Registry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 
-LOCAL = LocalTraining(amount=2, batch_size=8, optimizer=sgdm(0.0))
+LOCAL = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.0))
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply, pack
 from fedgraft.update.codecs import codec
 
-LOCAL = LocalTraining(amount=3, batch_size=8)
+LOCAL = LocalTraining(steps=3, batch_size=8)
 
 ALGORITHMS: dict[str, Algorithm] = {
     name: zoo.named(name, local=LOCAL)
@@ -176,7 +176,7 @@ def test_workers_need_a_parent_on_one_thread() -> None:
 
 
 def test_workers_start_late_and_again_after_close() -> None:
-    """What changed in the parent before the first exchange, such as the head of step 0, reaches the workers."""
+    """What changed in the parent before the first exchange, such as the initialised head, reaches the workers."""
     toy, algorithm = Toy(ALGORITHMS["fedbabu"]), ALGORITHMS["fedbabu"]
     with Pool(algorithm, toy.context, 2) as pool:
         for factor in (0.5, 2.0):

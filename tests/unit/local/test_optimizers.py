@@ -96,7 +96,7 @@ def test_a_mask_gives_the_dense_optimizer_restricted(recipe: Optimizer) -> None:
 @pytest.mark.parametrize("recipe", [sgdm(0.9, 0.1), sgdm(0.9, 0.1, decoupled=True), adamw(weight_decay=0.1)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_gradients_decay_and_momentum_never_reach_frozen_coordinates(recipe: Optimizer, bad: float) -> None:
-    """T1, T5, T6, T8: the network's other coordinates keep their bits even when the gradient is not a number."""
+    """The network's other coordinates keep their bits even when the gradient is not a number."""
     network, examples = ToyNetwork(), ToyExamples(30)
     mask = random_mask(network)
     before = snapshot(network)
@@ -126,7 +126,7 @@ def test_decay_outside_the_mask_would_be_noticed() -> None:
 
 
 def test_active_coordinates_really_move() -> None:
-    """T1's other half: what may move, moves, wherever its gradient is not zero."""
+    """The other half: what may move, moves, wherever its gradient is not zero."""
     network, examples = ToyNetwork(), ToyExamples(30)
     space = masked(network, random_mask(network))
     start = space.gather(network)
@@ -137,7 +137,7 @@ def test_active_coordinates_really_move() -> None:
 
 
 def test_clipping_uses_the_active_coordinates_only() -> None:
-    """T7: the norm is that of the vector, so huge gradients elsewhere cannot shrink the step."""
+    """The norm is that of the vector, so huge gradients elsewhere cannot shrink the step."""
     gradient = torch.tensor([3.0, 4.0])
     assert clip_(gradient, 10.0) == 5.0 and gradient.tolist() == [3.0, 4.0]
     assert clip_(gradient, 1.0) == 5.0

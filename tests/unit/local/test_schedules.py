@@ -76,7 +76,7 @@ def test_cosine_with_restarts_begins_every_cycle_at_the_top() -> None:
 
 
 def test_schedules_count_over_the_run_and_end_where_they_should() -> None:
-    """T29: the first rate is the full one, then it falls to the minimum; nothing restarts in between."""
+    """The first rate is the full one, then it falls to the minimum; nothing restarts in between."""
     for schedule, end in (
         (s.cosine(0.4, 0.01), 0.01 + 0.195 * (1 + math.cos(math.pi * 49 / 50))),
         (s.linear(0.4, 0.01), 0.01 + 0.39 / 50),

@@ -34,7 +34,7 @@ def fit(rule: LocalTraining, rows: Tensor, seed: int = 0, lr: float = 0.05) -> t
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 9))
 def test_j_steps_are_exactly_j_steps_whatever_the_client_holds(n: int, steps: int, size: int) -> None:
-    """T28: also when it holds fewer images than a batch; the stream goes on across epochs."""
+    """Also when it holds fewer images than a batch; the stream goes on across epochs."""
     rows = torch.arange(100, 100 + n)
     found = list(batches(rows, LocalTraining(steps, "steps", size), stream()))
     assert len(found) == steps == LocalTraining(steps, "steps", size).steps(n)
@@ -73,7 +73,7 @@ def test_the_order_is_the_generators_alone() -> None:
 
 def test_training_is_plain_torch_training() -> None:
     """Against a loop written with torch's own optimizer on the same batches."""
-    rule = LocalTraining(6, batch_size=7, optimizer=sgdm(0.9, 0.01), label_smoothing=0.1)
+    rule = LocalTraining(6, batch_size=7, optimizer=sgdm(0.9, 0.01))
     rows = torch.arange(20)
     ours, result = fit(rule, rows)
     network, examples = ToyNetwork(), ToyExamples(60)
@@ -110,7 +110,7 @@ def test_reach_sums_the_rates_times_the_gain() -> None:
 
 
 def test_fedprox_pull_is_squared() -> None:
-    """T35: the gradient of mu/2 |y - x|^2 is mu (y - x), growing with the distance and zero at the start."""
+    """The gradient of mu/2 |y - x|^2 is mu (y - x), growing with the distance and zero at the start."""
     pull = proximal(0.5)
     start, values = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 6.0])
     gradient = torch.zeros(2)
@@ -138,7 +138,7 @@ def test_the_given_state_goes_on() -> None:
     for epoch in range(2):
         train(network, bound, examples, torch.arange(20), rule, lambda s: 0.05, stream(epoch), stream(), state=state)
     assert int(state["steps"]) == 6
-    fresh, _ = fit(replace(rule, amount=1), torch.arange(20))
+    fresh, _ = fit(replace(rule, steps=1), torch.arange(20))
     assert not torch.equal(bound.values, fresh)
 
 

@@ -1,0 +1,226 @@
+"""From a config to the objects it names: data and its partition, the network, the algorithm, who takes part when."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+import fedgraft.edit.low_rank
+import fedgraft.edit.sparse
+import fedgraft.zoo  # noqa: F401  (these three fill the registries)
+from fedgraft.aggregate.robust import robust_aggregator
+from fedgraft.aggregate.slots import by_examples, uniform
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.config.load import Config
+from fedgraft.data.federated import FederatedData
+from fedgraft.data.partition import make_partition
+from fedgraft.data.partition.split import stratified_split
+from fedgraft.data.sources import Dataset, load_dataset
+from fedgraft.data.sources.features import FeatureStore
+from fedgraft.edit.dense import head
+from fedgraft.edit.trainable import Trainable
+from fedgraft.errors import FedgraftError
+from fedgraft.local.optimizers import adamw, sgdm
+from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
+from fedgraft.local.train import LocalTraining
+from fedgraft.models.backbones import load_network
+from fedgraft.models.network import VisionNetwork
+from fedgraft.privacy.accounting import Budget, noise_for
+from fedgraft.privacy.dp import AdaptiveClip, Mechanism, check_combination, secret_key, simulation_key
+from fedgraft.privacy.protection import DifferentialPrivacy, private, secure, zero_sum_demo
+from fedgraft.registry import ALGORITHMS, LOSSES, TRAINABLES
+from fedgraft.state import Federation
+from fedgraft.update.codecs import codec
+
+
+def open_data(config: Config) -> Dataset:
+    """The data that a config names."""
+    d = config.data
+    options = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
+    return load_dataset(d.source, d.path, **(options if d.source == "synthetic" else {}))
+
+
+def federate(config: Config) -> FederatedData:
+    """Load the data, hold out validation images once, and deal the rest to the clients."""
+    d, p = config.data, config.partition
+    dataset = open_data(config)
+    labels = np.asarray(dataset.train.labels)
+    strange = [label for group in p.groups for label in group if not 0 <= label < len(dataset.train.classes)]
+    if strange:
+        raise FedgraftError(
+            f"partition.groups names the label {strange[0]}, and there are {len(dataset.train.classes)}"
+        )
+    train, held = stratified_split(labels, d.validation, config.seed)
+    if d.limit is not None and d.limit < len(train):
+        _, kept = stratified_split(labels[train], d.limit / len(train), config.seed)
+        train = train[kept]
+    partition = make_partition(
+        p.kind, labels[train], np.asarray(dataset.test.labels), p.clients, config.seed, **partition_options(config)
+    )
+    return FederatedData(dataset, torch.from_numpy(np.asarray(train)), torch.from_numpy(np.asarray(held)), partition)
+
+
+def partition_options(config: Config) -> dict[str, object]:
+    """What `make_partition` is told about this kind of partition."""
+    p = config.partition
+    own: dict[str, dict[str, object]] = {
+        "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
+        "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
+        "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},
+        "dirichlet_balanced": {"alpha": p.alpha},
+        "groups": {"groups": p.groups, "allow_uncovered": p.allow_uncovered},
+    }
+    return {**own.get(p.kind, {}), "test": p.test}
+
+
+def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
+    """The pretrained trunk with a head for the classes of this data; given features bring their width along."""
+    m, classes = config.model, len(dataset.classes)
+    name = f"features:width={dataset.train.width}" if isinstance(dataset.train, FeatureStore) else m.name
+    return load_network(name, classes, config.data.image_size, m.dropout, config.seed)
+
+
+def device_named(name: str) -> torch.device:
+    """The device of this name, if this machine has it."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise FedgraftError(f"the device {name!r} cannot be used here ({reason}); set device=cpu.") from None
+    return device
+
+
+def schedule(config: Config) -> Schedule:
+    """The learning rate over rounds."""
+    s = config.schedule
+    options: dict[str, dict[str, object]] = {
+        "cosine": {"minimum": s.minimum, "restarts": s.restarts},
+        "linear": {"minimum": s.minimum},
+        "lambda": {"decay": s.decay},
+        "inverse": {"gamma": s.gamma, "power": s.power},
+        "step": {"at": s.at, "factor": s.factor},
+        "plateau": {"factor": s.factor, "patience": s.patience, "minimum": s.minimum},
+    }
+    made = SCHEDULES[s.kind](config.local.lr, **options.get(s.kind, {}))
+    return warmed(made, s.warmup) if s.warmup else made
+
+
+def per_round(config: Config) -> int:
+    """m = max(1, floor(C·K)), the clients of one round."""
+    return max(1, int(config.rounds.fraction * config.partition.clients + 1e-9))
+
+
+def build_federation(config: Config, largest: int = 1) -> Federation:
+    """Who takes part and how often."""
+    r = config.rounds
+    return Federation(
+        run=config.digest,
+        seed=config.seed,
+        clients=config.partition.clients,
+        per_round=per_round(config),
+        rounds=r.total,
+        schedule=schedule(config),
+        sampling=r.sampling,
+        minimum_answers=r.minimum_answers,
+        norm_bound=r.norm_bound,
+        largest=largest,
+    )
+
+
+def private_delta(config: Config) -> float:
+    """The delta of the account."""
+    p = config.privacy.dp
+    return p.delta if p is not None and p.delta is not None else 0.1 / config.partition.clients
+
+
+def build_local(config: Config) -> LocalTraining:
+    """How a client trains."""
+    c = config.local
+    if c.optimizer == "sgdm":
+        optimizer = sgdm(c.momentum, c.weight_decay, c.nesterov, c.dampening, c.decoupled)
+    else:
+        optimizer = adamw(weight_decay=c.weight_decay)
+    return LocalTraining(
+        steps=None if c.epochs else c.steps or 4,
+        epochs=c.epochs,
+        batch_size=c.batch_size,
+        lr=c.lr,
+        optimizer=optimizer,
+        clip=c.clip,
+        head_lr=None if c.head_lr is None else c.head_lr / c.lr,
+        momentum_correction=c.momentum_correction,
+        amp=c.amp,
+    )
+
+
+def build_trainable(config: Config, fixed_head: bool) -> Trainable:
+    """What trains, as the config says; where the head keeps its start it does not train along unless asked."""
+    c = config.trainable
+    assert c.kind is not None
+    tables = {"sparse": c.sparse.model_dump(), "lora": c.lora.model_dump()}
+    along = c.head_too if c.head_too is not None else not fixed_head
+    given = {"blocks": c.blocks, "freeze_blocks": c.freeze_blocks, "head": along, "seed": config.seed}
+    made: Trainable = TRAINABLES.build(c.kind, {**tables.get(c.kind, {}), **(c.model_extra or {})}, **given)
+    return made
+
+
+def build_algorithm(config: Config) -> Algorithm:
+    """The algorithm of the config: a name of the registry, with the slots that were asked for."""
+    a, l = config.algorithm, config.loss
+    loss = LOSSES.build(l.name, l.model_extra or {}, label_smoothing=l.label_smoothing)
+    common = {"name", "weighting", "robust", "attackers", "neighbours", "clip_norm"}
+    chosen = {key: getattr(a, key) for key in a.model_fields_set - common if getattr(a, key) is not None}
+    made: Algorithm = ALGORITHMS.build(
+        a.name, {**chosen, **(a.model_extra or {})}, local=build_local(config), loss=loss, seed=config.seed
+    )
+    brings_own = made.fixed_head or made.client_state.private is not None or made.weighting.needs_moving_body
+    if config.trainable.kind is not None:
+        made = vary(made, trainable=build_trainable(config, made.fixed_head))
+    elif not brings_own:
+        made = vary(made, trainable=head())
+    if a.weighting != "default":
+        made = vary(made, weighting=by_examples() if a.weighting == "examples" else uniform())
+    name = f"top_k:{config.compression.fraction!r}" if config.compression.codec == "top_k" else config.compression.codec
+    made = vary(made, compression=codec(name))
+    if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
+        if made.aggregate.personal:
+            raise FedgraftError(f"{a.name} mixes models by similarity; the robust rule {a.robust} has no place in it.")
+        made = vary(made, aggregate=robust_aggregator(a.robust, a.attackers, a.neighbours, a.clip_norm))
+    return protect(config, made)
+
+
+def protect(config: Config, algorithm: Algorithm) -> Algorithm:
+    """The algorithm under the protection that the config asks for."""
+    p = config.privacy
+    if p.aggregation == "secure":
+        algorithm = secure(algorithm, p.limit, p.threshold, p.degree)
+    elif p.aggregation == "zero_sum_demo":
+        algorithm = vary(algorithm, aggregate=zero_sum_demo(config.seed))
+    if p.dp is None:
+        return algorithm
+    check_combination(
+        "uniform" if algorithm.weighting.uniform else algorithm.weighting.name,
+        config.rounds.sampling,
+        private_delta(config),
+        config.partition.clients,
+    )
+    if p.dp.epsilon is None and p.dp.noise is None:
+        raise FedgraftError("privacy.dp needs a target epsilon or a noise multiplier")
+    q = per_round(config) / config.partition.clients
+    noise = p.dp.noise or noise_for(float(p.dp.epsilon or 0), q, config.rounds.total, private_delta(config))
+    mechanism = Mechanism(noise, q, config.partition.clients)
+    key = secret_key() if p.dp.secret else simulation_key(config.seed)
+    adaptive = AdaptiveClip(mechanism) if p.dp.adaptive else None
+    return private(algorithm, DifferentialPrivacy(mechanism, p.dp.clip, adaptive, key, p.dp.secret))
+
+
+def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:
+    """The account after so many rounds; without a target it is kept, but ends nothing."""
+    p, dp = config.privacy.dp, algorithm.privacy.dp
+    if p is None or dp is None:
+        return None
+    m = dp.mechanism
+    return Budget(p.epsilon or math.inf, private_delta(config), m.probability, m.noise, config.rounds.total, spent)

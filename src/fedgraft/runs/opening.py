@@ -1,0 +1,192 @@
+"""Opening a run: the edit space on its network, and with it everything that needs to know what trains.
+
+`open_run` asks the clients where the trainable kind has to (a mask is calibrated), or takes what was saved. The result
+is whole: no part of it works only later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedgraft.aggregate.server_rules import plain_tail
+from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
+from fedgraft.aggregate.slots import Answers
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.collect import ServerContext
+from fedgraft.context import ClientContext, shared_and_private
+from fedgraft.data.examples import FeatureExamples
+from fedgraft.edit.space import EditSpace, select
+from fedgraft.edit.trainable import Opened
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Order, Reply, Scalar
+from fedgraft.models.identity import digest
+from fedgraft.models.network import VisionNetwork
+from fedgraft.observe import hidden
+from fedgraft.protocols import Examples
+from fedgraft.randomness import torch_stream
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.job import Job
+from fedgraft.runs.kept import kept_tensors
+from fedgraft.state import Federation
+
+log = logging.getLogger("fedgraft")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A run whose edit space is open."""
+
+    algorithm: Algorithm
+    """As given, with what the opened space brings: its own aggregation, a plain mean for statistics behind it."""
+    federation: Federation
+    opened: Opened
+    context: ClientContext
+    server_context: ServerContext
+    head: Tensor
+    """The head the run began with, (classes, width + 1)."""
+    rate_factor: float = 1.0
+
+    @property
+    def space(self) -> EditSpace:
+        """The coordinates that clients train and share."""
+        return self.context.space
+
+    def message(self, with_probe: bool) -> dict[str, Tensor]:
+        """What another machine needs to open the same space, and the probe where it has no way to make it."""
+        tensors = {"head": self.head, **{f"edit/{name}": t for name, t in self.opened.stored.items()}}
+        if with_probe and isinstance(self.context.probe, FeatureExamples):
+            probe = self.context.probe
+            tensors |= {"probe/inputs": probe.features, "probe/labels": probe.labels}
+        return tensors
+
+
+def open_run(
+    job: Job, engines: Engines | None, saved: Mapping[str, Tensor] | None = None, probe: Examples | None = None
+) -> Opening:
+    """Open the job's edit space. Without engines nobody is asked, so `saved` must hold what the kind needs."""
+    task, config, network = job.task, job.config, job.task.network
+    head = torch.cat([network.head.weight.detach(), network.head.bias.detach()[:, None]], 1).cpu().clone()
+    ask = None if engines is None else FederationAsk(job, engines)
+    opened = job.algorithm.trainable.open(network, ask, saved)
+    for note in opened.notes:
+        log.info(note)
+    if engines is not None:
+        engines.close()  # workers of the preparations hold the network as it was before
+    space, private = shared_and_private(job.algorithm, network, opened.space)
+    algorithm = job.algorithm if opened.aggregate is None else vary(job.algorithm, aggregate=opened.aggregate)
+    if space.size > space.trained:  # the tail takes the plain mean, whatever the server rule
+        algorithm = vary(algorithm, server=plain_tail(algorithm.server, space.trained))
+    federation, factor = job.federation, 1.0
+    if config.trainable.match_norm is not None:
+        rows = task.judging_rows[:256]
+        factor = min(config.trainable.match_norm, norm_ratio(network, space, task.eval_images, rows))
+        log.info("update-norm matching: the learning rate is raised %.2f times", factor)
+        old = federation.schedule
+        federation = replace(federation, schedule=lambda t, total, history: factor * old(t, total, history))
+    entry = task.entry_for(space, config, algorithm)
+    held = task.data.validation_rows
+    context = ClientContext(
+        network, space, task.at_entry(task.train_images, entry), task.data.rows, config.seed,
+        task.at_entry(task.test_images, entry), task.data.test_rows, private,
+        None if private is None else private.gather(network),
+        make_probe(job) if probe is None else probe,
+        sends_buffers=opened.sends_buffers, held=lambda client: held,
+    )  # fmt: skip
+    server_context = ServerContext(
+        space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
+        lambda answers: align(job, context, answers),
+    )  # fmt: skip
+    return Opening(algorithm, federation, opened, context, server_context, head, factor)
+
+
+class FederationAsk:
+    """Asks the clients of a job on behalf of a trainable kind, and keeps what was made from their answers."""
+
+    def __init__(self, job: Job, engines: Engines) -> None:
+        self.job, self.engines = job, engines
+        self.seed, self.clients, self.examples = job.config.seed, job.federation.clients, job.task.data.total
+        self._sums = engines.sums(job.scoring_context)
+
+    def sums(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[str, Tensor]:
+        """The clients' answers, added up by name; hidden where the run hides them."""
+        return self._sums.ask(action, vector, settings)
+
+    def each(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[int, Mapping[str, Tensor]]:
+        """What every client answers by itself."""
+        asked = self._sums
+        orders = [Order(asked.run, -1, k, action, "", vector, {}, dict(settings)) for k in asked.clients]
+        return {r.client: r.evidence for r in asked.exchange(orders) if isinstance(r, Reply)}
+
+    def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """What this machine kept from making the same for the same network and data, else what `make` gives now."""
+        return kept_tensors("edits", [*identity_of(self.job), *recipe], make, lambda: not self._sums.lost)
+
+
+def identity_of(job: Job) -> list[str]:
+    """What a result of the clients' data and the whole network depends on."""
+    task = job.task
+    hidden = ["secure"] if job.algorithm.privacy.hidden else []  # rounded sums give other last bits
+    return [digest(task.network), *task.data.identity, task.transform.digest, str(job.config.seed), *hidden]
+
+
+def make_probe(job: Job) -> FeatureExamples | None:
+    """Validation images that every client has, row by row, where an algorithm compares representations."""
+    count = check_probe(job)
+    if not count:
+        return None
+    rows, images = job.task.data.validation_rows, job.task.eval_images
+    picked = rows[torch.randperm(len(rows), generator=torch_stream(job.config.seed, "probe"))[:count]]
+    return FeatureExamples(images.batch(picked), images.labels[picked], 0)
+
+
+def check_probe(job: Job) -> int:
+    """How many images every client must have in common, 0 for none; more than are held out are refused."""
+    wanted = [int(one.options["probe"]) for one in job.algorithm.wants if one.needs_probe]
+    count, held = max(wanted, default=0), len(job.task.data.validation_rows)
+    if held < count:
+        raise FedgraftError(
+            f"the probe needs {count} validation images and there are {held}; raise data.validation or lower "
+            "algorithm.probe"
+        )
+    return count
+
+
+def align(job: Job, context: ClientContext, answers: Answers) -> Tensor:
+    """Server-side alignment: SVCCA by layer of each submitted update, on a secret probe, another one each round."""
+    a, rows, images = job.algorithm.weighting.options, job.task.data.validation_rows, job.task.eval_images
+    stream = torch_stream(job.config.seed, "secret_probe", answers.round)
+    picked = rows[torch.randperm(len(rows), generator=stream)[: int(a["probe"])]]
+    probe = FeatureExamples(images.batch(picked), images.labels[picked], 0)
+    assert answers.start is not None
+    context.release()
+
+    def bases(vector: Tensor) -> list[Tensor]:
+        context.space.scatter(vector, context.network)
+        return [svcca_basis(x, int(a["keep"])) for x in hidden(context.network, a["layers"], probe)]
+
+    before = bases(answers.start)
+    scores = []
+    for update in answers.updates:
+        after = bases(answers.start + update)
+        scores.append([svcca_of_bases(x, y, int(a["top"])).value for x, y in zip(after, before, strict=True)])
+    return torch.tensor(scores, dtype=torch.float64)
+
+
+def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, rows: Tensor) -> float:
+    """‖dense gradient‖ over ‖gradient on the space‖ for one batch, both over the body's and the space's tensors."""
+    whole = select(network, lambda name: network.block_of(name) <= network.depth, buffers=False)
+    norms = []
+    for one in (whole, space):
+        bound = one.bind(network)
+        network.eval()
+        device = next(network.parameters()).device
+        logits = network(examples.batch(rows).to(device), examples.entry)
+        cross_entropy(logits, examples.labels[rows].to(device)).backward()
+        norms.append(float(torch.linalg.vector_norm(bound.gradient())))
+    return max(1.0, norms[0] / norms[1]) if norms[1] > 0 else 1.0
