@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fedgraft
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.head_init import install_head
+from fedgraft.runs.opening import open_run
 
 OVERRIDES = [
     "partition.clients=4",
@@ -14,19 +17,20 @@ OVERRIDES = [
 
 
 def main() -> None:
-    """Build the parts from a config, make a head from the clients' sums, then run one round by hand."""
-    setup = fedgraft.Setup(fedgraft.load_config(overrides=OVERRIDES))
+    """Build the objects that a config names, make a head from the clients' sums, then run one round by hand."""
+    job = fedgraft.job_of(fedgraft.load_config(overrides=OVERRIDES))
+    engines, task = Engines(job), job.task
     with fedgraft.one_thread():  # the number of threads changes the last bits of a sum
-        fedgraft.install_head(setup)  # step 0: clients send sums, never images
-        setup.open()  # the coordinates that may move, as one flat vector
-        state = fedgraft.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
-        state, summary = fedgraft.run_round(
-            setup.algorithm, setup.federation, state, setup.engine(), setup.server_context
-        )
-    setup.space.scatter(state.vector, setup.network)
-    result = fedgraft.evaluate(setup.network, setup.train_images, setup.federated.validation_rows)
+        install_head(job, engines)  # head initialisation: clients send sums, never images
+        run = open_run(job, engines)  # the coordinates that may move, as one flat vector
+        engine = engines.training(run.algorithm, run.context)
+        state = fedgraft.start(run.algorithm, run.space.gather(task.network), run.space.trained)
+        state, summary = fedgraft.run_round(run.algorithm, run.federation, state, engine, run.server_context)
+        engines.close()
+    run.context.show(state.vector)
+    result = fedgraft.evaluate(task.network, task.eval_images, task.data.validation_rows)
     print(f"clients {summary.cohort}: {summary.record['bytes_up']:,} bytes up, {summary.record['bytes_down']:,} down")
-    print(f"{setup.space.trained:,} coordinates moved by {summary.record['update_norm']:.4f} in all")
+    print(f"{run.space.trained:,} coordinates moved by {summary.record['update_norm']:.4f} in all")
     print(f"validation accuracy after round {state.round}: {100 * result.accuracy:.1f} %")
 
 

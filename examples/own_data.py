@@ -21,7 +21,6 @@ OVERRIDES = [
     "rounds.fraction=1.0",
     "trainable.kind=last_blocks",
     "trainable.blocks=1",
-    "trainable.head_too=true",
     "local.lr=0.002",
     "local.clip=1.0",
 ]
@@ -56,7 +55,7 @@ def main() -> None:
         images = make_folder(Path(scratch) / "images")
         config = fedgraft.load_config(overrides=[*OVERRIDES, f"data.path={images}"])
         folder = Path(scratch) / "run"
-        summary = fedgraft.run(config, folder, console=False)
+        summary = fedgraft.run_config(config, folder, console=False)
         print(f"test accuracy {100 * summary['test']['accuracy']:.1f} %, {summary['bytes_up']:,} bytes sent up")
 
         exported = Path(scratch) / "adapted"
@@ -71,8 +70,8 @@ def predict(exported: Path, image: Path) -> None:
 
     model = AutoModelForImageClassification.from_pretrained(exported)
     settings = json.loads((exported / "preprocessor_config.json").read_text())
-    train_images = np.asarray(Image.open(image), dtype=np.float32) / 255
-    inputs = (train_images - settings["image_mean"]) / settings["image_std"]  # (32, 32, 3)
+    pixels = np.asarray(Image.open(image), dtype=np.float32) / 255
+    inputs = (pixels - settings["image_mean"]) / settings["image_std"]  # (32, 32, 3)
     with torch.no_grad():
         logits = model(pixel_values=torch.tensor(inputs, dtype=torch.float32).permute(2, 0, 1)[None]).logits
     answer = int(logits.argmax())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A job in the background inherits an ignored Ctrl-C, and so would the processes that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Stores, features, heads and masks of all tests of a session, so that each is made once."""
+    before = os.environ.get("FEDGRAFT_CACHE")
+    os.environ["FEDGRAFT_CACHE"] = str(tmp_path_factory.getbasetemp() / "fedgraft-cache")
+    yield
+    os.environ.pop("FEDGRAFT_CACHE") if before is None else os.environ.update(FEDGRAFT_CACHE=before)
 
 
 @pytest.fixture

@@ -11,42 +11,96 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedgraft import data as data
     from fedgraft import registry as registry
-    from fedgraft.data import partition as partition
-    from fedgraft.aggregate.server_rules import RoundInfo as RoundInfo, ServerRule as ServerRule
-    from fedgraft.aggregate.slots import Aggregator as Aggregator, Answers as Answers, Mixing as Mixing, Observe as Observe, Weighting as Weighting, by_examples as by_examples, uniform as uniform
     from fedgraft.aggregate.robust import robust_aggregator as robust_aggregator
-    from fedgraft.algorithm import Algorithm as Algorithm, ClientState as ClientState, vary as vary
+    from fedgraft.aggregate.server_rules import RoundInfo as RoundInfo
+    from fedgraft.aggregate.server_rules import ServerRule as ServerRule
+    from fedgraft.aggregate.slots import Aggregator as Aggregator
+    from fedgraft.aggregate.slots import Answers as Answers
+    from fedgraft.aggregate.slots import Mixing as Mixing
+    from fedgraft.aggregate.slots import Observe as Observe
+    from fedgraft.aggregate.slots import Weighting as Weighting
+    from fedgraft.aggregate.slots import by_examples as by_examples
+    from fedgraft.aggregate.slots import uniform as uniform
+    from fedgraft.algorithm import Algorithm as Algorithm
+    from fedgraft.algorithm import ClientState as ClientState
+    from fedgraft.algorithm import vary as vary
     from fedgraft.client import handle as handle
-    from fedgraft.collect import Engine as Engine, ServerContext as ServerContext
+    from fedgraft.collect import Engine as Engine
+    from fedgraft.collect import ServerContext as ServerContext
     from fedgraft.config.load import load as load_config
     from fedgraft.config.options import Config as Config
     from fedgraft.context import ClientContext as ClientContext
+    from fedgraft.data import partition as partition
     from fedgraft.data.federated import FederatedData as FederatedData
-    from fedgraft.edit.dense import body as body, everything as everything, head as head, last_blocks as last_blocks
+    from fedgraft.edit.dense import body as body
+    from fedgraft.edit.dense import everything as everything
+    from fedgraft.edit.dense import head as head
+    from fedgraft.edit.dense import last_blocks as last_blocks
     from fedgraft.edit.low_rank import LowRank as lora
-    from fedgraft.edit.sparse import Sparse as sparse
     from fedgraft.edit.space import EditSpace as EditSpace
-    from fedgraft.errors import FedgraftError as FedgraftError, MissingExtra as MissingExtra
+    from fedgraft.edit.sparse import Sparse as sparse
+    from fedgraft.errors import FedgraftError as FedgraftError
+    from fedgraft.errors import MissingExtra as MissingExtra
     from fedgraft.local.evaluate import evaluate as evaluate
-    from fedgraft.local.losses import Loss as Loss, cross_entropy as cross_entropy
+    from fedgraft.local.losses import Loss as Loss
+    from fedgraft.local.losses import cross_entropy as cross_entropy
     from fedgraft.local.train import LocalTraining as LocalTraining
-    from fedgraft.messages import Order as Order, Reply as Reply
-    from fedgraft.models.backbones import load_network as load_network, load_network as model
-    from fedgraft.privacy.protection import DifferentialPrivacy as DifferentialPrivacy, private as private, secure as secure
-    from fedgraft.round import RoundSummary as RoundSummary, run_round as run_round
-    from fedgraft.runs.adapted import adapted as adapted, evaluate_run as evaluate_run, export_run as export_run
-    from fedgraft.runs.api import Result as Result, run as run, load_job as load, run_loaded as run_loaded
+    from fedgraft.messages import Order as Order
+    from fedgraft.messages import Reply as Reply
+    from fedgraft.models.backbones import load_network as load_network
+    from fedgraft.models.backbones import load_network as model
+    from fedgraft.privacy.protection import DifferentialPrivacy as DifferentialPrivacy
+    from fedgraft.privacy.protection import private as private
+    from fedgraft.privacy.protection import secure as secure
+    from fedgraft.round import RoundSummary as RoundSummary
+    from fedgraft.round import run_round as run_round
+    from fedgraft.runs.adapted import adapted as adapted
+    from fedgraft.runs.adapted import evaluate_run as evaluate_run
+    from fedgraft.runs.adapted import export_run as export_run
+    from fedgraft.runs.api import Result as Result
+    from fedgraft.runs.api import load_job as load
+    from fedgraft.runs.api import run as run
+    from fedgraft.runs.api import run_loaded as run_loaded
     from fedgraft.runs.callbacks import Callback as Callback
     from fedgraft.runs.centralized import run_centralized as run_centralized
-    from fedgraft.runs.job import Job as Job, job_of as job_of
-    from fedgraft.runs.run import one_thread as one_thread, run as run_config
-    from fedgraft.runs.run_folder import RunFolder as RunFolder, list_runs as list_runs
+    from fedgraft.runs.engines import Engines as Engines
+    from fedgraft.runs.head_init import install_head as install_head
+    from fedgraft.runs.job import Job as Job
+    from fedgraft.runs.job import job_of as job_of
+    from fedgraft.runs.opening import open_run as open_run
+    from fedgraft.runs.run import one_thread as one_thread
+    from fedgraft.runs.run import run as run_config
+    from fedgraft.runs.run_folder import RunFolder as RunFolder
+    from fedgraft.runs.run_folder import list_runs as list_runs
     from fedgraft.runs.task import Task as Task
     from fedgraft.server import start as start
-    from fedgraft.state import Federation as Federation, ServerState as ServerState
-    from fedgraft.zoo import named as named, fedavg as fedavg, fedsgd as fedsgd, fedprox as fedprox, scaffold as scaffold, feddyn as feddyn, fednova as fednova, fedgma as fedgma, fedavgm as fedavgm, fedadam as fedadam, fedyogi as fedyogi, fedadagrad as fedadagrad, fedalign as fedalign, fedbabu as fedbabu, fedshibu as fedshibu, fedavg_crsm as fedavg_crsm, local_only as local_only, fedper as fedper, fedrep as fedrep, ditto as ditto
+    from fedgraft.state import Federation as Federation
+    from fedgraft.state import ServerState as ServerState
+    from fedgraft.zoo import ditto as ditto
+    from fedgraft.zoo import fedadagrad as fedadagrad
+    from fedgraft.zoo import fedadam as fedadam
+    from fedgraft.zoo import fedalign as fedalign
+    from fedgraft.zoo import fedavg as fedavg
+    from fedgraft.zoo import fedavg_crsm as fedavg_crsm
+    from fedgraft.zoo import fedavgm as fedavgm
+    from fedgraft.zoo import fedbabu as fedbabu
+    from fedgraft.zoo import feddyn as feddyn
+    from fedgraft.zoo import fedgma as fedgma
+    from fedgraft.zoo import fednova as fednova
+    from fedgraft.zoo import fedper as fedper
+    from fedgraft.zoo import fedprox as fedprox
+    from fedgraft.zoo import fedrep as fedrep
+    from fedgraft.zoo import fedsgd as fedsgd
+    from fedgraft.zoo import fedshibu as fedshibu
+    from fedgraft.zoo import fedyogi as fedyogi
+    from fedgraft.zoo import local_only as local_only
+    from fedgraft.zoo import named as named
+    from fedgraft.zoo import scaffold as scaffold
 
 _HOMES = {
+    "Engines": "runs.engines",
+    "install_head": "runs.head_init",
+    "open_run": "runs.opening",
     "Aggregator": "aggregate.slots",
     "Algorithm": "algorithm",
     "Answers": "aggregate.slots",
@@ -134,7 +188,7 @@ _HOMES = {
 }
 """Where each public name lives: `module`, `module:name` under another name, `module:` for the module itself."""
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

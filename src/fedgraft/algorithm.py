@@ -114,13 +114,13 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         ),
         (
             hidden and a.aggregate.personal,
-            "similarity mixing under secure aggregation protects nothing, because the server can solve the known mixing "
-            "matrix for every model; choose privacy.aggregation='clear'.",
+            "similarity mixing under secure aggregation protects nothing, because the server can solve the known "
+            "mixing matrix for every model; choose privacy.aggregation='clear'.",
         ),
         (
             hidden and a.weighting.own is None,
-            f"the server computes the weights '{a.weighting.name}' from each update, which secure aggregation hides; let "
-            "the client compute its own score (algorithm.align='client').",
+            f"the server computes the weights '{a.weighting.name}' from each update, which secure aggregation hides; "
+            "let the client compute its own score (algorithm.align='client').",
         ),
         (
             hidden and any(wanted.evidence for wanted in a.wants),
@@ -149,6 +149,12 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             correction.needs_effective_steps and effective_steps is None,
             f"{correction.name} needs to know how far a gradient moves the model, which "
             f"{a.local.optimizer.name} with these options does not say; use sgdm without dampening.",
+        ),
+        (
+            a.local.head_lr is not None
+            and (correction.needs_effective_steps or any(link.needs_effective_steps for link in a.update)),
+            "normalised updates and control variates divide by one number of steps for all weights, and the head has a "
+            "rate of its own; leave local.head_lr out.",
         ),
         (
             any(link.needs_effective_steps for link in a.update) and effective_steps is None,

@@ -92,7 +92,7 @@ def _outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory:
         values, result = _train_with_private_part(order, algorithm, context, kept)
         update = values - start
     elif "active" in order.auxiliary:
-        update, result = _train_active(order, algorithm, context)
+        update, result = _train_active(order, algorithm, context, memory)
     else:
         bound = context.bind(context.space)
         bound.load(start)
@@ -202,14 +202,16 @@ def check_plan(plan: Plan, order: Order, algorithm: Algorithm, context: ClientCo
         raise SecureRefusal(f"client {order.client}: the plan of the secure sum is not that of round {order.round}")
 
 
-def _train_active(order: Order, algorithm: Algorithm, context: ClientContext) -> tuple[Tensor, Trained]:
+def _train_active(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Tensor, Trained]:
     """Train only the coordinates that the order marks as active; the change covers just these."""
     active = unpack_bits(order.auxiliary["active"], context.space.trained)
     context.release()
     context.space.scatter(vector_of(order), context.network)
     bound = context.bind(context.space.restrict(active))
     start = bound.values.clone()
-    result = _fit(order, algorithm, context, bound, {}, "train")
+    result = _fit(order, algorithm, context, bound, memory, "train")
     return (bound.values - start).cpu(), result
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedgraft import server
 from fedgraft.aggregate.robust import TooFew
-from fedgraft.aggregate.server_rules import RoundInfo
+from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithm import Algorithm
 from fedgraft.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
@@ -44,7 +44,9 @@ def run_round(
     orders = server.instruct(algorithm, federation, state, cohort, context.space)
     collected = collect(algorithm, federation, state, orders, engine, context)
     exchanged = time.perf_counter()
-    step = Step(federation, state, algorithm.server, server.rate(federation, state))
+    # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
+    rule = plain_tail(algorithm.server, context.trained) if len(state.vector) > context.trained else algorithm.server
+    step = Step(federation, state, rule, server.rate(federation, state))
     new, record, extra = advance(algorithm, step, collected, context)
     if "skipped" not in record:
         record["update_norm"] = float((new.vector - state.vector).norm())

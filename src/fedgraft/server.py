@@ -13,9 +13,9 @@ from fedgraft.state import Federation, ServerState
 
 
 def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
-    """The state before round 0."""
+    """The state before round 0; the server rule steers the first `trained` coordinates."""
     dp = algorithm.privacy.dp
-    return ServerState(0, vector.clone(), algorithm.server.init(len(vector)), clip=dp.clip if dp else 0.0)
+    return ServerState(0, vector.clone(), algorithm.server.init(trained), clip=dp.clip if dp else 0.0)
 
 
 def sample(federation: Federation, round: int) -> list[int]:

@@ -37,7 +37,8 @@ from fedgraft.messages import Order
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.run import run
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.setup import Setup
+from fedgraft.runs import run as running
+from fedgraft.runs.engines import Engines
 
 pytestmark = pytest.mark.slow
 SECONDS = 200.0  # a loaded machine is slow; an idle one needs a tenth
@@ -169,9 +170,9 @@ def in_one_process(
 ) -> dict[str, torch.Tensor]:
     """The same run in this process, in which these clients are not there in these rounds; it may end early."""
 
-    class Partly(Setup):
-        def engine(self, *overrides: Any) -> Any:
-            engine = super().engine(*overrides)
+    class Partly(Engines):
+        def training(self, *parts: Any) -> Any:
+            engine = super().training(*parts)
             real = engine.exchange
 
             def exchange(orders: Sequence[Order]) -> Any:
@@ -182,8 +183,9 @@ def in_one_process(
             engine.exchange = exchange  # type: ignore[method-assign]
             return engine
 
-    with suppress(KeyboardInterrupt):
-        run(config, folder, console=False, build=Partly)
+    with suppress(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "Engines", Partly)
+        run(config, folder, console=False)
     return final(folder)
 
 

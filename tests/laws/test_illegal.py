@@ -14,23 +14,25 @@ from fedgraft import zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Observe, Weighting, uniform
 from fedgraft.algorithm import Algorithm, ClientState, vary
+from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import known_keys, load
-from fedgraft.edit.dense import head
+from fedgraft.edit.dense import Dense, everything, head
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
+from fedgraft.edit.trainable import is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates
 from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
-from fedgraft.privacy.protection import DifferentialPrivacy, Protection
-from fedgraft.runs.parts import build_algorithm
+from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private, zero_sum_demo
 from fedgraft.update.codecs import codec
 
-SECURE, DEMO = Protection(hidden=True), Protection("zero_sum_demo")
+SECURE = Protection(hidden=True)
+NOTHING = Dense("nothing", lambda network, name: False, trains_head=False, trains_body=False)
 PARTLY = Sparse(adaptive_start=0.5)
 EACH = LowRank(aggregate="stack")
-PRIVATE = Protection(dp=DifferentialPrivacy(Mechanism(1.0, 0.5, 10)))
+PRIVACY = DifferentialPrivacy(Mechanism(1.0, 0.5, 10))
 
 
 def telling(shape: tuple[int | str, ...] = ("classes",)) -> Weighting:
@@ -40,6 +42,8 @@ def telling(shape: tuple[int | str, ...] = ("classes",)) -> Weighting:
 
 
 CASES: list[tuple[Callable[[], Algorithm], str]] = [
+    (lambda: zoo.fedbabu(trainable=everything()), "'everything' would train it"),
+    (lambda: zoo.fedbabu(trainable=NOTHING), "has no body"),
     (
         lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("median"), privacy=SECURE),
         "median needs each client's",
@@ -47,31 +51,31 @@ CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (lambda: vary(zoo.fedavg_crsm(), privacy=SECURE), "solve the known mixing matrix"),
     (lambda: vary(zoo.fedalign(align="server"), privacy=SECURE), "client compute its own score"),
     (lambda: vary(zoo.fedalign(align="random"), privacy=SECURE), "client compute its own score"),
-    (lambda: vary(zoo.fedavg(), weighting=telling(), privacy=SECURE), "tensors of their own beside a secure sum"),
-    (lambda: vary(zoo.fedgma(), privacy=SECURE), "signs of each client's change"),
-    (lambda: vary(zoo.fedavg(), trainable=PARTLY, privacy=SECURE), "cannot share one secure sum"),
-    (lambda: vary(zoo.scaffold(), privacy=DEMO), "sums one vector, and control_variates sends two"),
+    (lambda: vary(zoo.fedavg(), weighting=telling(), privacy=SECURE), "tensors of their own beside the hidden sum"),
+    (lambda: vary(zoo.fedgma(), privacy=SECURE), "fedgma looks at each client's update"),
+    (lambda: vary(zoo.fedavg(), trainable=PARTLY, privacy=SECURE), "cannot share one hidden sum"),
+    (lambda: vary(zoo.scaffold(), aggregate=zero_sum_demo(0)), "sums one vector, and control_variates sends two"),
     (lambda: vary(zoo.fedavg(), compression=codec("half"), privacy=SECURE), "the codec half cannot be used"),
     (lambda: zoo.scaffold(local=LocalTraining(optimizer=adamw())), "how far a gradient moves the model"),
     (lambda: zoo.fednova(local=LocalTraining(optimizer=adamw())), "known displacement per step"),
     (lambda: zoo.fedalign(trainable=head()), "so this would be FedAvg"),
     (lambda: vary(zoo.fedshibu(), server=zoo.fedavgm().server), "no common step for the server rule"),
     (
-        lambda: vary(zoo.fedavg(trainable=head()), client_state=ClientState("head")),
+        lambda: vary(zoo.fedavg(trainable=head()), client_state=ClientState(is_head)),
         "part that each client keeps",
     ),
-    (lambda: vary(zoo.fedshibu(), correction=control_variates()), "a mixture has one per client"),
+    (lambda: vary(zoo.fedshibu(), correction=control_variates()), "mixing has one per client"),
     (lambda: vary(zoo.fedper(), trainable=PARTLY), "keep private parts"),
     (lambda: vary(zoo.scaffold(), trainable=PARTLY), "one fixed set of coordinates"),
     (lambda: vary(zoo.fedadam(), trainable=EACH), "multiply each client's factors"),
     (lambda: vary(zoo.fedavg(), trainable=EACH, privacy=SECURE), "multiply each client's factors"),
     (
-        lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("median"), weighting=uniform(), privacy=PRIVATE),
+        lambda: private(vary(zoo.fedavg(), aggregate=robust_aggregator("median"), weighting=uniform()), PRIVACY),
         "covers a clipped sum with noise, and median is something else",
     ),
-    (lambda: vary(zoo.scaffold(), privacy=PRIVATE), "its clipped change and nothing else"),
-    (lambda: vary(zoo.fedavg(), weighting=uniform(), compression=codec("int8"), privacy=PRIVATE), "and nothing else"),
-    (lambda: vary(zoo.fedavg(), privacy=PRIVATE), "count at most once"),
+    (lambda: private(zoo.scaffold(), PRIVACY), "its clipped update and nothing else"),
+    (lambda: private(vary(zoo.fedavg(), weighting=uniform(), compression=codec("int8")), PRIVACY), "and nothing else"),
+    (lambda: private(zoo.fedavg(), PRIVACY), "count at most once"),
 ]
 
 
@@ -138,11 +142,11 @@ CONFIGS: dict[str, tuple[list[str], str]] = {
     "a robust rule in a mixture": (["algorithm.name=fedshibu", "trainable.kind=body"], "has no place in it"),
     "a robust rule over stacked factors": (
         ["trainable.kind=lora", "trainable.lora.aggregate=stack"],
-        "would be ignored",
+        "no robust rule",
     ),
     "a robust rule over counted masks": (
         ["trainable.kind=sparse", "trainable.sparse.per_client=true"],
-        "would be ignored",
+        "no robust rule",
     ),
 }
 

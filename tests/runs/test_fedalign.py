@@ -16,31 +16,26 @@ from fedgraft import server
 from fedgraft import zoo
 from fedgraft.aggregate.slots import Answers
 from fedgraft.errors import FedgraftError
-from fedgraft.runs.setup import Setup
 from fedgraft.config.load import load
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.run import run
-from fedgraft.runs.head_init import install_head
+from fedgraft.runs.job import job_of
+from fedgraft.runs.opening import make_probe
 from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
 from fedgraft.aggregate.similarity import svcca
+from tests.support.tiny import Open, without_pictures
 from tests.support.toy import Toy, ToyExamples
 
 LOCAL = LocalTraining(3, batch_size=6)
 SMALL: dict[str, Any] = {"keep": 3, "top": 3, "probe": 64, "local": LOCAL}
 TINY = [
     "data.source=synthetic", "data.count=400", "data.classes=4", "model.name=tiny", "partition.clients=10",
-    "rounds.fraction=1.0", "local.steps=1", "local.batch_size=8", "rounds.total=1", "rounds.evaluate_every=0",
+    "rounds.fraction=1.0", "workers=1", "local.steps=1", "local.batch_size=8", "rounds.total=1", "rounds.evaluate_every=0",
     "model.head=random", "trainable.kind=body", "algorithm.name=fedalign", "algorithm.keep=4", "algorithm.top=4",
     "algorithm.probe=40",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    yield
 
 
 def everyone(algorithm: Any, **options: Any) -> Toy:
@@ -149,9 +144,9 @@ def test_too_few_probe_rows_are_refused() -> None:
 
 
 def test_too_few_validation_images_are_refused() -> None:
-    setup = Setup(load(None, [*TINY, "algorithm.probe=50"]))
+    job = job_of(load(None, [*TINY, "algorithm.probe=50"]))
     with pytest.raises(FedgraftError, match="needs 50 validation images and there are 40"):
-        assert setup.probe
+        make_probe(job)
 
 
 # ---- liars -----------------------------------------------------------------------------------------------------------
@@ -172,17 +167,13 @@ class Boasting:
             yield reply
 
 
-def tiny_server(*overrides: str) -> Setup:
-    setup = Setup(load(None, [*TINY, "algorithm.align=server", *overrides]))
-    install_head(setup)
-    setup.open()
-    return setup
+def tiny_server(*overrides: str) -> Open:
+    return Open(load(None, [*TINY, "algorithm.align=server", *overrides]))
 
 
-def share_of_liar(setup: Setup) -> float:
-    state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
-    engine = Boasting(setup.engine(), scalars=False)
-    _, summary = run_round(setup.algorithm, setup.federation, state, engine, setup.server_context)
+def share_of_liar(setup: Open) -> float:
+    engine, federation = Boasting(setup.engine(), scalars=False), setup.opening.federation
+    _, summary = run_round(setup.algorithm, federation, setup.begin(), engine, setup.server_context)
     clients = summary.record["clients"]
     return float(clients["weight"][clients["ids"].index(0)])
 
@@ -198,8 +189,8 @@ def test_without_the_cap_it_would_weigh_nearly_everything() -> None:
 
 def test_the_server_takes_no_score_from_a_client() -> None:
     setup = tiny_server()
-    state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
-    _, summary = run_round(setup.algorithm, setup.federation, state, Boasting(setup.engine()), setup.server_context)
+    engine, federation = Boasting(setup.engine()), setup.opening.federation
+    _, summary = run_round(setup.algorithm, federation, setup.begin(), engine, setup.server_context)
     assert [drop["client"] for drop in summary.record["dropped"]] == [0]
 
 
@@ -224,16 +215,17 @@ def test_the_server_scores_a_distorted_change_lower() -> None:
     start = setup.space.gather(setup.network)
     noise = torch.randn(len(start), generator=torch.Generator().manual_seed(0))
     answers = Answers((0, 1), torch.ones(2, dtype=torch.float64), [1e-3 * noise, 0.3 * noise], start=start, round=4)
-    scores = setup.align(answers)
+    align = setup.server_context.align
+    scores = align(answers)
     assert scores.shape == (2, 3) and bool((scores[0] > scores[1]).all())
-    again, other = setup.align(answers), setup.align(replace(answers, round=5))
+    again, other = align(answers), align(replace(answers, round=5))
     assert torch.equal(scores, again) and not torch.equal(scores, other)  # the probe rotates
 
 
 @pytest.mark.parametrize("align", ["client", "server", "random"])
-def test_each_mode_runs_from_a_config(tmp_path: Path, align: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedgraft.runs.run.report_run", lambda *a, **k: None)
-    summary = run(load(None, [*TINY, f"algorithm.align={align}"]), tmp_path / "run", console=False)
+def test_each_mode_runs_from_a_config(tmp_path: Path, align: str) -> None:
+    with without_pictures():
+        summary = run(load(None, [*TINY, f"algorithm.align={align}"]), tmp_path / "run", console=False)
     assert summary["rounds"] == 1
-    scores = RunFolder.open(tmp_path / "run").metrics()[0]["alignment"]  # whoever measured them, the figures see them
+    scores = RunFolder.open(tmp_path / "run").metrics()[1]["alignment"]  # whoever measured them, the figures see them
     assert set(scores) == {"early", "middle", "late"} and all(0 <= s <= 1 for layer in scores.values() for s in layer)

@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from fedgraft import zoo
-from fedgraft.runs.setup import Setup
+from fedgraft.runs.job import job_of
 from fedgraft.config.load import load
 from fedgraft.config.options import AlgorithmChoice
 from fedgraft.runs.run import run
 from fedgraft.local.train import LocalTraining
 from fedgraft.state import ServerState
 from fedgraft.aggregate.similarity import SIMILARITIES, crsm
+from tests.support.tiny import without_pictures
 from tests.support.toy import Toy
 
 LOCAL = LocalTraining(3, batch_size=6)
 TINY = [
     "data.source=synthetic", "data.count=200", "data.classes=4", "model.name=tiny", "partition.clients=4",
-    "rounds.fraction=1.0", "local.steps=2", "local.batch_size=8", "rounds.total=2", "rounds.evaluate_every=0",
+    "rounds.fraction=1.0", "workers=1", "local.steps=2", "local.batch_size=8", "rounds.total=2", "rounds.evaluate_every=0",
     "model.head=random", "trainable.kind=body", "algorithm.name=fedshibu", "algorithm.samples=8", "personal.evaluate=end",
 ]  # fmt: skip
 
@@ -176,16 +177,14 @@ def test_mixing_within_groups_is_fedbabu_in_each_group() -> None:
 
 
 @pytest.fixture
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("fedgraft.runs.run.report_run", lambda *a, **k: None)
-    yield
+def quick() -> Iterator[None]:
+    with without_pictures():
+        yield
 
 
 def test_the_groups_experiment_from_a_config(tmp_path: Path, quick: None) -> None:
     overrides = [*TINY, "partition.kind=groups", "partition.groups=[[0,1],[2,3]]", "algorithm.similarity=groups"]
-    setup = Setup(load(None, overrides))
-    held = torch.from_numpy(setup.federated.histogram()).float()
+    held = torch.from_numpy(job_of(load(None, overrides)).task.data.histogram()).float()
     block = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).double()
     assert torch.equal(crsm(held, "groups"), block)
     summary = run(load(None, overrides), tmp_path / "run", console=False)

@@ -34,11 +34,15 @@ from fedgraft.runs import centralized
 from fedgraft.runs import checkpoint
 from fedgraft.runs import run_folder as record
 from fedgraft.runs import run as run_module
-from fedgraft.runs.setup import Setup
+from fedgraft.runs import measure
+from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.config.load import Config, load
 from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
 from fedgraft.runs.run import run
+from tests.support.tiny import Open, without_pictures
+from tests.support.tiny import same_bits as same
+from tests.support.tiny import tensors_of as final
 
 TINY = [
     "data.source=synthetic", "data.count=120", "data.classes=4", "model.name=tiny", "partition.clients=4",
@@ -52,34 +56,11 @@ def config(*overrides: str) -> Config:
     return load(None, [*TINY, *overrides])
 
 
-@contextmanager
-def without_pictures() -> Iterator[None]:
-    """Reports and figures are made when the bytes are decided; without them a run is several times as quick."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (run_module, centralized):
-            patch.setattr(module, "report_run", lambda *a, **k: None)
-        yield
-
-
 @pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Stores and features of these tests go to a folder of their own."""
-    with pytest.MonkeyPatch.context() as patch, without_pictures():
-        patch.setenv("FEDGRAFT_CACHE", str(tmp_path_factory.mktemp("cache")))
+def surroundings() -> Iterator[None]:
+    """No figures and no report, which play no part here."""
+    with without_pictures():
         yield
-
-
-def final(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the last checkpoint."""
-    found = checkpoint.load_latest(folder / "checkpoints")
-    assert found is not None
-    return dict(found.tensors)
-
-
-def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Equal bit for bit, also where a value is not a number."""
-    raw = [{name: t.contiguous().view(-1).view(torch.uint8) for name, t in tensors.items()} for tensors in (a, b)]
-    return a.keys() == b.keys() and all(torch.equal(raw[0][name], raw[1][name]) for name in a)
 
 
 def completed(folder: Path, *overrides: str) -> dict[str, Tensor]:
@@ -96,7 +77,7 @@ def test_the_same_config_twice_gives_the_same_bytes(tmp_path: Path, overrides: l
     torch.rand(5)
     assert same(first, completed(tmp_path / "b", *overrides))
     lines = [without_timing(read_metrics(tmp_path / name)) for name in "ab"]
-    assert lines[0] == lines[1] and len(lines[0]) == 6
+    assert lines[0] == lines[1] and [line["round"] for line in lines[0]] == list(range(7))  # the start is round 0
     assert not torch.equal(first["vector"], completed(tmp_path / "c", *overrides, "seed=1")["vector"])
 
 
@@ -109,42 +90,43 @@ def test_evaluating_always_or_never_changes_no_training_byte(tmp_path: Path) -> 
         "seldom saved": ["rounds.checkpoint_every=6"],
     }.items():
         watched = completed(tmp_path / name, *overrides)
-        if name in {"personal", "pixels"}:  # the trunk then runs in other batches, which moves a feature's last bits
+        if name in {"personal", "pixels"}:  # the backbone then runs in other batches, which moves a feature's last bits
             assert torch.allclose(watched["vector"], never["vector"], rtol=1e-4, atol=1e-5)
         else:
             assert torch.equal(watched["vector"], never["vector"]), name
 
 
-def test_fifty_rounds_on_the_head_leave_the_trunk_as_it_was(tmp_path: Path) -> None:
+def test_fifty_rounds_on_the_head_leave_the_backbone_as_it_was(tmp_path: Path) -> None:
     """Through a whole run with decay and momentum, every coordinate outside the space keeps its bits."""
     overrides = ["rounds.total=50", "rounds.checkpoint_every=50", "local.weight_decay=0.01", "trainable.kind=head"]
     kept: dict[str, Any] = {}
 
-    class Watched(Setup):
-        def __init__(self, chosen: Config) -> None:
-            super().__init__(chosen)
-            kept["network"] = self.network
-            kept["before"] = {n: p.detach().clone() for n, p in self.network.named_parameters()}
+    chosen = config(*overrides)
 
-    with without_pictures():
-        run(config(*overrides), tmp_path / "run", console=False, build=Watched)
+    def watched() -> tuple[Job, None]:
+        job = job_of(chosen)
+        kept["network"] = job.task.network
+        kept["before"] = {n: p.detach().clone() for n, p in job.task.network.named_parameters()}
+        return job, None
+
+    run(chosen, tmp_path / "run", console=False, build=watched)
     for name, parameter in kept["network"].named_parameters():
         assert torch.equal(parameter, kept["before"][name]) != name.startswith("head."), name
 
 
 def test_the_test_images_are_touched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """T26: validation chooses, and the test set is looked at once, at the end."""
+    """Validation chooses, and the test set is looked at once, at the end."""
     seen: list[int] = []
-    real = run_module.evaluate
+    real = measure.evaluate
 
     def counting(network: Any, examples: Any, rows: Tensor, *rest: Any, **overrides: Any) -> Any:
         seen.append(len(examples))
         return real(network, examples, rows, *rest, **overrides)
 
-    monkeypatch.setattr(run_module, "evaluate", counting)
+    monkeypatch.setattr(measure, "evaluate", counting)
     run(config("rounds.evaluate_every=1"), tmp_path / "run", console=False)
     assert seen.count(24) == 1 and seen[-1] == 24  # 24 test images; 120 rows hold training and validation
-    assert len(seen) == 7
+    assert len(seen) == 8  # the start, six rounds, the test
     seen.clear()
     run(config("rounds.evaluate_every=1"), tmp_path / "run", console=False)  # finished: nothing happens again
     assert not seen
@@ -154,13 +136,13 @@ def test_the_best_model_is_the_one_validation_chose(tmp_path: Path) -> None:
     summary = run(config("rounds.evaluate_every=1", "local.lr=0.5"), tmp_path / "run", console=False)
     scores = [line["accuracy"] for line in read_metrics(tmp_path / "run")]
     assert summary["validation"]["accuracy"] == max(scores)
-    assert summary["best_round"] == scores.index(max(scores)) + 1
-    assert summary["bytes_up"] == sum(line["bytes_up"] for line in read_metrics(tmp_path / "run"))
+    assert summary["best_round"] == scores.index(max(scores))
+    assert summary["bytes_up"] == sum(line["bytes_up"] for line in read_metrics(tmp_path / "run")[1:])
 
 
 def test_patience_stops_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
     overrides = ["rounds.total=40", "rounds.evaluate_every=1", "rounds.patience=2", "local.lr=1e-9"]
-    assert run(config(*overrides), tmp_path / "run", console=False)["rounds"] == 3
+    assert run(config(*overrides), tmp_path / "run", console=False)["rounds"] == 2  # the start counts
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
@@ -266,7 +248,7 @@ def test_a_failed_run_says_why_and_can_be_resumed(tmp_path: Path, monkeypatch: p
 
 
 def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
-    """T27: no stale artefact is taken for this run's."""
+    """No stale artefact is taken for this run's."""
     completed(tmp_path / "run")
     with pytest.raises(FedgraftError, match="belongs to a run of another config"):
         run(config("seed=1"), tmp_path / "run", console=False)
@@ -274,21 +256,11 @@ def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_centralised_runs_resume_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = config("centralized.epochs=4", "schedule.kind=cosine", "algorithm.name=scaffold")
+    """The optimizer's state goes on from epoch to epoch, so it must be in the checkpoint too."""
+    chosen = config("centralized.epochs=4", "schedule.kind=cosine", "algorithm.name=scaffold", "engine=reference")
     centralized.run_centralized(chosen, tmp_path / "unbroken", console=False)
-    count, real = 0, centralized.train
-
-    def stop(*arguments: Any, **named: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise KeyboardInterrupt
-        return real(*arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(centralized, "train", stop)
-        with pytest.raises(KeyboardInterrupt):
-            centralized.run_centralized(chosen, tmp_path / "broken", console=False)
+    interrupted(centralized.as_central(chosen), tmp_path / "broken", 3, monkeypatch)
+    assert any("velocity" in name for name in final(tmp_path / "broken"))
     centralized.run_centralized(chosen, tmp_path / "broken", console=False)
     assert same(final(tmp_path / "broken"), final(tmp_path / "unbroken"))
     summary = RunFolder.open(tmp_path / "broken").summary()
@@ -303,19 +275,23 @@ def test_other_centralised_kinds_run(tmp_path: Path, kind: str) -> None:
     assert centralized.as_central(centralized.as_central(chosen)) == centralized.as_central(chosen)
 
 
+def told(*overrides: str) -> list[str]:
+    """The warnings before a run of these options."""
+    found = Open(config(*overrides))
+    return warnings_for(found.job, found.opening, found.engines)
+
+
 def test_degenerate_settings_warn() -> None:
-    """T24: one client per round, and classes nobody holds."""
-    one = config("rounds.fraction=0.1")
-    assert any("one client per round" in text for text in warnings_for(one, Setup(one)))
+    """One client per round, and classes nobody holds."""
+    assert any("one client per round" in text for text in told("rounds.fraction=0.1"))
     overrides = [
         "partition.kind=classes",
         "partition.classes_per_client=1",
         "partition.clients=2",
         "partition.allow_uncovered=true",
     ]
-    few = config(*overrides)
-    assert any("held by nobody" in text for text in warnings_for(few, Setup(few)))
-    assert not warnings_for(config(), Setup(config()))
+    assert any("held by nobody" in text for text in told(*overrides))
+    assert not told()
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Step 0 and calibration through the secure sum: the same head and mask, and nothing of one client at the server."""
+"""Head initialisation and calibration under secure aggregation: the same head and mask, and nothing of one client at the server."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError
 from fedgraft.privacy.secagg.ring import Ring, Segment, Unfit
 from fedgraft.privacy.secagg.secure_sum import STAGES
-from fedgraft.runs import run as running
-from fedgraft.runs.setup import Setup
+from fedgraft.runs.run import run
+from fedgraft.runs.engines import Engines
 from fedgraft.runs.warnings import warnings_for
-from fedgraft.config.load import load
-from fedgraft.runs.parts import FederatedData
+from fedgraft.data.federated import FederatedData
 from fedgraft.runs.head_init import probe_head, ridge_head
 from fedgraft.messages import Order, Reply, pack, unpack
 from fedgraft.observe import summands
 from fedgraft.secure_round import ANSWERS, Sums
-from tests.unit.runs.test_head_init import CLIENTS, setting
+from tests.support.tiny import Open, tiny, without_pictures
 from tests.support.toy import Toy
+from tests.support.toy_heads import CLIENTS, setting
 
 SECURE = Protection(hidden=True)
 ACTIONS = ["statistics", "head_gradient", "fisher_scores"]
@@ -124,8 +124,8 @@ def test_hidden_sums_are_the_clear_ones(action: str) -> None:
 
 
 def test_the_heads_agree() -> None:
-    toy, _, _, server_context = setting()
-    (hidden, one), (plain, other) = ridge_head(secured(toy), None, server_context), ridge_head(clear(toy), None, server_context)
+    toy, _, _, judge = setting()
+    (hidden, one), (plain, other) = ridge_head(secured(toy), None, judge), ridge_head(clear(toy), None, judge)
     assert one == other
     torch.testing.assert_close(hidden, plain, rtol=1e-7, atol=1e-9)
     toy, other_toy = Toy(zoo.fedavg()), Toy(zoo.fedavg())
@@ -143,78 +143,71 @@ def test_worker_processes_give_the_same_bytes() -> None:
             assert all(torch.equal(there[name], here[name]) for name in here)
 
 
-OVERRIDES = [
-    "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=60",
-    "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "rounds.evaluate_every=2", "local.steps=2",
-    "local.batch_size=16", "trainable.kind=sparse", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60",
-    "trainable.sparse.rounds=2",
+SPARSE = [
+    "trainable.kind=sparse", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60", "trainable.sparse.rounds=2",
+    "trainable.head_too=false",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(running, "report_run", lambda *a, **k: None)
     return tmp_path / "cache"
 
 
-def opened(*overrides: str) -> Setup:
-    setup = Setup(load(None, [*OVERRIDES, *overrides]))
-    running.install_head(setup)
-    setup.open()
-    return setup
+def opened(*overrides: str) -> Open:
+    return Open(tiny(*SPARSE, *overrides))
 
 
 @pytest.mark.parametrize("strategy", ["least_sensitive", "most_sensitive"])
 def test_the_mask_is_the_clear_one(cache: Path, strategy: str) -> None:
     word = f"trainable.sparse.strategy={strategy}"
     hidden, plain = opened(word, "privacy.aggregation=secure"), opened(word)
-    assert hidden.mask is not None and plain.mask is not None and hidden.mask.count == plain.mask.count
+    assert hidden.mask.count == plain.mask.count
     same = torch.cat([(hidden.mask[n] == plain.mask[n]).view(-1) for n in plain.mask])
     assert float(same.double().mean()) >= 0.999
-    files = sorted((cache / "masks").iterdir()), sorted((cache / "heads").iterdir())
+    files = sorted((cache / "edits").iterdir()), sorted((cache / "heads").iterdir())
     assert [len(found) for found in files] == [2, 2]  # a hidden run does not take a clear one's, nor the other way
 
 
-def test_a_whole_run_under_the_secure_sum(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "fedgraft"):
-        hidden = running.run(load(None, [*OVERRIDES, "privacy.aggregation=secure"]), tmp_path / "hidden", console=False)
-    assert "in the clear" not in caplog.text and "outside the secure sum" not in caplog.text
-    plain = running.run(load(None, OVERRIDES), tmp_path / "plain", console=False)
+def test_a_whole_run_under_secure_aggregation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fedgraft"), without_pictures():
+        hidden = run(tiny(*SPARSE, "privacy.aggregation=secure"), tmp_path / "hidden", console=False)
+        assert "in the clear" not in caplog.text and "outside the hidden sum" not in caplog.text
+        plain = run(tiny(*SPARSE), tmp_path / "plain", console=False)
     assert hidden["test"]["accuracy"] == pytest.approx(plain["test"]["accuracy"], abs=0.05)
 
 
-def test_warnings_say_what_is_still_shown(cache: Path) -> None:
+def told(*overrides: str) -> list[str]:
+    """The warnings before a run of these options."""
+    found = opened(*overrides)
+    return warnings_for(found.job, found.opening, found.engines)
+
+
+def test_warnings_say_what_is_still_shown() -> None:
     private = ["privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform"]
-
-    def told(*overrides: str) -> str:
-        config = load(None, [*OVERRIDES, *overrides])
-        return "\n".join(warnings_for(config, Setup(config)))
-
-    assert "step 0" not in told("privacy.aggregation=secure")
-    assert "step 0 sums feature statistics in the clear" in told(*private)
-    assert "a secure sum, without noise, outside the account" in told("privacy.aggregation=secure", *private)
-    assert "INSECURE" in told("privacy.aggregation=zero_sum_demo")
+    assert "head initialisation" not in "\n".join(told("privacy.aggregation=secure"))
+    assert "head initialisation sums feature statistics in the clear" in "\n".join(told(*private))
+    both = "\n".join(told("privacy.aggregation=secure", *private))
+    assert both.count("in secure aggregation, without noise, outside the account") == 2  # the head and the mask
+    assert "INSECURE" in "\n".join(told("privacy.aggregation=zero_sum_demo"))
 
 
-def test_warnings_name_each_thing_that_comes_one_by_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_name_each_thing_that_comes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {
-        "trainable.sparse.merge=vote": "merge='vote' shows the server masks",
-        "personal.evaluate=end": "each client's own accuracy",
+        "trainable.sparse.merge=vote": ("merge='vote' shows the server masks", "outside secure aggregation"),
+        "personal.evaluate=end": ("each client's own accuracy", "outside the hidden sum"),
     }
-    for word, sentence in shown.items():
+    for word, (sentence, where) in shown.items():
         for kind in ("secure", "clear"):
-            config = load(None, [*OVERRIDES, f"privacy.aggregation={kind}", word])
-            found = [text for text in warnings_for(config, Setup(config)) if "outside the secure sum" in text]
+            found = [text for text in told(f"privacy.aggregation={kind}", word) if where in text]
             assert [sentence in text for text in found] == ([True] if kind == "secure" else [])
-    config = load(None, [*OVERRIDES, "privacy.aggregation=secure"])
-    setup = Setup(config)
-    assert not [text for text in warnings_for(config, setup) if "outside the secure sum" in text]
-    own = load(None, [*OVERRIDES, "privacy.aggregation=secure", "trainable.sparse.per_client=true"])
-    with pytest.raises(FedgraftError, match="use one common mask"):
-        Setup(own)
+    found = opened("privacy.aggregation=secure")
+    assert not [t for t in warnings_for(found.job, found.opening, found.engines) if "outside" in t]
+    with pytest.raises(FedgraftError, match="use one common mask|use clear sums"):
+        opened("privacy.aggregation=secure", "trainable.sparse.per_client=true")
     monkeypatch.setattr(FederatedData, "blind", True)  # as in a federation whose server holds no images
-    assert "counts" in warnings_for(config, setup)[-1]
+    assert "counts" in warnings_for(found.job, found.opening, found.engines)[-1]
 
 
 # ---- what the server sees -------------------------------------------------------------------------------------------
@@ -359,7 +352,7 @@ def test_an_answer_over_its_size_is_not_even_unpacked(monkeypatch: pytest.Monkey
     assert sum(over for _, _, over in read) == 1 and all(limit is not None and limit < 1 << 18 for _, limit, _ in read)
 
 
-@pytest.mark.parametrize("privacy", [SECURE, Protection()], ids=lambda p: p.aggregation)
+@pytest.mark.parametrize("privacy", [SECURE, Protection()], ids=["secure", "clear"])
 def test_large_answers_are_asked_for_in_groups(privacy: Protection, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may hold all answers of one exchange, so one exchange does not ask for too many."""
     monkeypatch.setattr(secure_round, "_HELD", 1)
@@ -404,18 +397,18 @@ def test_a_client_whose_numbers_do_not_fit_leaves_and_is_named() -> None:
 
 
 def test_a_head_without_everyone_is_not_kept_for_other_runs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Setup.sums
+    whole = Engines.sums
 
-    def partial(self: Setup, context: Any) -> Sums:
+    def partial(self: Engines, context: Any) -> Sums:
         made = whole(self, context)
         inner = made.exchange
         made.exchange = lambda orders: [r for r in inner(orders) if r.client != 1]  # type: ignore[attr-defined]
         return made
 
-    monkeypatch.setattr(Setup, "sums", partial)
+    monkeypatch.setattr(Engines, "sums", partial)
     missing = opened()
-    assert not (cache / "heads").exists() and not (cache / "masks").exists()
-    monkeypatch.setattr(Setup, "sums", whole)
+    assert not (cache / "heads").exists() and not (cache / "edits").exists()
+    monkeypatch.setattr(Engines, "sums", whole)
     assert not torch.equal(opened().network.head.weight, missing.network.head.weight)
     assert len(list((cache / "heads").iterdir())) == 1
 
@@ -426,7 +419,7 @@ def test_a_head_without_everyone_is_not_kept_for_other_runs(cache: Path, monkeyp
 def test_a_client_serves_each_sum_once_and_refuses_another_layout(caplog: pytest.LogCaptureFixture) -> None:
     toy = Toy(zoo.fedavg())
     secured(toy).ask("statistics")
-    with pytest.raises(FedgraftError, match="given up"):  # a server that starts again over the same clients
+    with pytest.raises(FedgraftError, match="aborted"):  # a server that starts again over the same clients
         secured(toy, [0, 1, 2, 3]).ask("statistics")
     assert "is a replay" in caplog.text
     caplog.clear()
@@ -435,7 +428,7 @@ def test_a_client_serves_each_sum_once_and_refuses_another_layout(caplog: pytest
     assert not reply.evidence and "before it began" in caplog.text
 
 
-def test_dropout_layers_draw_the_same_under_the_secure_sum() -> None:
+def test_dropout_layers_draw_the_same_under_secure_aggregation() -> None:
     """Turning the protection on does not change what is trained."""
 
     def run(privacy: Protection) -> Tensor:

@@ -1,4 +1,4 @@
-"""The seven slots: what combinations are refused, with which sentence, and how one algorithm varies another."""
+"""The slots: what combinations are refused, with which sentence, and how one algorithm varies another."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.edit.dense import head
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
+from fedgraft.edit.trainable import is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates, dynamic, proximal
 from fedgraft.local.optimizers import adamw, sgdm
@@ -25,19 +26,19 @@ from fedgraft.update.codecs import codec
 SECURE = Protection(hidden=True)
 
 ILLEGAL: dict[str, tuple[Any, str]] = {
-    "secure sum with Krum": (
+    "secure aggregation with Krum": (
         lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("krum", 1), privacy=SECURE),
-        "secure sum shows the server only the sum, and krum needs each client's change",
+        "secure aggregation shows the server only the sum, and krum needs each client's update",
     ),
-    "secure sum with a mixture": (
+    "secure aggregation with mixing": (
         lambda: vary(zoo.fedshibu(), privacy=SECURE),
         "can solve the known mixing matrix",
     ),
-    "secure sum with scores of the server": (
+    "secure aggregation with scores of the server": (
         lambda: vary(zoo.fedalign(align="server"), privacy=SECURE),
         "client compute its own score",
     ),
-    "secure sum with another encoding": (
+    "secure aggregation with another encoding": (
         lambda: vary(zoo.fedavg(), compression=codec("int8"), privacy=SECURE),
         "its own fixed-point encoding, so the codec int8",
     ),
@@ -59,7 +60,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         "no common step for the server rule adam",
     ),
     "a private head that is shared": (
-        lambda: vary(zoo.fedavg(trainable=head()), client_state=ClientState("head")),
+        lambda: vary(zoo.fedavg(trainable=head()), client_state=ClientState(is_head)),
         "both the part that is shared and the part that each client keeps",
     ),
     "a mixture with control variates": (
@@ -71,7 +72,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         "count at most once",
     ),
     "own masks with a mixture": (
-        lambda: vary(zoo.fedshibu(), trainable=Sparse(adaptive_start=0.5)),
+        lambda: vary(zoo.fedavg_crsm(), trainable=Sparse(adaptive_start=0.5)),
         "cannot be mixed",
     ),
     "own masks with top-k": (
@@ -86,7 +87,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         lambda: vary(zoo.feddyn(), trainable=Sparse(adaptive_start=0.5)),
         "remembers a vector over one fixed set",
     ),
-    "stacked factors under a secure sum": (
+    "stacked factors under secure aggregation": (
         lambda: vary(zoo.fedavg(), trainable=LowRank(aggregate="stack"), privacy=SECURE),
         "factors",
     ),
@@ -122,9 +123,9 @@ def test_close_relatives_of_the_illegal_ones_are_allowed() -> None:
 
 def test_algorithms_are_never_changed_only_varied() -> None:
     base = zoo.fedavg(local=LocalTraining(7))
-    other = vary(base, name="mine", amount=3, correction=proximal(0.5), weighting=uniform())
-    assert (base.local.amount, base.name, base.weighting.name) == (7, "fedavg", "examples")
-    assert (other.local.amount, other.local.correction.name, other.name, other.weighting.name) == (
+    other = vary(base, name="mine", steps=3, correction=proximal(0.5), weighting=uniform())
+    assert (base.local.steps, base.name, base.weighting.name) == (7, "fedavg", "examples")
+    assert (other.local.steps, other.local.correction.name, other.name, other.weighting.name) == (
         3, "proximal", "mine", "uniform",
     )  # fmt: skip
     with pytest.raises(FrozenInstanceError):
@@ -135,7 +136,7 @@ def test_algorithms_are_never_changed_only_varied() -> None:
 
 def test_a_local_rule_and_its_keys_can_be_given_together() -> None:
     local = vary(zoo.fedavg(), local=LocalTraining(9), batch_size=5).local
-    assert (local.amount, local.batch_size) == (9, 5)
+    assert (local.steps, local.batch_size) == (9, 5)
 
 
 def test_an_unknown_algorithm_names_the_nearest() -> None:
@@ -172,5 +173,9 @@ def test_robust_rules_say_what_they_are() -> None:
 
 def test_body_algorithms_move_the_body_whatever_the_default() -> None:
     for name in ("fedbabu", "fedshibu", "fedper", "fedrep"):
-        assert zoo.named(name).trainable.kind == "body"
+        assert zoo.named(name).trainable.trains_body
         assert zoo.named(name, trainable=Sparse(head=False)).trainable.kind == "sparse"
+    for name in ("fedbabu", "fedshibu"):
+        assert not zoo.named(name).trainable.trains_head
+        with pytest.raises(FedgraftError, match="head stays at its start"):
+            zoo.named(name, trainable=Sparse())

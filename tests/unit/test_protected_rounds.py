@@ -1,4 +1,4 @@
-"""Rounds under protection: the secure sum is FedAvg within its step, no noise is FedAvg, the account ends a run."""
+"""Rounds under protection: secure aggregation is FedAvg within its step, no noise is FedAvg, the account ends a run."""
 
 from __future__ import annotations
 
@@ -19,49 +19,47 @@ from fedgraft.client import handle
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
-from fedgraft.privacy.protection import DifferentialPrivacy, Protection
+from fedgraft.privacy import protection
+from fedgraft.privacy.protection import DifferentialPrivacy, secure
 
 ALIGN = {"layers": ("block1", "block2"), "keep": 3, "top": 3}
 SUMS = ["fedavg", "fedprox", "scaffold", "feddyn", "fednova", "fedavgm", "fedadam", "fedbabu", "fedalign"]
 
 
-def secured(algorithm: Algorithm) -> Algorithm:
-    return vary(algorithm, privacy=Protection(hidden=True))
-
-
-def private(noise: float, clip: float = 1.0, adaptive: bool = False, kind: str = "clear") -> Algorithm:
+def private(noise: float, clip: float = 1.0, adaptive: bool = False, hidden: bool = False) -> Algorithm:
     mechanism = Mechanism(noise, 3 / 5, 5)
     privacy = DifferentialPrivacy(
         mechanism, clip, AdaptiveClip(mechanism, count_noise=5.0) if adaptive else None, simulation_key(1)
     )
-    return vary(zoo.fedavg(), weighting=uniform(), privacy=Protection(kind, limit=2.0, dp=privacy))  # type: ignore[arg-type]
+    plain = vary(zoo.fedavg(), weighting=uniform())
+    return protection.private(secure(plain, limit=2.0) if hidden else plain, privacy)
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_the_secure_sum_gives_the_same_model_within_its_step(name: str) -> None:
-    algorithm = zoo.ALGORITHMS[name](**ALIGN)
-    clear, hidden = Toy(algorithm), Toy(secured(algorithm))
+def test_secure_aggregation_gives_the_same_model_within_its_step(name: str) -> None:
+    algorithm = zoo.named(name, **(ALIGN if name == "fedalign" else {}))
+    clear, hidden = Toy(algorithm), Toy(secure(algorithm))
     clear.run(4)
     hidden.run(4)
     assert hidden.summary.record["bytes_up"] > 0 and not hidden.summary.rejections
     torch.testing.assert_close(hidden.state.vector, clear.state.vector, rtol=0, atol=1e-5)
-    again = Toy(secured(algorithm))
+    again = Toy(secure(algorithm))
     again.run(4)
     assert torch.equal(again.state.vector, hidden.state.vector)  # keys differ, bytes do not
 
 
 def test_nothing_of_one_client_reaches_the_server_in_the_clear() -> None:
-    """Everything that crosses the wire is kept and searched; the broken variant leaks its change as a sum."""
+    """Everything that crosses the wire is kept and searched; the broken variant leaks its update as evidence."""
     seen: list[Reply] = []
 
     def watched(leak: bool) -> bool:
-        toy = Toy(secured(zoo.fedavg()))
+        toy = Toy(secure(zoo.fedavg()))
         inner = toy.engine.exchange
         seen.clear()
 
         def exchange(orders: list[Order]) -> Any:
             for reply in inner(orders):
-                if leak and "sparse" in reply.evidence:
+                if leak and "masked" in reply.evidence:
                     order = next(o for o in orders if o.client == reply.client)
                     plain, _ = handle(replace(order, action="train", auxiliary={}), toy.algorithm, toy.context, {})
                     assert plain.update is not None
@@ -80,7 +78,7 @@ def test_nothing_of_one_client_reaches_the_server_in_the_clear() -> None:
 
 
 def test_a_client_that_falls_silent_is_left_out_and_the_rest_is_summed() -> None:
-    toy = Toy(secured(vary(zoo.fedavg(), weighting=uniform())), per_round=5)
+    toy = Toy(secure(vary(zoo.fedavg(), weighting=uniform())), per_round=5)
     inner = toy.engine.exchange
 
     def exchange(orders: list[Order]) -> Any:
@@ -97,7 +95,7 @@ def test_a_client_that_falls_silent_is_left_out_and_the_rest_is_summed() -> None
 
 
 def test_below_the_threshold_nothing_changes_and_the_run_goes_on() -> None:
-    toy = Toy(secured(zoo.fedavg()), per_round=5)
+    toy = Toy(secure(zoo.fedavg()), per_round=5)
     inner = toy.engine.exchange
     toy.engine.exchange = lambda orders: [r for r in inner(orders) if r.client < 2]  # type: ignore[method-assign,assignment]
     before = toy.state.vector.clone()
@@ -107,7 +105,7 @@ def test_below_the_threshold_nothing_changes_and_the_run_goes_on() -> None:
 
 
 def test_one_client_alone_is_not_asked() -> None:
-    toy = Toy(secured(zoo.fedavg()), per_round=1)
+    toy = Toy(secure(zoo.fedavg()), per_round=1)
     before = toy.state.vector.clone()
     toy.run(1)
     assert toy.summary.record["skipped"] and toy.summary.record["bytes_up"] == 0
@@ -119,7 +117,7 @@ def test_a_plan_of_another_round_is_refused() -> None:
     from fedgraft.client import check_plan
     from fedgraft.privacy.secagg.secure_sum import Plan, SecureRefusal, weighted_segments
 
-    toy = Toy(secured(zoo.fedavg()))
+    toy = Toy(secure(zoo.fedavg()))
     order = Order("toy", 3, 0, "secure.keys", toy.space.digest, settings={"sums": "train"})
     good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
     check_plan(good, order, toy.algorithm, toy.context)
@@ -154,7 +152,7 @@ def test_the_noise_has_the_promised_spread_and_repeats() -> None:
     assert float(noise.std()) == pytest.approx(expected, rel=0.2)
 
 
-def test_a_change_over_the_bound_is_clipped_by_the_server_too() -> None:
+def test_an_update_over_the_bound_is_clipped_by_the_server_too() -> None:
     """A client that does not clip moves the sum no farther than one that does; without the server's clip it would."""
     toy = Toy(private(0.0, clip=0.01), per_round=5)
     before = toy.state.vector.clone()
@@ -172,7 +170,7 @@ def test_a_change_over_the_bound_is_clipped_by_the_server_too() -> None:
 
 
 def test_privacy_inside_the_secure_sum_and_the_adaptive_bound() -> None:
-    toy = Toy(private(0.1, clip=0.5, adaptive=True, kind="secure"))
+    toy = Toy(private(0.1, clip=0.5, adaptive=True, hidden=True))
     toy.run(3)
     assert math.isfinite(float(toy.state.vector.sum())) and toy.state.clip != 0.5
 

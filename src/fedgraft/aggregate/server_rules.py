@@ -190,7 +190,7 @@ def chain(*rules: ServerRule) -> ServerRule:
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         new, moved = dict(state), x
         for rule in rules:
-            moved, after = rule.step(x, update, state, info)
+            moved, after = rule.step(x, update, new, info)
             new, update = {**new, **after}, moved - x
         return moved, new
 

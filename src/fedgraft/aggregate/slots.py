@@ -224,6 +224,6 @@ class Mixing:
             mixed = mix(anchor, offsets, matrix, (weights, common))
             kept = state.personal if self.absent_keep else {}
             personal = {**kept, **dict(zip(answers.clients, mixed, strict=True))}
-        # The anchor follows the mean: a client that never took part starts from what the others have, not from the past.
+        # The anchor follows the mean: who never took part starts from what the others have, not from the past.
         new = replace(state, round=state.round + 1, vector=common, personal=personal)
         return Advanced(new, common - anchor, {"mixing": matrix})

@@ -69,7 +69,7 @@ def run(
         for line in plan(config):
             typer.echo(line)
         return
-    _carry_out(config, _folder(config, folder, fresh), quiet, central=False)
+    _carry_out(config, _folder(config, folder, fresh), quiet)
 
 
 @app.command()
@@ -84,7 +84,7 @@ def centralized(
 
     config = as_central(config_of(overrides))
     base = folder or Path("runs") / f"{config.name}-central-{config.digest}"
-    _carry_out(config, _folder(config, base, fresh), quiet, central=True)
+    _carry_out(config, _folder(config, base, fresh), quiet)
 
 
 @app.command()
@@ -100,7 +100,7 @@ def resume(
     config = from_folder(run)
     if record.config_digest != config.digest:
         raise FedgraftError(f"{run / 'config.toml'} was changed since the run began; restore it, or start a new run")
-    _carry_out(config, run, quiet, central=(run / "centralized").exists())
+    _carry_out(config, run, quiet)
 
 
 def _import_the_library() -> None:
@@ -112,7 +112,7 @@ def _import_the_library() -> None:
     gc.enable()
 
 
-def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None:
+def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
     """Run with a live display, then the final table; Ctrl-C has saved the state by the time it gets here."""
     _import_the_library()
     import rich
@@ -127,11 +127,7 @@ def _carry_out(config: Config, folder: Path, quiet: bool, central: bool) -> None
         console.print("this config was run before; --fresh runs it again.")
     try:
         with display.LiveProgress(console) as live:
-            if central:
-                from fedgraft.runs.centralized import run_centralized
-
-                summary = run_centralized(config, folder, live)
-            elif config.engine == "flower-sim":
+            if config.engine == "flower-sim":
                 from fedgraft.deploy.flower_apps import simulate
 
                 summary = simulate(config, folder, live)

@@ -169,8 +169,8 @@ def build_trainable(config: Config, fixed_head: bool) -> Trainable:
 
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of the config: a name of the registry, with the slots that were asked for."""
-    a, l = config.algorithm, config.loss
-    loss = LOSSES.build(l.name, l.model_extra or {}, label_smoothing=l.label_smoothing)
+    a, aim = config.algorithm, config.loss
+    loss = LOSSES.build(aim.name, aim.model_extra or {}, label_smoothing=aim.label_smoothing)
     common = {"name", "weighting", "robust", "attackers", "neighbours", "clip_norm"}
     chosen = {key: getattr(a, key) for key in a.model_fields_set - common if getattr(a, key) is not None}
     made: Algorithm = ALGORITHMS.build(
@@ -179,6 +179,11 @@ def build_algorithm(config: Config) -> Algorithm:
     brings_own = made.fixed_head or made.client_state.private is not None or made.weighting.needs_moving_body
     if config.trainable.kind is not None:
         made = vary(made, trainable=build_trainable(config, made.fixed_head))
+    elif config.trainable.model_extra:
+        key = next(iter(config.trainable.model_extra))
+        raise FedgraftError(
+            f"there is no option 'trainable.{key}' without a trainable.kind of one's own that takes it."
+        )
     elif not brings_own:
         made = vary(made, trainable=head())
     if a.weighting != "default":

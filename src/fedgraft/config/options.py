@@ -81,7 +81,7 @@ class Sparse(Section):
 
     strategy: str = Field(
         "least_sensitive",
-        description="least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random, or a registered name",
+        description="least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random, or another's name",
     )
     sparsity: float = Field(0.9, ge=0, lt=1)
     scope: tuple[str, ...] = Field(
@@ -149,7 +149,7 @@ class Trainable(Section):
     freeze_blocks: int = Field(0, ge=0, description="the first so many blocks, and what lies before, stay fixed")
     head_too: bool | None = Field(
         None,
-        description="kind=last_blocks, sparse or lora: train the head along; default: yes, unless the algorithm keeps it",
+        description="kind=last_blocks, sparse or lora: train the head along; default: yes, unless it is to stay",
     )
     match_norm: float | None = Field(
         None, gt=1, description="raise the rate up to this factor, to the dense update's norm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +45,8 @@ class FederatedData:
     @property
     def identity(self) -> list[str]:
         """What tells this data and its partition from any other."""
-        return [self.dataset.train.digest, self.partition.digest]
+        rows = hashlib.blake2b(self.train_rows.numpy().tobytes() + b"/" + self.validation_rows.numpy().tobytes())
+        return [self.dataset.train.digest, self.dataset.test.digest, self.partition.digest, rows.hexdigest()[:16]]
 
     def rows(self, client: int) -> Tensor:
         """A client's training rows in the training store."""

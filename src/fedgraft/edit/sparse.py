@@ -78,8 +78,8 @@ class Sparse:
         if not (self.per_client and self.fill == "count"):
             return ""
         return (
-            "masks of the clients' own are averaged coordinate by coordinate; use clear sums, the plain server rule and "
-            "no robust rule, or trainable.sparse.fill='zero'"
+            "masks of the clients' own are averaged coordinate by coordinate; use clear sums, the plain server rule "
+            "and no robust rule, or trainable.sparse.fill='zero'"
         )
 
     @property
@@ -139,8 +139,8 @@ class Sparse:
             found = self.calibrated(network, lambda draw: self._scores(network, ask, draw), ask.seed)
             share = 100 * scope.density(found.mask)
             notes.append(
-                f"mask {self.strategy}: {found.mask.count} of {found.mask.total} coordinates move ({share:.2f} % of the "
-                f"network), energy share {found.energy:.3g}, {sum(found.negligible.values())} without effect"
+                f"mask {self.strategy}: {found.mask.count} of {found.mask.total} coordinates move ({share:.2f} % of "
+                f"the network), energy share {found.energy:.3g}, {sum(found.negligible.values())} without effect"
             )
             return found.mask
         own = [Mask(scope.restrict(mask)) for mask in self._own_masks(network, ask).values()]  # dense parts do not vote

@@ -50,7 +50,7 @@ def none() -> Correction:
 
 
 def chain(*corrections: Correction) -> Correction:
-    """One correction after the other on the same gradient. What they remember, send and receive must not share names."""
+    """One correction after the other on the same gradient; what they remember and send must not share names."""
 
     def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
         made = [correction.prepare(start, auxiliary, memory) for correction in corrections]
@@ -72,6 +72,7 @@ def chain(*corrections: Correction) -> Correction:
         "+".join(c.name for c in corrections), prepare, adjust, finish,
         any(c.needs_effective_steps for c in corrections), tuple(n for c in corrections for n in c.sends),
         tuple(n for c in corrections for n in c.receives), any(c.remembers for c in corrections),
+        nothing=all(c.nothing for c in corrections),
     )  # fmt: skip
 
 

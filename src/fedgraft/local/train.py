@@ -49,7 +49,7 @@ class LocalTraining:
     clip: float | None = None
     """Largest norm of the gradient on what may move."""
     head_lr: float | None = None
-    """The head's rate as a multiple of the others'; None: the same. One rate rarely serves a fresh head and old blocks."""
+    """The head's rate as a multiple of the others'; None: the same. One rate rarely serves both."""
     momentum_correction: bool = False
     """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
     amp: str | None = None

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fedgraft.config.load import Config
+from fedgraft.edit.lora import adapted as adapters
 from fedgraft.edit.masks import Mask, density_by, overlap
 from fedgraft.edit.space import EditSpace
 from fedgraft.messages import unpack_bits
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.figures import draw
-from fedgraft.edit.lora import adapted as adapters
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.run_folder import RunFolder
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.aggregate.server_rules import plain_tail
 from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
 from fedgraft.aggregate.slots import Answers
 from fedgraft.algorithm import Algorithm, vary
@@ -80,8 +79,6 @@ def open_run(
         engines.close()  # workers of the preparations hold the network as it was before
     space, private = shared_and_private(job.algorithm, network, opened.space)
     algorithm = job.algorithm if opened.aggregate is None else vary(job.algorithm, aggregate=opened.aggregate)
-    if space.size > space.trained:  # the tail takes the plain mean, whatever the server rule
-        algorithm = vary(algorithm, server=plain_tail(algorithm.server, space.trained))
     federation, factor = job.federation, 1.0
     if config.trainable.match_norm is not None:
         rows = task.judging_rows[:256]

@@ -1,8 +1,7 @@
-"""`fedgraft edit ...` and `fedgraft find-lr`: what they write, what they print, what they refuse."""
+"""`fedgraft edit ...`: what they write, what they print, what they refuse."""
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import warnings
@@ -16,13 +15,13 @@ from fedgraft.config.load import load
 from fedgraft.edit import edit_file as task_file
 from fedgraft.edit.task_vectors import base_digest
 from fedgraft.errors import FedgraftError
-from fedgraft.local.evaluate import Evaluation
 from fedgraft.models.backbones import load_network
 from fedgraft.report.mask_figures import label_of, whole_mask
 from fedgraft.runs import run as running
 from fedgraft.runs.adapted import adapted, export_run
 from fedgraft.runs.edit_files import base_of, edit_of_run
-from fedgraft.runs.lr_finder import Findings, Probe, find_rate
+from tests.support import tiny
+from tests.support.tiny import without_pictures
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -32,9 +31,8 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
     from fedgraft.cli import edit as cli_edit
 
 OVERRIDES = [
-    "model.name=tiny", "model.head=random", "data.source=digits", "data.image_size=16", "data.limit=60",
-    "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "rounds.evaluate_every=1", "local.steps=2",
-    "local.batch_size=16", "local.lr=0.02", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60", "trainable.sparse.rounds=2",
+    *tiny.OVERRIDES, "model.head=random", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60",
+    "trainable.sparse.rounds=2", "trainable.head_too=false",
 ]  # fmt: skip
 KINDS = {
     "head": ["trainable.kind=head"],
@@ -45,30 +43,22 @@ KINDS = {
     "lora": ["trainable.kind=lora", "trainable.lora.rank=2", "local.lr=0.005"],
     "stack": ["trainable.kind=lora", "trainable.lora.rank=2", "trainable.lora.aggregate=stack", "local.lr=0.005"],
     "ridge": ["trainable.kind=head", "model.head=ridge", "local.lr=1e-6"],
-    "other_trunk": ["trainable.kind=body", "seed=1", "local.lr=0.002"],
+    "other_backbone": ["trainable.kind=body", "seed=1", "local.lr=0.002"],
 }
 APP = typer.Typer()
 APP.add_typer(cli_edit.app, name="edit")
-APP.command("find-lr")(cli_edit.find_lr)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One finished run of each kind."""
     root = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEDGRAFT_CACHE", str(root / "cache"))
-        patch.setattr(running, "report_run", lambda *a, **k: None)
+    with without_pictures():
         for kind, overrides in KINDS.items():
             running.run(load(None, [*OVERRIDES, *overrides]), root / kind, console=False)
             if kind != "own":
                 task_file.save(edit_of_run(root / kind, last=kind == "ridge"), root / f"{kind}.edit")
     return root
-
-
-@pytest.fixture(autouse=True)
-def in_the_runs_cache(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDGRAFT_CACHE", str(runs / "cache"))
 
 
 def call(*overrides: object) -> str:
@@ -88,8 +78,8 @@ def refused(*overrides: object) -> str:
 
 
 def images(folder: Path) -> Tensor:
-    setup = adapted(folder)
-    return setup.eval_images.batch(setup.federated.validation_rows[:20])
+    task = adapted(folder).job.task
+    return task.eval_images.batch(task.data.validation_rows[:20])
 
 
 def logits(folder: Path, train_images: Tensor) -> Tensor:
@@ -99,8 +89,8 @@ def logits(folder: Path, train_images: Tensor) -> Tensor:
 
 def test_registering_is_light() -> None:
     text = (
-        "import sys, typer; from fedgraft import cli_edit; app = typer.Typer(); "
-        "app.add_typer(cli_edit.app, name='edit'); app.command('find-lr')(cli_edit.find_lr); "
+        "import sys, typer; from fedgraft.cli import edit as cli_edit; app = typer.Typer(); "
+        "app.add_typer(cli_edit.app, name='edit'); "
         "heavy = {'torch', 'numpy', 'matplotlib', 'pydantic'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", text], check=True)
@@ -123,18 +113,18 @@ def test_an_applied_edit_is_the_exported_run(kind: str, runs: Path, tmp_path: Pa
     torch.testing.assert_close(logits(tmp_path / "base", train_images), base, rtol=1e-6, atol=1e-6)
 
 
-def test_edits_are_bound_to_the_trunk_or_to_the_whole(runs: Path) -> None:
+def test_edits_are_bound_to_the_backbone_or_to_the_whole(runs: Path) -> None:
     scopes = {kind: task_file.load(runs / f"{kind}.edit").scope for kind in KINDS if kind != "own"}
-    backbone = dict.fromkeys(("body", "sparse", "lora", "stack", "other_trunk"), "backbone.")
+    backbone = dict.fromkeys(("body", "sparse", "lora", "stack", "other_backbone"), "backbone.")
     assert scopes == {**backbone, "head": "", "masked_head": "", "ridge": ""}
     sizes = {kind: (runs / f"{kind}.edit").stat().st_size for kind in ("body", "sparse")}
     assert sizes["sparse"] < sizes["body"] / 5
-    network = load_network("tiny", 7, 16)  # the same trunk under another head
+    network = load_network("tiny", 7, 16)  # the same backbone under another head
     edit = task_file.load(runs / "sparse.edit")
-    assert base_digest(network, "backbone.") == edit.base != task_file.load(runs / "other_trunk.edit").base
+    assert base_digest(network, "backbone.") == edit.base != task_file.load(runs / "other_backbone.edit").base
 
 
-def test_a_trunk_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None:
+def test_a_backbone_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None:
     named = ["--model", "tiny", "--image-size", "16"]
     call("edit", "apply", runs / "sparse.edit", *named, "--classes", "4", "--to", tmp_path / "a")
     assert load_network(tmp_path / "a", None).classes == 4
@@ -152,17 +142,17 @@ def test_a_trunk_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None
 def test_bases_that_do_not_fit(runs: Path, tmp_path: Path) -> None:
     to = ["--to", tmp_path / "model"]
     assert "was made for the base" in refused(
-        "edit", "apply", runs / "sparse.edit", "--model", runs / "other_trunk", *to
+        "edit", "apply", runs / "sparse.edit", "--model", runs / "other_backbone", *to
     )
     call("edit", "apply", runs / "sparse.edit", "--model", runs / "sparse", "--to", tmp_path / "once")
     twice = refused("edit", "apply", runs / "sparse.edit", "--model", tmp_path / "once", *to)
     assert "unedited" in twice
     head = refused("edit", "apply", runs / "ridge.edit", "--model", "tiny", "--image-size", "16", *to)
-    assert "was made for the base" in head  # the head of step 0 belongs to its base
+    assert "was made for the base" in head  # the head a run begins with belongs to its base
     assert "different bases" in refused(
-        "edit", "add", runs / "sparse.edit", runs / "other_trunk.edit", "--to", tmp_path / "x"
+        "edit", "add", runs / "sparse.edit", runs / "other_backbone.edit", "--to", tmp_path / "x"
     )
-    assert "was made for" in refused("edit", "sweep", runs / "body.edit", runs / "other_trunk")
+    assert "was made for" in refused("edit", "sweep", runs / "body.edit", runs / "other_backbone")
     assert not (tmp_path / "model").exists() and not (tmp_path / "x").exists()
 
 
@@ -202,7 +192,7 @@ def test_adding_and_negating(runs: Path, tmp_path: Path) -> None:
 
 
 def test_an_empty_edit_is_refused(runs: Path, tmp_path: Path) -> None:
-    sentence = refused("edit", "save", runs / "ridge", tmp_path / "none.edit")  # nothing beat the head of step 0
+    sentence = refused("edit", "save", runs / "ridge", tmp_path / "none.edit")  # nothing beat the head it began with
     assert "began with" in sentence and "--last" in sentence and not (tmp_path / "none.edit").exists()
     call("edit", "save", runs / "ridge", tmp_path / "last.edit", "--last")
     assert task_file.load(tmp_path / "last.edit").values.any()
@@ -244,57 +234,8 @@ def test_figures(runs: Path, tmp_path: Path) -> None:
 
 def test_a_run_as_a_mask(runs: Path) -> None:
     setup = adapted(runs / "masked_head")
-    mask = whole_mask(setup.network, setup.space)
-    assert setup.mask is not None and mask.count == setup.mask.count
+    mask, chosen_ones = whole_mask(setup.network, setup.opening.space), setup.opening.opened.mask
+    assert chosen_ones is not None and mask.count == chosen_ones.count
     assert mask.total == sum(p.numel() for p in setup.network.parameters())
-    assert all(torch.equal(mask[name], chosen) for name, chosen in setup.mask.items())
-    assert label_of(setup.config) == "random 90 %" and label_of(adapted(runs / "lora").config) == "LoRA r=2 mean"
-
-
-def test_finding_a_rate(runs: Path) -> None:
-    overrides = [*OVERRIDES, "trainable.kind=head"]
-    rates = "1e-4,0.05,1e30"
-    text = call("find-lr", *overrides, "--rates", rates, "--rounds", "2")
-    assert text.count("diverged") == 1 and "best on validation: local.lr=0.05" in text and "edge" not in text
-    found = find_rate(load(None, overrides), [1e30, 0.05, 1e-4], 2)
-    assert [probe.rate for probe in found.probes] == [1e-4, 0.05, 1e30]  # in order, whatever was given
-    assert [probe.diverged for probe in found.probes] == [False, False, True]
-    single = find_rate(load(None, overrides), [0.05], 2)
-    assert single.probes[0] == found.probes[1]  # a probe does not see the ones before it
-
-
-@pytest.mark.parametrize(
-    "overrides", [["trainable.kind=sparse", "trainable.match_norm=100"], ["trainable.kind=lora"], ["workers=2"]]
-)
-def test_a_probe_is_the_beginning_of_the_run(overrides: list[str], runs: Path, tmp_path: Path) -> None:
-    config = load(None, [*OVERRIDES, "trainable.kind=body", *overrides, "local.lr=0.001"])
-    (probe,) = find_rate(config, [0.001], 2).probes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "report_run", lambda *a, **k: None)
-        running.run(config, tmp_path / "run", console=False)
-    line = running.RunFolder.open(tmp_path / "run").metrics()[-1]
-    assert (probe.accuracy, probe.loss) == (line["accuracy"], line["loss"])
-
-
-def test_finding_a_central_rate(runs: Path) -> None:
-    overrides = [*OVERRIDES, "trainable.kind=sparse", "centralized.kind=finetune"]
-    text = call("find-lr", *overrides, "--rates", "0.01,0.3,1e30", "--rounds", "1", "--central")
-    assert text.count("diverged") == 1 and "best on validation" in text
-
-
-def test_what_a_search_refuses(runs: Path) -> None:
-    assert "above 0" in refused("find-lr", *OVERRIDES, "--rates", "0,-1")
-    assert "validation" in refused("find-lr", *OVERRIDES, "data.validation=0", "--rates", "0.1")
-    assert "smaller" in refused("find-lr", *OVERRIDES, "trainable.kind=body", "--rates", "1e30", "--rounds", "1")
-    assert "no option" in refused("find-lr", "local.rate=1")
-
-
-def test_choosing_among_probes() -> None:
-    start = Evaluation(1.0, 0.5, 1.0, 10)
-    probes = (
-        Probe(0.1, 0.7, 0.9, 3, diverged=False), Probe(0.2, 0.7, 0.8, 3, diverged=False),
-        Probe(0.3, 0.9, math.inf, 3, diverged=True),
-    )  # fmt: skip
-    found = Findings(start, probes)
-    assert found.best.rate == 0.2 and not found.at_edge  # equal accuracy: the lower loss; diverged does not count
-    assert Findings(start, probes[:2]).at_edge
+    assert all(torch.equal(mask[name], chosen) for name, chosen in chosen_ones.items())
+    assert label_of(setup.job.config) == "random 90 %" and label_of(adapted(runs / "lora").job.config) == "LoRA r=2 mean"

@@ -14,9 +14,8 @@ from fedgraft.engines.batched import Batched
 from fedgraft.engines.choice import choose_engine
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
-from fedgraft.runs.head_init import install_head
 from fedgraft.runs.run import run
-from fedgraft.runs.setup import Setup
+from tests.support.tiny import Open, without_pictures
 
 NO = "the optimizer is adamw, not sgdm"
 MUCH = 1e12
@@ -62,11 +61,7 @@ def test_the_number_of_workers_never_moves_a_run_between_modes_of_other_bytes() 
     assert len({naive("auto", n, None, 0.0) == "batched" for n in range(5)}) == 2  # the check sees such a rule
 
 
-def setup_of(*overrides: str) -> Setup:
-    setup = Setup(load(None, ["partition.clients=4", "rounds.total=2", "data.limit=200", *overrides]))
-    install_head(setup)
-    setup.open()
-    return setup
+SMALL = ["partition.clients=4", "rounds.total=2", "data.limit=200"]
 
 
 @pytest.mark.parametrize(
@@ -92,16 +87,18 @@ def test_a_run_follows_the_rule_and_says_so(
     torch.set_num_threads(1)
     try:
         with caplog.at_level(logging.INFO, "fedgraft"):
-            setup = setup_of(*overrides)
-            assert type(setup.engine()) is kind
+            found = Open(load(None, [*SMALL, *overrides]))
+            assert type(found.engine()) is kind
+            found.engines.close()
         assert any(said in record.message for record in caplog.records), caplog.text
     finally:
         torch.set_num_threads(before)
 
 
 def final(tmp_path: Path, *overrides: str) -> float:
-    config = load(None, ["partition.clients=4", "rounds.total=2", "data.limit=200", "local.lr=0.05", *overrides])
-    return float(run(config, tmp_path / "-".join(overrides), console=False)["test"]["loss"])
+    config = load(None, [*SMALL, "local.lr=0.05", *overrides])
+    with without_pictures():
+        return float(run(config, tmp_path / "-".join(overrides), console=False)["test"]["loss"])
 
 
 def test_modes_agree(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.toy import ToyExamples, ToyNetwork
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy as softmax_loss
 
 from fedgraft.edit.space import select
 from fedgraft.local.corrections import proximal
 from fedgraft.local.evaluate import Evaluation, evaluate
+from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining, Trained, batches, train
 
@@ -24,10 +24,10 @@ def stream(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def fit(rule: LocalTraining, rows: Tensor, seed: int = 0, lr: float = 0.05) -> tuple[Tensor, Trained]:
+def fit(rule: LocalTraining, rows: Tensor, seed: int = 0, loss: Loss | None = None) -> tuple[Tensor, Trained]:
     network, examples = ToyNetwork(), ToyExamples(60)
     bound = select(network, lambda n: True).bind(network)
-    result = train(network, bound, examples, rows, rule, lambda step: lr, stream(seed), stream(seed + 1))
+    result = train(network, bound, examples, rows, rule, lambda step: 0.05, stream(seed), stream(seed + 1), loss)
     return bound.values.clone(), result
 
 
@@ -36,8 +36,8 @@ def fit(rule: LocalTraining, rows: Tensor, seed: int = 0, lr: float = 0.05) -> t
 def test_j_steps_are_exactly_j_steps_whatever_the_client_holds(n: int, steps: int, size: int) -> None:
     """Also when it holds fewer images than a batch; the stream goes on across epochs."""
     rows = torch.arange(100, 100 + n)
-    found = list(batches(rows, LocalTraining(steps, "steps", size), stream()))
-    assert len(found) == steps == LocalTraining(steps, "steps", size).steps(n)
+    found = list(batches(rows, LocalTraining(steps, batch_size=size), stream()))
+    assert len(found) == steps == LocalTraining(steps, batch_size=size).steps_for(n)
     assert all(len(batch) == min(size, n) for batch in found)
     seen = torch.cat(found)
     whole = len(seen) // n
@@ -49,9 +49,9 @@ def test_j_steps_are_exactly_j_steps_whatever_the_client_holds(n: int, steps: in
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 9))
 def test_epochs_show_every_row_once_and_drop_none(n: int, epochs: int, size: int) -> None:
     rows = torch.arange(100, 100 + n)
-    rule = LocalTraining(epochs, "epochs", size)
+    rule = LocalTraining(epochs=epochs, batch_size=size)
     found = list(batches(rows, rule, stream()))
-    assert len(found) == rule.steps(n)
+    assert len(found) == rule.steps_for(n)
     for epoch in torch.cat(found).view(epochs, n):
         assert torch.equal(epoch.sort().values, rows)
 
@@ -75,13 +75,13 @@ def test_training_is_plain_torch_training() -> None:
     """Against a loop written with torch's own optimizer on the same batches."""
     rule = LocalTraining(6, batch_size=7, optimizer=sgdm(0.9, 0.01))
     rows = torch.arange(20)
-    ours, result = fit(rule, rows)
+    ours, result = fit(rule, rows, loss=cross_entropy(0.1))
     network, examples = ToyNetwork(), ToyExamples(60)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     losses = []
     for picked in batches(rows, rule, stream(0)):
         optimizer.zero_grad()
-        loss = cross_entropy(network(examples.batch(picked)), examples.labels[picked], label_smoothing=0.1)
+        loss = softmax_loss(network(examples.batch(picked)), examples.labels[picked], label_smoothing=0.1)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -101,7 +101,7 @@ def test_training_twice_gives_the_same_bits_and_leaves_the_global_generator_alon
     assert torch.equal(before, torch.get_rng_state()) and torch.equal(bound.values, first)
 
 
-def test_reach_sums_the_rates_times_the_gain() -> None:
+def test_effective_steps_sum_the_rates_times_the_gain() -> None:
     assert fit(LocalTraining(4, optimizer=sgdm(0.0)), torch.arange(20))[1].effective_steps == pytest.approx(4 * 0.05)
     assert fit(LocalTraining(4, optimizer=sgdm(0.9)), torch.arange(20))[1].effective_steps == pytest.approx(
         0.05 * 9.049
@@ -133,13 +133,17 @@ def test_the_given_state_goes_on() -> None:
     """Centralised training hands the optimizer's state from epoch to epoch."""
     network, examples = ToyNetwork(), ToyExamples(60)
     bound = select(network, lambda n: True).bind(network)
-    rule = LocalTraining(epochs=1, batch_size=8)
-    state = rule.optimizer.init(bound.trained)
+    rule = LocalTraining(epochs=1, batch_size=8, optimizer=sgdm(0.9, dampening=0.1))
+    state: Any = None
     for epoch in range(2):
-        train(network, bound, examples, torch.arange(20), rule, lambda s: 0.05, stream(epoch), stream(), state=state)
-    assert int(state["steps"]) == 6
-    fresh, _ = fit(replace(rule, steps=1), torch.arange(20))
-    assert not torch.equal(bound.values, fresh)
+        where, streams = torch.arange(20), (stream(epoch), stream())
+        state = train(network, bound, examples, where, rule, lambda s: 0.05, *streams, state=state).state
+    assert int(state["0/steps"]) == 6
+    other = ToyNetwork()
+    fresh = select(other, lambda n: True).bind(other)
+    for epoch in range(2):
+        train(other, fresh, examples, torch.arange(20), rule, lambda s: 0.05, stream(epoch), stream())
+    assert not torch.equal(bound.values, fresh.values)  # the planted bug: each epoch begins at rest
 
 
 def test_evaluation_is_a_plain_count_and_adds_up() -> None:
@@ -149,7 +153,7 @@ def test_evaluation_is_a_plain_count_and_adds_up() -> None:
     with torch.no_grad():
         logits = network(examples.inputs)
     assert whole.accuracy == float((logits.argmax(1) == examples.labels).double().mean())
-    assert whole.loss == pytest.approx(float(cross_entropy(logits, examples.labels)), rel=1e-6)
+    assert whole.loss == pytest.approx(float(softmax_loss(logits, examples.labels)), rel=1e-6)
     assert whole.top5 == 1.0 and whole.count == 60
     parts = evaluate(network, examples, rows[:25]) + evaluate(network, examples, rows[25:])
     assert parts.count == 60 and parts.accuracy == pytest.approx(whole.accuracy)

@@ -12,84 +12,67 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft import server
-from fedgraft.context import ClientContext
 from fedgraft.edit.lora import merge
 from fedgraft.edit.masks import Mask, jaccard
-from fedgraft.edit.space import select
+from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.update.codecs import decode
 from fedgraft.runs import adapted as finished
 from fedgraft.runs import checkpoint
 from fedgraft.runs import run as running
-from fedgraft.runs.setup import Setup
+from fedgraft.runs.engines import Engines
 from fedgraft.runs.centralized import run_centralized
 from fedgraft.config.load import load
 from fedgraft.runs.edit_files import base_of
-from fedgraft.runs.editing import Calibrator
+from fedgraft.runs.opening import FederationAsk
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.messages import unpack_bits
 from fedgraft.models.backbones import load_network
-from fedgraft.round import run_round
-from fedgraft.secure_round import Sums
-from fedgraft.state import EVERYONE, ServerState
+from fedgraft.models.network import VisionNetwork
+from fedgraft.state import EVERYONE
+from tests.support import tiny
+from tests.support.tiny import Open, without_pictures
 
 EAGER = ["trainable.sparse.adaptive_drift=1e9", "trainable.sparse.adaptive_patience=1"]
 """Every round counts as calm, so adaptive sparsity rises each time."""
 OVERRIDES = [
-    "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=60",
-    "partition.clients=3", "rounds.fraction=1.0", "rounds.total=4", "rounds.evaluate_every=2", "local.steps=2",
-    "local.batch_size=16", "local.lr=0.02", "local.weight_decay=0.01", "trainable.kind=sparse",
-    "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60", "trainable.sparse.rounds=2", "rounds.checkpoint_every=1",
+    *tiny.OVERRIDES, "rounds.total=4", "rounds.evaluate_every=2", "local.weight_decay=0.01", "trainable.kind=sparse",
+    "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60", "trainable.sparse.rounds=2",
+    "rounds.checkpoint_every=1", "trainable.head_too=false",
 ]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    """No figures and no report, which play no part here."""
+    with without_pictures():
+        yield
+
+
+@pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own; no figures and no report, which play no part here."""
+    """A cache of the test's own, where it looks at what is kept."""
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(running, "report_run", lambda *a, **k: None)
     return tmp_path / "cache"
 
 
-def opened(*overrides: str) -> Setup:
-    """The parts of a run, ready for round 0."""
-    setup = Setup(load(None, [*OVERRIDES, *overrides]))
-    running.install_head(setup)
-    setup.open()
-    return setup
+def opened(*overrides: str) -> Open:
+    """A job, ready for round 1."""
+    return Open(load(None, [*OVERRIDES, *overrides]))
 
 
-def rounds(setup: Setup, count: int) -> Iterator[ServerState]:
-    """The states after each of so many rounds, beginning with the one before the first."""
-    state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
-    engine = setup.engine()
-    yield state
-    for _ in range(count):
-        state, summary = run_round(setup.algorithm, setup.federation, state, engine, setup.server_context)
-        assert not summary.rejections
-        yield state
+def base(found: Any) -> VisionNetwork:
+    """The network a job began with."""
+    return base_of(found).eval()
 
 
-def calibrator(setup: Setup) -> Calibrator:
-    """One that asks this run's clients, over a network that is not adapted yet."""
-    context = ClientContext(
-        setup.network, select(setup.network, lambda n: True), setup.eval_images, setup.federated.rows, setup.config.seed
-    )
-    engine, clients = InProcess(setup.algorithm, context), range(setup.federation.clients)
-    sums = Sums(engine.exchange, "run", clients, setup.network, setup.algorithm.privacy)
-    made = Calibrator(setup.config, setup.network, sums, len(setup.federated.train_rows))
-    context.choose_mask = lambda score: made.calibrate(score).mask
-    return made
-
-
-def brute_force(setup: Setup, rows: Tensor) -> dict[str, Tensor]:
+def brute_force(found: Open, rows: Tensor) -> dict[str, Tensor]:
     """Squared gradients of the loss, sample by sample with plain autograd, summed and divided by their number."""
-    network = base_of(setup).eval()
+    network = base(found)
     parameters = dict(network.named_parameters())
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     for row in rows:
-        loss = cross_entropy(network(setup.eval_images.batch(row[None])), setup.train_images.labels[row][None])
+        loss = cross_entropy(network(found.task.eval_images.batch(row[None])), found.task.train_images.labels[row][None])
         for name, grad in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
             total[name] += grad.double().square()
     return {name: tensor / len(rows) for name, tensor in total.items()}
@@ -97,15 +80,17 @@ def brute_force(setup: Setup, rows: Tensor) -> dict[str, Tensor]:
 
 def test_scores_are_the_central_ones() -> None:
     setup = opened('trainable.sparse.labels="true"', "trainable.sparse.calibration=oneshot")
-    found = calibrator(setup).scores(1)
-    wanted = brute_force(setup, setup.federated.train_rows)
+    kind, ask = setup.job.algorithm.trainable, FederationAsk(setup.job, Engines(setup.job))
+    assert isinstance(kind, Sparse)
+    found = kind._scores(base(setup), ask, 1)
+    wanted = brute_force(setup, setup.data.train_rows)
     assert set(found) == {name for name in wanted if ".layers." in name}
     for name, scores in found.items():
         if name.endswith("k_proj.bias"):  # without effect: what is there is rounding
             assert float(scores.max()) < 1e-9 * float(wanted[name.replace("k_proj", "q_proj")].max())
             continue
         torch.testing.assert_close(scores.double(), wanted[name], rtol=2e-3, atol=1e-6 * float(wanted[name].max()))
-    some = brute_force(setup, setup.federated.rows(0))  # the planted mistake: one client's data instead of everyone's
+    some = brute_force(setup, setup.data.rows(0))  # the planted mistake: one client's data instead of everyone's
     assert any(
         not torch.allclose(found[n].double(), some[n], rtol=2e-3, atol=1e-6 * float(some[n].max())) for n in found
     )
@@ -113,8 +98,7 @@ def test_scores_are_the_central_ones() -> None:
 
 def test_the_mask_is_the_central_one() -> None:
     setup = opened('trainable.sparse.labels="true"', "trainable.sparse.calibration=oneshot", "trainable.sparse.strategy=most_sensitive")
-    wanted = brute_force(setup, setup.federated.train_rows)
-    assert setup.mask is not None
+    wanted = brute_force(setup, setup.data.train_rows)
     flat = torch.cat([wanted[name].view(-1) for name in setup.mask])
     best = torch.zeros(len(flat), dtype=torch.bool)
     best[flat.topk(setup.mask.count).indices] = True
@@ -122,26 +106,26 @@ def test_the_mask_is_the_central_one() -> None:
     shaped = zip(setup.mask, best.split(sizes), strict=True)
     central = Mask({name: part.view(setup.mask[name].shape) for name, part in shaped})
     assert jaccard(setup.mask, central) > 0.995  # the rest are scores equal up to rounding
-    assert jaccard(opened('trainable.sparse.labels="true"').mask or central, central) < 0.5  # least sensitive is another one
+    assert jaccard(opened('trainable.sparse.labels="true"').mask, central) < 0.5  # least sensitive is another one
 
 
 def test_calibrating_leaves_the_network_alone() -> None:
     setup = opened("trainable.sparse.soft=0.1", "trainable.sparse.rounds=3")
-    start = dict(base_of(setup).named_parameters())
+    start = dict(base(setup).named_parameters())
     assert all(torch.equal(p, start[n]) for n, p in setup.network.named_parameters())
 
 
 def test_a_mask_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    ask = Calibrator.ask
-    monkeypatch.setattr(Calibrator, "ask", lambda self, *a: (asked.append(a), ask(self, *a))[1])
+    asked: list[int] = []
+    scores = Sparse._scores
+    monkeypatch.setattr(Sparse, "_scores", lambda self, n, a, draw: (asked.append(draw), scores(self, n, a, draw))[1])
     first = opened().mask
-    assert asked == [(1,), (2,)]
+    assert asked == [1, 2]
     assert opened().mask == first and opened("local.lr=0.5").mask == first and len(asked) == 2
     for word in ("seed=1", "trainable.sparse.sparsity=0.8", "model.ridge=2.0", "partition.clients=2"):
         before = len(asked)
         assert opened(word).mask != first and len(asked) > before  # another network, recipe or partition: another mask
-    for path in (cache / "masks").iterdir():
+    for path in (cache / "edits").iterdir():
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
     before = len(asked)
     assert opened().mask == first and len(asked) == before + 2  # a damaged one is made anew
@@ -179,9 +163,9 @@ def test_resuming_keeps_the_mask(
     overrides = [*OVERRIDES, *overrides, *EAGER]
     running.run(load(None, overrides), tmp_path / "whole", console=False)
     interrupted(tmp_path / "broken", overrides, after=2)
-    for path in (cache / "masks").glob("*"):
+    for path in (cache / "edits").glob("*"):
         path.unlink()  # the checkpoint alone must do
-    monkeypatch.setattr(Calibrator, "ask", lambda self, *a: pytest.fail("calibrated again"))
+    monkeypatch.setattr(Sparse, "_scores", lambda self, *a: pytest.fail("calibrated again"))
     before = last(tmp_path / "broken")
     assert before.round == 2
     running.run(load(None, overrides), tmp_path / "broken", console=False)
@@ -194,8 +178,8 @@ def test_resuming_keeps_the_mask(
 @pytest.mark.parametrize("fill", ["count", "zero"])
 def test_own_masks_are_averaged_as_asked(fill: str) -> None:
     setup = opened("trainable.sparse.per_client=true", f"trainable.sparse.fill={fill}", "rounds.total=1", "workers=1")
-    masks = {k: unpack_bits(bits, setup.space.trained) for k, bits in setup.own.items()}
-    assert setup.mask is not None and len(masks) == 3
+    masks = {k: unpack_bits(bits, setup.space.trained) for k, bits in setup.opening.opened.active(setup.begin()).items()}
+    assert len(masks) == 3
     k = round(0.1 * setup.mask.total)
     assert all(int(mask.sum()) == k for mask in masks.values()) and setup.space.trained > k
     assert torch.stack(list(masks.values())).any(0).all()  # the space is exactly the union
@@ -208,11 +192,11 @@ def test_own_masks_are_averaged_as_asked(fill: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InProcess, "exchange", listening)
-        before, after = rounds(setup, 1)
+        before, after = setup.rounds(1)
     total, weight = torch.zeros(2, setup.space.trained, dtype=torch.float64)
     for reply in replies:
         assert reply.update is not None and reply.update.length == k  # only its own coordinates travel
-        update = decode(reply.update, setup.algorithm.sends, k).double()
+        update = decode(reply.update, setup.algorithm.compression, k).double()
         total[masks[reply.client]] += reply.examples * update
         weight[masks[reply.client]] += reply.examples
     everyone = sum(reply.examples for reply in replies)
@@ -232,7 +216,6 @@ def test_own_masks_by_magnitude_go_by_magnitude(strategy: str) -> None:
 def test_merged_masks(merge_rule: str) -> None:
     setup = opened(f"trainable.sparse.merge={merge_rule}", "trainable.head_too=true", "trainable.sparse.per_client=false")
     own = opened("trainable.sparse.per_client=true", "trainable.head_too=true")
-    assert setup.mask is not None and own.mask is not None
     dense = sum(p.numel() for p in setup.network.head.parameters())
     budget = round(0.1 * (setup.mask.total - dense))
     count = setup.mask.count - dense  # the head is trained whole and takes nothing from the budget
@@ -245,7 +228,6 @@ def test_merged_masks(merge_rule: str) -> None:
 def test_a_vote_stays_inside_the_scope() -> None:
     """Votes are counted over what may be masked, not over tensors that are only trained densely."""
     setup = opened("trainable.sparse.merge=vote", 'trainable.sparse.scope=["qk"]', 'trainable.sparse.dense=["norm"]')
-    assert setup.mask is not None
     for name, tensor in setup.mask.items():
         assert tensor.all() if "norm" in name else ".q_proj." in name or ".k_proj." in name
 
@@ -262,10 +244,10 @@ def test_adaptive_sparsity_shrinks_and_leavers_rest(strategy: str, head_too: boo
     ]
     setup = opened("trainable.sparse.adaptive_start=0.6", "trainable.sparse.sparsity=0.9", *overrides)
     head = sum(p.numel() for p in setup.network.head.parameters()) if head_too else 0
-    assert setup.mask is not None
     total = setup.mask.total - head
-    states = list(rounds(setup, 5))
-    active = [unpack_bits(setup.active(state)[EVERYONE], setup.space.trained) for state in states]
+    states, active_in = list(setup.rounds(5)), setup.server_context.active
+    assert active_in is not None
+    active = [unpack_bits(active_in(state)[EVERYONE], setup.space.trained) for state in states]
     counts = [int(a.sum()) - head for a in active]
     assert counts == [round(share * total) for share in (0.4, 0.3, 0.2, 0.1, 0.1, 0.1)]
     for t in range(5):
@@ -281,25 +263,25 @@ def test_adaptive_sparsity_shrinks_and_leavers_rest(strategy: str, head_too: boo
 
 def test_adaptive_sparsity_waits_for_calm() -> None:
     setup = opened("trainable.sparse.adaptive_start=0.6")
-    state = next(rounds(setup, 0))
+    state, active_in = setup.begin(), setup.server_context.active
+    assert active_in is not None
     wild, calm = replace(state, drifts=(2.0,) * 5), replace(state, drifts=(2.0, 0.1, 0.1))
-    sizes = [int(unpack_bits(setup.active(s)[EVERYONE], setup.space.trained).sum()) for s in (state, wild, calm)]
+    sizes = [int(unpack_bits(active_in(s)[EVERYONE], setup.space.trained).sum()) for s in (state, wild, calm)]
     assert sizes[0] == sizes[1] > sizes[2]
 
 
 def test_update_norms_are_matched() -> None:
     setup = opened("trainable.match_norm=1000000", "trainable.sparse.strategy=lowest_magnitude")
-    network, rows = base_of(setup).eval(), setup.federated.validation_rows[:256]
-    loss = cross_entropy(network(setup.eval_images.batch(rows)), setup.train_images.labels[rows])
+    network, rows = base(setup), setup.data.validation_rows[:256]
+    loss = cross_entropy(network(setup.task.eval_images.batch(rows)), setup.task.train_images.labels[rows])
     names = [name for name, _ in network.named_parameters() if name.startswith("backbone.")]
     grads = dict(zip(names, torch.autograd.grad(loss, [network.get_parameter(n) for n in names]), strict=True))
     dense = torch.sqrt(sum(g.double().square().sum() for g in grads.values()))
-    assert setup.mask is not None
     sparse = torch.sqrt(sum(grads[name][chosen].double().square().sum() for name, chosen in setup.mask.items()))
-    assert setup.rate_factor == pytest.approx(float(dense / sparse), rel=1e-4) and setup.rate_factor > 1.4
-    assert setup.federation.schedule(0, 4, ()) == pytest.approx(0.02 * setup.rate_factor)
+    assert setup.opening.rate_factor == pytest.approx(float(dense / sparse), rel=1e-4) and setup.opening.rate_factor > 1.4
+    assert setup.opening.federation.schedule(0, 4, ()) == pytest.approx(0.02 * setup.opening.rate_factor)
     capped = opened("trainable.match_norm=1.25", "trainable.sparse.strategy=lowest_magnitude")
-    assert capped.rate_factor == 1.25 and opened().rate_factor == 1.0
+    assert capped.opening.rate_factor == 1.25 and opened().opening.rate_factor == 1.0
 
 
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
@@ -313,18 +295,19 @@ def test_low_rank_runs_to_a_plain_model(mode: str, tmp_path: Path) -> None:
     ]
     summary = running.run(load(None, [*OVERRIDES, *lora, "trainable.head_too=true"]), tmp_path / "run", console=False)
     setup = finished.adapted(tmp_path / "run")
-    images = setup.eval_images.batch(setup.federated.train_rows[:24])
+    task = setup.job.task
+    images = task.eval_images.batch(task.data.train_rows[:24])
     with torch.no_grad():
         factored = setup.network.eval()(images)
         merge(setup.network)
         merged = setup.network.eval()(images)
-        base = base_of(setup).eval()
-        untouched = base(images)
+        start = base(setup)
+        untouched = start(images)
     torch.testing.assert_close(merged, factored, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(merged, untouched, rtol=1e-3, atol=1e-3)
     finished.export_run(tmp_path / "run", tmp_path / "model")
     again = load_network(tmp_path / "model", None)
-    assert [n for n, _ in again.named_parameters()] == [n for n, _ in base.named_parameters()]
+    assert [n for n, _ in again.named_parameters()] == [n for n, _ in start.named_parameters()]
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(images), merged, rtol=1e-6, atol=1e-6)
     head, factors = 330, 4 * 2 * (32 + 32)  # coordinates: Q and V of two blocks, rank 2
@@ -336,7 +319,8 @@ def test_central_runs_use_the_same_mask(tmp_path: Path) -> None:
     overrides = [*OVERRIDES, "centralized.kind=finetune", "centralized.epochs=2"]
     summary = run_centralized(load(None, overrides), tmp_path / "run", console=False)
     setup = finished.adapted(tmp_path / "run")
-    assert setup.mask is not None and summary["edited"]["coordinates"] == setup.mask.count
-    start = dict(base_of(setup).named_parameters())
-    frozen = [(p == start[n])[~setup.mask[n]].all() for n, p in setup.network.named_parameters() if n in setup.mask]
-    assert len(frozen) == len(setup.mask) and all(frozen)
+    mask = setup.opening.opened.mask
+    assert mask is not None and summary["edited"]["coordinates"] == mask.count
+    start = dict(base(setup).named_parameters())
+    frozen = [(p == start[n])[~mask[n]].all() for n, p in setup.network.named_parameters() if n in mask]
+    assert len(frozen) == len(mask) and all(frozen)

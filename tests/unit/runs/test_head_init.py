@@ -1,4 +1,4 @@
-"""Step 0: the head from sums over clients equals the head from the pooled data.
+"""Head initialisation: the head from sums over clients equals the head from the pooled data.
 
 Features are float32 and depend in their last bits on how many rows a batch has, hence the tolerances.
 """
@@ -27,23 +27,14 @@ from fedgraft.runs.head_init import (
 )
 from fedgraft.secure_round import Sums
 from tests.support.toy import CLASSES, WIDTH, Toy
+from tests.support.toy_heads import CLIENTS, setting
 
 ALL = torch.arange(120)
-CLIENTS = range(5)
 
 
 def sums(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
     """What asks these clients of the toy for sums."""
     return Sums(toy.engine.exchange, "toy", clients, toy.network, toy.algorithm.privacy)
-
-
-def setting() -> tuple[Toy, Tensor, Tensor, Judgement]:
-    """The toy, its clients' pooled features and labels, and a judge on other points."""
-    toy = Toy(zoo.fedavg())
-    rows = torch.cat([toy.context.rows(k) for k in CLIENTS])
-    features = features_of(toy.network, toy.examples, rows)
-    server_context = Judgement(features_of(toy.network, toy.tests, torch.arange(60)), toy.tests.labels)
-    return toy, features.double(), toy.examples.labels[rows], server_context
 
 
 def test_sums_over_clients_are_the_sums_over_the_pool() -> None:
@@ -62,8 +53,8 @@ def test_sums_over_clients_are_the_sums_over_the_pool() -> None:
 def test_the_ridge_head_is_scikit_learns_on_the_pool() -> None:
     from sklearn.linear_model import Ridge
 
-    toy, features, labels, server_context = setting()
-    head, penalty = ridge_head(sums(toy), 0.01, server_context)
+    toy, features, labels, judge = setting()
+    head, penalty = ridge_head(sums(toy), 0.01, judge)
     assert penalty == 0.01 and head.shape == (CLASSES, WIDTH + 1)
     targets = torch.nn.functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
     strength = 0.01 * float(features.square().sum(0).mean())
@@ -74,24 +65,24 @@ def test_the_ridge_head_is_scikit_learns_on_the_pool() -> None:
 
 def test_a_client_that_is_left_out_is_missed() -> None:
     """The planted bug: sums of some clients give another head."""
-    toy, _, _, server_context = setting()
-    whole, _ = ridge_head(sums(toy), 0.01, server_context)
-    part, _ = ridge_head(sums(toy, range(4)), 0.01, server_context)
+    toy, _, _, judge = setting()
+    whole, _ = ridge_head(sums(toy), 0.01, judge)
+    part, _ = ridge_head(sums(toy, range(4)), 0.01, judge)
     assert not torch.allclose(whole, part)
 
 
 def test_the_penalty_is_chosen_on_the_judges_points() -> None:
-    toy, _, _, server_context = setting()
-    head, penalty = ridge_head(sums(toy), None, server_context)
+    toy, _, _, judge = setting()
+    head, penalty = ridge_head(sums(toy), None, judge)
     assert penalty in GRID
-    best = max(server_context([ridge_head(sums(toy), p, server_context)[0]])[0][0] for p in GRID)
-    assert server_context([head])[0][0] >= best - (best * (1 - best) / server_context.count) ** 0.5
+    best = max(judge([ridge_head(sums(toy), p, judge)[0]])[0][0] for p in GRID)
+    assert judge([head])[0][0] >= best - (best * (1 - best) / judge.count) ** 0.5
 
 
 def test_among_equals_the_strongest_penalty_wins() -> None:
-    _, _, _, server_context = setting()
+    _, _, _, judge = setting()
     head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert strongest([(head, 0.1), (head, 1.0), (head, 0.01)], server_context)[1] == 1.0
+    assert strongest([(head, 0.1), (head, 1.0), (head, 0.01)], judge)[1] == 1.0
 
 
 def test_a_class_nobody_holds_stays_at_rest() -> None:
@@ -136,21 +127,21 @@ def test_the_summed_gradient_is_autograds() -> None:
 
 
 def test_tempering_scales_and_never_worsens_the_loss() -> None:
-    toy, _, _, server_context = setting()
-    head, _ = ridge_head(sums(toy), 0.01, server_context)
-    warm = tempered(head, server_context)
+    toy, _, _, judge = setting()
+    head, _ = ridge_head(sums(toy), 0.01, judge)
+    warm = tempered(head, judge)
     ratio = warm / head
     assert torch.allclose(ratio, ratio[0, 0].expand_as(ratio)) and float(ratio[0, 0]) >= 1
-    (right, loss), (right_before, loss_before) = server_context([warm, head])
+    (right, loss), (right_before, loss_before) = judge([warm, head])
     assert loss <= loss_before and right == right_before
 
 
-def test_the_installed_head_classifies_and_the_trunk_keeps_its_bits() -> None:
-    toy, _, _, server_context = setting()
+def test_the_installed_head_classifies_and_the_backbone_keeps_its_bits() -> None:
+    toy, _, _, judge = setting()
     backbone = {n: p.detach().clone() for n, p in toy.network.named_parameters() if not n.startswith("head")}
     before = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
-    head, _ = ridge_head(sums(toy), None, server_context)
+    head, _ = ridge_head(sums(toy), None, judge)
     install(toy.network, head)
     after = float((toy.network(toy.tests.inputs).argmax(1) == toy.tests.labels).double().mean())
-    assert after == pytest.approx(server_context([head])[0][0], abs=1e-9) and after > before
+    assert after == pytest.approx(judge([head])[0][0], abs=1e-9) and after > before
     assert all(torch.equal(p, backbone[n]) for n, p in toy.network.named_parameters() if n in backbone)

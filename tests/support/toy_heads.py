@@ -1,0 +1,21 @@
+"""What a head of the toy is made from: pooled features of its clients, and a judge on other points."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedgraft import zoo
+from fedgraft.runs.head_init import Judgement, features_of
+from tests.support.toy import Toy
+
+CLIENTS = range(5)
+
+
+def setting() -> tuple[Toy, Tensor, Tensor, Judgement]:
+    """The toy, its clients' pooled features and labels, and a judge on other points."""
+    toy = Toy(zoo.fedavg())
+    rows = torch.cat([toy.context.rows(k) for k in CLIENTS])
+    features = features_of(toy.network, toy.examples, rows)
+    judge = Judgement(features_of(toy.network, toy.tests, torch.arange(60)), toy.tests.labels)
+    return toy, features.double(), toy.examples.labels[rows], judge
