@@ -1,0 +1,1 @@
+"""What people read about runs: metrics with intervals, tables, pages and figures."""
