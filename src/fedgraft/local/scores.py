@@ -58,14 +58,12 @@ def shapes(classes: int) -> dict[str, Sum]:
 def log_odds(logits: Tensor) -> Tensor:
     """The log-odds of each class against the rest, float64 (n, C), moved so that 1/C is zero.
 
-    Rows with the same logits in another order get the same bits, so ties stay ties. A row that is not finite (-inf
-    for some classes is) says nothing: all its classes are at chance.
+    Rounded to multiples of `STEP`: what differs in the last bits only is a tie. A row that is not finite (-inf for
+    some classes is) says nothing: all its classes are at chance.
     """
     known = _known(logits)
-    total = known.sort(dim=1).values.logsumexp(1, keepdim=True)  # (n, 1)
-    inside = (known - total).clamp(max=-torch.finfo(torch.float64).tiny)
-    odds = inside - torch.log(-torch.expm1(inside))
-    return odds + math.log(max(1, logits.shape[1] - 1))
+    inside = known.log_softmax(1).clamp(max=-torch.finfo(torch.float64).tiny)
+    return _round(inside - torch.log(-torch.expm1(inside)) + math.log(max(1, logits.shape[1] - 1)))
 
 
 def bins(scores: Tensor) -> Tensor:
@@ -99,7 +97,9 @@ def rows(logits: Tensor, labels: Tensor, classes: int) -> Rows:
 def total(images: Rows, classes: int) -> dict[str, Tensor]:
     """The sums over these images."""
     labels, sure, right = images.labels, images.sure, images.guess == images.labels
-    slot = (sure * CONFIDENCE_BINS).ceil().long().clamp(1, CONFIDENCE_BINS) - 1
+    slot = (sure * CONFIDENCE_BINS - 16 * STEP).ceil().long().clamp(
+        1, CONFIDENCE_BINS
+    ) - 1  # 1/5 is on an edge, however rounded
     side = (labels[:, None] == torch.arange(classes)).long()  # (n, C)
     cells = (side * classes + torch.arange(classes)) * BINS + images.bins
     calibration = [_add(slot, weights, CONFIDENCE_BINS) for weights in (torch.ones_like(sure), sure, right)]

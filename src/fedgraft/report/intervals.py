@@ -8,7 +8,7 @@ None of them shrinks to a point where everything is right, as a bootstrap does.
 - F1 of a class: F1 = 2s/(1+s) grows with s = TP/(TP+FP+FN), a proportion, so Wilson's limits carry over;
 - means over classes: from the limits of each (in the way of Zou and Donner, Construction of confidence limits, 2008)
   and the correlation of the classes: none for sensitivities, by the delta method for F1 (Takahashi et al. 2022), and
-  complete, which can only widen, for AUROC from histograms, which cannot know it.
+  the worst there can be for AUROC from histograms, which cannot know it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def f1(hits: Array, involved: Array) -> tuple[Array, Array]:
     return 2 * low / (1 + low), 2 * high / (1 + high)
 
 
-def mean_of(values: Array, low: Array, high: Array, covariance: Array) -> tuple[float, float]:
-    """Limits of the mean of estimates with these limits and this covariance (k, k).
+def mean_of(values: Array, low: Array, high: Array, covariance: Array | None) -> tuple[float, float]:
+    """Limits of the mean of estimates with these limits and this covariance (k, k); None: unknown, the widest.
 
     Half-widths add like standard errors and are never below them: score limits of few images are narrower, which one
     class can afford and a mean of many cannot. How far the middle of the limits lies from the estimate comes from
@@ -64,8 +64,11 @@ def mean_of(values: Array, low: Array, high: Array, covariance: Array) -> tuple[
     """
     if len(values) == 1:
         return float(low[0]), float(high[0])
-    half, shift = np.maximum((high - low) / 2, Z * np.sqrt(np.diagonal(covariance))), (high + low) / 2 - values
-    square, value = float(half @ _correlation(covariance) @ half), float(values.mean())
+    half, shift, value = (high - low) / 2, (high + low) / 2 - values, float(values.mean())
+    if covariance is None:  # as wide as if all rose and fell together, as skewed or even as any dependence makes it
+        return min(low.mean(), value - half.mean()), max(high.mean(), value + half.mean())
+    half = np.maximum(half, Z * np.sqrt(np.diagonal(covariance)))
+    square = float(half @ _correlation(covariance) @ half)
     if square == 0:
         return value, value
     independent = max(1.0, float(half.sum()) ** 2 / square)
@@ -118,11 +121,11 @@ def calibration_error(count: Array, sure: Array, right: Array) -> tuple[float, f
 
 
 def mean(total: float, squares: float, n: int) -> tuple[float | None, float | None]:
-    """Student's limits of a mean, from sum and sum of squares; one number has none."""
+    """Student's limits of a mean of numbers not below zero, from sum and sum of squares; one number has none."""
     from scipy.special import stdtrit
 
     if n < 2:
         return None, None
     variance = max(0.0, squares - total * total / n) / (n - 1)
     half = float(stdtrit(n - 1, 0.975)) * (variance / n) ** 0.5
-    return total / n - half, total / n + half
+    return max(0.0, total / n - half), total / n + half

@@ -172,14 +172,12 @@ def _auroc(sums: Mapping[str, Array], value: Mapping[str, Array], names: Sequenc
 def auroc_metrics(
     area: Array, bound: Array, sides: Array, covariance: Array | None, names: Sequence[str]
 ) -> dict[str, Metric | None]:
-    """AUROC as metrics: areas, bounds (k,) and covariance of the classes with both sides (2, C) of images."""
+    """AUROC as metrics: areas, bounds (k,), covariance (or unknown) of the classes with both sides (2, C) of images."""
     k, n = sides.min(0) > 0, int(sides[:, :1].sum())
     low, high = intervals.auroc(area, sides[1, k], sides[0, k])
     low, high = (low - bound).clip(0, 1), (high + bound).clip(0, 1)
     rows = zip(area.tolist(), low.tolist(), high.tolist(), bound.tolist(), strict=True)
     each = (Metric(value, a, b, n, binned=far) for value, a, b, far in rows)
-    if covariance is None:  # unknown: as if all rose and fell together, which makes the widest interval
-        covariance = np.outer(high - low, high - low) / (2 * intervals.Z) ** 2
     mean = _mean(area, (low, high), covariance, n, binned=float(bound.sum() / max(1, len(bound))))
     return {"auroc": mean} | _by_class("auroc", each, k, names)
 
@@ -197,13 +195,13 @@ def _errors(sums: Mapping[str, Array], value: Mapping[str, Array], names: Sequen
 
 
 def _mean(
-    values: Array, limits: tuple[Array, Array], covariance: Array, n: int, unit: str = "", binned: float = 0.0
+    values: Array, limits: tuple[Array, Array], covariance: Array | None, n: int, unit: str = "", binned: float = 0.0
 ) -> Metric | None:
     """The mean over classes, None without any."""
     if not len(values):
         return None
     low, high = intervals.mean_of(values, *limits, covariance)
-    return Metric(float(values.mean()), max(0.0, low), min(1.0, high), n, unit, binned=binned)
+    return Metric(float(values.mean()), max(0.0, float(low)), min(1.0, float(high)), n, unit, binned=binned)
 
 
 def _by_class(metric: str, each: Iterable[Metric], present: Array, names: Sequence[str]) -> dict[str, Metric | None]:

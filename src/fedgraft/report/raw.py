@@ -23,9 +23,10 @@ def exact(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Met
     sides = np.stack([(~positive).sum(0), positive.sum(0)])
     k = sides.min(0) > 0
     ranks = scores.log_odds(logits).numpy()
-    both = [auroc_influence(ranks[:, c], positive[:, c]) for c in np.flatnonzero(k)]
-    area, parts = np.array([a for a, _ in both]), np.array([part for _, part in both]).reshape(len(both), -1)
-    return found | auroc_metrics(area, np.zeros(len(both)), sides, parts @ parts.T, names)
+    area, parts = np.empty(k.sum()), np.empty((k.sum(), len(labels)))
+    for i, c in enumerate(np.flatnonzero(k)):
+        area[i], parts[i] = auroc_influence(ranks[:, c], positive[:, c])
+    return found | auroc_metrics(area, np.zeros(len(area)), sides, parts @ parts.T, names)
 
 
 def auroc_influence(score: Array, positive: Array) -> tuple[float, Array]:
