@@ -1,0 +1,1 @@
+"""Experiments of the source documents and the six questions, outside the package: `make reproduce NAME=...`."""
