@@ -31,22 +31,14 @@ def wilson(hits: Array, n: Array) -> tuple[Array, Array]:
 def auroc(area: Array, positives: Array, negatives: Array) -> tuple[Array, Array]:
     """Limits of an AUROC: where it is just Z standard errors of that limit away."""
     area, m, n = (np.asarray(x, float) for x in (area, positives, negatives))
-
-    def outside(limit: Array) -> Array:
-        more = (m + n) / 2 - 1
-        spread = 1 + more * ((1 - limit) / (2 - limit) + limit / (1 + limit))
-        return (area - limit) ** 2 > Z * Z * limit * (1 - limit) * spread / (m * n)
-
-    def search(end: float) -> Array:
-        near, far = area.copy(), np.full_like(area, end)
-        for _ in range(50):
-            middle = (near + far) / 2
-            out = outside(middle)
-            near, far = np.where(out, near, middle), np.where(out, middle, far)
-        return (near + far) / 2
-
+    near, far = np.stack([area, area]), np.stack([np.zeros_like(area), np.ones_like(area)])
+    for _ in range(40):
+        limit = (near + far) / 2
+        spread = 1 + ((m + n) / 2 - 1) * ((1 - limit) / (2 - limit) + limit / (1 + limit))
+        outside = (area - limit) ** 2 > Z * Z * limit * (1 - limit) * spread / (m * n)
+        near, far = np.where(outside, near, limit), np.where(outside, limit, far)
     # At the very end the variance is zero: a limit there means that the estimate is there as well.
-    return np.where(area <= 0, 0.0, search(0.0)), np.where(area >= 1, 1.0, search(1.0))
+    return np.where(area <= 0, 0.0, near[0]), np.where(area >= 1, 1.0, near[1])
 
 
 def f1(hits: Array, involved: Array) -> tuple[Array, Array]:

@@ -115,7 +115,10 @@ def select_value(sums: Mapping[str, Tensor], metric: str, names: Sequence[str] |
     names = [str(i) for i in range(len(sums["confusion"]))] if names is None else names
     found = compute(sums, names)
     if metric not in found:
-        raise FedgraftError(f"there is no metric {metric!r}; there are {', '.join(found)}")
+        known = ", ".join(NAMES)
+        raise FedgraftError(
+            f"there is no metric {metric!r} of these classes; there are {known}; of one class: f1:CLASS"
+        )
     value = found[metric]
     if value is None:
         raise FedgraftError(f"{metric} cannot choose a round: no evaluated image tells it; choose another metric")

@@ -73,7 +73,7 @@ def test_ratios_are_geometric() -> None:
 
 
 def test_a_missing_seed_is_left_out_and_named() -> None:
-    left, right = {0: 1.0, 1: 2.0, 2: None, 3: 4.0, 5: math.nan}, {0: 0.5, 1: 1.0, 2: 9.0, 3: 3.0, 4: 7.0}
+    left, right = {0: 1.0, 1: 2.0, 2: None, 3: 4.0, 5: math.nan}, {0: 0.5, 1: 1.0, 2: 9.0, 3: 3.0, 4: 7.0, 5: 1.0}
     found = paired(left, right)
     assert found and (found.n, found.missing) == (3, (2, 4, 5))
     assert found.value == pytest.approx((0.5 + 1 + 1) / 3)
@@ -92,21 +92,21 @@ def test_without_spread_there_is_no_interval() -> None:
 def test_coverage_of_students_interval(n: int) -> None:
     stream = np.random.default_rng(n)
     held = 0
-    for values in stream.normal(1.0, 2.0, (3000, n)):
+    for values in stream.normal(1.0, 2.0, (1500, n)):
         low, high = of(*values).interval()
         held += low <= 1.0 <= high
-    assert held / 3000 == pytest.approx(0.95, abs=0.012)  # three standard errors
+    assert held / 1500 == pytest.approx(0.95, abs=0.017)  # three standard errors
 
 
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_coverage_of_welchs_interval(n: int) -> None:
     stream = np.random.default_rng(10 + n)
     held = 0
-    for left, right in zip(stream.normal(1, 1, (2000, n)), stream.normal(0, 2, (2000, n)), strict=True):
+    for left, right in zip(stream.normal(1, 1, (1000, n)), stream.normal(0, 2, (1000, n)), strict=True):
         found = unpaired(series(left), series(right))
         assert found
         held += found.interval()[0] <= 1.0 <= found.interval()[1]
-    assert 0.935 < held / 2000 < 0.985  # Welch is a little wide with very few
+    assert 0.93 < held / 1000 < 0.985  # Welch is a little wide with very few
 
 
 def test_bca_plain_covers_too_little_with_few_seeds_and_widened_enough_from_eight() -> None:
@@ -160,7 +160,7 @@ def test_three_seeds_with_a_correction_for_ten_claims_see_next_to_nothing() -> N
 
 def test_equivalence_is_two_one_sided_tests() -> None:
     stream = np.random.default_rng(6)
-    for _ in range(200):
+    for _ in range(100):
         values, margin = stream.normal(stream.normal(0, 0.5), 1, 5), float(stream.uniform(0.5, 3))
         above = stats.ttest_1samp(values, -margin, alternative="greater").pvalue
         below = stats.ttest_1samp(values, margin, alternative="less").pvalue
@@ -219,16 +219,16 @@ def test_holm_is_the_definition() -> None:
 @pytest.mark.parametrize("true", [(0.0,) * 6, (0.0, 9.0, 9.0, 9.0, 9.0, 9.0), (0.0, 0.0, 0.0, 1.5, 1.5, 9.0)])
 def test_holm_errs_in_at_most_5_of_100_families_and_intervals_hold_together(true: tuple[float, ...]) -> None:
     stream, wrong, held, plain = np.random.default_rng(9), 0, 0, 0
-    for _ in range(1000):
+    for _ in range(600):
         effects = [of(*stream.normal(mean, 1, 5)) for mean in true]
         found = judge({str(i): Claim(e, "more", 0.5, primary=True) for i, e in enumerate(effects)})
         pairs = list(zip(true, found.values(), strict=True))
         wrong += any(t == 0 and v.word in ("supported", "contradicted") for t, v in pairs)
         held += all((v.low or 0) <= t <= (v.high or 0) for t, v in pairs)
         plain += all(e.interval()[0] <= t <= e.interval()[1] for t, e in zip(true, effects, strict=True))
-    assert wrong / 1000 < 0.066
-    assert held / 1000 > 0.91
-    assert plain / 1000 < 0.78  # without a correction a quarter of the pages would have a wrong interval
+    assert wrong / 600 < 0.075
+    assert held / 600 > 0.91
+    assert plain / 600 < 0.8  # without a correction a quarter of the pages would have a wrong interval
 
 
 def test_only_primary_endpoints_are_corrected_and_facts_do_not_count() -> None:
@@ -304,6 +304,14 @@ def test_without_range_nothing_is_said_of_a_difference(expect: str) -> None:
     assert (found.word, found.p, found.low) == ("no range here", None, None)
     assert found.why == "range: 4, needs at least 5"
     assert judge({"a": Claim(claim.effect, "more", 9.0, gate=(MET,))})["a"].word == "supported"
+
+
+def test_an_endpoint_without_range_helps_no_other_through_holm() -> None:
+    strong, weak = of(3.0, 3.001, 2.999), of(0.9, 1.4, 1.0, 1.3, 0.6)
+    alone = judge({"weak": Claim(weak, "more", 1.0, primary=True)})["weak"].p
+    other = Claim(strong, "more", 1.0, primary=True, gate=(UNMET,))
+    both = judge({"strong": other, "weak": Claim(weak, "more", 1.0, primary=True)})["weak"].p
+    assert alone and both == pytest.approx(2 * alone)
 
 
 def test_rounds_to_a_target_show_grid_start_and_censoring() -> None:
