@@ -11,6 +11,8 @@ Only sums leave a site, no prediction. They are float64 tensors of fixed shape, 
   bins (a, b], as in Guo et al., On Calibration of Modern Neural Networks (2017).
 - `loss` (2): sum of the cross-entropies and of their squares, in nats.
 
+The histogram of very few images says much about each of them: a site should give it in a secure sum, or not at all.
+
 Law: the sums of parts add up to the sums of the whole, bit for bit. Counts are integers; confidences and losses are
 rounded to multiples of `STEP`, which float64 adds exactly as long as a sum stays below 2^23.
 """
