@@ -1,1 +1,1 @@
-"""The experiments of the source documents: presets, claims, studies, pages."""
+"""Experiments of the source documents and the six questions, outside the package: `make reproduce NAME=...`."""

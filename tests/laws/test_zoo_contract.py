@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.toy import Toy, ToyNetwork, random_mask, snapshot
+from tests.support.toy import Toy, ToyNetwork, batch_norm_network, random_mask, snapshot
 from torch import Tensor
 
 from fedgraft import round as round_module
@@ -21,21 +21,24 @@ from fedgraft import zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.server_rules import plain
 from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.client import handle
 from fedgraft.context import ClientContext
+from fedgraft.edit.dense import head, last_blocks
 from fedgraft.edit.space import masked, select
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalTraining, train
+from fedgraft.local.schedules import constant
+from fedgraft.local.train import LocalTraining, batches, train
 from fedgraft.messages import Order, Reply, pack, pack_bits, unpack
+from fedgraft.protocols import Network
 from fedgraft.randomness import torch_stream
 from fedgraft.runs import checkpoint
-from fedgraft.state import ServerState
+from fedgraft.state import ServerState, from_tensors, to_tensors
 from fedgraft.update.codecs import codec
 
-LOCAL = LocalTraining(2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
+LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
 SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, narrow layers
     "fedalign": {"keep": 3, "top": 3, "probe": 64},
     "fedshibu": {"samples": 12},
@@ -55,6 +58,7 @@ class Row:
     engine: type[InProcess] = InProcess
     falls: float = 0.95
     """The loss must fall below this share of the first one in six rounds."""
+    network: Callable[[], ToyNetwork] = ToyNetwork
 
 
 def named(name: str, local: LocalTraining = LOCAL, **options: Any) -> Callable[[], Algorithm]:
@@ -63,7 +67,7 @@ def named(name: str, local: LocalTraining = LOCAL, **options: Any) -> Callable[[
 
 def robust(rule: str, attackers: int = 1, **options: Any) -> Row:
     make = lambda: vary(named("fedavg")(), aggregate=robust_aggregator(rule, attackers, **options))  # noqa: E731
-    # Everybody holds every class: where clients differ by nature, one that is alone of its kind looks like a liar.
+    # Everybody holds every class: where clients differ by nature, one that is alone of its kind looks like an attacker.
     return Row(make, {"clients": 7, "per_round": 7, "mixed": True})
 
 
@@ -71,6 +75,22 @@ def varied(name: str = "fedavg", **updates: Any) -> Row:
     return Row(lambda: vary(named(name)(), **updates))
 
 
+def is_norm(network: Network, name: str) -> bool:
+    """Batch normalisation of the toy's blocks, weights and statistics alike."""
+    return "layers" in name and name.split(".")[3] == "0"
+
+
+def batch_norm(name: str, **updates: Any) -> Row:
+    return replace(varied(name, **updates), network=batch_norm_network)
+
+
+NORMED = {
+    **{f"{name}/batch norm": batch_norm(name) for name in ("fedavg", "fednova", "fedavgm", "scaffold", "fedbabu")},
+    **{f"{name}/batch norm": batch_norm(name) for name in ("feddyn", "fedgma", "fedper", "fedrep", "ditto", "fedshibu")},
+    "fedavg/batch norm, head": batch_norm("fedavg", trainable=head()),  # statistics outside the space
+    "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
+    "fedbn": batch_norm("fedavg", client_state=ClientState(is_norm)),  # Li et al. 2021: statistics of one's own
+}
 SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip")
 ROWS: dict[str, Row] = {
@@ -88,6 +108,7 @@ ROWS: dict[str, Row] = {
     "fedavg/nesterov+clip": varied(optimizer=sgdm(0.9, 0.01, nesterov=True), clip=0.5),
     "fednova/epochs": varied("fednova", epochs=1, steps=None, momentum_correction=True),
     "fedavg/poisson": Row(named("fedavg"), {"sampling": "poisson"}),
+    **NORMED,
 }
 ROWS["fedalign/server"] = replace(ROWS["fedalign/server"], toy={"align": True})
 for aggregator in (mean(), count_mean()):  # each client may move half of the coordinates, another half each round
@@ -101,7 +122,7 @@ class Table(Toy):
     def __init__(self, row: Row, space: Any = None, engine: Any = None, **federation: Any) -> None:
         options = dict(row.toy) | federation
         align, mixed, halves = (options.pop(name, False) for name in ("align", "mixed", "halves"))
-        super().__init__(row.make(), space, **options)
+        super().__init__(row.make(), space, network=row.network, **options)
         if mixed:
             self.context.rows = lambda k: torch.arange(k, 120, 7)
         self.engine = (engine or row.engine)(self.algorithm, self.context)
@@ -118,12 +139,10 @@ class Table(Toy):
         return {k: pack_bits(torch.randperm(size, generator=g) < size // 2) for k, g in draws.items()}
 
 
-def tensors_of(state: ServerState, memory: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Everything a checkpoint holds, by name."""
-    found = {"vector": state.vector}
-    found |= {f"rule/{key}": t for key, t in state.rule.items()}
-    found |= {f"personal/{k}": t for k, t in state.personal.items()}
-    return found | {f"memory/{k}/{key}": t for k, kept in memory.items() for key, t in kept.items()}
+def whole(toy: Toy) -> dict[str, Tensor]:
+    """Everything a checkpoint holds, by name; numbers as tensors."""
+    tensors, numbers = to_tensors(toy.state, toy.engine.memory)
+    return tensors | {f"number/{key}": torch.tensor(v, dtype=torch.float64) for key, v in numbers.items()}
 
 
 def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
@@ -136,7 +155,7 @@ def outcome(row: Row, rounds: int = 3, engine: Any = None) -> dict[str, Tensor]:
     toy = Table(row, engine=engine)
     toy.run(rounds)
     assert not toy.summary.rejections
-    return tensors_of(toy.state, toy.engine.memory)
+    return whole(toy)
 
 
 _kept: dict[int, tuple[Row, dict[str, Tensor]]] = {}  # the row is held too, so that its id stays its own
@@ -175,9 +194,10 @@ def client_order_is_irrelevant(row: Row) -> None:
 def frozen_bits_stay(row: Row) -> None:
     """Through momentum, decay, aggregation and evaluation with fine-tuning, what is outside the space stays."""
     kind = row.make()
-    body = kind.trainable.kind == "body"
-    mask = {n: m for n, m in random_mask(ToyNetwork(), 0.4).items() if not (body and n.startswith("head"))}
-    toy = Table(row, masked(ToyNetwork(), mask))
+    trained = {"head": kind.trainable.trains_head, "backbone": kind.trainable.trains_body}
+    mask = {n: m for n, m in random_mask(ToyNetwork(), 0.4).items() if trained[n.partition(".")[0]]}
+    toy = Table(row, masked(row.network(), mask))
+    own = kind.client_state.private or (lambda network, name: False)
     before, start = snapshot(toy.network), toy.state.vector.clone()
     for _ in range(3):
         toy.run(1)
@@ -190,8 +210,8 @@ def frozen_bits_stay(row: Row) -> None:
     toy.space.scatter(toy.state.vector, toy.network)
     moved = 0
     for name, tensor in toy.network.state_dict().items():
-        if kind.client_state.kind == "head" and name.startswith("head"):
-            continue  # a private head is no part of the space, but of the client
+        if own(toy.network, name) or not tensor.is_floating_point():
+            continue  # a private head is no part of the space, but of the client; a counter of batches is nobody's
         free = mask.get(name, torch.zeros(tensor.shape, dtype=torch.bool))
         assert torch.equal(tensor[~free], before[name][~free]), f"{name} moved"
         moved += int((tensor[free] != before[name][free]).sum())
@@ -212,7 +232,7 @@ def messages_round_trip(row: Row) -> None:
 
 
 def stored(toy: Table, folder: Path) -> None:
-    checkpoint.save(folder, toy.state.round, tensors_of(toy.state, toy.engine.memory), {"losses": toy.state.losses})
+    checkpoint.save(folder, toy.state.round, *to_tensors(toy.state, toy.engine.memory))
 
 
 def restored(row: Row, folder: Path, forget: str = "-", lose_round: bool = False) -> Table:
@@ -220,21 +240,11 @@ def restored(row: Row, folder: Path, forget: str = "-", lose_round: bool = False
     found = checkpoint.load_latest(folder)
     assert found is not None
     toy = Table(row)
-    groups: dict[str, dict[str, Tensor]] = {"rule": {}, "personal": {}, "memory": {}}
-    for name, tensor in found.tensors.items():
-        group, _, key = name.partition("/")
-        if key and not name.startswith(forget):
-            groups[group][key] = tensor
-    toy.engine.memory = {}
-    for key, tensor in groups["memory"].items():
-        k, _, what = key.partition("/")
-        toy.engine.memory[int(k)] = {**toy.engine.memory.get(int(k), {}), what: tensor}
-    toy.state = ServerState(
-        0 if lose_round else found.round,
-        found.tensors["vector"],
-        groups["rule"] or {name: torch.zeros_like(t) for name, t in toy.state.rule.items()},
-        {int(k): t for k, t in groups["personal"].items()},
-    )
+    tensors = {name: tensor for name, tensor in found.tensors.items() if not name.startswith(forget)}
+    numbers = {key: v if key != forget else type(v)() for key, v in found.meta.items()}
+    state, memory = from_tensors(0 if lose_round else found.round, tensors, numbers)
+    rule = state.rule or {name: torch.zeros_like(t) for name, t in toy.state.rule.items()}
+    toy.state, toy.engine.memory = replace(state, rule=rule), memory
     return toy
 
 
@@ -245,7 +255,7 @@ def resumed_equals_unbroken(row: Row, tmp_path: Path, **damage: Any) -> None:
     stored(first, tmp_path)
     second = restored(row, tmp_path, **damage)
     second.run(1)
-    assert_same_bits(tensors_of(second.state, second.engine.memory), reference(row))
+    assert_same_bits(whole(second), reference(row))
 
 
 def loss_of(toy: Table) -> float:
@@ -279,6 +289,35 @@ LAWS: dict[str, Callable[..., None]] = {
 def test_law(law: str, row: str, tmp_path: Path) -> None:
     arguments = (tmp_path,) if law == "resumed_equals_unbroken" else ()
     LAWS[law](ROWS[row], *arguments)
+
+
+def statistics_are_kept_or_averaged(row: Row) -> None:
+    """Statistics outside the space keep their bits; those inside move, and variances stay variances."""
+    toy = Table(row, schedule=constant(0.3))
+    before = {n: t.clone() for n, t in toy.network.named_buffers() if t.is_floating_point()}
+    assert before
+    toy.run(4)
+    toy.context.show(toy.state.vector)
+    after, inside = dict(toy.network.named_buffers()), {part.name for part in toy.space.buffers}
+    for name, tensor in before.items():
+        if toy.context.private is None or name not in {part.name for part in toy.context.private.buffers}:
+            assert torch.equal(after[name], tensor) != (name in inside), name
+    models = [toy.state.vector, *toy.state.personal.values()]
+    for vector in models:
+        toy.context.show(vector)
+        variances = [t for n, t in toy.network.named_buffers() if n.endswith("running_var")]
+        assert all(bool((t > 0).all()) for t in variances), "a variance that is none"
+    for kept in toy.engine.memory.values():
+        for name, space in (("personal", toy.space), ("private", toy.context.private)):
+            if name in kept and space is not None:
+                at = space.slices()
+                parts = [kept[name][at[part.name]] for part in space.buffers if part.name.endswith("running_var")]
+                assert all(bool((t > 0).all()) for t in parts), "a variance that is none"
+
+
+@pytest.mark.parametrize("row", NORMED)
+def test_batch_norm_statistics(row: str) -> None:
+    statistics_are_kept_or_averaged(NORMED[row])
 
 
 def test_every_algorithm_is_a_row() -> None:
@@ -401,6 +440,21 @@ def ditto_leaves_the_common_model_alone() -> None:
     assert far[1] < far[0]
 
 
+def central_is_torch_training() -> None:
+    """One client that keeps its momentum is torch's own optimizer on the same batches, without a break."""
+    toy = run(named("central")(), 3, clients=1, per_round=1)
+    network, rows = ToyNetwork(), toy.context.rows(0)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    for t in range(3):
+        for picked in batches(rows, LOCAL, torch_stream(7, "shuffle", "train", t, 0)):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(network(toy.examples.inputs[picked]), toy.examples.labels[picked]).backward()
+            optimizer.step()
+    wanted = torch.cat([p.detach().view(-1) for p in network.parameters()])
+    torch.testing.assert_close(toy.state.vector, wanted, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(toy.state.vector, sgd_alone(named("fedavg")(), 0, 3), rtol=1e-3)  # each round at rest
+
+
 FULL: dict[str, Any] = {"clients": 5, "per_round": 5}
 HUGE: dict[str, Any] = {"server_lr": 1e6, "tau": 1e6, "beta1": 0.0}
 DEGENERATE: dict[str, list[Callable[[], None]]] = {
@@ -428,6 +482,7 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "fedper": [fedper_of_one_client_is_fedavg],
     "fedrep": [fedrep_trains_the_head_then_the_body],
     "ditto": [ditto_leaves_the_common_model_alone],
+    "central": [central_is_torch_training],
 }
 
 
@@ -448,7 +503,7 @@ def test_full_masks_are_dense() -> None:
     assert torch.equal(run(named("fedavg")(), space=full).state.vector, run(named("fedavg")()).state.vector)
 
 
-def test_a_robust_rule_without_liars_to_cut_is_the_mean() -> None:
+def test_a_robust_rule_without_attackers_to_cut_is_the_mean() -> None:
     equal = vary(named("fedavg")(), weighting=named("scaffold")().weighting)
     cut = vary(equal, aggregate=robust_aggregator("trimmed_mean", attackers=0))
     torch.testing.assert_close(run(cut).state.vector, run(equal).state.vector, rtol=1e-6, atol=1e-7)
@@ -581,7 +636,7 @@ def test_frozen_notices_momentum_of_masked_gradients() -> None:
 def test_frozen_notices_fine_tuning_that_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedgraft import client
 
-    def careless(order: Order, context: ClientContext, rows: Tensor) -> Any:
+    def careless(order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Any:
         with torch.no_grad():
             context.network.head.weight.add_(0.1)
         return client.evaluate(context.network, context.tests, rows)  # type: ignore[arg-type]
@@ -613,11 +668,13 @@ def test_round_trip_notices_a_wire_that_rounds() -> None:
         ("fedadam", {"forget": "rule"}),
         ("scaffold", {"forget": "rule"}),
         ("fedshibu", {"forget": "personal"}),
+        ("central", {"forget": "memory"}),
         ("fedavg", {"lose_round": True}),
+        ("fedavg/own masks, mean", {"forget": "drifts"}),
     ],
 )
 def test_resume_notices_what_was_not_stored(row: str, damage: dict[str, Any], tmp_path: Path) -> None:
-    full = Row(ROWS[row].make, FULL)  # everybody takes part, so whatever is lost is missed
+    full = replace(ROWS[row], toy={**ROWS[row].toy, **FULL})  # everybody takes part, so whatever is lost is missed
     resumed_equals_unbroken(full, tmp_path / "whole")
     with pytest.raises(AssertionError):
         resumed_equals_unbroken(full, tmp_path / "damaged", **damage)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedgraft.algorithm import Algorithm
+from fedgraft.aggregate.server_rules import plain_tail
+from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext
 from fedgraft.context import ClientContext, shared_and_private
 from fedgraft.edit.dense import Dense
@@ -24,14 +26,14 @@ WIDTH, CLASSES, INPUT = 6, 3, 5
 class ToyNetwork(nn.Module):
     """Two residual blocks of one linear layer and a norm each, a final norm, a head."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.backbone = nn.ModuleDict(
             {
                 "stem": nn.Linear(INPUT, WIDTH),
                 "layers": nn.ModuleList(
-                    [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+                    [nn.Sequential(norm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
                 ),
                 "norm": nn.LayerNorm(WIDTH),
             }
@@ -69,6 +71,11 @@ class ToyNetwork(nn.Module):
 
     def activations(self, inputs: Tensor, layers: Any, entry: int = 0) -> dict[str, Tensor]:
         return {name: self.features(inputs, entry, int(name.removeprefix("block"))) for name in layers}
+
+
+def batch_norm_network() -> ToyNetwork:
+    """The toy with batch normalisation in its blocks: running statistics that travel, but are not trained."""
+    return ToyNetwork(norm=nn.BatchNorm1d)
 
 
 class ToyExamples:
@@ -109,9 +116,10 @@ class Toy:
         space: EditSpace | None = None,
         clients: int = 5,
         per_round: int = 3,
+        network: Callable[[], ToyNetwork] = ToyNetwork,
         **federation: Any,
     ) -> None:
-        self.network = ToyNetwork()
+        self.network = network()
         opened = space or everything_of(algorithm, self.network)
         self.space, private = shared_and_private(algorithm, self.network, opened)
         self.examples, self.tests = ToyExamples(), ToyExamples(60, seed=2)
@@ -121,6 +129,8 @@ class Toy:
             self.tests, lambda k: torch.arange(k, 60, 6), private, private_start,
             probe=ToyExamples(64, seed=3),
         )  # fmt: skip
+        if self.space.size > self.space.trained:  # as a run does: statistics take the plain mean
+            algorithm = vary(algorithm, server=plain_tail(algorithm.server, self.space.trained))
         self.algorithm = algorithm
         options = {"run": "toy", "seed": 7, "rounds": 10, "schedule": constant(0.05), "largest": 20} | federation
         self.federation = Federation(clients=clients, per_round=per_round, **options)

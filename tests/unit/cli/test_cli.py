@@ -30,7 +30,7 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
 TINY = [
     "data.source=digits", "data.limit=120", "model.name=tiny", "partition.clients=4", "partition.kind=classes",
     "partition.classes_per_client=5", "local.steps=2", "local.batch_size=8", "rounds.total=3",
-    "rounds.evaluate_every=1", "rounds.checkpoint_every=1", "name=tiny",
+    "rounds.evaluate_every=1", "rounds.checkpoint_every=1", "name=tiny", "workers=1",
 ]  # fmt: skip
 
 
@@ -73,9 +73,8 @@ def fedgraft(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture(scope="module", autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache and a working directory of their own, and no way to any hub."""
+    """A working directory of their own, and no way to any hub."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEDGRAFT_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
         patch.setenv("COLUMNS", "200")
@@ -131,7 +130,8 @@ def test_run_leaves_a_whole_run_folder(finished: Path) -> None:
         "seconds",
         "lr",
     }
-    assert len(lines) == 3 and all(wanted <= set(line) for line in lines)
+    assert [line["round"] for line in lines] == [0, 1, 2, 3] and all(wanted <= set(line) for line in lines[1:])
+    assert {"accuracy", "loss"} <= set(lines[0])  # the model the run began with
     pattern = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ \| (INFO|WARNING) \| .+")
     assert all(pattern.match(line) for line in (finished / "log.txt").read_text().splitlines())
 
@@ -244,8 +244,8 @@ def test_dry_run_prints_bytes_and_steps_and_leaves_nothing(fedgraft: Command, tm
     assert "2.0 steps of 8 images" in said.text and "12 steps in all" in said.text
     down, up = re.search(r"bytes: ([\d.]+) kB down and ([\d.]+) kB up per client and round", said.text).groups()  # type: ignore[union-attr]
     lines = record.read_metrics(finished)
-    assert float(down) == pytest.approx(lines[0]["bytes_down"] / 2000, rel=0.05)  # two clients a round
-    assert float(up) == pytest.approx(lines[0]["bytes_up"] / 2000, rel=0.2)
+    assert float(down) == pytest.approx(lines[1]["bytes_down"] / 2000, rel=0.05)  # two clients a round
+    assert float(up) == pytest.approx(lines[1]["bytes_up"] / 2000, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -292,10 +292,10 @@ def test_presets_algorithms_options_and_help(fedgraft: Command) -> None:
         (["run", "."], "cannot be read"),
         (["run", "algorithm.name=fedaverage"], "nearest one is 'fedavg"),
         (["run", "privacy.aggregation=secure", "compression.codec=int8"], "fixed-point encoding"),
-        (["run", "privacy.aggregation=secure", "algorithm.robust=median"], "needs each client's change"),
+        (["run", "privacy.aggregation=secure", "algorithm.robust=median"], "needs each client's update"),
         (["run", "algorithm.name=fedshibu", "algorithm.robust=median"], "has no place in it"),
         (["run", "algorithm.name=scaffold", "local.optimizer=adamw"], "use sgdm"),
-        (["run", "trainable.freeze_blocks=9"], "tiny has 2 blocks"),
+        (["run", "trainable.kind=body", "trainable.freeze_blocks=9"], "the network has 2 blocks"),
         (["run", "data.source=cifar100", "data.path=nowhere"], "nowhere"),
         (["run", "data.source=folder"], "folder"),
         (["run", "data.source=folder", "data.path=nowhere"], "nowhere"),

@@ -46,12 +46,42 @@ def sentence(*overrides: str) -> str:
         ("sede=3", "seed"),
         ("trainable.sparse.sparcity=0.5", "trainable.sparse.sparsity"),
         ("rounds.totl=3", "rounds.total"),
-        ("algorithm.moo=3", "algorithm.mu"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(word: str, nearest: str) -> None:
     text = sentence(word)
     assert f"there is no option {word.split('=')[0]!r}" in text and f"the nearest one is '{nearest}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["algorithm.moo=3"], "the algorithm fedavg has no option 'moo'; it takes none"),
+        (["algorithm.mu=3"], "the algorithm fedavg has no option 'mu'; it takes none"),
+        (["algorithm.name=fedprox", "algorithm.moo=3"], "the algorithm fedprox has no option 'moo'; the nearest is 'mu'"),
+        (["loss.moo=3"], "the loss cross_entropy has no option 'moo'"),
+        (["trainable.kind=tail"], "there is no trainable kind 'tail'; the nearest one is"),
+        (["trainable.kind=sparse", "trainable.moo=3"], "the trainable kind sparse has no option 'moo'"),
+        (["algorithm.name=fedavgg"], "there is no algorithm 'fedavgg'; the nearest one is 'fedavg'"),
+    ],
+)
+def test_names_and_options_of_registries_are_refused_when_they_are_built(words: list[str], text: str) -> None:
+    """Plug-ins bring names and options of their own, so only the building knows them all."""
+    from fedgraft.config.build import build_algorithm
+
+    with pytest.raises(FedgraftError) as caught:
+        build_algorithm(load(None, words))
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [[], ["algorithm.name=fedprox", "algorithm.mu=0.3"], ["trainable.kind=sparse"]])
+def test_the_file_of_a_config_builds_the_same_algorithm(words: list[str]) -> None:
+    """A file that names every option would hand each algorithm options it does not have."""
+    from fedgraft.config.build import build_algorithm
+
+    config = load(None, words)
+    again = validate(tomllib.loads(to_toml(config)))
+    assert build_algorithm(again).name == build_algorithm(config).name and again.digest == config.digest
 
 
 @pytest.mark.parametrize(
@@ -68,7 +98,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(word: str, nearest
         ("partition.alpha=0", ("partition.alpha", "greater than 0")),
         ("model.dropout=1", ("model.dropout", "less than 1")),
         ("model.head=best", ("model.head", "'best'")),
-        ("trainable.kind=tail", ("trainable.kind", "'tail'")),
         ("trainable.sparse.sparsity=1", ("trainable.sparse.sparsity", "less than 1")),
         ("trainable.lora.rank=0", ("trainable.lora.rank", "1")),
         ("local.lr=0", ("local.lr", "greater than 0")),
@@ -83,7 +112,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(word: str, nearest
         ("schedule.factor=1", ("schedule.factor", "less than 1")),
         ("rounds.fraction=0", ("rounds.fraction", "greater than 0")),
         ("rounds.fraction=1.5", ("rounds.fraction", "less than or equal to 1")),
-        ("rounds.total=0", ("rounds.total", "1")),
+        ("rounds.total=-1", ("rounds.total", "0")),
         ("compression.codec=zip", ("compression.codec", "'zip'")),
         ("privacy.aggregation=hidden", ("privacy.aggregation", "'hidden'")),
         ("track.trackers=[\"paper\"]", ("track.trackers", "'paper'")),
