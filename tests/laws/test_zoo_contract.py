@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import toy as toy_module
 from tests.support.toy import Toy, ToyNetwork, batch_norm_network, random_mask, snapshot
 from torch import Tensor
 
-from fedgraft import round as round_module
+from fedgraft import collect as collect_module
 from fedgraft import zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.server_rules import plain
@@ -25,7 +26,7 @@ from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.client import handle
 from fedgraft.context import ClientContext
 from fedgraft.edit.dense import head, last_blocks
-from fedgraft.edit.space import masked, select
+from fedgraft.edit.space import Bound, masked, select
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import adamw, sgdm
@@ -552,7 +553,7 @@ def test_order_notices_arrival_order_summation(monkeypatch: pytest.MonkeyPatch) 
             total += update * weight
         return total
 
-    real = round_module.validate_replies
+    real = collect_module.validate_replies
 
     def unsorted(replies: Any, expected: Any) -> Any:
         accepted, rejections = real(replies, expected)
@@ -563,7 +564,7 @@ def test_order_notices_arrival_order_summation(monkeypatch: pytest.MonkeyPatch) 
         lambda: vary(named("fedavg")(), aggregate=Aggregator("arrival", as_they_come)), {"clients": 6, "per_round": 6}
     )
     client_order_is_irrelevant(row)  # sorted by client id even this sum is in order
-    monkeypatch.setattr(round_module, "validate_replies", unsorted)
+    monkeypatch.setattr(collect_module, "validate_replies", unsorted)
     with pytest.raises(AssertionError):
         client_order_is_irrelevant(Row(row.make, row.toy))
 
@@ -644,6 +645,25 @@ def test_frozen_notices_fine_tuning_that_is_not_undone(monkeypatch: pytest.Monke
     monkeypatch.setattr(client, "_finetuned", careless)
     with pytest.raises(AssertionError, match="moved"):
         frozen_bits_stay(Row(named("fedbabu")))
+
+
+def test_statistics_notice_batch_norm_that_is_left_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer in training mode: the head alone trains, and the statistics before it drift all the same."""
+    monkeypatch.setattr(Bound, "training_mode", lambda bound: bound.network.train())
+    for law in (statistics_are_kept_or_averaged, frozen_bits_stay):
+        with pytest.raises(AssertionError):
+            law(ROWS["fedavg/batch norm, head"])
+
+
+@pytest.mark.parametrize("name", ["fednova", "fedavgm"])
+def test_statistics_notice_a_server_rule_that_steps_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedNova's or momentum's step on variances too: they overshoot, and a variance below zero is none."""
+    row = batch_norm(name, local=replace(LOCAL, steps=8))
+    row = replace(row, toy=FULL)
+    statistics_are_kept_or_averaged(row)
+    monkeypatch.setattr(toy_module, "plain_tail", lambda rule, trained: rule)
+    with pytest.raises(AssertionError, match="a variance that is none"):
+        statistics_are_kept_or_averaged(replace(row))
 
 
 def test_round_trip_notices_a_wire_that_rounds() -> None:

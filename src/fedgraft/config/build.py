@@ -179,11 +179,8 @@ def build_algorithm(config: Config) -> Algorithm:
     brings_own = made.fixed_head or made.client_state.private is not None or made.weighting.needs_moving_body
     if config.trainable.kind is not None:
         made = vary(made, trainable=build_trainable(config, made.fixed_head))
-    elif config.trainable.model_extra:
-        key = next(iter(config.trainable.model_extra))
-        raise FedgraftError(
-            f"there is no option 'trainable.{key}' without a trainable.kind of one's own that takes it."
-        )
+    elif idle := sorted(config.trainable.model_fields_set - {"kind", "match_norm"}):
+        raise FedgraftError(f"trainable.{idle[0]} says how something trains, and trainable.kind does not say what.")
     elif not brings_own:
         made = vary(made, trainable=head())
     if a.weighting != "default":

@@ -119,7 +119,7 @@ def to_toml(config: Config) -> str:
     """The resolved config as TOML; options that are None are left out, which means their default."""
     import tomli_w
 
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(config.table)
 
 
 def from_folder(folder: Path) -> Config:

@@ -378,6 +378,18 @@ class Config(Section):
         return f"centralised {self.centralized.kind}" if self.centralized.active else "federated"
 
     @property
+    def table(self) -> dict[str, Any]:
+        """Every option, as tables that `validate` takes again; of algorithm and trainable only what was said.
+
+        An option that was never said means the algorithm's own default, and a said one must fit the algorithm.
+        """
+        table = self.model_dump(mode="json", exclude_none=True)
+        said = {"mode": "json", "exclude_none": True, "exclude_unset": True}
+        table["algorithm"] = {"name": self.algorithm.name, **self.algorithm.model_dump(**said)}  # type: ignore[arg-type]
+        table["trainable"] = self.trainable.model_dump(**said)  # type: ignore[arg-type]
+        return table
+
+    @property
     def digest(self) -> str:
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})

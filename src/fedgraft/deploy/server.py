@@ -186,4 +186,4 @@ def with_clients(config: Config, nodes: int) -> Config:
     """The config with one client per node."""
     from fedgraft.config.load import merge, validate
 
-    return validate(merge(config.model_dump(mode="json"), {"partition": {"clients": nodes}}))
+    return validate(merge(config.table, {"partition": {"clients": nodes}}))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fedgraft.config.load import Config
 from fedgraft.report import figures
-from fedgraft.runs.setup import federate
+from fedgraft.config.build import federate
 
 
 def show_partition(config: Config, out: Path | None, console: Console) -> None:

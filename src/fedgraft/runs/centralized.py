@@ -16,7 +16,7 @@ from fedgraft.runs.tracking import Progress
 def as_central(config: Config) -> Config:
     """The same config with one client that holds everything, trained for whole epochs."""
     c = config.centralized
-    table = config.model_dump(mode="json", exclude_none=True)
+    table = config.table
     table["local"].pop("steps", None)
     table["algorithm"] = {"name": "central"}
     trainable = {} if c.kind == "finetune" and config.trainable.kind not in (None, "head") else {
