@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import toy as toy_module
 from tests.support.toy import Toy, ToyNetwork, batch_norm_network, random_mask, snapshot
 from torch import Tensor
 
 from fedgraft import collect as collect_module
+from fedgraft import round as round_module
 from fedgraft import zoo
 from fedgraft.aggregate.robust import robust_aggregator
-from fedgraft.aggregate.server_rules import plain
+from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain
 from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
 from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.client import handle
@@ -655,13 +655,23 @@ def test_statistics_notice_batch_norm_that_is_left_to_train(monkeypatch: pytest.
             law(ROWS["fedavg/batch norm, head"])
 
 
+def widened(rule: ServerRule) -> ServerRule:
+    """The rule on all coordinates, its memory as long as the vector."""
+
+    def step(x: Tensor, update: Tensor, state: dict[str, Tensor], info: RoundInfo) -> tuple[Tensor, dict[str, Tensor]]:
+        full = {n: torch.cat([t, torch.zeros(len(x) - len(t))]) for n, t in state.items()}
+        return rule.step(x, update, full, info)
+
+    return replace(rule, step=step)
+
+
 @pytest.mark.parametrize("name", ["fednova", "fedavgm"])
 def test_statistics_notice_a_server_rule_that_steps_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FedNova's or momentum's step on variances too: they overshoot, and a variance below zero is none."""
     row = batch_norm(name, local=replace(LOCAL, steps=8))
     row = replace(row, toy=FULL)
     statistics_are_kept_or_averaged(row)
-    monkeypatch.setattr(toy_module, "plain_tail", lambda rule, trained: rule)
+    monkeypatch.setattr(round_module, "plain_tail", lambda rule, trained: widened(rule))
     with pytest.raises(AssertionError, match="a variance that is none"):
         statistics_are_kept_or_averaged(replace(row))
 

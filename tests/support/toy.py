@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedgraft.aggregate.server_rules import plain_tail
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.algorithm import Algorithm
 from fedgraft.collect import ServerContext
 from fedgraft.context import ClientContext, shared_and_private
 from fedgraft.edit.dense import Dense
@@ -129,8 +128,6 @@ class Toy:
             self.tests, lambda k: torch.arange(k, 60, 6), private, private_start,
             probe=ToyExamples(64, seed=3),
         )  # fmt: skip
-        if self.space.size > self.space.trained:  # as a run does: statistics take the plain mean
-            algorithm = vary(algorithm, server=plain_tail(algorithm.server, self.space.trained))
         self.algorithm = algorithm
         options = {"run": "toy", "seed": 7, "rounds": 10, "schedule": constant(0.05), "largest": 20} | federation
         self.federation = Federation(clients=clients, per_round=per_round, **options)

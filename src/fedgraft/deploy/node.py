@@ -36,7 +36,7 @@ from fedgraft.runs.checkpoint import write_atomic
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import Opening, open_run
-from fedgraft.runs.run import saved_edit
+from fedgraft.runs.saving import saved_edit
 
 log = logging.getLogger("fedgraft")
 

@@ -8,9 +8,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from fedgraft.config.build import federate
 from fedgraft.config.load import Config
 from fedgraft.report import figures
-from fedgraft.config.build import federate
 
 
 def show_partition(config: Config, out: Path | None, console: Console) -> None:

@@ -21,7 +21,7 @@ from fedgraft.runs import checkpoint
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening, open_run
-from fedgraft.runs.run import saved_edit
+from fedgraft.runs.saving import saved_edit
 from fedgraft.runs.run_folder import RunFolder
 
 

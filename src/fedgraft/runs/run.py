@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from fedgraft import server
-from fedgraft.algorithm import vary
 from fedgraft.config.build import budget
 from fedgraft.config.load import Config, to_toml
 from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import keep_freed_memory
-from fedgraft.privacy.dp import HIDDEN_NOT_COVERED, NOT_COVERED
 from fedgraft.report import representation_figures
 from fedgraft.round import RoundSummary, run_round
 from fedgraft.runs.callbacks import Callback
@@ -32,23 +30,14 @@ from fedgraft.runs.opening import Opening, open_run
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.reporting import describe, keep_phases, report_run
 from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.saving import Best, account_of, pack_run, saved_edit, with_noise_key
 from fedgraft.runs.tracking import Progress, Silent, Tracking
 from fedgraft.runs.warnings import warnings_for
-from fedgraft.state import ServerState, from_tensors, to_tensors
+from fedgraft.state import ServerState, from_tensors
 
 log = logging.getLogger("fedgraft")
 
 Build = Callable[[], tuple[Job, Remote | None]]
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best model by validation so far, and how long ago that was."""
-
-    accuracy: float = -1.0
-    round: int = -1
-    stale: int = 0
-    vector: Tensor | None = None
 
 
 @contextmanager
@@ -276,7 +265,7 @@ class _Run:
             )
         if opening.algorithm.aggregate.insecure:
             summary["protection"] = opening.algorithm.aggregate.insecure
-        summary |= self._account(state)
+        summary |= account_of(self.config, opening.algorithm, state.round, self.record.metrics())
         if self.config.personal.evaluate != "never":
             summary["personal"] = self.measure.personal(state)
         if self.remote is not None:
@@ -288,40 +277,12 @@ class _Run:
             summary["classes"] = list(data.dataset.classes)
         return summary
 
-    def _account(self, state: ServerState) -> dict[str, Any]:
-        """What differential privacy has spent, and what its account does not cover."""
-        account, dp = budget(self.config, self.opening.algorithm, state.round), self.config.privacy.dp
-        if account is None or dp is None:
-            return {}
-        told: dict[str, Any] = {
-            "epsilon": account.epsilon, "delta": account.delta, "noise": account.noise, "rounds": account.spent,
-            "not_covered": list(NOT_COVERED), "repeatable_noise": not dp.secret,
-        }  # fmt: skip
-        if self.opening.algorithm.privacy.hidden:
-            told["not_covered"] += HIDDEN_NOT_COVERED
-            told["aborted"] = sum("aborted" in line for line in self.record.metrics())
-        return {"privacy": told}
-
     # ---- saving and restoring -------------------------------------------------------------------------------------
 
     def _save(self, state: ServerState) -> None:
-        began = time.perf_counter()
-        tensors, meta = to_tensors(state, self.engine.memory)
-        tensors["head"] = self.opening.head
-        tensors |= {f"edit/{key}": value for key, value in self.opening.opened.stored.items()}
-        if self.best.vector is not None:
-            tensors["best/vector"] = self.best.vector
-        dp, chosen = self.opening.algorithm.privacy.dp, self.config.privacy.dp
-        if dp is not None and chosen is not None and chosen.secret:  # a key that does not follow from the seed
-            tensors["privacy/key"] = torch.tensor(list(dp.key), dtype=torch.uint8)
-        meta |= {
-            "totals": self.totals, "seconds": self.spent, "space": self.opening.space.digest,
-            "best": {"accuracy": self.best.accuracy, "round": self.best.round, "stale": self.best.stale},
-        }  # fmt: skip
-        store = state.personal if isinstance(state.personal, PersonalStore) else None
-        meta |= {"personal": store.sealed()} if store is not None else {}
-        if not self.job.task.data.rows_known:  # the data is elsewhere, and the model's outputs must be named
-            meta["classes"] = list(self.job.task.data.dataset.classes)
+        began, store = time.perf_counter(), state.personal if isinstance(state.personal, PersonalStore) else None
+        tensors, meta = pack_run(self.job, self.opening, state, self.engine.memory, self.best)
+        meta |= {"totals": self.totals, "seconds": self.spent} | ({"personal": store.sealed()} if store else {})
         at_best = self.best.accuracy if self.best.round == state.round else None
         self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
         if store is not None:
@@ -339,12 +300,7 @@ class _Run:
         """The state a checkpoint holds; the head that the run began with goes back into the network first."""
         tensors, meta = found.tensors, found.meta
         install(self.job.task.network, tensors["head"])
-        if "privacy/key" in tensors:  # a repeated round gets the same noise; a second sample would cost privacy again
-            privacy = self.job.algorithm.privacy
-            assert privacy.dp is not None
-            dp = replace(privacy.dp, key=bytes(tensors["privacy/key"].tolist()))
-            self.job = replace(self.job, algorithm=vary(self.job.algorithm, privacy=replace(privacy, dp=dp)))
-            self.engines.job = self.job
+        self.job = self.engines.job = with_noise_key(self.job, tensors)
         self._open(saved_edit(tensors))
         state, memories = from_tensors(found.round, tensors, meta)
         self.engine.memory = dict(memories)
@@ -352,8 +308,3 @@ class _Run:
         self.totals, self.spent = dict(meta["totals"]), float(meta["seconds"])
         log.info("resumed after round %d", state.round)
         return state if self.store is None else replace(state, personal=self.store)
-
-
-def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a checkpoint or a message holds of the opened edit space."""
-    return {name.removeprefix("edit/"): t for name, t in tensors.items() if name.startswith("edit/")}
