@@ -1,0 +1,81 @@
+"""Everything a run is made from, as objects; a config is one door that builds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedgraft.algorithm import Algorithm
+from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named, federate
+from fedgraft.config.options import Config
+from fedgraft.context import ClientContext
+from fedgraft.data.feature_cache import CachedExamples
+from fedgraft.data.federated import FederatedData
+from fedgraft.data.images.transforms import STATISTICS, Transform
+from fedgraft.engines.choice import cores
+from fedgraft.engines.pool import prepare_features
+from fedgraft.protocols import Examples
+from fedgraft.runs.task import Task
+from fedgraft.runs.trackers import require
+from fedgraft.server import sample
+from fedgraft.state import Federation
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run is made from: its options, the algorithm, the task, and who takes part."""
+
+    config: Config
+    algorithm: Algorithm
+    task: Task
+    federation: Federation
+    identity: str
+    """What decides the bytes of the result; a folder belongs to one identity."""
+    from_objects: bool = False
+    """The parts came from Python: the folder's config.toml alone cannot build them again."""
+
+    @property
+    def cohort(self) -> list[int]:
+        """The clients of the first round."""
+        return sample(self.federation, 0)
+
+    @property
+    def threads(self) -> int:
+        """How many things this process may do side by side between rounds, each on one thread."""
+        workers, on_cpu = self.config.workers, self.task.network.head.weight.device.type == "cpu"
+        alone = workers == 1 or torch.get_num_threads() > 1 or not on_cpu
+        return 1 if alone else workers or cores()
+
+    def ready(self, examples: Examples, rows: Tensor) -> None:
+        """Compute what is not kept of these rows yet, side by side on all cores; without a feature cache do nothing."""
+        if isinstance(examples, CachedExamples) and self.threads > 1:
+            prepare_features(examples, rows, self.threads)
+
+    @cached_property
+    def backbone_context(self) -> ClientContext:
+        """The context of head initialisation: the untouched backbone's features, kept on disk and shared by all runs."""
+        task = self.task
+        cached = task.at_entry(task.eval_images, task.network.depth)
+        self.ready(cached, torch.cat([task.data.train_rows, task.data.validation_rows]))
+        return task.whole(cached, self.config.seed)
+
+    @cached_property
+    def scoring_context(self) -> ClientContext:
+        """The context in which clients score weights for a mask."""
+        return self.task.whole(self.task.eval_images, self.config.seed)
+
+
+def job_of(config: Config, data: FederatedData | None = None) -> Job:
+    """The objects that a config names; `data` where it lies elsewhere than the config says."""
+    algorithm = build_algorithm(config)
+    data = federate(config) if data is None else data
+    network = build_network(config, data.dataset).to(device_named(config.device))
+    algorithm.trainable.check(network)
+    require(config.track.trackers)
+    own = (network.mean, network.std)
+    transform = Transform(network.image_size, config.data.augment, *STATISTICS.get(config.data.normalise, own))  # type: ignore[arg-type]
+    task = Task(network, data, transform, config.model.name)
+    return Job(config, algorithm, task, build_federation(config, data.largest), config.digest)

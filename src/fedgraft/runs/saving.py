@@ -1,0 +1,80 @@
+"""What a checkpoint of a run holds, in both directions; and what its privacy account says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.config.build import budget
+from fedgraft.config.options import Config
+from fedgraft.privacy.dp import HIDDEN_NOT_COVERED, NOT_COVERED
+from fedgraft.runs.job import Job
+from fedgraft.runs.opening import Opening
+from fedgraft.state import Memories, ServerState, to_tensors
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best model by validation so far, and how long ago that was."""
+
+    accuracy: float = -1.0
+    round: int = -1
+    stale: int = 0
+    vector: Tensor | None = None
+
+
+def pack_run(
+    job: Job, opening: Opening, state: ServerState, memories: Memories, best: Best
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything that a resumed run needs, as named tensors and plain numbers."""
+    tensors, meta = to_tensors(state, memories)
+    tensors["head"] = opening.head
+    tensors |= {f"edit/{key}": value for key, value in opening.opened.stored.items()}
+    if best.vector is not None:
+        tensors["best/vector"] = best.vector
+    dp, chosen = opening.algorithm.privacy.dp, job.config.privacy.dp
+    if dp is not None and chosen is not None and chosen.secret:  # a key that does not follow from the seed
+        tensors["privacy/key"] = torch.tensor(list(dp.key), dtype=torch.uint8)
+    meta |= {
+        "space": opening.space.digest,
+        "best": {"accuracy": best.accuracy, "round": best.round, "stale": best.stale},
+    }
+    if not job.task.data.rows_known:  # the data is elsewhere, and the model's outputs must be named
+        meta["classes"] = list(job.task.data.dataset.classes)
+    return tensors, meta
+
+
+def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a checkpoint or a message holds of the opened edit space."""
+    return {name.removeprefix("edit/"): t for name, t in tensors.items() if name.startswith("edit/")}
+
+
+def with_noise_key(job: Job, tensors: Mapping[str, Tensor]) -> Job:
+    """The job with the checkpoint's noise key: a repeated round gets the same noise, for a second sample costs again."""
+    privacy = job.algorithm.privacy
+    if "privacy/key" not in tensors or privacy.dp is None:
+        return job
+    dp = replace(privacy.dp, key=bytes(tensors["privacy/key"].tolist()))
+    return replace(job, algorithm=vary(job.algorithm, privacy=replace(privacy, dp=dp)))
+
+
+def account_of(
+    config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What differential privacy has spent, and what its account does not cover; nothing without it."""
+    account, dp = budget(config, algorithm, rounds), config.privacy.dp
+    if account is None or dp is None:
+        return {}
+    told: dict[str, Any] = {
+        "epsilon": account.epsilon, "delta": account.delta, "noise": account.noise, "rounds": account.spent,
+        "not_covered": list(NOT_COVERED), "repeatable_noise": not dp.secret,
+    }  # fmt: skip
+    if algorithm.privacy.hidden:
+        told["not_covered"] += HIDDEN_NOT_COVERED
+        told["aborted"] = sum("aborted" in line for line in lines)
+    return {"privacy": told}

@@ -1,0 +1,84 @@
+"""What is learned, frozen: the network, the data of the clients, and how its images reach the network."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from fedgraft.algorithm import Algorithm
+from fedgraft.config.options import Config
+from fedgraft.context import ClientContext
+from fedgraft.data.examples import FeatureExamples, ImageExamples, examples_of
+from fedgraft.data.feature_cache import CachedExamples
+from fedgraft.data.federated import FederatedData
+from fedgraft.data.images.store import cache_dir
+from fedgraft.data.images.transforms import Transform
+from fedgraft.edit.space import EditSpace, select
+from fedgraft.models.network import VisionNetwork
+from fedgraft.protocols import Examples
+
+log = logging.getLogger("fedgraft")
+Images = ImageExamples | FeatureExamples
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network, the clients' data, and the transform between them. Images are opened when they are first looked at."""
+
+    network: VisionNetwork
+    data: FederatedData
+    transform: Transform
+    model_name: str = ""
+
+    @cached_property
+    def train_images(self) -> Images:
+        """Training (and validation) images, augmented in training."""
+        return examples_of(self.data.dataset.train, self.transform)
+
+    @cached_property
+    def eval_images(self) -> Images:
+        """The same images without augmentation."""
+        return examples_of(self.data.dataset.train, replace(self.transform, train=()))
+
+    @cached_property
+    def test_images(self) -> Images:
+        """Test images."""
+        return examples_of(self.data.dataset.test, self.transform)
+
+    @property
+    def judging_rows(self) -> Tensor:
+        """Rows of `train_images` to measure on: the validation images, or the clients' where none are held out."""
+        rows = self.data.validation_rows
+        return rows if len(rows) else self.data.train_rows
+
+    def at_entry(self, images: Images, entry: int) -> Examples:
+        """These images where they enter: as pixels, or as outputs of the network before `entry`.
+
+        Those are computed once for all runs on this machine. Given features are in their place already.
+        """
+        if not entry or isinstance(images, FeatureExamples) or not len(images):
+            return images
+        return CachedExamples(images, self.network, entry, cache_dir() / "features", key=self.model_name)
+
+    def entry_for(self, space: EditSpace, config: Config, algorithm: Algorithm) -> int:
+        """The last entry before anything that trains: what lies before it is the same for the whole run."""
+        body_finetuned = config.personal.finetune_epochs > 0 and config.personal.finetune_part != "head"
+        if not config.data.cache_features or body_finetuned or algorithm.wants:
+            return 0
+        entry = self.network.entry_for(space.first_block(self.network))
+        if entry and not self.transform.deterministic:
+            changing = ", ".join(name for name in self.transform.train if name != "flip")
+            log.info("features are not kept: data.augment has %s, which changes an image anew each time", changing)
+            return 0
+        return entry
+
+    def whole(self, examples: Examples, seed: int) -> ClientContext:
+        """A context for what is asked before the edit space is open: any weight may be looked at."""
+        every = select(self.network, lambda name: True)
+        held = self.data.validation_rows
+        return ClientContext(
+            self.network, every, examples, self.data.rows, seed, held=lambda client: held
+        )

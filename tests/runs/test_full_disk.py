@@ -1,0 +1,144 @@
+"""A deadline the chosen engine cannot keep is warned of; a full disk is one sentence, and resuming heals it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedgraft.config.load import Config, load
+from fedgraft.errors import FedgraftError
+from fedgraft.report import figures_plain
+from fedgraft.report import html as report
+from fedgraft.runs import reporting as report_run
+from fedgraft.runs import run as running
+from fedgraft.runs.files import keep
+from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
+from fedgraft.runs.setup import Setup
+from fedgraft.runs.warnings import warnings_for
+
+# ---- a deadline that cannot be kept ---------------------------------------------------------------------------------
+
+SMALL = [
+    "model.name=tiny", "data.image_size=16", "data.limit=60", "partition.clients=3", "rounds.total=2",
+    "model.head=random", "local.steps=1", "rounds.checkpoint_every=1", "rounds.evaluate_every=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        (["engine=reference", "workers=2"], False),
+        (["engine=reference", "workers=1"], True),
+        (["engine=auto", "workers=2", "trainable.kind=head"], True),  # kept features: batched, whatever the workers
+    ],
+)
+def test_a_deadline_is_warned_of_by_the_engine_really_chosen(
+    overrides: list[str], warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
+    for late, expected in ((["rounds.deadline=5"], warns), ([], False)):
+        config = load(None, [*SMALL, *overrides, *late])
+        setup = Setup(config)
+        setup.open()
+        assert any("cannot be late" in text for text in warnings_for(config, setup)) == expected
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_disk(room: int = 0) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes: the kernel refuses, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fills(original: Callable[..., Any], room: int = 0, call: int = 1) -> Callable[..., Any]:
+    """The function, with the disk full during its n-th call and until the run has ended."""
+    calls = 0
+
+    def filled(*args: Any, **overrides: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return original(*args, **overrides)
+
+    return filled
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Path, list[Any]]:
+    """A config, a folder, and what an unbroken run of it leaves: metrics and test result."""
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    config = load(None, SMALL)
+    return config, tmp_path, left(running.run(config, tmp_path / "unbroken", console=False), tmp_path / "unbroken")
+
+
+def left(summary: dict[str, Any], folder: Path) -> list[Any]:
+    drawn = sorted(path.name for path in (folder / "figures").iterdir())
+    return [without_timing(read_metrics(folder)), summary["test"], drawn, (folder / "report.html").exists()]
+
+
+PLACES: dict[str, tuple[Any, str, int, int, str]] = {
+    "metrics": (RunFolder, "append", 0, 2, r"metrics.jsonl could not be written.*resume the run"),
+    "half a line of metrics": (RunFolder, "append", 40, 1, r"metrics.jsonl could not be written.*resume the run"),
+    "first checkpoint": (RunFolder, "save_checkpoint", 500, 1, r"round 0 could not be written.*resume"),
+    "last checkpoint": (RunFolder, "save_checkpoint", 500, 3, r"round 2 could not be written.*intact.*resume"),
+    "results": (RunFolder, "finish", 0, 1, r"summary.json could not be written.*make room"),
+    "figures": (figures_plain, "curve", 0, 1, r"results are stored.*File too large.*run it again"),
+    "report": (report_run, "write_report", 100, 1, r"results are stored.*File too large.*run it again"),
+}
+
+
+@pytest.mark.parametrize("context", PLACES)
+def test_a_full_disk_is_one_sentence_and_resuming_ends_as_if_nothing_had_been(
+    context: str,
+    small: tuple[Config, Path, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config, root, unbroken = small
+    owner, name, room, call, sentence = PLACES[context]
+    with monkeypatch.context() as patch, full_disk(resource.RLIM_INFINITY):
+        patch.setattr(owner, name, fills(getattr(owner, name), room, call))
+        with pytest.raises(FedgraftError, match=sentence):
+            running.run(config, root / "run", console=False)
+    assert "Traceback" not in capfd.readouterr().err
+    assert running.is_finished(root / "run") == (context in {"figures", "report"})
+    assert not (root / "run" / "report.html").exists()
+    assert left(running.run(config, root / "run", console=False), root / "run") == unbroken
+
+
+def test_a_report_written_in_place_would_stay_torn(
+    small: tuple[Config, Path, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted mistake: half a page that looks like one."""
+    config, root, _ = small
+    monkeypatch.setattr(report, "write_atomic", lambda path, chunks: path.write_bytes(b"".join(chunks)))
+    with monkeypatch.context() as patch, full_disk(resource.RLIM_INFINITY):
+        patch.setattr(report_run, "write_report", fills(report_run.write_report, 100))
+        with pytest.raises(FedgraftError):
+            running.run(config, root / "run", console=False)
+    running.run(config, root / "run", console=False)
+    assert (root / "run" / "report.html").stat().st_size < (root / "unbroken" / "report.html").stat().st_size
+
+
+def test_what_is_kept_for_other_runs_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "heads" / "one.safetensors"
+    keep(path, lambda file: file.write_bytes(b"good"))
+    with full_disk(2), pytest.raises(FedgraftError, match=r"one.safetensors could not be written \(File too large\)"):
+        keep(path, lambda file: file.write_bytes(b"better"))
+    assert [p.name for p in path.parent.iterdir()] == ["one.safetensors"] and path.read_bytes() == b"good"
+    with full_disk(2), pytest.raises(OSError):
+        path.write_bytes(b"better")  # the planted mistake: written in place
+    assert path.read_bytes() == b"be"

@@ -1,0 +1,269 @@
+"""The front of the library: objects in, a Result out; the same bytes as the config door, and the same refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedgraft as fg
+from fedgraft import client
+from fedgraft.config.load import load, to_toml
+from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
+from tests.support.tiny import same_bits, tensors_of, without_pictures
+
+CONFIG = [
+    "model.name=tiny", "data.source=digits", "data.image_size=16", "data.limit=60", "partition.clients=3",
+    "rounds.total=2", "local.steps=2", "local.lr=0.02", "workers=1", "trainable.kind=sparse",
+    "trainable.sparse.strategy=least_sensitive", "trainable.sparse.sparsity=0.9",
+]  # fmt: skip
+LOCAL = fg.LocalTraining(steps=2, lr=0.02)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """No figures and no report, which play no part here."""
+    with without_pictures():
+        yield
+
+
+def model() -> Any:
+    return fg.model("tiny", 10, 16)
+
+
+def clients() -> fg.FederatedData:
+    """From the config door."""
+    return fg.job_of(load(None, CONFIG)).task.data
+
+
+def fedavg(**slots: Any) -> fg.Algorithm:
+    """What the config of these tests asks for, as objects."""
+    return fg.fedavg(**{"trainable": fg.sparse("least_sensitive", 0.9), "local": LOCAL, **slots})
+
+
+def adapt(folder: Path | str | None, algorithm: fg.Algorithm | None = None, **options: Any) -> fg.Result:
+    return fg.run(algorithm or fedavg(), model(), clients(), rounds=2, folder=folder, workers=1, **options)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory, quick: None) -> fg.Result:
+    """One finished run, for all that only look at it."""
+    return adapt(tmp_path_factory.mktemp("objects") / "run")
+
+
+# ---- the same run, whatever the door ---------------------------------------------------------------------------------
+
+
+def test_objects_and_config_give_the_same_bytes(result: fg.Result, tmp_path: Path) -> None:
+    config = load(None, CONFIG)
+    summary = fg.run_config(config, tmp_path / "config", console=False)
+    assert same_bits(tensors_of(result.folder), tensors_of(tmp_path / "config"))
+    # Messages name their run, and that name is a few bytes longer for objects.
+    lines = [
+        [{key: value for key, value in line.items() if not key.startswith("bytes")} for line in without_timing(found)]
+        for found in (read_metrics(result.folder), read_metrics(tmp_path / "config"))
+    ]
+    assert lines[0] == lines[1] and result.summary["test"] == summary["test"]
+    other = adapt(tmp_path / "other", fedavg(trainable=fg.sparse("most_sensitive", 0.9)))
+    assert not same_bits(tensors_of(other.folder), tensors_of(result.folder))  # the comparison sees another mask
+
+
+def test_a_path_may_be_text_and_no_folder_is_a_temporary_one(result: fg.Result, tmp_path: Path) -> None:
+    for folder in (str(tmp_path / "text"), None):
+        found = adapt(folder)
+        assert isinstance(found.folder, Path) and (found.folder / "metrics.jsonl").is_file()
+        assert same_bits(tensors_of(found.folder), tensors_of(result.folder))
+
+
+def test_further_options_are_tables_of_the_config(tmp_path: Path) -> None:
+    found = adapt(tmp_path / "run", rounds_={"evaluate_every": 1, "test": False}, model_={"head": "random"})
+    assert [n for n, _ in found.curve()] == [0, 1, 2] and "test" not in found.summary
+    assert found.accuracy == found.summary["validation"]["accuracy"]
+
+
+# ---- what a result shows and does ------------------------------------------------------------------------------------
+
+
+def test_a_result_says_what_came_out(result: fg.Result) -> None:
+    text = repr(result)
+    first, last = result.curve()[0], result.curve()[-1]
+    assert (first[0], last[0]) == (0, 2) and str(result.folder) in text and "2 rounds" in text
+    assert f"validation {100 * first[1]:.1f} %" in text and f"test {100 * result.accuracy:.1f} %" in text
+    page = result._repr_html_()
+    assert page.count("<tr>") == 1 + len(result.curve()) and "2 rounds" in page
+    assert result.report == result.folder / "report.html" and len(result.classes) == 10
+
+
+def test_a_result_holds_the_model_it_measured(result: fg.Result, tmp_path: Path) -> None:
+    assert result.evaluate().accuracy == result.accuracy == result.summary["test"]["accuracy"]
+    result.save_pretrained(str(tmp_path / "model"))
+    again, images = fg.model(tmp_path / "model", None), result.task.test_images.batch(torch.arange(20))
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(images), result.network.eval()(images), rtol=1e-6, atol=1e-6)
+        assert not torch.allclose(again(images), model().eval()(images), rtol=1e-2, atol=1e-2)
+
+
+def test_low_rank_factors_are_merged_when_they_are_saved(tmp_path: Path) -> None:
+    found = adapt(tmp_path / "run", fedavg(trainable=fg.lora(rank=2)))
+    before = found.evaluate()
+    for name in ("once", "twice"):
+        found.save_pretrained(tmp_path / name)
+        images = found.task.test_images
+        saved = fg.evaluate(fg.model(tmp_path / name, None), images, torch.arange(len(images)))
+        assert saved.accuracy == before.accuracy and saved.loss == pytest.approx(before.loss, rel=1e-4)
+
+
+class Listening(fg.Callback):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def on_start(self, job: fg.Job, state: fg.ServerState) -> None:
+        self.heard.append(("start", job.federation.clients, state.round))
+
+    def on_round_end(self, line: Mapping[str, Any], state: fg.ServerState) -> None:
+        self.heard.append((line["round"], state.round))
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        self.heard.append(summary["test"]["accuracy"])
+
+
+def test_callbacks_hear_every_round_and_change_nothing(result: fg.Result, tmp_path: Path) -> None:
+    listener = Listening()
+    found = adapt(tmp_path / "run", callbacks=[listener, fg.Callback()])
+    assert listener.heard == [("start", 3, 0), (1, 1), (2, 2), found.accuracy]
+    assert same_bits(tensors_of(found.folder), tensors_of(result.folder))
+
+
+# ---- a folder that is there already ----------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_goes_on_in_its_folder(
+    result: fg.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, real = 0, client.ACTIONS["train"]
+
+    def stop(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # one client a round: the second round
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setitem(client.ACTIONS, "train", stop)
+        adapt(tmp_path / "run")
+    assert RunFolder.open(tmp_path / "run").status == "interrupted"
+    found = adapt(tmp_path / "run")
+    assert same_bits(tensors_of(found.folder), tensors_of(result.folder))
+    assert found.evaluate() == result.evaluate()
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = adapt(tmp_path / "run")
+    monkeypatch.setitem(client.ACTIONS, "train", lambda *a: pytest.fail("trained again"))
+    again = adapt(tmp_path / "run")
+    assert again.summary == first.summary and again.evaluate() == first.evaluate()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        fg.fedprox(mu=0.5, trainable=fg.sparse("least_sensitive", 0.9), local=LOCAL),
+        fedavg(trainable=fg.sparse("least_sensitive", 0.8)),
+        fedavg(local=fg.LocalTraining(steps=3, lr=0.02)),
+    ],
+    ids=lambda a: a.name,
+)
+def test_a_folder_of_another_algorithm_is_refused(result: fg.Result, other: fg.Algorithm) -> None:
+    with pytest.raises(fg.FedgraftError, match="belongs to a run of another config"):
+        adapt(result.folder, other)
+
+
+def test_numbers_inside_functions_tell_algorithms_apart(tmp_path: Path) -> None:
+    """`mu` lives in a closure; a folder of mu=0.1 must not take mu=0.5 for its own."""
+    body = {"trainable": fg.head(), "local": LOCAL}
+    adapt(tmp_path / "run", fg.fedprox(mu=0.1, **body))
+    with pytest.raises(fg.FedgraftError, match="belongs to a run of another config"):
+        adapt(tmp_path / "run", fg.fedprox(mu=0.5, **body))
+
+
+def test_a_folder_of_objects_says_that_its_config_is_not_all(result: fg.Result) -> None:
+    with pytest.raises(fg.FedgraftError, match="made from Python objects"):
+        fg.adapted(result.folder)
+
+
+# ---- from a file -----------------------------------------------------------------------------------------------------
+
+
+def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(to_toml(load(None, [word for word in CONFIG if "lr" not in word])))
+    for path in (tmp_path / "mine.toml", str(tmp_path / "mine.toml")):
+        job = fg.load(path, ["local.lr=0.02"])
+        assert isinstance(job, fg.Job) and job.algorithm.local.lr == 0.02
+        found = fg.run_loaded(job, tmp_path / "run")  # the second time it is finished, and opened again
+        assert same_bits(tensors_of(tmp_path / "run"), tensors_of(result.folder))
+        assert found.evaluate() == result.evaluate()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (["algorithm.name=fedprox", "algorithm.muu=0.5"], "mu"),
+        (["algorithm.mu=0.5"], "takes none"),  # fedavg has no mu
+        (["loss.temperature=2"], "label_smoothing|takes none"),
+        (["trainable.kind=sparse", "trainable.spars=0.5"], "sparsity"),
+        (["trainable.knd=sparse"], "kind"),
+        (["trainable.freeze_blocks=1"], "kind"),  # nothing would read it
+        (["local.speed=2"], "local"),
+        (["algorithm.name=fedavgg"], "fedavg"),
+        (["trainable.kind=sparsee"], "sparse"),
+        (["trainable.kind=sparse", "trainable.sparse.strategy=least"], "least_sensitive"),
+        (["algorithm.robust=medain"], "median"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_mistyped_option_is_refused_in_a_config(words: list[str], nearest: str) -> None:
+    plain = [word for word in CONFIG if not word.startswith("trainable.")]
+    with pytest.raises(fg.FedgraftError, match=nearest):
+        fg.job_of(load(None, [*plain, *words]))
+
+
+def test_a_mistyped_option_is_refused_in_python(tmp_path: Path) -> None:
+    for make in (lambda: fg.fedprox(muu=0.5), lambda: fg.fedavg(mu=0.5), lambda: fg.named("fedprox", muu=0.5)):
+        with pytest.raises(fg.FedgraftError, match="mu"):
+            make()
+    with pytest.raises(TypeError, match="sparsty"):
+        fg.sparse(sparsty=0.5)  # type: ignore[call-arg]
+    for wrong in ({"rounds_": {"totl": 3}}, {"model_": {"rigde": 1.0}}, {"sede": 3}):
+        with pytest.raises(fg.FedgraftError, match="no option"):
+            adapt(tmp_path / "run", **wrong)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_algorithm_decides_is_not_taken_from_a_table(tmp_path: Path) -> None:
+    """A table that nobody reads would look like protection."""
+    with pytest.raises(fg.FedgraftError, match=r"privacy|fg\.secure"):
+        adapt(tmp_path / "run", privacy={"aggregation": "secure"})
+
+
+def test_a_mistyped_option_is_refused_on_the_command_line(tmp_path: Path) -> None:
+    words = ["algorithm.name=fedprox", "algorithm.muu=0.5", "model.name=tiny"]
+    command = [sys.executable, "-m", "fedgraft", "run", *words, "-o", str(tmp_path / "run"), "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0 and "'muu'" in done.stderr and "'mu'" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_model_with_another_head_is_refused() -> None:
+    with pytest.raises(fg.FedgraftError, match="classes=10"):
+        fg.run(fedavg(), fg.model("tiny", 7, 16), clients(), rounds=1)
