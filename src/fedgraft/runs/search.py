@@ -26,6 +26,7 @@ from fedgraft.runs.search_tables import write_tables
 from fedgraft.runs.sweep import Cell, Estimate, Report, finished, folder_of, vary, work
 
 _REPEATS = 200  # proposals in a row that are known already before a search counts as exhausted
+_STARTUP = 6  # settings drawn at random before an Optuna search learns from them
 _LEAST = 3  # finished settings that the median rule needs
 
 
@@ -77,13 +78,13 @@ class Plan:
             pruner=optuna.pruners.MedianPruner(_LEAST, warmup), direction="maximize", load_if_exists=True,
         )  # fmt: skip
 
-    def sampler(self, *number: int) -> Any:
-        """Who makes this proposal. A grid's are all in the queue, because GridSampler ends only its own loop."""
+    def sampler(self, number: int, repeats: int) -> Any:
+        """Who makes this proposal, at random after a repeat. A grid is queued: GridSampler ends only its own loop."""
         from optuna.samplers import RandomSampler, TPESampler
 
-        seed = derive(self.base.seed, "search", *number) % 2**32
-        startup = min(10, 1 + self.trials // 4)
-        return TPESampler(seed=seed, n_startup_trials=startup) if self.kind == "optuna" else RandomSampler(seed)
+        seed = derive(self.base.seed, "search", number, repeats) % 2**32
+        learns = self.kind == "optuna" and not repeats
+        return TPESampler(seed=seed, n_startup_trials=_STARTUP) if learns else RandomSampler(seed)
 
 
 @dataclass(eq=False)
@@ -126,6 +127,7 @@ class Search:
         self.study: Any = None
         self.by_digest: dict[str, Trial] = {}
         self.at: dict[str, Trial] = {}
+        self.estimate = Estimate(plan.settings * len(plan.seeds))
         for setting in grid(plan.axes) if plan.kind == "grid" else ():  # a wrong value is refused before anything runs
             if (trial := self._trial(setting)).setting is not setting:
                 raise FedgraftError(f"{trial.label} is the same run as another of the grid; name each value once.")
@@ -140,10 +142,8 @@ class Search:
         if self.plan.kind != "grid" or self.plan.prune_after:
             self.study = self.plan.study(self.root)
         settled = self._recall()
-        done = sum(len(trial.summaries) for trial in self.trials)
-        self.estimate = Estimate(self.plan.settings * len(self.plan.seeds), done)
-        if done:
-            self.report(f"{done} of {self.estimate.total} runs were finished before")
+        if self.estimate.done:
+            self.report(f"{self.estimate.done} of {self.estimate.total} runs were finished before")
         work(self._cells(settled), self._ended, self._stops, processes)
         write_tables(self.trials, self.root)
         if failed := [f"{trial.label} failed: {trial.failed}" for trial in self.trials if trial.failed]:
@@ -153,9 +153,12 @@ class Search:
     def _trial(self, setting: Setting) -> Trial:
         """The trial of a setting, with what earlier sweeps found; the same one for the same run."""
         runs = {seed: vary(self.plan.base, **{**setting, "seed": seed}) for seed in self.plan.seeds}
-        found = {seed: finished(folder_of(config, self.root)) for seed, config in runs.items()}
-        trial = Trial(setting, runs, {seed: summary for seed, summary in found.items() if summary})
-        return self.by_digest.setdefault(next(iter(runs.values())).digest, trial)
+        digest = next(iter(runs.values())).digest
+        if digest not in self.by_digest:
+            found = {seed: finished(folder_of(config, self.root)) for seed, config in runs.items()}
+            self.by_digest[digest] = Trial(setting, runs, {seed: summary for seed, summary in found.items() if summary})
+            self.estimate.done += len(self.by_digest[digest].summaries)
+        return self.by_digest[digest]
 
     def _proposal(self, params: Mapping[str, Any]) -> Trial:
         return self._trial({axis.key: axis.from_optuna(params[axis.key]) for axis in self.plan.axes})
