@@ -25,7 +25,7 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
     warnings.simplefilter("ignore", DeprecationWarning)
     from typer.testing import CliRunner
 
-    from fedgraft.cli.main import main as cli
+    from fedgraft.cli.main import app
 
 TINY = [
     "data.source=digits", "data.limit=300", "model.name=tiny", "partition.clients=7", "rounds.fraction=1.0",
@@ -122,7 +122,7 @@ def test_the_same_table_however_it_is_computed(tmp_path: Path, options: tuple[st
 def test_a_rule_that_cannot_work_says_why_and_the_others_go_on(tmp_path: Path) -> None:
     found = attack_table(AttackPlan(config(), ["zero"], ["bulyan", "mean"], 0.3), tmp_path, report=lambda line: None)
     bulyan, mean = (
-        [one for one in found if one.rule == rule and one.attack == "zero"][0] for rule in ("bulyan", "mean")
+        next(one for one in found if one.rule == rule and one.attack == "zero") for rule in ("bulyan", "mean")
     )
     assert bulyan.accuracy is None and "needs at least 11 replies" in bulyan.note
     assert mean.accuracy is not None
@@ -217,7 +217,7 @@ def test_three_files(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     overrides = ["attack", *TINY, "--attacks", "sign_flip", "--rules", "mean,median", "--partitions"]
-    result = CliRunner().invoke(cli.app, [*overrides, "stratified,dirichlet:0.5", "-o", str(tmp_path / "t")])
+    result = CliRunner().invoke(app, [*overrides, "stratified,dirichlet:0.5", "-o", str(tmp_path / "t")])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "t" / "attack.md").read_text()
     assert "## stratified" in text and "## dirichlet:0.5" in text and "20 % of them attacking" in text

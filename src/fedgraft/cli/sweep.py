@@ -18,6 +18,8 @@ Prune = Annotated[
     int, typer.Option("--prune", help="stop runs below the median after so many evaluations (0: never)", min=0)
 ]
 
+_NO_GAIN = "but its best round is the start: no round of it improved on the model before training."
+
 
 def seeds_of(text: str | None, default: int) -> tuple[int, ...]:
     """Whole numbers separated by commas."""
@@ -79,7 +81,7 @@ def sweep(
     if (first := best(found)) is not None:
         typer.echo(f"best on validation: {first.label}")
         if not any(summary["best_round"] for summary in first.summaries.values()):
-            typer.echo("but its best round is the start: no round of it improved on the model before training.")
+            typer.echo(_NO_GAIN)
     typer.echo(f"tables: {root / 'table.md'} (also .csv, .tex) and {root / 'runs.csv'}")
 
 
@@ -103,6 +105,8 @@ def find_lr(
         found = find_rate(plan, root, processes, typer.echo)
     show([probe.row(best=probe is found.best) for probe in found.probes])
     typer.echo(f"best on validation: local.lr={found.best.rate:g}")
+    if not found.best.improved:
+        typer.echo(_NO_GAIN)
     if found.at_edge:
         typer.echo("it still lies at the edge of the rates tried; look beyond it with --rates.")
 

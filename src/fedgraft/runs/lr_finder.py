@@ -33,6 +33,8 @@ class Probe:
     loss: float
     ended: str
     """Empty for a run that was finished, else why it was stopped."""
+    improved: bool = True
+    """Whether any round was better than the model before training."""
 
     def row(self, best: bool = False) -> dict[str, str]:
         """The probe for people."""
@@ -105,4 +107,5 @@ def _probe(trial: Trial, root: Path) -> Probe:
     last = read_metrics(folder)[-1]
     accuracy, loss = (math.nan if last.get(key) is None else float(last[key]) for key in ("accuracy", "loss"))
     diverged = f"diverged in round {round}" if (round := diverged_at(folder)) else ""  # perhaps only in the last one
-    return Probe(trial.setting["local.lr"], accuracy, loss, trial.pruned or diverged)
+    improved = any(summary["best_round"] for summary in trial.summaries.values())
+    return Probe(trial.setting["local.lr"], accuracy, loss, trial.pruned or diverged, improved)

@@ -1,8 +1,7 @@
-"""`fedgraft edit ...` and `fedgraft find-lr`: what they write, what they print, what they refuse."""
+"""`fedgraft edit ...`: what they write, what they print, what they refuse."""
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import warnings
@@ -16,13 +15,11 @@ from fedgraft.config.load import load
 from fedgraft.edit import edit_file as task_file
 from fedgraft.edit.task_vectors import base_digest
 from fedgraft.errors import FedgraftError
-from fedgraft.local.evaluate import Evaluation
 from fedgraft.models.backbones import load_network
 from fedgraft.report.mask_figures import label_of, whole_mask
 from fedgraft.runs import run as running
 from fedgraft.runs.adapted import adapted, export_run
 from fedgraft.runs.edit_files import base_of, edit_of_run
-from fedgraft.runs.lr_finder import Findings, Probe, find_rate
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -49,7 +46,6 @@ KINDS = {
 }
 APP = typer.Typer()
 APP.add_typer(cli_edit.app, name="edit")
-APP.command("find-lr")(cli_edit.find_lr)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +96,7 @@ def logits(folder: Path, train_images: Tensor) -> Tensor:
 def test_registering_is_light() -> None:
     text = (
         "import sys, typer; from fedgraft import cli_edit; app = typer.Typer(); "
-        "app.add_typer(cli_edit.app, name='edit'); app.command('find-lr')(cli_edit.find_lr); "
+        "app.add_typer(cli_edit.app, name='edit'); "
         "heavy = {'torch', 'numpy', 'matplotlib', 'pydantic'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", text], check=True)
@@ -249,52 +245,3 @@ def test_a_run_as_a_mask(runs: Path) -> None:
     assert mask.total == sum(p.numel() for p in setup.network.parameters())
     assert all(torch.equal(mask[name], chosen) for name, chosen in setup.mask.items())
     assert label_of(setup.config) == "random 90 %" and label_of(adapted(runs / "lora").config) == "LoRA r=2 mean"
-
-
-def test_finding_a_rate(runs: Path) -> None:
-    overrides = [*OVERRIDES, "trainable.kind=head"]
-    rates = "1e-4,0.05,1e30"
-    text = call("find-lr", *overrides, "--rates", rates, "--rounds", "2")
-    assert text.count("diverged") == 1 and "best on validation: local.lr=0.05" in text and "edge" not in text
-    found = find_rate(load(None, overrides), [1e30, 0.05, 1e-4], 2)
-    assert [probe.rate for probe in found.probes] == [1e-4, 0.05, 1e30]  # in order, whatever was given
-    assert [probe.diverged for probe in found.probes] == [False, False, True]
-    single = find_rate(load(None, overrides), [0.05], 2)
-    assert single.probes[0] == found.probes[1]  # a probe does not see the ones before it
-
-
-@pytest.mark.parametrize(
-    "overrides", [["trainable.kind=sparse", "trainable.match_norm=100"], ["trainable.kind=lora"], ["workers=2"]]
-)
-def test_a_probe_is_the_beginning_of_the_run(overrides: list[str], runs: Path, tmp_path: Path) -> None:
-    config = load(None, [*OVERRIDES, "trainable.kind=body", *overrides, "local.lr=0.001"])
-    (probe,) = find_rate(config, [0.001], 2).probes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "report_run", lambda *a, **k: None)
-        running.run(config, tmp_path / "run", console=False)
-    line = running.RunFolder.open(tmp_path / "run").metrics()[-1]
-    assert (probe.accuracy, probe.loss) == (line["accuracy"], line["loss"])
-
-
-def test_finding_a_central_rate(runs: Path) -> None:
-    overrides = [*OVERRIDES, "trainable.kind=sparse", "centralized.kind=finetune"]
-    text = call("find-lr", *overrides, "--rates", "0.01,0.3,1e30", "--rounds", "1", "--central")
-    assert text.count("diverged") == 1 and "best on validation" in text
-
-
-def test_what_a_search_refuses(runs: Path) -> None:
-    assert "above 0" in refused("find-lr", *OVERRIDES, "--rates", "0,-1")
-    assert "validation" in refused("find-lr", *OVERRIDES, "data.validation=0", "--rates", "0.1")
-    assert "smaller" in refused("find-lr", *OVERRIDES, "trainable.kind=body", "--rates", "1e30", "--rounds", "1")
-    assert "no option" in refused("find-lr", "local.rate=1")
-
-
-def test_choosing_among_probes() -> None:
-    start = Evaluation(1.0, 0.5, 1.0, 10)
-    probes = (
-        Probe(0.1, 0.7, 0.9, 3, diverged=False), Probe(0.2, 0.7, 0.8, 3, diverged=False),
-        Probe(0.3, 0.9, math.inf, 3, diverged=True),
-    )  # fmt: skip
-    found = Findings(start, probes)
-    assert found.best.rate == 0.2 and not found.at_edge  # equal accuracy: the lower loss; diverged does not count
-    assert Findings(start, probes[:2]).at_edge
