@@ -15,9 +15,9 @@ import pytest
 from fedgraft.config.load import Config, load
 from fedgraft.engines.attackers import NAMES
 from fedgraft.errors import FedgraftError
-from fedgraft.runs import attack
-from fedgraft.runs.attack import BENIGN, OUTCOME
-from fedgraft.runs.attack_table import RULES, AttackPlan, Measured, attack_table, partition_of, summary_rows, write
+from fedgraft.runs import attacked
+from fedgraft.runs.attack import RULES, AttackPlan, Measured, attack_table, partition_of, summary_rows, write
+from fedgraft.runs.attacked import BENIGN, OUTCOME
 from fedgraft.runs.run import run
 from fedgraft.runs.run_folder import RunFolder, without_timing
 
@@ -82,15 +82,15 @@ def test_a_benign_cell_is_the_run_of_the_same_config(tmp_path: Path) -> None:
 def test_a_table_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in a round, and between a run's end and its measurement: the same table, and nothing begun again."""
     whole = table(tmp_path / "a", config(), ["sign_flip"], ["median"])
-    measure, calls = attack.outcome, list[int]()
+    measure, calls = attacked.outcome, list[int]()
 
-    def killed(setup: attack.Setup) -> dict[str, float | None]:
+    def killed(setup: attacked.Setup) -> dict[str, float | None]:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return measure(setup)
 
-    monkeypatch.setattr(attack, "outcome", killed)
+    monkeypatch.setattr(attacked, "outcome", killed)
     with pytest.raises(KeyboardInterrupt):
         table(tmp_path / "b", config(), ["sign_flip"], ["median"])
     assert len(list((tmp_path / "b").rglob(OUTCOME))) == 1

@@ -36,7 +36,7 @@ def attack(
     Every cell is a run of rounds.total rounds; started again, the table goes on where it stood. Bulyan needs 4f+3
     replies a round: with 20 % attackers, at least 15.
     """
-    from fedgraft.runs.attack_table import AttackPlan, attack_table, write
+    from fedgraft.runs.attack import AttackPlan, attack_table, write
 
     config = config_of(overrides)
     chosen = seeds_of(seeds, config.seed)

@@ -1,106 +1,198 @@
-"""A run that some clients attack, and what became of its last model.
+"""The attack table: a sweep over ways to aggregate times attacks, the same clients attacking; accuracy and backdoor.
 
-It is `run` with one part exchanged: the engine of the rounds is wrapped, while head initialisation stays benign.
-Nothing is chosen: the model that is measured is the last one, on the test images as they are and on those of other
-classes that carry the backdoor's trigger. The numbers stand in `attack.json` beside the run's summary.
+Every cell is a run; each rule is also run benign, and an attack's harm is the drop from there. The runs follow each
+other in this process: their starts would cost more than two at a time could save, and large ones have `workers`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from fedgraft.aggregate.robust import COMBINERS
 from fedgraft.config.load import Config
-from fedgraft.data.examples import FeatureExamples, ImageExamples
-from fedgraft.engines.attackers import Attacked, Trigger, choose_attackers
-from fedgraft.local.evaluate import evaluate
-from fedgraft.runs.checkpoint import load_latest
+from fedgraft.engines.attackers import DATA_ATTACKS, NAMES, choose_attackers
+from fedgraft.errors import FedgraftError
+from fedgraft.report.html import write_tables
+from fedgraft.report.statistics import table
+from fedgraft.runs.attacked import BENIGN, OUTCOME, run_attacked
 from fedgraft.runs.files import write_text
-from fedgraft.runs.run import one_thread, run
-from fedgraft.runs.setup import Setup
-from fedgraft.runs.tracking import Progress
+from fedgraft.runs.parts import per_round
+from fedgraft.runs.search_tables import as_csv, spread
+from fedgraft.runs.sweep import Cell, Report, finished, folder_of, run_cells, vary
 
-BENIGN = "benign"
-OUTCOME = "attack.json"
-_MOST_MARKED = 2000  # test images that carry the trigger: the success is then known to about a percent
-
-
-def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, share: float) -> None:
-    """Run the config in its folder with this share of the clients attacking, and measure the last model."""
-    built: list[Setup] = []
-
-    def build(config: Config) -> Setup:
-        built.append(AttackedSetup(config, kind, share))
-        return built[0]
-
-    run(config, folder, progress, console=False, build=build)
-    setup, last = built[0], load_latest(folder / "checkpoints")
-    assert last is not None  # every run keeps its last round
-    with one_thread():
-        setup.space.scatter(last.tensors["vector"], setup.network)
-        write_text(folder / OUTCOME, json.dumps(outcome(setup)) + "\n")
-    shutil.rmtree(folder / "checkpoints")  # a table has a hundred runs, and nobody will resume or export one
+RULES = (*COMBINERS, "norm_clip", "nnm+median", "nnm+trimmed_mean")
+"""Rules by name; `nnm+` before one means nearest-neighbour mixing first."""
+_NUMBERS = {
+    "classes": "classes_per_client", "shards": "shards_per_client", "dirichlet": "alpha", "dirichlet_balanced": "alpha",
+}  # fmt: skip
 
 
-class AttackedSetup(Setup):
-    """A setup whose rounds go through attackers."""
+@dataclass(frozen=True)
+class Measured:
+    """One run: how it aggregated, under which attack, and what came out (fractions; None: it could not run)."""
 
-    def __init__(self, config: Config, kind: str, share: float) -> None:
-        super().__init__(config)
-        self.kind, self.attackers = kind, choose_attackers(config.partition.clients, share, config.seed)
+    partition: str
+    rule: str
+    attack: str
+    seed: int
+    accuracy: float | None = None
+    backdoor: float | None = None
+    """Share of test images of other classes that become the target with the trigger on; None: there are no images."""
+    note: str = ""
 
-    def engine(self, context: Any = None) -> Any:
-        """The engine of the rounds with the attackers in it; what prepares a run has a context of its own."""
-        made = super().engine(context)
-        if context is not None or self.kind == BENIGN:
-            return made
-        marked = _marked(self, self.attackers) if "backdoor" in self.kind and self.entry else None
-        return Attacked(made, self.attackers, self.kind, self.config.seed, trigger(self), marked)  # type: ignore[arg-type]
-
-
-def outcome(setup: Setup) -> dict[str, float | None]:
-    """Test accuracy of the model in the network, and how often the trigger works; None where there are no images."""
-    rows, marked = torch.arange(len(setup.tests)), _marked_tests(setup)
-    setup.ready(setup.tests, rows)
-    success = None if marked is None else evaluate(setup.network, marked, torch.arange(len(marked))).accuracy
-    return {"accuracy": evaluate(setup.network, setup.tests, rows).accuracy, "backdoor": success}
+    @property
+    def label(self) -> str:
+        """The run in words."""
+        return f"{self.partition} / {self.rule} / {self.attack} / seed {self.seed}"
 
 
-def trigger(setup: Setup) -> Trigger:
-    """A white square, an eighth of the image wide."""
-    view = setup.transform
-    mean, std = torch.tensor(view.mean).view(3, 1, 1), torch.tensor(view.std).view(3, 1, 1)
-    return Trigger(size=max(2, view.image_size // 8), white=(1 - mean) / std)
+@dataclass(frozen=True)
+class AttackPlan:
+    """Each rule benign and under each attack, for each partition (`kind` or `kind:number`) and seed."""
+
+    config: Config
+    attacks: Sequence[str]
+    rules: Sequence[str]
+    share: float = 0.2
+    partitions: Sequence[str] = ()
+    seeds: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        config = self.config
+        _check_names(self.attacks, NAMES, "attack")
+        _check_names(self.rules, RULES, "rule")
+        if config.data.source == "features" and any("backdoor" in name for name in self.attacks):
+            raise FedgraftError("a backdoor is a pattern of pixels, and these data are given features; leave it out.")
+        blind = [name for name in self.attacks if DATA_ATTACKS.get(name, name)]
+        if config.privacy.aggregation == "secure" and blind:
+            raise FedgraftError(
+                f"{blind[0]} rewrites updates, and under secure aggregation nobody sees one; use label_flip or "
+                "backdoor, or privacy.aggregation='clear'."
+            )
+
+    def cells(self, root: Path) -> dict[Measured, Cell]:
+        """Every run of the table."""
+        wanted = itertools.product(
+            self.seeds or [self.config.seed], self.partitions or [self.config.partition.kind], self.rules,
+            [BENIGN, *self.attacks],
+        )  # fmt: skip
+        found: dict[Measured, Cell] = {}
+        for seed, partition, rule, attack in wanted:
+            one, config = Measured(partition, rule, attack, seed), self._config(partition, rule, seed)
+            folder = folder_of(config, root / f"{attack}-{self.share:g}")
+            found[one] = Cell(one.label, config, folder, special=partial(run_attacked, kind=attack, share=self.share))
+        return found
+
+    def _config(self, partition: str, rule: str, seed: int) -> Config:
+        """The run's config: its attackers are no part of it, but how many a rule should expect in a cohort is."""
+        clients = self.config.partition.clients
+        attackers = len(choose_attackers(clients, self.share, seed))
+        expected = math.ceil(attackers * per_round(self.config) / clients - 1e-9)
+        mixed, _, name = rule.rpartition("+")
+        robust = {"robust": name, "attackers": expected if rule != "mean" else 0, "neighbours": bool(mixed)}
+        return vary(
+            self.config, seed=seed, partition=partition_of(partition), algorithm={**robust, "clip_norm": None},
+            rounds={"evaluate_every": 0, "test": False},
+        )  # fmt: skip
 
 
-def _marked(setup: Setup, attackers: frozenset[int]) -> FeatureExamples:
-    """Behind kept features: those of the attackers' images with the trigger, at the rows of the images."""
-    rows, images = torch.cat([setup.federated.rows(k) for k in sorted(attackers)]), setup.eval_images
-    assert isinstance(images, ImageExamples)  # the table has no backdoor for others
-    features = _enter(setup, images, rows)
-    whole = torch.zeros(len(images), *features.shape[1:])
-    whole[rows] = features
-    return FeatureExamples(whole, setup.train_images.labels, setup.entry)
+def _check_names(given: Sequence[str], known: Sequence[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            raise FedgraftError(f"there is no {what} {name!r}; choose from {', '.join(known)}.")
 
 
-def _marked_tests(setup: Setup) -> FeatureExamples | None:
-    """Test images of other classes with the trigger, labelled as the target: accuracy on them is its success."""
-    images, target = setup.test_images, Trigger().target
-    if not isinstance(images, ImageExamples):
-        return None
-    others = (images.labels != target).nonzero().view(-1)[:_MOST_MARKED]
-    return FeatureExamples(_enter(setup, images, others), torch.full((len(others),), target), setup.entry)
+def partition_of(text: str) -> dict[str, object]:
+    """`stratified` or `dirichlet:0.5` as options."""
+    kind, _, number = text.partition(":")
+    if not number:
+        return {"kind": kind}
+    if kind not in _NUMBERS:
+        raise FedgraftError(f"the partition {kind!r} takes no number; {', '.join(_NUMBERS)} do.")
+    try:
+        return {"kind": kind, _NUMBERS[kind]: float(number) if "dirichlet" in kind else int(number)}
+    except ValueError:
+        raise FedgraftError(f"the partition {text!r} needs a number after the colon.") from None
 
 
-@torch.no_grad()
-def _enter(setup: Setup, images: ImageExamples, rows: Tensor) -> Tensor:
-    """Images with the trigger, where they enter the network in this run."""
-    network, entry, mark = setup.network, setup.entry, trigger(setup)
-    network.eval()
-    parts = [mark(images.batch(part)) for part in rows.split(256)]
-    return torch.cat([network.features(part, 0, entry) if entry else part for part in parts])
+def attack_table(plan: AttackPlan, root: Path, report: Report = print) -> list[Measured]:
+    """Run every cell; one that cannot run has a note instead of numbers, and where none can, its reason is raised."""
+    cells = plan.cells(root)
+    for cell in cells.values():
+        if finished(cell.folder) and not (cell.folder / OUTCOME).exists():  # killed before the model was measured
+            shutil.rmtree(cell.folder)
+    found, failed = run_cells(list(cells.values()), 0, _said, report)
+    if not found:
+        raise FedgraftError(next(iter(failed.values())))
+    return [
+        replace(one, note=failed[cell.label]) if cell.label in failed else replace(one, **_outcome(cell))
+        for one, cell in cells.items()
+    ]
+
+
+def _outcome(cell: Cell) -> dict[str, Any]:
+    return dict(json.loads((cell.folder / OUTCOME).read_text()))
+
+
+def _said(cell: Cell, summary: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {spread([value])} %" for name, value in _outcome(cell).items() if value is not None)
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def summary_rows(found: Sequence[Measured]) -> dict[str, list[dict[str, str]]]:
+    """By partition one row per rule: accuracy benign and under each attack, the worst drop, the backdoor apart."""
+    tables: dict[str, list[dict[str, str]]] = {}
+    for partition, rule in dict.fromkeys((one.partition, one.rule) for one in found):
+        here: dict[str, list[Measured]] = {}
+        for one in found:
+            if (one.partition, one.rule) == (partition, rule):
+                here.setdefault(one.attack, []).append(one)
+        tables.setdefault(partition, []).append(_row(rule, here))
+    return tables
+
+
+def _row(rule: str, by_attack: Mapping[str, Sequence[Measured]]) -> dict[str, str]:
+    accuracy = {name: _known([one.accuracy for one in seeds]) for name, seeds in by_attack.items()}
+    backdoor = {name: _known([one.backdoor for one in seeds]) for name, seeds in by_attack.items()}
+    benign = accuracy[BENIGN]
+    drops = {name: fmean(benign) - fmean(values) for name, values in accuracy.items() if values and benign}
+    worst = max((name for name in drops if name != BENIGN), key=lambda name: drops[name], default="")
+    doors = [values for name, values in backdoor.items() if "backdoor" in name and values]
+    return {
+        "rule": rule,
+        **{f"{name} (%)": spread(values) or "–" for name, values in accuracy.items()},
+        # A missing cell may have been the worst.
+        "worst drop": f"{100 * drops[worst]:.1f} ({worst})" if worst and len(drops) == len(accuracy) else "–",
+        "backdoor, benign (%)": spread(backdoor[BENIGN]) or "–",
+        "backdoor, worst (%)": spread(max(doors, key=fmean, default=[])) or "–",
+    }
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    """The values, or none where one is missing."""
+    return [value for value in values if value is not None] if None not in values else []
+
+
+def write(found: Sequence[Measured], out: Path, note: str = "") -> list[Path]:
+    """The table as Markdown, as CSV (one line per run) and as a page."""
+    out.mkdir(parents=True, exist_ok=True)
+    tables = summary_rows(found)
+    parts = [f"# Attack table\n\n{note}\n" if note else "# Attack table\n"]
+    for partition, rows in tables.items():
+        parts.append(f"## {partition}\n\n{table(list(rows[0]), [list(row.values()) for row in rows])}\n")
+    if notes := dict.fromkeys(f"- {one.rule}: {one.note}" for one in found if one.note):
+        parts.append("Cells without a number:\n\n" + "\n".join(notes) + "\n")
+    write_text(out / "attack.md", "\n".join(parts))
+    write_text(out / "attack.csv", as_csv([asdict(one) for one in found]))
+    return [out / "attack.md", out / "attack.csv", write_tables(out / "attack.html", "Attack table", tables, [note])]

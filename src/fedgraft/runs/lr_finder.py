@@ -1,9 +1,9 @@
 """A learning rate by trial: a sweep of short runs at several rates, judged on validation images.
 
 Coordinates that matter little barely move at the rate that suits a dense network, so every edit needs a rate of its
-own. Each run goes at a constant rate and is judged after its last round: where training harms, the best round would be
-the start, whatever the rate. One that diverges is stopped. A best rate at an end of the list is tried against further
-ones.
+own. Each run goes at a constant rate and is judged by its loss after the last round: where training harms, the best
+round would be the start, whatever the rate, and accuracies of short runs differ by less than their noise. One that
+diverges is stopped. A best rate at an end of the list is tried against further ones.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Findings:
 
     @property
     def best(self) -> Probe:
-        """The rate with the highest validation accuracy, then the lowest loss; stopped ones do not count."""
+        """The rate with the lowest validation loss; stopped ones do not count."""
         good = [probe for probe in self.probes if not probe.ended]
         if not good:
             raise FedgraftError(
                 f"the run diverged at every rate down to {self.probes[0].rate:g}; try smaller ones with --rates."
             )
-        return max(good, key=lambda probe: (probe.accuracy, -probe.loss))
+        return min(good, key=lambda probe: probe.loss)
 
     @property
     def at_edge(self) -> bool:
