@@ -62,7 +62,7 @@ def test_a_table_of_rules_and_attacks(tmp_path: Path) -> None:
     by_name = {(c.rule, c.attack): c.accuracy for c in found}
     # Validation drops NaN, so the mean of the others stays near the benign one.
     assert by_name["mean", "nan"] == pytest.approx(by_name["mean", BENIGN], abs=0.08)
-    assert said[0].startswith("[1/12] stratified / mean / benign / seed 0: accuracy ")
+    assert said[0].startswith("[1/12] stratified / mean / benign / seed 0: validation ")
     assert not list(tmp_path.rglob("checkpoints"))
     assert attack_table(plan, tmp_path, report=said.append) == found and len(said) == 12  # nothing is run twice
 
@@ -221,7 +221,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     text = (tmp_path / "t" / "attack.md").read_text()
     assert "## stratified" in text and "## dirichlet:0.5" in text and "20 % of them attacking" in text
-    assert "dirichlet:0.5 / median / sign_flip / seed 0: accuracy" in result.output
+    assert "dirichlet:0.5 / median / sign_flip / seed 0: validation" in result.output
 
 
 def test_help_does_not_load_torch() -> None:

@@ -104,7 +104,8 @@ def test_choosing_among_probes() -> None:
     found = Findings(probes)
     assert found.best.rate == 0.2 and not found.at_edge  # the lowest loss; a stopped one does not count
     assert Findings(probes[:2]).at_edge and not Findings(probes[:1]).at_edge
-    assert probes[1].row(best=True) == {"rate": "0.2", "validation (%)": "70.00", "loss": "0.8", "status": "best"}
+    assert found.rows()[1] == {"rate": "0.2", "validation (%)": "70.00", "loss": "0.8", "status": "best"}
+    assert [row["status"] for row in found.rows()] == ["finished", "best", "diverged in round 3"]
 
 
 def test_widening_by_hand() -> None:

@@ -103,7 +103,7 @@ def find_lr(
     with resumable():
         root = folder or Path("sweeps") / f"{config.name}-lr{'-central' * central}"
         found = find_rate(plan, root, processes, typer.echo)
-    show([probe.row(best=probe is found.best) for probe in found.probes])
+    show(found.rows())
     typer.echo(f"best on validation: local.lr={found.best.rate:g}")
     if not found.best.improved:
         typer.echo(_NO_GAIN)

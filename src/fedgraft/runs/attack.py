@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from fedgraft.aggregate.robust import COMBINERS
 from fedgraft.config.load import Config
@@ -68,8 +67,9 @@ class AttackPlan:
 
     def __post_init__(self) -> None:
         config = self.config
-        _check_names(self.attacks, NAMES, "attack")
-        _check_names(self.rules, RULES, "rule")
+        for what, given, known in (("attack", self.attacks, NAMES), ("rule", self.rules, RULES)):
+            if wrong := [name for name in given if name not in known]:
+                raise FedgraftError(f"there is no {what} {wrong[0]!r}; choose from {', '.join(known)}.")
         if config.data.source == "features" and any("backdoor" in name for name in self.attacks):
             raise FedgraftError("a backdoor is a pattern of pixels, and these data are given features; leave it out.")
         blind = [name for name in self.attacks if DATA_ATTACKS.get(name, name)]
@@ -105,12 +105,6 @@ class AttackPlan:
         )  # fmt: skip
 
 
-def _check_names(given: Sequence[str], known: Sequence[str], what: str) -> None:
-    for name in given:
-        if name not in known:
-            raise FedgraftError(f"there is no {what} {name!r}; choose from {', '.join(known)}.")
-
-
 def partition_of(text: str) -> dict[str, object]:
     """`stratified` or `dirichlet:0.5` as options."""
     kind, _, number = text.partition(":")
@@ -130,21 +124,14 @@ def attack_table(plan: AttackPlan, root: Path, report: Report = print) -> list[M
     for cell in cells.values():
         if finished(cell.folder) and not (cell.folder / OUTCOME).exists():  # killed before the model was measured
             shutil.rmtree(cell.folder)
-    found, failed = run_cells(list(cells.values()), 0, _said, report)
+    found, failed = run_cells(list(cells.values()), 0, report)
     if not found:
         raise FedgraftError(next(iter(failed.values())))
     return [
-        replace(one, note=failed[cell.label]) if cell.label in failed else replace(one, **_outcome(cell))
+        replace(one, note=failed[cell.label]) if cell.label in failed
+        else replace(one, **json.loads((cell.folder / OUTCOME).read_text()))
         for one, cell in cells.items()
-    ]
-
-
-def _outcome(cell: Cell) -> dict[str, Any]:
-    return dict(json.loads((cell.folder / OUTCOME).read_text()))
-
-
-def _said(cell: Cell, summary: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {spread([value])} %" for name, value in _outcome(cell).items() if value is not None)
+    ]  # fmt: skip
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------

@@ -36,14 +36,6 @@ class Probe:
     improved: bool = True
     """Whether any round was better than the model before training."""
 
-    def row(self, best: bool = False) -> dict[str, str]:
-        """The probe for people."""
-        numbers = f"{100 * self.accuracy:.2f}", f"{self.loss:.4g}"
-        status = "best" if best else self.ended or "finished"
-        return dict(
-            zip(("rate", "validation (%)", "loss", "status"), (f"{self.rate:g}", *numbers, status), strict=True)
-        )
-
 
 @dataclass(frozen=True)
 class Findings:
@@ -65,6 +57,14 @@ class Findings:
     def at_edge(self) -> bool:
         """Whether the best rate is the smallest or largest tried, so that a better one may lie outside."""
         return len(self.probes) > 1 and self.best in (self.probes[0], self.probes[-1])
+
+    def rows(self) -> list[dict[str, str]]:
+        """The probes for people."""
+        return [
+            {"rate": f"{one.rate:g}", "validation (%)": f"{100 * one.accuracy:.2f}", "loss": f"{one.loss:.4g}",
+             "status": "best" if one is self.best else one.ended or "finished"}
+            for one in self.probes
+        ]  # fmt: skip
 
 
 def rate_plan(config: Config, rates: Sequence[float], rounds: int, central: bool = False, prune: int = 0) -> Plan:

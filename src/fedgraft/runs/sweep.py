@@ -181,9 +181,9 @@ class Estimate:
 
 
 def run_cells(
-    cells: Sequence[Cell], processes: int, say: Callable[[Cell, dict[str, Any]], str], report: Report = print
+    cells: Sequence[Cell], processes: int = 2, report: Report = print
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Summaries by label, and why the others failed; finished cells are only read. `say` puts a summary into words."""
+    """Summaries by label, and why the others failed; finished cells are only read."""
     found = {cell.label: summary for cell in cells if (summary := finished(cell.folder))}
     failed, estimate = dict[str, str](), Estimate(len(cells), len(found))
 
@@ -192,7 +192,7 @@ def run_cells(
             found[cell.label] = summary
         else:
             failed[cell.label] = last
-        report(estimate.step(f"{cell.label}: {say(cell, summary) if summary else 'failed'}"))
+        report(estimate.step(f"{cell.label}: {_said(summary) if summary else 'failed'}"))
 
     work(iter([cell for cell in cells if cell.label not in found]), ended, processes=processes)
     return found, failed
@@ -203,13 +203,13 @@ def run_many(
 ) -> dict[str, dict[str, Any]]:
     """Summaries by label. Labels in `central` are trained centrally. A run that fails is named after all others."""
     cells = [Cell(label, config, folder_of(config, root), label in central) for label, config in runs.items()]
-    found, failed = run_cells(cells, processes, _said, report)
+    found, failed = run_cells(cells, processes, report)
     if failed:
         raise FedgraftError("; ".join(f"{label} failed: {why}" for label, why in failed.items()))
     return {label: found[label] for label in runs}
 
 
-def _said(cell: Cell, summary: dict[str, Any]) -> str:
+def _said(summary: dict[str, Any]) -> str:
     split = "test" if "test" in summary else "validation"
     return f"{split} {100 * summary[split]['accuracy']:.2f} %"
 
