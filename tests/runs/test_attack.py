@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,11 +85,11 @@ def test_a_table_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     whole = table(tmp_path / "a", config(), ["sign_flip"], ["median"])
     measure, calls = attacked.outcome, list[int]()
 
-    def killed(setup: attacked.Setup) -> dict[str, float | None]:
+    def killed(*made: Any) -> dict[str, float | None]:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return measure(setup)
+        return measure(*made)
 
     monkeypatch.setattr(attacked, "outcome", killed)
     with pytest.raises(KeyboardInterrupt):

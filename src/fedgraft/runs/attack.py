@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from fedgraft.aggregate.robust import COMBINERS
+from fedgraft.aggregate.robust import AGGREGATORS
+from fedgraft.config.build import per_round
 from fedgraft.config.load import Config
 from fedgraft.engines.attackers import DATA_ATTACKS, NAMES, choose_attackers
 from fedgraft.errors import FedgraftError
@@ -24,11 +25,10 @@ from fedgraft.report.html import write_tables
 from fedgraft.report.statistics import table
 from fedgraft.runs.attacked import BENIGN, OUTCOME, run_attacked
 from fedgraft.runs.files import write_text
-from fedgraft.runs.parts import per_round
 from fedgraft.runs.search_tables import as_csv, spread
 from fedgraft.runs.sweep import Cell, Report, finished, folder_of, run_cells, vary
 
-RULES = (*COMBINERS, "norm_clip", "nnm+median", "nnm+trimmed_mean")
+RULES = (*AGGREGATORS, "nnm+median", "nnm+trimmed_mean")
 """Rules by name; `nnm+` before one means nearest-neighbour mixing first."""
 _NUMBERS = {
     "classes": "classes_per_client", "shards": "shards_per_client", "dirichlet": "alpha", "dirichlet_balanced": "alpha",
