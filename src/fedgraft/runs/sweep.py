@@ -33,7 +33,7 @@ _GRACE = 20.0  # seconds a stopped run has to save its state
 
 def vary(config: Config, **updates: Any) -> Config:
     """The config with some options replaced; `__` in a key stands for a dot, as in `local__lr=0.1`."""
-    table = config.model_dump(mode="json", exclude_unset=True)  # a default is no wish: algorithms refuse others' options
+    table = config.model_dump(mode="json", exclude_unset=True)  # defaults would count as wishes
     for key, value in updates.items():
         nested: Any = value
         for part in reversed(key.replace("__", ".").split(".")):
