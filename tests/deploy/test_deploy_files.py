@@ -216,8 +216,8 @@ def test_data_reaches_the_node_as_written(fed: federation.FederationFolder, tmp_
     private, _ = make_node_key(tmp_path, "north")
     context = tmp_path / "my images = ünder" / "a"
     context.mkdir(parents=True)
-    overrides = NodeChoice("h:9", fed.authority, private, 7, context, "folder").overrides()
-    settings = parse_config_args([overrides[overrides.index("--node-config") + 1]])
+    words = NodeChoice("h:9", fed.authority, private, 7, context, "folder").arguments()
+    settings = parse_config_args([words[words.index("--node-config") + 1]])
     assert settings == {"partition-id": 7, "data": str(context), "source": "folder"}
 
 

@@ -87,7 +87,9 @@ def batch_norm(name: str, **updates: Any) -> Row:
 
 NORMED = {
     **{f"{name}/batch norm": batch_norm(name) for name in ("fedavg", "fednova", "fedavgm", "scaffold", "fedbabu")},
-    **{f"{name}/batch norm": batch_norm(name) for name in ("feddyn", "fedgma", "fedper", "fedrep", "ditto", "fedshibu")},
+    **{
+        f"{name}/batch norm": batch_norm(name) for name in ("feddyn", "fedgma", "fedper", "fedrep", "ditto", "fedshibu")
+    },
     "fedavg/batch norm, head": batch_norm("fedavg", trainable=head()),  # statistics outside the space
     "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
     "fedbn": batch_norm("fedavg", client_state=ClientState(is_norm)),  # Li et al. 2021: statistics of one's own
@@ -449,7 +451,9 @@ def central_is_torch_training() -> None:
     for t in range(3):
         for picked in batches(rows, LOCAL, torch_stream(7, "shuffle", "train", t, 0)):
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(network(toy.examples.inputs[picked]), toy.examples.labels[picked]).backward()
+            torch.nn.functional.cross_entropy(
+                network(toy.examples.inputs[picked]), toy.examples.labels[picked]
+            ).backward()
             optimizer.step()
     wanted = torch.cat([p.detach().view(-1) for p in network.parameters()])
     torch.testing.assert_close(toy.state.vector, wanted, rtol=1e-5, atol=1e-6)

@@ -69,7 +69,9 @@ def test_the_score_is_svcca_with_the_model_the_round_began_with() -> None:
     toy = everyone(zoo.fedalign(**SMALL))
     before, probe = toy.state.vector.clone(), toy.context.probe
     assert probe is not None
-    replies = list(toy.engine.exchange(server.orders(toy.algorithm, toy.federation, toy.state, [2], toy.space.digest)))
+    replies = list(
+        toy.engine.exchange(server.instruct(toy.algorithm, toy.federation, toy.state, [2], toy.space.digest))
+    )
     rows = torch.arange(len(probe))
 
     def layer(vector: Tensor, until: int) -> Tensor:
@@ -86,7 +88,7 @@ def test_the_score_is_svcca_with_the_model_the_round_began_with() -> None:
 
 def test_only_numbers_leave_the_client() -> None:
     toy = everyone(zoo.fedalign(**SMALL))
-    (reply,) = toy.engine.exchange(server.orders(toy.algorithm, toy.federation, toy.state, [0], toy.space.digest))
+    (reply,) = toy.engine.exchange(server.instruct(toy.algorithm, toy.federation, toy.state, [0], toy.space.digest))
     assert set(reply.scalars) == {"alignment:early", "alignment:middle", "alignment:late"}
     assert not reply.evidence and not reply.sums
 

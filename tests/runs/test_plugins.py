@@ -204,7 +204,12 @@ def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_pat
     """Two commands, each in a new process that knows of the plug-ins only by their metadata."""
     installed("algorithm", "loss", "trainable", "strategy", "aggregation")
     slots = ["rounds.total=1", "loss.name=focal", "algorithm.robust=middle"]
-    masks = ["trainable.kind=sparse", "trainable.sparse.strategy=first", "algorithm.name=halfway", "algorithm.share=0.3"]
+    masks = [
+        "trainable.kind=sparse",
+        "trainable.sparse.strategy=first",
+        "algorithm.name=halfway",
+        "algorithm.share=0.3",
+    ]
     for name, words in {"biases": [*slots, "trainable.kind=biases"], "masks": [*slots, *masks]}.items():
         assert same_bits(commanded(tmp_path / f"{name}-command", *words), ran(tmp_path / name, *words))
 

@@ -49,7 +49,11 @@ TINY = [
     "rounds.fraction=0.5", "local.steps=2", "local.batch_size=8", "local.lr=0.05", "rounds.total=6",
     "rounds.checkpoint_every=1", "rounds.evaluate_every=2", "model.head=random",
 ]  # fmt: skip
-STATEFUL = ["algorithm.name=fedadam", "compression.codec=top_k", "compression.fraction=0.2"]  # server moments, client residuals
+STATEFUL = [
+    "algorithm.name=fedadam",
+    "compression.codec=top_k",
+    "compression.fraction=0.2",
+]  # server moments, client residuals
 
 
 def config(*overrides: str) -> Config:
@@ -71,7 +75,9 @@ def completed(folder: Path, *overrides: str) -> dict[str, Tensor]:
 # ---- same seed, same bytes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overrides", [[], STATEFUL, ["trainable.kind=body", "algorithm.name=fedshibu", "algorithm.samples=8"]])
+@pytest.mark.parametrize(
+    "overrides", [[], STATEFUL, ["trainable.kind=body", "algorithm.name=fedshibu", "algorithm.samples=8"]]
+)
 def test_the_same_config_twice_gives_the_same_bytes(tmp_path: Path, overrides: list[str]) -> None:
     first = completed(tmp_path / "a", *overrides)
     torch.rand(5)
@@ -478,7 +484,16 @@ def test_the_kill_check_catches_naive_checkpoints(tmp_path: Path, way: str) -> N
 def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     overrides = [*TINY, "rounds.total=200000", "rounds.checkpoint_every=100000", "rounds.evaluate_every=0"]
-    command = [sys.executable, "-c", "from fedgraft.cli.main import main; main()", "run", *overrides, "-o", str(folder), "-q"]
+    command = [
+        sys.executable,
+        "-c",
+        "from fedgraft.cli.main import main; main()",
+        "run",
+        *overrides,
+        "-o",
+        str(folder),
+        "-q",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         for _ in range(600):

@@ -31,9 +31,7 @@ class ToyNetwork(nn.Module):
         self.backbone = nn.ModuleDict(
             {
                 "stem": nn.Linear(INPUT, WIDTH),
-                "layers": nn.ModuleList(
-                    [nn.Sequential(norm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
-                ),
+                "layers": nn.ModuleList([nn.Sequential(norm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]),
                 "norm": nn.LayerNorm(WIDTH),
             }
         )

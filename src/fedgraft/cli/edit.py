@@ -1,4 +1,4 @@
-"""`fedgraft edit ...` and `fedgraft find-lr`: edits as files, figures about masks, a learning rate by trial.
+"""`fedgraft edit ...`: edits as files, figures about masks.
 
 Heavy imports happen inside commands, so that registering these keeps `fedgraft --help` quick.
 """
@@ -6,15 +6,11 @@ Heavy imports happen inside commands, so that registering these keeps `fedgraft 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fedgraft.cli.overrides import config_of
 from fedgraft.errors import FedgraftError
-
-if TYPE_CHECKING:
-    from fedgraft.runs.lr_finder import Probe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -132,28 +128,3 @@ def figures(
 
     for path in figures_of_runs(runs, out):
         typer.echo(path)
-
-
-def find_lr(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="a TOML file or preset name first, then key=value words", show_default=False),
-    ] = None,
-    rates: Annotated[str, typer.Option("--rates", help="learning rates to try")] = "0.001,0.003,0.01,0.03,0.1,0.3",
-    rounds: Annotated[int, typer.Option("--rounds", help="rounds (epochs with --central) at each rate", min=1)] = 3,
-    central: Annotated[bool, typer.Option("--central", help="with all data in one place")] = False,
-) -> None:
-    """Find a learning rate: short probes from one start, judged on validation images."""
-    from fedgraft.runs.lr_finder import find_rate
-
-    typer.echo(f"{'rate':>10}  {'accuracy':>9}  {'loss':>9}")
-    found = find_rate(config_of(overrides), numbers(rates, "--rates"), rounds, central, lambda p: typer.echo(_row(p)))
-    typer.echo(f"{'start':>10}  {100 * found.start.accuracy:7.2f} %  {found.start.loss:9.4g}")
-    typer.echo(f"best on validation: local.lr={found.best.rate:g}")
-    if found.at_edge:
-        typer.echo("it lies at the edge of the rates tried; look beyond it with --rates.")
-
-
-def _row(probe: Probe) -> str:
-    end = "  diverged" if probe.diverged else ""
-    return f"{probe.rate:>10g}  {100 * probe.accuracy:7.2f} %  {probe.loss:9.4g}{end}"

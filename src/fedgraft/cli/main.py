@@ -272,7 +272,7 @@ def options() -> None:
 
 
 app.command()(cli_attack.attack)
-app.command("find-lr")(cli_edit.find_lr)
+app.command("find-lr")(cli_sweep.find_lr)
 app.command()(cli_profile.profile)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)

@@ -1,7 +1,9 @@
-"""`fedgraft sweep` and `fedgraft watch`: many runs, and a look at one. Heavy imports happen inside the commands."""
+"""`fedgraft sweep`, `find-lr` and `watch`: many runs, and a look at one. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +12,45 @@ import typer
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.errors import FedgraftError
 
+Seeds = Annotated[str | None, typer.Option("--seeds", help="each setting is run with each, as 0,1,2")]
+Processes = Annotated[int, typer.Option("--processes", help="runs at a time; 0: in this process", min=0)]
+Prune = Annotated[
+    int, typer.Option("--prune", help="stop runs below the median after so many evaluations (0: never)", min=0)
+]
 
-def whole_numbers(text: str) -> tuple[int, ...]:
+_NO_GAIN = "but its best round is the start: no round of it improved on the model before training."
+
+
+def seeds_of(text: str | None, default: int) -> tuple[int, ...]:
     """Whole numbers separated by commas."""
     try:
-        return tuple(int(word) for word in text.split(","))
+        return (default,) if text is None else tuple(int(word) for word in text.split(","))
     except ValueError:
         raise FedgraftError(f"--seeds takes whole numbers separated by commas, as 0,1,2, not {text!r}.") from None
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Say on Ctrl-C that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("\ninterrupted; the runs are saved. The same command goes on from here.", err=True)
+        raise typer.Exit(130) from None
+
+
+def show(rows: Sequence[Mapping[str, str]]) -> None:
+    """A table on the terminal, its best row marked."""
+    import rich
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in rows[0] if rows else ():
+        table.add_column(name, no_wrap=name.endswith("(%)"), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row.values()), style="bold green" if row["status"] == "best" else None)
+    rich.get_console().print(table)
 
 
 def sweep(
@@ -25,45 +59,56 @@ def sweep(
         list[str] | None,
         typer.Option("--over", help="an option and its values: local.lr=0.01,0.1; or a range: local.lr=log:0.001:0.1"),
     ] = None,
-    seeds: Annotated[str | None, typer.Option("--seeds", help="each setting is run with each, as 0,1,2")] = None,
+    seeds: Seeds = None,
     search: Annotated[str, typer.Option("--search", help="grid, random or optuna")] = "grid",
     trials: Annotated[int, typer.Option("--trials", help="random, optuna: how many settings", min=1)] = 20,
-    prune: Annotated[
-        int, typer.Option("--prune", help="stop runs below the median after so many evaluations (0: never)", min=0)
-    ] = 0,
-    processes: Annotated[int, typer.Option("--processes", help="runs at a time", min=1)] = 2,
+    prune: Prune = 0,
+    processes: Processes = 2,
     folder: Annotated[Path | None, typer.Option("--folder", "-o", help="default: sweeps/NAME")] = None,
 ) -> None:
     """Try many settings and choose by validation; started again, it goes on where it stood."""
-    import rich
-    from rich.table import Table
-    from rich.text import Text
-
     from fedgraft.runs.search import Plan, Search
     from fedgraft.runs.search_space import parse_axis
     from fedgraft.runs.search_tables import best, rows
 
     base = config_of(overrides)
     axes = tuple(parse_axis(word) for word in over or [])
-    plan = Plan(base, axes, (base.seed,) if seeds is None else whole_numbers(seeds), search, trials, prune)
+    plan = Plan(base, axes, seeds_of(seeds, base.seed), search, trials, prune)
     root = folder or Path("sweeps") / base.name
-    try:
+    with resumable():
         found = Search(plan, root, typer.echo).run(processes)
-    except KeyboardInterrupt:
-        typer.echo("\ninterrupted; the runs are saved. The same command goes on from here.", err=True)
-        raise typer.Exit(130) from None
-    header, cells = rows(found)
-    table = Table()
-    for name in header:
-        table.add_column(name, no_wrap=name.endswith("(%)"), overflow="fold")
-    for row in cells:
-        table.add_row(*map(Text, row), style="bold green" if row[-1] == "best" else None)
-    rich.get_console().print(table)
+    show(rows(found))
     if (first := best(found)) is not None:
         typer.echo(f"best on validation: {first.label}")
         if not any(summary["best_round"] for summary in first.summaries.values()):
-            typer.echo("but its best round is the start: no round of it improved on the model before training.")
+            typer.echo(_NO_GAIN)
     typer.echo(f"tables: {root / 'table.md'} (also .csv, .tex) and {root / 'runs.csv'}")
+
+
+def find_lr(
+    overrides: Overrides = None,
+    rates: Annotated[str, typer.Option("--rates", help="learning rates to try")] = "0.001,0.003,0.01,0.03,0.1,0.3",
+    rounds: Annotated[int, typer.Option("--rounds", help="rounds (epochs with --central) at each rate", min=1)] = 3,
+    central: Annotated[bool, typer.Option("--central", help="with all data in one place")] = False,
+    prune: Prune = 0,
+    processes: Processes = 0,
+    folder: Annotated[Path | None, typer.Option("--folder", "-o", help="default: sweeps/NAME-lr")] = None,
+) -> None:
+    """Find a learning rate: short runs judged on validation images; a best rate at the edge is tried against others."""
+    from fedgraft.cli.edit import numbers
+    from fedgraft.runs.lr_finder import find_rate, rate_plan
+
+    config = config_of(overrides)
+    plan = rate_plan(config, numbers(rates, "--rates"), rounds, central, prune)
+    with resumable():
+        root = folder or Path("sweeps") / f"{config.name}-lr{'-central' * central}"
+        found = find_rate(plan, root, processes, typer.echo)
+    show(found.rows())
+    typer.echo(f"best on validation: local.lr={found.best.rate:g}")
+    if not found.best.improved:
+        typer.echo(_NO_GAIN)
+    if found.at_edge:
+        typer.echo("it still lies at the edge of the rates tried; look beyond it with --rates.")
 
 
 def watch(

@@ -21,8 +21,8 @@ from fedgraft.runs import checkpoint
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening, open_run
-from fedgraft.runs.saving import saved_edit
 from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.saving import saved_edit
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ def as_central(config: Config) -> Config:
     table = config.table
     table["local"].pop("steps", None)
     table["algorithm"] = {"name": "central"}
-    trainable = {} if c.kind == "finetune" and config.trainable.kind not in (None, "head") else {
-        "kind": "everything" if c.kind == "finetune" else "head"
-    }
+    trainable = (
+        {}
+        if c.kind == "finetune" and config.trainable.kind not in (None, "head")
+        else {"kind": "everything" if c.kind == "finetune" else "head"}
+    )
     central = {
         "trainable": trainable,
         "partition": {"kind": "iid", "clients": 1},

@@ -11,20 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from fedgraft.config.build import build_network
+from fedgraft.edit import edit_file as task_file
 from fedgraft.edit import lora
 from fedgraft.edit import task_vectors as task
-from fedgraft.edit import edit_file as task_file
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.task_vectors import Edit
 from fedgraft.errors import FedgraftError
-from fedgraft.config.build import build_network
-from fedgraft.runs.adapted import Adapted, adapted
-from fedgraft.runs.head_init import install
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
+from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.head_init import install
 
 BACKBONE = "backbone."
 

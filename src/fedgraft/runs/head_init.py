@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.protocols import Examples, Network
+from fedgraft.collect import Engine
 from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import Evaluation
 from fedgraft.messages import Order, Reply
 from fedgraft.models.identity import digest
-from fedgraft.collect import Engine
+from fedgraft.protocols import Examples, Network
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.kept import kept_tensors

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,8 @@ class Job:
     """What decides the bytes of the result; a folder belongs to one identity."""
     from_objects: bool = False
     """The parts came from Python: the folder's config.toml alone cannot build them again."""
+    wrap: Callable[[Job, Any, Any], Any] | None = None
+    """`wrap(job, opening, engine)` puts something between the server and its clients, such as attackers."""
 
     @property
     def cohort(self) -> list[int]:

@@ -72,7 +72,10 @@ class PersonalStore(Mapping[int, Tensor]):
     """A read-only mapping client -> vector (k,) whose vectors lie in files; `renewed` gives the next one."""
 
     def __init__(
-        self, personal_store: _Shelf, table: Mapping[int, tuple[int, int]], files: Mapping[int, np.ndarray] | None = None
+        self,
+        personal_store: _Shelf,
+        table: Mapping[int, tuple[int, int]],
+        files: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         self._shelf, self._table = personal_store, dict(table)
         # Open maps keep their bytes even when the file's name is gone, so an older store stays whole.
@@ -93,9 +96,13 @@ class PersonalStore(Mapping[int, Tensor]):
             round = int(name)
             if not personal_store.path(round).is_file() or personal_store.digest(round) != digest:
                 raise BadCheckpoint(f"the personal models of round {round} are missing or damaged; use an earlier one.")
-        personal_store.pinned = personal_store.present()  # other checkpoints may need the rest, until `release` has looked
+        personal_store.pinned = (
+            personal_store.present()
+        )  # other checkpoints may need the rest, until `release` has looked
         table = {int(client): (int(where[0]), int(where[1])) for client, where in saved["table"].items()}
-        return cls(personal_store, table, {round: personal_store.open(round) for round in {r for r, _ in table.values()}})
+        return cls(
+            personal_store, table, {round: personal_store.open(round) for round in {r for r, _ in table.values()}}
+        )
 
     def __getitem__(self, client: int) -> Tensor:
         round, row = self._table[client]
@@ -120,7 +127,9 @@ class PersonalStore(Mapping[int, Tensor]):
             file.truncate(4 * len(clients) * personal_store.length)
             for piece, values in pieces:
                 for context, row in enumerate(values.numpy()):
-                    _write(file.fileno(), memoryview(row).cast("B"), 4 * (context * personal_store.length + piece.start))
+                    _write(
+                        file.fileno(), memoryview(row).cast("B"), 4 * (context * personal_store.length + piece.start)
+                    )
         temporary.replace(path)
         personal_store.digests.pop(round, None)
         table = {**(self._table if keep else {}), **{k: (round, i) for i, k in enumerate(clients)}}

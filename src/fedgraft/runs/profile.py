@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from fedgraft.errors import FedgraftError
 from fedgraft.report import figures
-from fedgraft.runs.adapted import Adapted, adapted
-from fedgraft.runs.reporting import PHASES_FILE
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.files import write_text
 from fedgraft.report.html import write_report
+from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.files import write_text
+from fedgraft.runs.reporting import PHASES_FILE
 from fedgraft.runs.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.runs.run import one_thread
+from fedgraft.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedgraft.errors import FedgraftError
-from fedgraft.report import figures_plain
-from fedgraft.report import representation_figures
+from fedgraft.report import figures_plain, representation_figures
+from fedgraft.report.html import write_report
+from fedgraft.runs.files import write_text
 from fedgraft.runs.job import Job
 from fedgraft.runs.opening import Opening
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.files import write_text
-from fedgraft.report.html import write_report
 
 PHASES_FILE = "phases.json"
 

@@ -162,6 +162,8 @@ class _Run:
             with_probe = not self.job.task.data.rows_known
             self.remote.open(self.job.federation.run, self.opening.message(with_probe))
         self.engine: AnyEngine = self.remote or self.engines.training(self.opening.algorithm, self.opening.context)
+        if self.job.wrap is not None:
+            self.engine = self.job.wrap(self.job, self.opening, self.engine)
         self.measure = Measure(self.job, self.opening, self.engine)
 
     def _rounds(self, state: ServerState, track: Tracking) -> ServerState:

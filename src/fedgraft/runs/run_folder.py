@@ -20,8 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fedgraft.errors import FedgraftError
-from fedgraft.runs import checkpoint
-from fedgraft.runs import environment
+from fedgraft.runs import checkpoint, environment
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.files import (
     TIMING,

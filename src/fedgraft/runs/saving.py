@@ -63,9 +63,7 @@ def with_noise_key(job: Job, tensors: Mapping[str, Tensor]) -> Job:
     return replace(job, algorithm=vary(job.algorithm, privacy=replace(privacy, dp=dp)))
 
 
-def account_of(
-    config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What differential privacy has spent, and what its account does not cover; nothing without it."""
     account, dp = budget(config, algorithm, rounds), config.privacy.dp
     if account is None or dp is None:

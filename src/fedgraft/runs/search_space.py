@@ -1,23 +1,19 @@
-"""What a search goes through: axes of options and their values, and who proposes the next setting.
-
-Three ways: a grid, random draws, and Optuna's tree-structured Parzen estimator (Bergstra et al. 2011).
-"""
+"""What a search goes through: axes of options and their values, from `--over`, and the same for Optuna."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.config.load import Config, known_keys, parse_override, validate
-from fedgraft.randomness import derive, numpy_stream
+from fedgraft.config.load import known_keys, parse_override, validate
+from fedgraft.errors import FedgraftError
 
 Setting = Mapping[str, Any]
+"""Values by option, as `{"local.lr": 0.1}`."""
 
 
 @dataclass(frozen=True)
@@ -30,34 +26,26 @@ class Axis:
     low: float = 0.0
     high: float = 0.0
 
+    def distribution(self) -> Any:
+        """For Optuna. Named values go by their position: a scale where they are rising numbers, else categories."""
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-@dataclass
-class Trial:
-    """One setting, its runs by seed, and what came of them."""
+        if self.scale == "int":
+            return IntDistribution(int(self.low), int(self.high))
+        if self.scale:
+            return FloatDistribution(self.low, self.high, log=self.scale == "log")
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.values)
+        if numbers and list(self.values) == sorted(self.values):
+            return IntDistribution(0, len(self.values) - 1)
+        return CategoricalDistribution(list(range(len(self.values))))
 
-    setting: Setting
-    runs: dict[int, Config]
-    summaries: dict[int, dict[str, Any]] = field(default_factory=dict)
-    pruned: dict[str, Any] | None = None
-    """Where and why the median rule stopped it."""
-    failed: str = ""
+    def to_optuna(self, value: Any) -> Any:
+        """What Optuna knows a value as."""
+        return value if self.scale else self.values.index(value)
 
-    @property
-    def status(self) -> str:
-        """`finished`, `pruned`, `failed` or `waiting`."""
-        if self.pruned is not None:
-            return "pruned"
-        return "failed" if self.failed else "finished" if len(self.summaries) == len(self.runs) else "waiting"
-
-    @property
-    def label(self) -> str:
-        """The setting in words."""
-        return " ".join(f"{key}={value}" for key, value in self.setting.items()) or "as it is"
-
-    def scores(self, split: str = "validation") -> list[float]:
-        """Accuracies by seed; none for a test set that was left alone."""
-        found = [self.summaries[seed] for seed in self.runs if seed in self.summaries]
-        return [summary[split]["accuracy"] for summary in found if split in summary]
+    def from_optuna(self, found: Any) -> Any:
+        """The value behind what Optuna proposes."""
+        return found if self.scale else self.values[found]
 
 
 def parse_axis(word: str) -> Axis:
@@ -105,73 +93,3 @@ def grid(axes: Sequence[Axis]) -> list[Setting]:
     if ranges := [axis.key for axis in axes if axis.scale]:
         raise FedgraftError(f"a grid needs values, and {ranges[0]} is a range; use --search random or optuna.")
     return [dict(zip([a.key for a in axes], row, strict=True)) for row in itertools.product(*(a.values for a in axes))]
-
-
-def random_settings(axes: Sequence[Axis], seed: int) -> Iterator[Setting]:
-    """Independent draws without end; the first n are the same however many follow."""
-    stream = numpy_stream(seed, "search")
-    while True:
-        yield {axis.key: _draw(axis, float(stream.random())) for axis in axes}
-
-
-def _draw(axis: Axis, u: float) -> Any:
-    """The value at the fraction u of an axis."""
-    if not axis.scale:
-        return axis.values[int(u * len(axis.values))]
-    if axis.scale == "log":
-        return axis.low * (axis.high / axis.low) ** u
-    if axis.scale == "int":
-        return int(axis.low + u * (axis.high - axis.low + 1))
-    return axis.low + u * (axis.high - axis.low)
-
-
-def optuna_settings(axes: Sequence[Axis], seed: int, wanted: int, trials: Sequence[Trial]) -> Iterator[Setting]:
-    """Optuna's proposals without end, each from what is known of the trials (which may grow) at that time."""
-    try:
-        import optuna
-    except ImportError:
-        raise MissingExtra("optuna", "sweep", "--search optuna") from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    kinds = {axis.key: _distribution(axis) for axis in axes}
-    asked, known = 0, -1
-    while True:
-        asked, known = (asked + 1 if known == len(trials) else 0), len(trials)
-        # A new study each time: the proposal depends on the trials alone, so a resumed search needs no other state.
-        sampler = optuna.samplers.TPESampler(
-            seed=derive(seed, "optuna", len(trials), asked) % 2**32, n_startup_trials=min(10, 1 + wanted // 4)
-        )
-        study = optuna.create_study(direction="maximize", sampler=sampler)
-        study.add_trials([_told(trial, axes, kinds) for trial in trials])
-        found = study.ask(kinds).params
-        yield {axis.key: axis.values[found[axis.key]] if axis.values else found[axis.key] for axis in axes}
-
-
-def _told(trial: Trial, axes: Sequence[Axis], kinds: dict[str, Any]) -> Any:
-    """A trial as Optuna sees it."""
-    from optuna.trial import TrialState, create_trial
-
-    states = {
-        "finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL,
-        "waiting": TrialState.RUNNING,
-    }  # fmt: skip
-    return create_trial(
-        state=states[trial.status],
-        value=fmean(trial.scores()) if trial.status == "finished" else None,
-        params={a.key: a.values.index(trial.setting[a.key]) if a.values else trial.setting[a.key] for a in axes},
-        distributions=kinds,
-        intermediate_values={trial.pruned["round"]: trial.pruned["accuracy"]} if trial.pruned else None,
-    )
-
-
-def _distribution(axis: Axis) -> Any:
-    """Named values are searched by their position: as a scale where they are rising numbers, else as categories."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    if axis.scale == "int":
-        return IntDistribution(int(axis.low), int(axis.high))
-    if axis.scale:
-        return FloatDistribution(axis.low, axis.high, log=axis.scale == "log")
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in axis.values)
-    if numbers and list(axis.values) == sorted(axis.values):
-        return IntDistribution(0, len(axis.values) - 1)
-    return CategoricalDistribution(list(range(len(axis.values))))

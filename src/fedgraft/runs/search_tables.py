@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from fedgraft.report import statistics
 from fedgraft.runs.files import write_text
-from fedgraft.runs.search_space import Trial
+
+if TYPE_CHECKING:
+    from fedgraft.runs.search import Trial
 
 _RANK = {"finished": 0, "waiting": 1, "pruned": 2, "failed": 3}
+_RUN = ("best_round", "bytes_up", "bytes_down", "seconds")
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
@@ -21,81 +25,59 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     return max(done, key=lambda trial: fmean(trial.scores()), default=None)
 
 
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """Finished settings by validation, the best first, then the others."""
-    return sorted(trials, key=lambda t: (_RANK[t.status], -fmean(t.scores()) if t.scores() else 0.0))
-
-
-def rows(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells for people: mean ± standard deviation over seeds, in percent."""
-    first, keys = best(trials), _keys(trials)
-    header = [*keys, "seeds", "validation (%)", "test (%)", "MB sent", "status"]
-    found = []
-    for trial in ranked(trials):
-        status = "best" if trial is first else trial.status
-        numbers = [_spread(trial.scores()), _spread(trial.scores("test")), _megabytes(trial, ".3f")]
-        found.append([*(str(trial.setting[key]) for key in keys), str(len(trial.summaries)), *numbers, status])
-    return header, found
-
-
-def write_tables(trials: Sequence[Trial], root: Path) -> list[Path]:
-    """`table.md`, `table.csv`, `table.tex` by setting and `runs.csv` by run."""
-    header, cells = rows(trials)
-    texts = {
-        "table.md": statistics.table(header, cells) + "\n", "table.tex": statistics.latex(header, cells),
-        "table.csv": _csv(_numbers(trials)), "runs.csv": _csv(_runs(trials)),
-    }  # fmt: skip
-    root.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        write_text(root / name, text)
-    return [root / name for name in texts]
-
-
-def _numbers(trials: Sequence[Trial]) -> list[list[object]]:
-    keys = _keys(trials)
-    names = ["validation_mean", "validation_std", "test_mean", "test_std", "megabytes", "status"]
-    lines: list[list[object]] = [[*keys, "seeds", *names]]
-    for trial in ranked(trials):
-        numbers: list[object] = []
-        for split in ("validation", "test"):
-            scores = trial.scores(split)
-            found = statistics.summarise(scores) if scores else None
-            numbers += ["", ""] if found is None else [found.mean, found.std]
-        settings = [trial.setting[key] for key in keys]
-        lines.append([*settings, len(trial.summaries), *numbers, _megabytes(trial, ""), trial.status])
-    return lines
-
-
-def _runs(trials: Sequence[Trial]) -> list[list[object]]:
-    keys = _keys(trials)
-    lines: list[list[object]] = [
-        [*keys, "seed", "digest", "validation", "test", "best_round", "bytes_up", "bytes_down", "seconds"]
+def rows(trials: Sequence[Trial]) -> list[dict[str, str]]:
+    """By setting, the best first: mean ± standard deviation over seeds in percent, what was sent, how it ended."""
+    first = best(trials)
+    ranked = sorted(trials, key=lambda t: (_RANK[t.status], -fmean(t.scores()) if t.scores() else 0.0))
+    return [
+        {
+            **{key: str(value) for key, value in trial.setting.items()},
+            "seeds": str(len(trial.summaries)),
+            "validation (%)": spread(trial.scores()),
+            "test (%)": spread(trial.scores("test")),
+            "MB sent": f"{_megabytes(trial):.3f}" if trial.summaries else "",
+            "status": "best" if trial is first else trial.status,
+        }
+        for trial in ranked
     ]
-    for trial in trials:
-        for seed, s in sorted(trial.summaries.items()):
-            numbers = [s["validation"]["accuracy"], s.get("test", {}).get("accuracy", "")]
-            numbers += [s[key] for key in ("best_round", "bytes_up", "bytes_down", "seconds")]
-            lines.append([*(trial.setting[key] for key in keys), seed, trial.runs[seed].digest, *numbers])
-    return lines
 
 
-def _keys(trials: Sequence[Trial]) -> list[str]:
-    return list(trials[0].setting) if trials else []
-
-
-def _spread(scores: Sequence[float]) -> str:
+def spread(scores: Sequence[float]) -> str:
+    """Fractions as percent, with their standard deviation where there are several."""
     if not scores:
         return ""
     found = statistics.summarise([100 * score for score in scores])
     return str(found) if found.count > 1 else f"{found.mean:.2f}"
 
 
-def _megabytes(trial: Trial, form: str) -> str:
-    sent = [(s["bytes_up"] + s["bytes_down"]) / 1e6 for s in trial.summaries.values()]
-    return format(fmean(sent), form) if sent else ""
+def write_tables(trials: Sequence[Trial], root: Path) -> None:
+    """One table by setting in three forms (`table.md`, `table.tex`, `table.csv`), and `runs.csv` by run."""
+    found = rows(trials)
+    header, cells = list(found[0]) if found else [], [list(row.values()) for row in found]
+    root.mkdir(parents=True, exist_ok=True)
+    write_text(root / "table.md", statistics.table(header, cells) + "\n")
+    write_text(root / "table.tex", statistics.latex(header, cells))
+    write_text(root / "table.csv", as_csv(found))
+    write_text(root / "runs.csv", as_csv([row for trial in trials for row in _runs(trial)]))
 
 
-def _csv(lines: Sequence[Sequence[object]]) -> str:
+def _runs(trial: Trial) -> list[dict[str, object]]:
+    return [
+        {**trial.setting, "seed": seed, "digest": trial.runs[seed].digest, "validation": s["validation"]["accuracy"],
+         "test": s.get("test", {}).get("accuracy", ""), **{key: s[key] for key in _RUN}}
+        for seed, s in sorted(trial.summaries.items())
+    ]  # fmt: skip
+
+
+def _megabytes(trial: Trial) -> float:
+    return fmean((s["bytes_up"] + s["bytes_down"]) / 1e6 for s in trial.summaries.values())
+
+
+def as_csv(found: Sequence[Mapping[str, object]]) -> str:
+    """Rows with the same keys as CSV; empty without any."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
+    if found:
+        writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
     return text.getvalue()

@@ -1,24 +1,30 @@
-"""Many runs: each in its own process and folder, a few at a time, never one twice.
+"""A sweep: many cells, each an ordinary run in its own folder, a few at a time, never one twice.
 
-A run's folder is named by its config's digest, so a sweep that is interrupted, or started again with more runs,
-goes on where it stood: finished runs are read, interrupted ones resumed, and runs that outlived a killed sweep are
-waited for.
+A run's folder is named by its config's digest, so a sweep that is interrupted, or started again with more cells, goes
+on where it stood: finished runs are read, interrupted ones resumed, and runs that outlived a killed sweep are waited
+for. With processes, each run has one of its own; with 0 the runs follow each other in this one, which saves their
+start. Searches, the learning-rate finder and the attack table are lists of such cells.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from fedgraft.errors import FedgraftError
 from fedgraft.config.load import Config, merge, to_toml, validate
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.errors import FedgraftError
 from fedgraft.runs.files import write_text
+from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.tracking import Progress, Silent
 
 Report = Callable[[str], None]
 _PAUSE = 0.1  # seconds between two looks at the processes
@@ -26,11 +32,11 @@ _GRACE = 20.0  # seconds a stopped run has to save its state
 
 
 def vary(config: Config, **updates: Any) -> Config:
-    """The config with some options replaced; keys use `__` for dots, as in `local__lr=0.1`."""
-    table = config.model_dump(mode="json", exclude_none=True)
+    """The config with some options replaced; `__` in a key stands for a dot, as in `local__lr=0.1`."""
+    table = config.model_dump(mode="json", exclude_unset=True)  # defaults would count as wishes
     for key, value in updates.items():
         nested: Any = value
-        for part in reversed(key.split("__")):
+        for part in reversed(key.replace("__", ".").split(".")):
             nested = {part: nested}
         table = merge(table, nested)
     return validate(table)
@@ -41,72 +47,124 @@ def folder_of(config: Config, root: Path) -> Path:
     return root / f"{config.name}-{config.digest}"
 
 
-class Worker:
-    """One run in a process of its own; a run that another process is at already is waited for instead."""
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep; `central` trains with all data in one place."""
 
-    def __init__(self, config: Config, folder: Path, central: bool = False) -> None:
-        self.config, self.folder, self.central = config, folder, central
-        self.process: subprocess.Popen[bytes] | None = None
-        self.tries = 0
-        self.stop_by: float | None = None
-        self._begin()
+    label: str
+    config: Config
+    folder: Path
+    central: bool = False
+    special: Callable[[Config, Path, Progress], None] | None = None
+    """Runs it in place of `run`, in this process."""
 
-    def _begin(self) -> None:
-        if _status(self.folder) != "running":
-            self.process = _start(self.config, self.folder, self.central)
-            self.tries += 1
 
-    def ended(self) -> bool:
-        """Whether the run is over, well or not; one that was cut off from outside is begun once more."""
-        if self.process is not None and self.process.poll() is None:
-            if self.stop_by is not None and time.monotonic() > self.stop_by:
-                self.process.kill()
-            return False
-        status = _status(self.folder)
-        if status == "running":  # an orphan of an earlier sweep was quicker to lock the folder
-            self.process = None
-            return False
-        if status == "interrupted" and self.stop_by is None and self.tries < 2:
-            self._begin()
-            return False
-        return True
+def carry_out(cell: Cell, progress: Progress) -> None:
+    """Run a cell in this process: the one place where a sweep calls a run."""
+    from fedgraft.runs.centralized import run_centralized
+    from fedgraft.runs.run import run
 
-    def stop(self) -> None:
-        """Ask the process to save its state and end; it is killed where it does not. Others' runs go on."""
-        if self.stop_by is None:
-            self.stop_by = time.monotonic() + _GRACE
-            if self.process is not None:
-                self.process.send_signal(signal.SIGINT)
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    if cell.special is not None:
+        cell.special(cell.config, cell.folder, progress)
+    else:
+        (run_centralized if cell.central else run)(cell.config, cell.folder, progress, console=False)
 
-    def wait(self) -> None:
-        """Return once a stopped process is gone."""
-        while self.process is not None and not self.ended():
-            time.sleep(_PAUSE)
+
+def command(cell: Cell, file: Path) -> list[str]:
+    """The command line that runs a cell in another process."""
+    action = "centralized" if cell.central else "run"
+    return [sys.executable, "-m", "fedgraft.cli.main", action, str(file), "--folder", str(cell.folder), "--quiet"]
+
+
+def _start(cell: Cell) -> subprocess.Popen[bytes]:
+    """Start in a session of its own, so that Ctrl-C reaches the run only through `work`."""
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    file = _beside(cell.folder, ".toml")
+    write_text(file, to_toml(cell.config))
+    with _beside(cell.folder, ".out").open("w") as out:
+        return subprocess.Popen(command(cell, file), stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _elsewhere(cell: Cell, stop: Event) -> str:
+    """Run a cell in another process; returns its last words. One that was cut off from outside is begun once more."""
+    for _ in range(2):
+        while _status(cell.folder) == "running" and not stop.wait(_PAUSE):  # an earlier sweep's process is at it still
+            pass
+        if stop.is_set() or _status(cell.folder) == "finished":
+            break
+        process = _start(cell)
+        while process.poll() is None:
+            if stop.wait(_PAUSE):
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE)
+                process.kill()
+                process.wait()
+        if stop.is_set() or _status(cell.folder) not in {"interrupted", "running"}:
+            break
+    return last_words(cell.folder)
+
+
+class _Stopper(Silent):
+    """Ends a run in this process, as Ctrl-C would, once `stops` says so."""
+
+    stopped = False
+
+    def __init__(self, stops: Callable[[], bool]) -> None:
+        self.stops = stops
+
+    def update(self, line: Mapping[str, Any]) -> None:
+        """After each round: go on, or save the state and end."""
+        if self.stops():
+            self.stopped = True
+            raise KeyboardInterrupt
+
+
+def _here(cell: Cell, stops: Callable[[Cell], bool]) -> str:
+    """Run a cell in this process; returns why it failed."""
+    stopper = _Stopper(lambda: stops(cell))
+    try:
+        carry_out(cell, stopper)
+    except FedgraftError as error:
+        return str(error)
+    except KeyboardInterrupt:
+        if not stopper.stopped:
+            raise
+    return ""
 
 
 def work(
-    next_run: Callable[[], tuple[str, Worker] | None],
-    ended: Callable[[str, Worker], None],
-    watch: Callable[[Mapping[str, Worker]], None],
-    processes: int,
+    cells: Iterator[Cell],
+    ended: Callable[[Cell, str], None],
+    stops: Callable[[Cell], bool] = lambda cell: False,
+    processes: int = 2,
 ) -> None:
-    """Keep so many runs going until `next_run` has no more; on Ctrl-C all of them save their state and end."""
-    going: dict[str, Worker] = {}
-    try:
-        while True:
-            while len(going) < processes and (item := next_run()) is not None:
-                going[item[0]] = item[1]
-            if not going:
-                return
-            for label in [label for label, worker in going.items() if worker.ended()]:
-                ended(label, going.pop(label))
-            watch(going)
-            time.sleep(_PAUSE)
-    finally:
-        for worker in going.values():
-            worker.stop()
-        for worker in going.values():
-            worker.wait()
+    """Keep so many cells going until there are no more; `ended` hears the last words of each.
+
+    `stops` is asked again and again whether a run is to end early. On Ctrl-C all runs save their state and end.
+    """
+    if not processes:
+        for cell in cells:
+            ended(cell, _here(cell, stops))
+        return
+    going: dict[Future[str], tuple[Cell, Event]] = {}
+    with ThreadPoolExecutor(processes) as pool:  # its threads only wait for processes
+        try:
+            while True:
+                while len(going) < processes and (new := next(cells, None)) is not None:
+                    stop = Event()
+                    going[pool.submit(_elsewhere, new, stop)] = new, stop
+                if not going:
+                    return
+                for future in wait(going, _PAUSE, FIRST_COMPLETED).done:
+                    ended(going.pop(future)[0], future.result())
+                for cell, stop in going.values():
+                    if stops(cell):
+                        stop.set()
+        finally:
+            for _, stop in going.values():
+                stop.set()
 
 
 class Estimate:
@@ -122,33 +180,38 @@ class Estimate:
         return f"[{self.done}/{self.total}] {text}; about {left / 60:.0f} min left"
 
 
+def run_cells(
+    cells: Sequence[Cell], processes: int = 2, report: Report = print
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Summaries by label, and why the others failed; finished cells are only read."""
+    found = {cell.label: summary for cell in cells if (summary := finished(cell.folder))}
+    failed, estimate = dict[str, str](), Estimate(len(cells), len(found))
+
+    def ended(cell: Cell, last: str) -> None:
+        if summary := finished(cell.folder):
+            found[cell.label] = summary
+        else:
+            failed[cell.label] = last
+        report(estimate.step(f"{cell.label}: {_said(summary) if summary else 'failed'}"))
+
+    work(iter([cell for cell in cells if cell.label not in found]), ended, processes=processes)
+    return found, failed
+
+
 def run_many(
     runs: Mapping[str, Config], root: Path, processes: int = 2, central: Sequence[str] = (), report: Report = print
 ) -> dict[str, dict[str, Any]]:
     """Summaries by label. Labels in `central` are trained centrally. A run that fails is named after all others."""
-    found = {label: summary for label, c in runs.items() if (summary := finished(folder_of(c, root)))}
-    left = iter([label for label in runs if label not in found])
-    failed, estimate = dict[str, str](), Estimate(len(runs), len(found))
-
-    def next_run() -> tuple[str, Worker] | None:
-        label = next(left, None)
-        if label is None:
-            return None
-        return label, Worker(runs[label], folder_of(runs[label], root), label in central)
-
-    def ended(label: str, worker: Worker) -> None:
-        if summary := finished(worker.folder):
-            found[label] = summary
-            split = "test" if "test" in summary else "validation"
-            report(estimate.step(f"{label}: {split} {100 * summary[split]['accuracy']:.2f} %"))
-        else:
-            failed[label] = last_words(worker.folder)
-            report(estimate.step(f"{label}: failed"))
-
-    work(next_run, ended, lambda going: None, processes)
+    cells = [Cell(label, config, folder_of(config, root), label in central) for label, config in runs.items()]
+    found, failed = run_cells(cells, processes, report)
     if failed:
         raise FedgraftError("; ".join(f"{label} failed: {why}" for label, why in failed.items()))
     return {label: found[label] for label in runs}
+
+
+def _said(summary: dict[str, Any]) -> str:
+    split = "test" if "test" in summary else "validation"
+    return f"{split} {100 * summary[split]['accuracy']:.2f} %"
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -160,30 +223,15 @@ def _status(folder: Path) -> str:
     return RunFolder.open(folder).status if (folder / "run.json").exists() else ""
 
 
-def command(action: str, file: Path, folder: Path) -> list[str]:
-    """The command line that carries out one run."""
-    return [sys.executable, "-m", "fedgraft.cli.main", action, str(file), "--folder", str(folder), "--quiet"]
-
-
 def _beside(folder: Path, ending: str) -> Path:
     return folder.with_name(folder.name + ending)  # a run's name may hold dots, so not `with_suffix`
-
-
-def _start(config: Config, folder: Path, central: bool) -> subprocess.Popen[bytes]:
-    """Start one config in a process of its own, in a session of its own: Ctrl-C is passed on by `work`."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    file = _beside(folder, ".toml")
-    write_text(file, to_toml(config))
-    line = command("centralized" if central else "run", file, folder)
-    with _beside(folder, ".out").open("w") as out:
-        return subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def last_words(folder: Path) -> str:
     """The last line a run's process printed."""
     out = _beside(folder, ".out")
     lines = [line for line in out.read_text().splitlines() if line.strip()] if out.exists() else []
-    return lines[-1] if lines else "no output"
+    return lines[-1].removeprefix("fedgraft: ") if lines else "no output"
 
 
 def curve(folder: Path, key: str = "accuracy") -> tuple[list[int], list[float]]:

@@ -79,6 +79,4 @@ class Task:
         """A context for what is asked before the edit space is open: any weight may be looked at."""
         every = select(self.network, lambda name: True)
         held = self.data.validation_rows
-        return ClientContext(
-            self.network, every, examples, self.data.rows, seed, held=lambda client: held
-        )
+        return ClientContext(self.network, every, examples, self.data.rows, seed, held=lambda client: held)

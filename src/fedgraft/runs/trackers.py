@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.runs.run_folder import plain
 from fedgraft.report.html import csv_row, flatten
+from fedgraft.runs.run_folder import plain
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,9 @@ def test_golden_two_clients() -> None:
 
 def test_weights_are_normalised_over_the_clients_given() -> None:
     updates, counts = stack(3, 50), torch.tensor([10.0, 20.0, 30.0])
-    assert same_bits(m.weighted_mean(updates, counts), m.weighted_mean(updates, counts / 64))  # weights sum to one over those given
+    assert same_bits(
+        m.weighted_mean(updates, counts), m.weighted_mean(updates, counts / 64)
+    )  # weights sum to one over those given
     wrong = sum(
         c * n / 1000 for c, n in zip(updates, counts, strict=True)
     )  # normalised over clients that were not asked

@@ -238,4 +238,6 @@ def test_a_run_as_a_mask(runs: Path) -> None:
     assert chosen_ones is not None and mask.count == chosen_ones.count
     assert mask.total == sum(p.numel() for p in setup.network.parameters())
     assert all(torch.equal(mask[name], chosen) for name, chosen in chosen_ones.items())
-    assert label_of(setup.job.config) == "random 90 %" and label_of(adapted(runs / "lora").job.config) == "LoRA r=2 mean"
+    assert (
+        label_of(setup.job.config) == "random 90 %" and label_of(adapted(runs / "lora").job.config) == "LoRA r=2 mean"
+    )

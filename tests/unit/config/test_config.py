@@ -58,7 +58,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(word: str, nearest
     [
         (["algorithm.moo=3"], "the algorithm fedavg has no option 'moo'; it takes none"),
         (["algorithm.mu=3"], "the algorithm fedavg has no option 'mu'; it takes none"),
-        (["algorithm.name=fedprox", "algorithm.moo=3"], "the algorithm fedprox has no option 'moo'; the nearest is 'mu'"),
+        (
+            ["algorithm.name=fedprox", "algorithm.moo=3"],
+            "the algorithm fedprox has no option 'moo'; the nearest is 'mu'",
+        ),
         (["loss.moo=3"], "the loss cross_entropy has no option 'moo'"),
         (["trainable.kind=tail"], "there is no trainable kind 'tail'; the nearest one is"),
         (["trainable.kind=sparse", "trainable.moo=3"], "the trainable kind sparse has no option 'moo'"),

@@ -523,7 +523,7 @@ def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: 
     spoilt = {1: b"nonsense", 3: pack(Reply("toy", -1, 3, sums={"gram": torch.ones(2)})), 4: bytes(10_000_000)}
     for client, data in spoilt.items() if kind == "clear" else [(1, b"nonsense")]:
         grid.nodes[engine.registry.nodes[client]].spoil = lambda a, data=data: replace(a, reply=data) if a.reply else a  # type: ignore[misc]
-    sums = Sums(engine.exchange, "toy", range(5), toy.network, Protection(kind))
+    sums = Sums(engine.exchange, "toy", range(5), toy.network, Protection(hidden=kind == "secure"))
     found = sums.ask("statistics")
     benign = Sums(InProcess(toy.algorithm, toy.context).exchange, "toy", [0, 2], toy.network, Protection())
     assert set(sums.lost) == (set(spoilt) if kind == "clear" else {1})

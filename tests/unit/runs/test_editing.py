@@ -72,7 +72,9 @@ def brute_force(found: Open, rows: Tensor) -> dict[str, Tensor]:
     parameters = dict(network.named_parameters())
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     for row in rows:
-        loss = cross_entropy(network(found.task.eval_images.batch(row[None])), found.task.train_images.labels[row][None])
+        loss = cross_entropy(
+            network(found.task.eval_images.batch(row[None])), found.task.train_images.labels[row][None]
+        )
         for name, grad in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
             total[name] += grad.double().square()
     return {name: tensor / len(rows) for name, tensor in total.items()}
@@ -97,7 +99,11 @@ def test_scores_are_the_central_ones() -> None:
 
 
 def test_the_mask_is_the_central_one() -> None:
-    setup = opened('trainable.sparse.labels="true"', "trainable.sparse.calibration=oneshot", "trainable.sparse.strategy=most_sensitive")
+    setup = opened(
+        'trainable.sparse.labels="true"',
+        "trainable.sparse.calibration=oneshot",
+        "trainable.sparse.strategy=most_sensitive",
+    )
     wanted = brute_force(setup, setup.data.train_rows)
     flat = torch.cat([wanted[name].view(-1) for name in setup.mask])
     best = torch.zeros(len(flat), dtype=torch.bool)
@@ -155,7 +161,8 @@ def last(folder: Path) -> checkpoint.Checkpoint:
 
 
 @pytest.mark.parametrize(
-    "overrides", [["trainable.head_too=true"], ["trainable.sparse.per_client=true"], ["trainable.sparse.adaptive_start=0.5"]]
+    "overrides",
+    [["trainable.head_too=true"], ["trainable.sparse.per_client=true"], ["trainable.sparse.adaptive_start=0.5"]],
 )
 def test_resuming_keeps_the_mask(
     overrides: list[str], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +185,9 @@ def test_resuming_keeps_the_mask(
 @pytest.mark.parametrize("fill", ["count", "zero"])
 def test_own_masks_are_averaged_as_asked(fill: str) -> None:
     setup = opened("trainable.sparse.per_client=true", f"trainable.sparse.fill={fill}", "rounds.total=1", "workers=1")
-    masks = {k: unpack_bits(bits, setup.space.trained) for k, bits in setup.opening.opened.active(setup.begin()).items()}
+    masks = {
+        k: unpack_bits(bits, setup.space.trained) for k, bits in setup.opening.opened.active(setup.begin()).items()
+    }
     assert len(masks) == 3
     k = round(0.1 * setup.mask.total)
     assert all(int(mask.sum()) == k for mask in masks.values()) and setup.space.trained > k
@@ -214,7 +223,9 @@ def test_own_masks_by_magnitude_go_by_magnitude(strategy: str) -> None:
 
 @pytest.mark.parametrize("merge_rule", ["vote", "union", "intersection"])
 def test_merged_masks(merge_rule: str) -> None:
-    setup = opened(f"trainable.sparse.merge={merge_rule}", "trainable.head_too=true", "trainable.sparse.per_client=false")
+    setup = opened(
+        f"trainable.sparse.merge={merge_rule}", "trainable.head_too=true", "trainable.sparse.per_client=false"
+    )
     own = opened("trainable.sparse.per_client=true", "trainable.head_too=true")
     dense = sum(p.numel() for p in setup.network.head.parameters())
     budget = round(0.1 * (setup.mask.total - dense))
@@ -278,7 +289,9 @@ def test_update_norms_are_matched() -> None:
     grads = dict(zip(names, torch.autograd.grad(loss, [network.get_parameter(n) for n in names]), strict=True))
     dense = torch.sqrt(sum(g.double().square().sum() for g in grads.values()))
     sparse = torch.sqrt(sum(grads[name][chosen].double().square().sum() for name, chosen in setup.mask.items()))
-    assert setup.opening.rate_factor == pytest.approx(float(dense / sparse), rel=1e-4) and setup.opening.rate_factor > 1.4
+    assert (
+        setup.opening.rate_factor == pytest.approx(float(dense / sparse), rel=1e-4) and setup.opening.rate_factor > 1.4
+    )
     assert setup.opening.federation.schedule(0, 4, ()) == pytest.approx(0.02 * setup.opening.rate_factor)
     capped = opened("trainable.match_norm=1.25", "trainable.sparse.strategy=lowest_magnitude")
     assert capped.opening.rate_factor == 1.25 and opened().opening.rate_factor == 1.0

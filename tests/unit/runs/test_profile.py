@@ -45,7 +45,13 @@ def test_phases_sum_over_rounds_and_only_modelled_ones_have_a_distance() -> None
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profile") / "run"
-    overrides = ["model.name=cnn:width=2", "trainable.kind=everything", "partition.clients=3", "data.limit=90", "workers=1"]
+    overrides = [
+        "model.name=cnn:width=2",
+        "trainable.kind=everything",
+        "partition.clients=3",
+        "data.limit=90",
+        "workers=1",
+    ]
     run(load(None, [*overrides, "rounds.total=2", "rounds.evaluate_every=1"]), folder, console=False)
     return folder
 
