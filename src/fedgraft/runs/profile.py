@@ -24,7 +24,7 @@ from fedgraft.runs.parts import per_round
 from fedgraft.runs.reporting import PHASES_FILE
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.files import write_text
-from fedgraft.report.html import write_report
+from fedgraft.report.run_page import write_report
 from fedgraft.runs.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.runs.run import one_thread
 

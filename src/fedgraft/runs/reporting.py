@@ -1,4 +1,4 @@
-"""What a finished run shows: its figures, its report, where its seconds and megabytes went."""
+"""What a finished run shows: its report, where its seconds and megabytes went."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from pathlib import Path
 
 from fedgraft.algorithm import Mixing
 from fedgraft.errors import FedgraftError
-from fedgraft.report import figures_plain
-from fedgraft.report import representation_figures
 from fedgraft.runs.setup import Setup
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.files import write_text
-from fedgraft.report.html import write_report
+from fedgraft.report.run_page import write_report
 
 PHASES_FILE = "phases.json"
 
@@ -27,28 +25,14 @@ def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
 
 
 def report_run(record: RunFolder, setup: Setup) -> None:
-    """The figures of a finished run - accuracy, loss, who holds what - and its report."""
+    """The report of a finished run."""
     try:
-        _draw(record, setup)
+        write_report(record.path, partition=setup.federated.histogram(), classes=setup.federated.dataset.train.classes)
     except OSError as error:
         raise FedgraftError(
-            f"the run is finished and its results are stored, but its figures and report could not be written "
+            f"the run is finished and its results are stored, but its report could not be written "
             f"({error.strerror}) in {record.path}; make room and run it again, which only draws."
         ) from error
-
-
-def _draw(record: RunFolder, setup: Setup) -> None:
-    folder, lines, held = record.path / "figures", record.metrics(), setup.federated.histogram()
-    folder.mkdir(exist_ok=True)
-    for key, label, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
-        found = [(line["round"], factor * line[key]) for line in lines if line.get(key) is not None]
-        if found:
-            x, y = zip(*found, strict=True)
-            figures_plain.curve(folder / f"{key}.svg", x, y, "round", label)
-    if len(held) <= 1000:
-        figures_plain.shares(folder / "client_classes.svg", held, "class", "client")
-    representation_figures.draw_all(record.path, lines, setup.config.partition.clients)
-    write_report(record.path, partition=held, classes=setup.federated.dataset.train.classes)
 
 
 def describe(setup: Setup) -> str:

@@ -235,11 +235,11 @@ def test_figures(runs: Path, tmp_path: Path) -> None:
     made = {Path(line).name for line in text.splitlines()}
     assert made == {
         "density_by_layer.png", "density_by_kind.png", "overlap_of_runs.png", "overlap_of_clients_own.png",
-        "accuracy_by_round.png", "accuracy_by_traffic.png",
+        "accuracy_by_round.png", "loss_by_round.png", "accuracy_by_traffic.png",
     }  # fmt: skip
     assert all((tmp_path / "figures" / name).stat().st_size > 5000 for name in made)
     alone = call("edit", "figures", runs / "lora", "--out", tmp_path / "one").split()
-    assert {Path(line).name for line in alone} == {"accuracy_by_round.png", "accuracy_by_traffic.png"}
+    assert {Path(line).name for line in alone} == {"accuracy_by_round.png", "loss_by_round.png", "accuracy_by_traffic.png"}
 
 
 def test_a_run_as_a_mask(runs: Path) -> None:
