@@ -12,7 +12,17 @@ from typing import Any
 
 from fedgraft.errors import FedgraftError
 from fedgraft.report.figures import (
-    Series, bars, canvas, curves, dress, heatmap, heatmaps, looks, need, plain_text, plot_lines,
+    Series,
+    bars,
+    canvas,
+    curves,
+    dress,
+    heatmap,
+    heatmaps,
+    looks,
+    need,
+    plain_text,
+    plot_lines,
     scatter_front,
 )  # fmt: skip
 from reproduction.drawing.representations import distribution

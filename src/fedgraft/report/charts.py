@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from fedgraft.report.values import label
+from fedgraft.report.values import label, seconds_of
 
 Lines = Sequence[Mapping[str, Any]]
 _POINTS = 1500
@@ -17,6 +17,7 @@ def run_charts(lines: Lines, best: int | None = None) -> list[dict[str, Any]]:
     """The charts of one run, with its best round marked; those without a number are left out."""
     phases = dict.fromkeys(key for line in lines for key in _phases(line))
     layers = dict.fromkeys(key for line in lines for key in line.get("alignment") or {})
+    applied = _line("applied", lines, _value("update_norm"))
     clients = "clients (mean, least to most)"
     charts = [
         _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines)) | {"best": best},
@@ -24,9 +25,7 @@ def run_charts(lines: Lines, best: int | None = None) -> list[dict[str, Any]]:
         _chart("Sent so far", " MB", _traffic("up", lines, "bytes_up"), _traffic("down", lines, "bytes_down")),
     ]
     more = [
-        _chart(
-            "Norm of the update", "", _line("applied", lines, _value("update_norm")), _clients(clients, lines, "norm")
-        ),
+        _chart("Norm of the update", "", applied, _clients(clients, lines, "norm")),
         _chart("Distance of the clients' updates from their mean", "", _clients(clients, lines, "drift")),
         _chart("Cosine of the clients' updates to their mean", "", _clients(clients, lines, "cosine")),
         _chart("Representation drift, 1 - SVCCA", "", *(_alignment(lines, layer) for layer in layers)),
@@ -44,7 +43,7 @@ def compare_charts(runs: Mapping[str, Lines]) -> list[dict[str, Any]]:
         ("Training loss", "", _value("train_loss")),
         ("Norm of the update", "", _value("update_norm")),
         ("Mean accuracy of personal models", " %", _percent("personal", "mean")),
-        ("Time per round", " s", _total_seconds),
+        ("Time per round", " s", lambda line: seconds_of(line) or None),
     ]
     charts = [_chart(title, unit, *(_line(n, run, get) for n, run in runs.items())) for title, unit, get in wanted]
     charts.insert(1, _chart("Accuracy against traffic", " %", *(_against_bytes(n, run) for n, run in runs.items())))
@@ -136,11 +135,6 @@ def _percent(*keys: str) -> Callable[[Mapping[str, Any]], float | None]:
 def _phases(line: Mapping[str, Any]) -> Mapping[str, Any]:
     seconds = line.get("seconds")
     return seconds if isinstance(seconds, Mapping) else {}
-
-
-def _total_seconds(line: Mapping[str, Any]) -> float | None:
-    seconds = line.get("seconds")
-    return sum(seconds.values()) if isinstance(seconds, Mapping) else seconds
 
 
 def _short(value: float | None) -> float | None:

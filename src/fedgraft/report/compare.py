@@ -10,20 +10,9 @@ from typing import Any
 
 from fedgraft.errors import FedgraftError
 from fedgraft.report import figures
+from fedgraft.report import html as page
 from fedgraft.report.charts import compare_charts
-from fedgraft.report.html import (
-    CHARTS,
-    csv_row,
-    flatten,
-    folded,
-    grid,
-    header,
-    notices,
-    preformatted,
-    rows_csv,
-    section,
-    write_page,
-)
+from fedgraft.report.html import CHARTS, csv_row, flatten, grid, header, rows_csv, section, write_page
 from fedgraft.report.run_page import read_config
 from fedgraft.report.statistics import gap_cells, paired, summarise
 from fedgraft.report.values import NONE
@@ -42,7 +31,7 @@ def compare_runs(
         raise FedgraftError("comparing needs at least two run folders")
     folders = [RunFolder.open(path) for path in runs]
     out.mkdir(parents=True, exist_ok=True)
-    page = write_comparison(folders, out / "comparison.html")
+    made = write_comparison(folders, out / "comparison.html")
     series = {}
     for name, folder in zip(_names(folders), folders, strict=True):
         lines = [line for line in folder.metrics() if line.get("accuracy") is not None]
@@ -50,7 +39,7 @@ def compare_runs(
     drawn = [out / f"accuracy.{kind}" for kind in formats]
     for figure in drawn:
         figures.curves(figure, series, xlabel="round", ylabel="validation accuracy (%)")
-    return [describe(folder) for folder in folders], [page, *drawn]
+    return [describe(folder) for folder in folders], [made, *drawn]
 
 
 def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, title: str = "Comparison") -> Path:
@@ -65,12 +54,12 @@ def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, t
     for warning in told:
         log.warning("%s", warning)
     parts = [
-        notices(told),
+        page.notices(told),
         section("Results", grid(rows)),
         section("Over seeds", grid(_over_seeds(rows, configs))),
         section("What differs", grid(_differences(configs))),
         section("Curves", CHARTS),
-        folded(f"Config of {next(iter(named))}", preformatted(folders[0].config_text)),
+        page.folded(f"Config of {next(iter(named))}", page.preformatted(folders[0].config_text)),
     ]
     top = header(title, f"{len(folders)} runs", "comparison.csv", text)
     return write_page(path, title, top, parts, compare_charts(lines))
@@ -81,7 +70,7 @@ def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) 
     differ = {row["key"]: ", ".join(list(row.values())[1:]) for row in _differences(configs)}
     data = [f"{key}: {values}" for key, values in differ.items() if key.startswith("data.") and key not in _HOW]
     dealt = [f"{key}: {values}" for key, values in differ.items() if key.startswith("partition.")]
-    counts = {(found.get("test") or {}).get("count") for found in summaries.values()} - {None}
+    counts = {found["test"]["count"] for found in summaries.values() if "count" in (found.get("test") or {})}
     found = []
     if data:
         found.append(f"these runs used different data ({'; '.join(data)}); their results cannot be compared")

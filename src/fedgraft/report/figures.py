@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,20 +36,18 @@ STYLE: dict[Any, Any] = {
     "savefig.dpi": 160, "svg.fonttype": "none", "svg.hashsalt": "fedgraft", "pdf.fonttype": 42,
 }  # fmt: skip
 _UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}
-_END_LABELS = 8  # more lines than this are named in a legend beside the axes
 
 
 def curves(path: Path | str, series: Series, *, xlabel: str = "", ylabel: str = "", title: str = "") -> Path:
-    """Lines with a band for the spread, each named at its end."""
+    """Lines with a band for the spread, named beside the axes in the order in which they end."""
     with canvas(path, title) as figure:
-        axes, styles = figure.add_subplot(), dict(zip(series, looks(), strict=False))
-        handles = plot_lines(axes, series, styles)
+        axes = figure.add_subplot()
+        handles = plot_lines(axes, series, dict(zip(series, looks(), strict=False)))
         dress(axes, xlabel, ylabel)
-        if 1 < len(series) <= _END_LABELS and len({tuple(s[0][-1:]) for s in series.values()}) == 1:
-            drawn = {label: line.get_xydata() for label, line in handles.items()}
-            end_labels(axes, [(label, *points[-1], styles[label][0]) for label, points in drawn.items() if len(points)])
-        elif len(series) > 1:
-            figure.legend(handles.values(), map(plain_text, handles), loc="outside right center")
+        if len(series) > 1:
+            ends = {name: line.get_ydata()[-1:] for name, line in handles.items()}
+            names = sorted(handles, key=lambda name: -float(ends[name][0]) if len(ends[name]) else math.inf)
+            figure.legend([handles[name] for name in names], map(plain_text, names), loc="outside right center")
     return Path(path)
 
 
@@ -66,7 +65,10 @@ def bars(
             values, errors = zip(*(_pair(group.get(category)) for category in categories), strict=True)
             at = np.arange(len(categories)) + (i - (len(groups) - 1) / 2) * width
             style: dict[str, Any] = {"color": PALETTE[i % len(PALETTE)], "label": plain_text(name), "capsize": 3}
-            bound = {"yerr": errors if any(errors) else None, "error_kw": {"ecolor": INK, "elinewidth": 1.2}}
+            bound: dict[str, Any] = {
+                "yerr": errors if any(errors) else None,
+                "error_kw": {"ecolor": INK, "elinewidth": 1.2},
+            }
             drawn = axes.bar(at, values, width * 0.92, **style, **bound)
             if len(categories) * len(groups) <= 12:
                 axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=9)
@@ -178,34 +180,6 @@ def plot_lines(axes: Axes, series: Series, styles: Mapping[str, tuple[str, str, 
             band = _numbers(rest[0])[seen]
             axes.fill_between(x[seen], y[seen] - band, y[seen] + band, color=colour, alpha=0.18, linewidth=0)
     return handles
-
-
-def end_labels(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Name each line (label, last x, last y, colour) at its right end, pushed apart where lines end close together."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.draw_without_rendering()  # fixes the limits
-    to_axes = axes.transData + axes.transAxes.inverted()
-    ends = sorted(ends, key=lambda end: end[2])
-    heights = spread([float(to_axes.transform((x, y))[1]) for _, x, y, _ in ends], 0.068)
-    for (name, x, y, colour), height in zip(ends, heights, strict=True):
-        axes.annotate(
-            plain_text(name), xy=(x, y), xytext=(1.02, height), xycoords="data", textcoords="axes fraction",
-            va="center", color=colour, fontsize=10, fontweight="bold", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "alpha": 0.7},
-        )  # fmt: skip
-
-
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Positions at least `gap` apart, in the same order, as close to the wanted ones as blocks of neighbours allow."""
-    blocks: list[tuple[float, int]] = []  # (centre, number of labels)
-    for centre in wanted:
-        count = 1
-        while blocks and blocks[-1][0] + gap * blocks[-1][1] / 2 > centre - gap * count / 2:
-            other, number = blocks.pop()
-            centre, count = (other * number + centre * count) / (number + count), number + count
-        blocks.append((centre, count))
-    return [centre + gap * (i - (count - 1) / 2) for centre, count in blocks for i in range(count)]
 
 
 def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Figures about what was trained: density by layer and by kind of tensor, overlap of masks, accuracy by sparsity and traffic.
+"""Figures about what was trained: density by layer and by kind of tensor, overlap of masks, accuracy and traffic.
 
 Every run is seen as a mask over all parameters of its network, so runs of different scopes can be laid side by side.
 Low-rank factors choose no coordinates; such runs appear only where accuracy is drawn.

@@ -20,6 +20,7 @@ LABELS = {
     "test.top5": "test accuracy within five guesses", "test.loss": "test loss", "test.count": "test images",
     "edited.coordinates": "weights trained", "edited.of": "weights of the model", "bytes_up": "sent up",
     "bytes_down": "sent down", "seconds": "time", "exchange": "clients train and send", "combine": "aggregate",
+    "auroc": "AUROC", "f1": "F1", "top5": "accuracy within five guesses",
 }  # fmt: skip
 """What keys of summary.json and metrics.jsonl are called, where their own words do not say it."""
 
@@ -87,10 +88,18 @@ def accuracy(share: float, count: int | None) -> dict[str, Any]:
     return {"value": share, "n": count, "hits": hits, "low": low, "high": high}
 
 
+def seconds_of(line: Mapping[str, Any]) -> float:
+    """The seconds of one round, over all its phases."""
+    spent = line.get("seconds") or 0.0
+    return float(sum(spent.values()) if isinstance(spent, Mapping) else spent)
+
+
 def show(name: str, value: Any) -> str:
     """A value as its name asks for: shares in percent, bytes, seconds as a clock."""
     if value is None or value == "":
         return NONE
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if isinstance(value, str) else json.dumps(plain(value))
     last = name.rsplit(".", 1)[-1]

@@ -75,7 +75,7 @@ def test_a_page_renders_and_answers(
     chart = page.locator(".chart").first
     lines = chart.locator("polyline").count()
     assert lines >= 1 and page.locator("h1").is_visible() and page.locator("table").count() >= 1
-    chart.locator("svg").hover()
+    chart.locator("svg").first.hover()
     assert chart.locator(".tip").is_visible()
     key = chart.locator(".keys button").first
     key.click()
