@@ -73,19 +73,20 @@ def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) 
     counts = {found["test"]["count"] for found in summaries.values() if "count" in (found.get("test") or {})}
     found = []
     if data:
-        found.append(f"these runs used different data ({'; '.join(data)}); their results cannot be compared")
+        found.append(f"These runs used different data ({'; '.join(data)}); their results cannot be compared")
     elif len(counts) > 1:
         images = " and ".join(map(str, sorted(counts)))
-        found.append(f"these runs were tested on {images} images; their results cannot be compared")
+        found.append(f"These runs were tested on {images} images; their results cannot be compared")
     if dealt:
-        found.append(f"the clients of these runs hold different data ({'; '.join(dealt)})")
+        found.append(f"The clients of these runs hold different data ({'; '.join(dealt)})")
     return found
 
 
 def _row(name: str, info: RunInfo, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     final = next((line["accuracy"] for line in reversed(lines) if line.get("accuracy") is not None), None)
-    row = {"run": name, "status": info.status, "test": info.test, "final accuracy": final, "best": info.best}
-    return {**row, "rounds": info.round, "bytes": info.bytes, "seconds": info.seconds}
+    scores = {"test accuracy": info.test, "last validation accuracy": final, "best validation accuracy": info.best}
+    costs = {"rounds": info.round, "bytes sent": info.bytes, "seconds": info.seconds}
+    return {"run": name, "status": info.status, **scores, **costs}
 
 
 def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dict[str, Any]]:
@@ -95,9 +96,9 @@ def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dic
     for row in rows:
         config = configs[row["run"]]
         rest = {key: value for key, value in config.items() if key not in {"seed", "name"}}
-        if row["test"] is not None:
+        if row["test accuracy"] is not None:
             key = json.dumps(plain(rest), sort_keys=True)
-            same.setdefault(key, {})[str(config.get("seed"))] = 100 * row["test"]
+            same.setdefault(key, {})[str(config.get("seed"))] = 100 * row["test accuracy"]
             shown.setdefault(key, rest)
     if not any(len(scores) > 1 for scores in same.values()):
         return []

@@ -113,7 +113,7 @@ def notices(texts: Sequence[str]) -> str:
 
 def facts(values: Mapping[str, str]) -> str:
     """A table of two columns: what, and its value."""
-    rows = (f'<tr><th scope="row">{safe(k)}</th><td>{safe(v)}</td></tr>' for k, v in values.items())
+    rows = (f'<tr><th scope="row">{safe(k)}</th>{_cell(v, "")}</tr>' for k, v in values.items())
     return f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>' if values else ""
 
 
@@ -124,9 +124,15 @@ def grid(rows: Rows) -> str:
     numeric = {key for key in rows[0] if not any(isinstance(row[key], str) for row in rows)}
     mark = {key: ' class="number"' if key in numeric else "" for key in rows[0]}
     head = "".join(f'<th scope="col"{mark[key]}>{safe(key)}</th>' for key in rows[0])
-    lines = ("".join(f"<td{mark[key]}>{safe(show(key, v))}</td>" for key, v in row.items()) for row in rows)
+    lines = ("".join(_cell(show(key, v), mark[key]) for key, v in row.items()) for row in rows)
     table = f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
     return f'<div class="scroll">{table}</div>'
+
+
+def _cell(text: str, mark: str) -> str:
+    """A cell; only longer text may be broken into lines."""
+    long = ' class="text"' if len(text) > 44 else ""
+    return f"<td{mark or long}>{safe(text)}</td>"
 
 
 def picture(file: Path, caption: str = "") -> str:

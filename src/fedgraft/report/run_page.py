@@ -37,7 +37,7 @@ def write_report(
         _cards(summary, [*_result(summary, lines), *_costs(summary, config, lines)]),
         section("Curves", page.CHARTS if lines else "<p>No round is finished yet.</p>"),
         section("On the test images", page.grid(tables.pooled(summary))),
-        section("By class", page.grid(tables.by_class(summary))),
+        section("By class (images; 95 % interval)", page.grid(tables.by_class(summary))),
         section("Clients", tables.clients(summary, lines, held, clients)),
         section("Who holds what", tables.holdings(held, classes, clients)),
         section("Representations", tables.representations(folder.path, lines, len(held))),

@@ -19,7 +19,9 @@ Counts = Sequence[Sequence[int]]
 def pooled(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every metric over all test images."""
     found = {key: value for key, value in (summary.get("metrics") or {}).items() if value and ":" not in key}
-    return [{"metric": label(key), "value": metric(v)[0], "behind it": metric(v)[1]} for key, v in found.items()]
+    return [
+        {"metric": label(key), "value": metric(v)[0], "images, 95 % interval": metric(v)[1]} for key, v in found.items()
+    ]
 
 
 def by_class(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -35,14 +37,14 @@ def by_class(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 def clients(summary: Mapping[str, Any], lines: Rows, held: Counts, names: Sequence[str]) -> str:
     """One row for each client: what it holds, how often and how it took part, how well it is served."""
     rows: dict[str, dict[str, Any]] = {}
+    for client, found in (summary.get("clients") or {}).items():
+        rows[str(client)] = {label(key): _cell(value) for key, value in found.items() if ":" not in key}
     for k, counts in enumerate(held[:_ROWS]):
-        rows[_name(k, names)] = {"images": sum(counts), "classes": sum(1 for count in counts if count)}
+        held_by = {"images": sum(counts), "classes": sum(1 for count in counts if count)}
+        rows.setdefault(_name(k, names), {}).update(held_by)
     for client, cells in sorted(_took_part(lines).items()):
         if client < _ROWS:
             rows.setdefault(_name(client, names), {}).update(cells)
-    for client, found in (summary.get("clients") or {}).items():
-        served = {label(key): _cell(value) for key, value in found.items() if ":" not in key}
-        rows.setdefault(str(client), {}).update(served)
     return grid(_even([{"client": client, **cells} for client, cells in rows.items()])) + _cut(len(held), _ROWS)
 
 
@@ -108,7 +110,7 @@ def _map(rows: Mapping[str, Sequence[Any]], columns: Sequence[object], sums: Seq
     body = foot = ""
     for name, values in rows.items():
         total = f"<td>{sum(values):,}</td>" if sums else ""
-        cells = "".join(_shade(v or 0, (v or 0) / most) for v in values)
+        cells = "".join(_shade(v or 0, ((v or 0) / most) ** 0.5) for v in values)  # a root, so that few still show
         body += f'<tr><th scope="row">{safe(name)}</th>{total}{cells}</tr>'
     if sums:
         cells = "".join(f"<td>{count:,}</td>" for count in [sum(sums), *sums])
@@ -119,7 +121,7 @@ def _map(rows: Mapping[str, Sequence[Any]], columns: Sequence[object], sums: Seq
 
 def _shade(value: float, share: float) -> str:
     text = f"{value:,}" if isinstance(value, int) else f"{value:.2f}"
-    return f'<td{" class=deep" if share > 0.5 else ""} style="--s:{share:.2f}">{text}</td>' if value else "<td></td>"
+    return f'<td style="--s:{share:.2f}">{text}</td>' if value else "<td></td>"
 
 
 def _cut(count: int, shown: int) -> str:
@@ -131,8 +133,10 @@ def _name(client: Any, names: Sequence[str]) -> str:
 
 
 def _cell(value: Any) -> str:
+    """A metric in a few words: 68 % (13 of 19; 46 to 85 %)."""
     number, behind = metric(value) if isinstance(value, Mapping) else (show("", value), "")
-    return f"{number} ({behind})" if behind else number
+    short = behind.replace(" images", "").replace(", 95 % interval", ";")
+    return f"{number} ({short})" if short else number
 
 
 def _even(rows: Rows) -> list[dict[str, Any]]:

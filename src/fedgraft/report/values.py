@@ -107,6 +107,6 @@ def show(name: str, value: Any) -> str:
         return size(value)
     if "seconds" in name:
         return clock(float(value))
-    if last in ("accuracy", "final accuracy", "top5", "best", "test") or name.startswith("personal"):
+    if last.endswith("accuracy") or last in ("top5", "best", "test") or name.startswith("personal"):
         return percent(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"

@@ -19,7 +19,10 @@ def test_comparison_shows_results_and_what_differs(tmp_path: Path) -> None:
     page = Page(write_comparison([a, b.path], tmp_path / "c.html"))
     assert "local.lr 0.1 0.5" in page.shown and "local.steps 4 –" in page.shown and "seed 1" not in page.shown
     assert "Over seeds" not in page.shown  # one seed each
-    assert "final accuracy best rounds" in page.shown and "a finished 60.00 % 30.00 %" in page.shown  # of round 6
+    assert (
+        "last validation accuracy best validation accuracy rounds" in page.shown
+        and "a finished 60.00 % 30.00 %" in page.shown
+    )  # of round 6
     accuracy = page.data["charts"][0]
     assert accuracy["title"] == "Validation accuracy" and [s["name"] for s in accuracy["series"]] == ["a", "b"]
     assert page.data["charts"][1]["xlabel"] == "MB up and down" and page.data["charts"][1]["series"][0]["x"] == [
@@ -34,12 +37,12 @@ def test_comparison_warns_where_data_differ(tmp_path: Path, caplog: pytest.LogCa
     other = same.replace("digits", "folder")
     runs = [finished(tmp_path / name, config=text) for name, text in (("a", same), ("b", other))]
     page = Page(write_comparison(runs, tmp_path / "c.html"))
-    said = "these runs used different data (data.source: digits, folder); their results cannot be compared"
+    said = "These runs used different data (data.source: digits, folder); their results cannot be compared"
     assert said in page.shown and said in caplog.text
     configs: dict[str, Any] = {"a": {"data.augment": "flip", "partition.alpha": 1}, "b": {"partition.alpha": 1}}
     assert data_warnings(configs, {}) == []  # how images are used is no other data
     configs["b"]["partition.alpha"] = 2
-    assert data_warnings(configs, {}) == ["the clients of these runs hold different data (partition.alpha: 1, 2)"]
+    assert data_warnings(configs, {}) == ["The clients of these runs hold different data (partition.alpha: 1, 2)"]
     tested = {"a": {"test": {"count": 10}}, "b": {"test": {"count": 20}}, "c": {}}
     assert "tested on 10 and 20 images" in data_warnings({"a": {}, "b": {}}, tested)[0]
 
