@@ -90,8 +90,9 @@ def write(runs: dict[str, Config], results: dict[str, dict], root: Path, out: Pa
             series[label] = (curves[0][0], [s.mean for s in stats], [s.std for s in stats])
             mean = [summarise([c[1][i] for c in lost]) for i in range(len(lost[0][0]))]
             losses[label] = (lost[0][0], [s.mean for s in mean], [s.std for s in mean])
-    figures.draw("F8", out / "foundations-accuracy.png", series, title="Head-only FedAvg by classes per client")
-    figures.draw("F9", out / "foundations-loss.png", losses, title="Head-only FedAvg by classes per client")
+    title = "Head-only FedAvg by classes per client"
+    figures.curves(out / "foundations-accuracy.png", series, xlabel="round", ylabel="accuracy (%)", title=title)
+    figures.curves(out / "foundations-loss.png", losses, xlabel="round", ylabel="loss", title=title)
     text = PAGE.format(table=table(HEADER, rows))
     (out / "foundations.md").write_text(text)
 

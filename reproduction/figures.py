@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.report import figures
 from fedgraft.report.statistics import summarise
 from fedgraft.runs.run_folder import RunFolder
+from reproduction import drawing as figures
+from reproduction.drawing.representations import draw_of_run
 from reproduction.preset import Cell, Figure, level_of, picked
 from reproduction.reproduce import MEASURES, Found
 
@@ -28,7 +28,7 @@ def draw_all(found: Found, folder: Path, formats: Sequence[str] = ("png",)) -> l
         if _draw(figure, found, path):
             made.append((figure, path))
             for other in formats:
-                if other != "png" and not figure.run:  # a run's own picture is what it is
+                if other != "png":
                     _draw(figure, found, path.with_suffix(f".{other}"))
     return made
 
@@ -44,10 +44,8 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
     if not here:
         return False
     if figure.run:
-        picture = found.folders[here[0].label][0] / "figures" / f"{figure.run}.png"
-        if picture.is_file():
-            shutil.copy(picture, path)
-        return picture.is_file()
+        run = found.folders[here[0].label][0]
+        return draw_of_run(figure.run, run, path, **{**figures.texts_of(figure.kind), **texts})
     data: Any
     if figure.x != "round":
         texts["ylabel"] = found.title(figure.y)

@@ -34,11 +34,11 @@ from fedgraft.deploy.gate import IN_USE
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.run_node import NodeChoice, why_ended
 from fedgraft.messages import Order
+from fedgraft.runs import run as running
 from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.engines import Engines
 from fedgraft.runs.run import run
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs import run as running
-from fedgraft.runs.engines import Engines
 
 pytestmark = pytest.mark.slow
 SECONDS = 200.0  # a loaded machine is slow; an idle one needs a tenth

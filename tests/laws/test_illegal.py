@@ -57,6 +57,8 @@ CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (lambda: vary(zoo.scaffold(), aggregate=zero_sum_demo(0)), "sums one vector, and control_variates sends two"),
     (lambda: vary(zoo.fedavg(), compression=codec("half"), privacy=SECURE), "the codec half cannot be used"),
     (lambda: zoo.scaffold(local=LocalTraining(optimizer=adamw())), "how far a gradient moves the model"),
+    (lambda: zoo.scaffold(local=LocalTraining(head_lr=2.0)), "the head has a rate of its own"),
+    (lambda: zoo.fednova(local=LocalTraining(head_lr=2.0)), "the head has a rate of its own"),
     (lambda: zoo.fednova(local=LocalTraining(optimizer=adamw())), "known displacement per step"),
     (lambda: zoo.fedalign(trainable=head()), "so this would be FedAvg"),
     (lambda: vary(zoo.fedshibu(), server=zoo.fedavgm().server), "no common step for the server rule"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fedgraft.runs.setup import Setup
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -25,7 +26,6 @@ from fedgraft.runs import run as running
 from fedgraft.runs import setup as build
 from fedgraft.runs.edit_files import base_of
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.setup import Setup
 
 OVERRIDES = [
     "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=120",

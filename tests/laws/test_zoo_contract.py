@@ -19,6 +19,7 @@ from torch import Tensor
 from fedgraft import collect as collect_module
 from fedgraft import round as round_module
 from fedgraft import zoo
+from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain
 from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
@@ -29,6 +30,8 @@ from fedgraft.edit.dense import head, last_blocks
 from fedgraft.edit.space import Bound, masked, select
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
+from fedgraft.local import corrections
+from fedgraft.local.corrections import control_variates, proximal
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalTraining, batches, train
@@ -110,6 +113,12 @@ ROWS: dict[str, Row] = {
     "fedprox/adamw": varied("fedprox", optimizer=adamw()),
     "fedavg/nesterov+clip": varied(optimizer=sgdm(0.9, 0.01, nesterov=True), clip=0.5),
     "fednova/epochs": varied("fednova", epochs=1, steps=None, momentum_correction=True),
+    "fedavg/head rate": varied(head_lr=3.0),
+    "scaffold/chains": varied(
+        "scaffold",
+        correction=corrections.chain(control_variates(), proximal(0.1)),
+        server=server_rules.chain(server_rules.scaffold(), server_rules.momentum(0.5)),
+    ),
     "fedavg/poisson": Row(named("fedavg"), {"sampling": "poisson"}),
     **NORMED,
 }

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedgraft.runs.parts import partition_options
 from reproduction.claims import ANOTHER, CONTRADICTED, SUPPORTED, UNDECIDED, UNMEASURED, UNSEEN
 from reproduction.claims_rows import ROWS, of_kind
+from reproduction.drawing import FIGURES
 from reproduction.page import group_rows, write
 from reproduction.preset import SCALES, Claim, cells, load_preset, names, parse
 from reproduction.reproduce import Found, PersonalModels, Work, carry_out
@@ -20,9 +22,7 @@ from typer.testing import CliRunner
 from fedgraft.cli.main import app
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
-from fedgraft.report.figures import FIGURES
 from fedgraft.report.statistics import paired
-from fedgraft.runs.parts import partition_options
 from reproduction import claims, reproduce, studies
 from reproduction import page as reproduce_page
 

@@ -9,24 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import Open, without_pictures
+from tests.support.toy import Toy, ToyExamples
 from torch import Tensor
 
-from fedgraft.edit.dense import head
-from fedgraft import server
-from fedgraft import zoo
+from fedgraft import server, zoo
+from fedgraft.aggregate.similarity import svcca
 from fedgraft.aggregate.slots import Answers
-from fedgraft.errors import FedgraftError
 from fedgraft.config.load import load
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.run import run
-from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import make_probe
+from fedgraft.edit.dense import head
+from fedgraft.errors import FedgraftError
 from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
-from fedgraft.aggregate.similarity import svcca
-from tests.support.tiny import Open, without_pictures
-from tests.support.toy import Toy, ToyExamples
+from fedgraft.runs.job import job_of
+from fedgraft.runs.opening import make_probe
+from fedgraft.runs.run import run
+from fedgraft.runs.run_folder import RunFolder
 
 LOCAL = LocalTraining(3, batch_size=6)
 SMALL: dict[str, Any] = {"keep": 3, "top": 3, "probe": 64, "local": LOCAL}

@@ -8,18 +8,18 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from tests.support.tiny import without_pictures
+from tests.support.toy import Toy
 from torch import Tensor
 
 from fedgraft import zoo
-from fedgraft.runs.job import job_of
+from fedgraft.aggregate.similarity import SIMILARITIES, crsm
 from fedgraft.config.load import load
 from fedgraft.config.options import AlgorithmChoice
-from fedgraft.runs.run import run
 from fedgraft.local.train import LocalTraining
+from fedgraft.runs.job import job_of
+from fedgraft.runs.run import run
 from fedgraft.state import ServerState
-from fedgraft.aggregate.similarity import SIMILARITIES, crsm
-from tests.support.tiny import without_pictures
-from tests.support.toy import Toy
 
 LOCAL = LocalTraining(3, batch_size=6)
 TINY = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fedgraft.runs.setup import Setup
 
 from fedgraft.config.load import Config, load
 from fedgraft.errors import FedgraftError
@@ -18,7 +19,6 @@ from fedgraft.runs import reporting as report_run
 from fedgraft.runs import run as running
 from fedgraft.runs.files import keep
 from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
-from fedgraft.runs.setup import Setup
 from fedgraft.runs.warnings import warnings_for
 
 # ---- a deadline that cannot be kept ---------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import same_bits, tensors_of, without_pictures
 
 import fedgraft as fg
 from fedgraft import client
 from fedgraft.config.load import load, to_toml
 from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
-from tests.support.tiny import same_bits, tensors_of, without_pictures
 
 CONFIG = [
     "model.name=tiny", "data.source=digits", "data.image_size=16", "data.limit=60", "partition.clients=3",

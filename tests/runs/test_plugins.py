@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.tiny import OVERRIDES, same_bits, tensors_of, tiny, without_pictures
 from torch import Tensor
 
 from fedgraft import registry
@@ -20,7 +21,6 @@ from fedgraft.errors import FedgraftError
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.edit_files import base_of
 from fedgraft.runs.run import run
-from tests.support.tiny import OVERRIDES, same_bits, tensors_of, tiny, without_pictures
 
 PLUGINS = {
     "algorithm": '''

@@ -24,25 +24,23 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
-
-from fedgraft import client
-from fedgraft.engines.batched import Batched
-from fedgraft.engines.pool import Pool
-from fedgraft.errors import FedgraftError
-from fedgraft.runs import centralized
-from fedgraft.runs import checkpoint
-from fedgraft.runs import run_folder as record
-from fedgraft.runs import run as run_module
-from fedgraft.runs import measure
-from fedgraft.runs.job import Job, job_of
-from fedgraft.runs.warnings import warnings_for
-from fedgraft.config.load import Config, load
-from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
-from fedgraft.runs.run import run
 from tests.support.tiny import Open, without_pictures
 from tests.support.tiny import same_bits as same
 from tests.support.tiny import tensors_of as final
+from torch import Tensor
+
+from fedgraft import client
+from fedgraft.config.load import Config, load
+from fedgraft.engines.batched import Batched
+from fedgraft.engines.pool import Pool
+from fedgraft.errors import FedgraftError
+from fedgraft.runs import centralized, checkpoint, measure
+from fedgraft.runs import run as run_module
+from fedgraft.runs import run_folder as record
+from fedgraft.runs.job import Job, job_of
+from fedgraft.runs.run import run
+from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
+from fedgraft.runs.warnings import warnings_for
 
 TINY = [
     "data.source=synthetic", "data.count=120", "data.classes=4", "model.name=tiny", "partition.clients=4",

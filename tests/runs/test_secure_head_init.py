@@ -14,28 +14,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
-from fedgraft import secure_round
-from fedgraft import zoo
-from fedgraft.privacy.protection import Protection
-from fedgraft.algorithm import vary
-from fedgraft.client import handle
-from fedgraft.engines.pool import Pool
-from fedgraft.errors import FedgraftError
-from fedgraft.privacy.secagg.ring import Ring, Segment, Unfit
-from fedgraft.privacy.secagg.secure_sum import STAGES
-from fedgraft.runs.run import run
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.warnings import warnings_for
-from fedgraft.data.federated import FederatedData
-from fedgraft.runs.head_init import probe_head, ridge_head
-from fedgraft.messages import Order, Reply, pack, unpack
-from fedgraft.observe import summands
-from fedgraft.secure_round import ANSWERS, Sums
 from tests.support.tiny import Open, tiny, without_pictures
 from tests.support.toy import Toy
 from tests.support.toy_heads import CLIENTS, setting
+from torch import Tensor
+
+from fedgraft import secure_round, zoo
+from fedgraft.algorithm import vary
+from fedgraft.client import handle
+from fedgraft.data.federated import FederatedData
+from fedgraft.engines.pool import Pool
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Order, Reply, pack, unpack
+from fedgraft.observe import summands
+from fedgraft.privacy.protection import Protection
+from fedgraft.privacy.secagg.ring import Ring, Segment, Unfit
+from fedgraft.privacy.secagg.secure_sum import STAGES
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.head_init import probe_head, ridge_head
+from fedgraft.runs.run import run
+from fedgraft.runs.warnings import warnings_for
+from fedgraft.secure_round import ANSWERS, Sums
 
 SECURE = Protection(hidden=True)
 ACTIONS = ["statistics", "head_gradient", "fisher_scores"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedgraft.runs.centralized import run_centralized
 from fedgraft.config.load import Config, validate
+from fedgraft.runs.centralized import run_centralized
 from fedgraft.runs.run import run
 
 

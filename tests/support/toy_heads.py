@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from tests.support.toy import Toy
 from torch import Tensor
 
 from fedgraft import zoo
 from fedgraft.runs.head_init import Judgement, features_of
-from tests.support.toy import Toy
 
 CLIENTS = range(5)
 

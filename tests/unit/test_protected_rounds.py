@@ -18,8 +18,8 @@ from fedgraft.algorithm import Algorithm, vary
 from fedgraft.client import handle
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply
-from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy import protection
+from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, secure
 
 ALIGN = {"layers": ("block1", "block2"), "keep": 3, "top": 3}

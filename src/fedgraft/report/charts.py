@@ -6,27 +6,33 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from fedgraft.report.values import label, seconds_of
+
 Lines = Sequence[Mapping[str, Any]]
 _POINTS = 1500
 """More points than this per line would only make the page heavy; the CSV has them all."""
 
 
-def run_charts(lines: Lines) -> list[dict[str, Any]]:
-    """The charts of one run; those without a number are left out."""
+def run_charts(lines: Lines, best: int | None = None) -> list[dict[str, Any]]:
+    """The charts of one run, with its best round marked; those without a number are left out."""
     phases = dict.fromkeys(key for line in lines for key in _phases(line))
-    training = _line("training", lines, _value("train_loss"))
+    layers = dict.fromkeys(key for line in lines for key in line.get("alignment") or {})
     applied = _line("applied", lines, _value("update_norm"))
+    clients = "clients (mean, least to most)"
     charts = [
-        _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines)),
-        _chart("Loss", "", _line("validation", lines, _value("loss")), training, _clients("clients", lines, "loss")),
-        _chart("Norm of the update", "", applied, _clients("clients", lines, "norm")),
-        _chart("Drift of the clients", "", _clients("mean, least to most", lines, "drift")),
-        _chart("Cosine to the mean update", "", _clients("mean, least to most", lines, "cosine")),
-        _chart("Traffic so far", " MB", _traffic("up", lines, "bytes_up"), _traffic("down", lines, "bytes_down")),
-        _chart("Seconds per round", " s", *(_line(phase, lines, _value("seconds", phase)) for phase in phases)),
+        _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines)) | {"best": best},
+        _chart("Loss", "", _line("validation", lines, _value("loss")), _training(lines)),
+        _chart("Sent so far", " MB", _traffic("up", lines, "bytes_up"), _traffic("down", lines, "bytes_down")),
+    ]
+    more = [
+        _chart("Norm of the update", "", applied, _clients(clients, lines, "norm")),
+        _chart("Distance of the clients' updates from their mean", "", _clients(clients, lines, "drift")),
+        _chart("Cosine of the clients' updates to their mean", "", _clients(clients, lines, "cosine")),
+        _chart("Representation drift, 1 - SVCCA", "", *(_alignment(lines, layer) for layer in layers)),
+        _chart("Time per round", " s", *(_line(label(name), lines, _value("seconds", name)) for name in phases)),
         _chart("Learning rate", "", _line("learning rate", lines, _value("lr"))),
     ]
-    return [chart for chart in charts if chart["series"]]
+    return [chart for chart in charts + [chart | {"place": "more"} for chart in more] if chart["series"]]
 
 
 def compare_charts(runs: Mapping[str, Lines]) -> list[dict[str, Any]]:
@@ -37,7 +43,7 @@ def compare_charts(runs: Mapping[str, Lines]) -> list[dict[str, Any]]:
         ("Training loss", "", _value("train_loss")),
         ("Norm of the update", "", _value("update_norm")),
         ("Mean accuracy of personal models", " %", _percent("personal", "mean")),
-        ("Seconds per round", " s", _total_seconds),
+        ("Time per round", " s", lambda line: seconds_of(line) or None),
     ]
     charts = [_chart(title, unit, *(_line(n, run, get) for n, run in runs.items())) for title, unit, get in wanted]
     charts.insert(1, _chart("Accuracy against traffic", " %", *(_against_bytes(n, run) for n, run in runs.items())))
@@ -72,8 +78,24 @@ def _line(name: str, lines: Lines, get: Callable[[Mapping[str, Any]], float | No
 
 
 def _clients(name: str, lines: Lines, field: str) -> dict[str, Any] | None:
+    return _spread(name, lines, [_get(line, "clients", field) or [] for line in lines])
+
+
+def _training(lines: Lines) -> dict[str, Any] | None:
+    """The training loss, with a band over the clients where they tell theirs."""
+    told, clients = _line("training", lines, _value("train_loss")), _clients("", lines, "loss")
+    if told is None or clients is None or told["x"] != clients["x"]:
+        return told
+    return told | {"name": "training (least to most client)", "low": clients["low"], "high": clients["high"]}
+
+
+def _alignment(lines: Lines, layer: str) -> dict[str, Any] | None:
+    return _spread(layer, lines, [[1 - v for v in _get(line, "alignment", layer) or []] for line in lines])
+
+
+def _spread(name: str, lines: Lines, found: Sequence[Sequence[float | None]]) -> dict[str, Any] | None:
     """The mean over a round's clients with a band from the least to the most."""
-    every = [[v for v in _get(line, "clients", field) or [] if v is not None] for line in lines]
+    every = [[v for v in values if v is not None] for values in found]
     means = [sum(values) / len(values) if values else None for values in every]
     return _series(name, lines, means, [(min(values, default=None), max(values, default=None)) for values in every])
 
@@ -113,11 +135,6 @@ def _percent(*keys: str) -> Callable[[Mapping[str, Any]], float | None]:
 def _phases(line: Mapping[str, Any]) -> Mapping[str, Any]:
     seconds = line.get("seconds")
     return seconds if isinstance(seconds, Mapping) else {}
-
-
-def _total_seconds(line: Mapping[str, Any]) -> float | None:
-    seconds = line.get("seconds")
-    return sum(seconds.values()) if isinstance(seconds, Mapping) else seconds
 
 
 def _short(value: float | None) -> float | None:

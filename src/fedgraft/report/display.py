@@ -1,15 +1,21 @@
-"""What a person sees while a run goes: a live line with an estimate, then a table."""
+"""What a person sees while a run goes: a live line with an estimate, then a table; and the table of several runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from fedgraft.report.values import NONE, accuracy, clock, label, metric, percent, size
+
+if TYPE_CHECKING:
+    from fedgraft.runs.run_folder import RunInfo
 
 
 class LiveProgress:
@@ -42,56 +48,45 @@ class LiveProgress:
         if line.get("train_loss") is not None:
             self.numbers["loss"] = f"loss {line['train_loss']:.3f}"
         if line.get("accuracy") is not None:
-            self.numbers["accuracy"] = f"[green]val {100 * line['accuracy']:.2f} %[/]"
+            self.numbers["accuracy"] = f"[green]val {percent(line['accuracy'])}[/]"
         self.bar.update(self.task, completed=line["round"], numbers="  ".join(self.numbers.values()))
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
-
-
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
-    """The final table of a run."""
+    """The final table of a run; what it did not measure is left out."""
+    test, found = summary.get("test") or {}, summary.get("metrics") or {}
+    rows = {f"test {label(key)}": " - ".join(metric(value)) for key, value in found.items() if value and ":" not in key}
+    if test.get("accuracy") is not None and "test accuracy" not in rows:
+        rows["test accuracy"] = " - ".join(
+            part for part in metric(accuracy(test["accuracy"], test.get("count"))) if part
+        )
+        rows["test top-5"] = percent(test.get("top5"))
+        rows["test loss"] = f"{test['loss']:.4f}" if test.get("loss") is not None else NONE
+    best = percent((summary.get("validation") or {}).get("accuracy"))
+    rows["validation accuracy"] = f"{best} (round {summary.get('best_round')} of {summary.get('rounds')})"
+    if edited := summary.get("edited"):
+        rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
+    rows["sent up / down"] = f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"
+    rows["time"] = clock(summary.get("seconds", 0))
+    personal = summary.get("personal") or {}
+    for prefix, model in (("", "own test images"), ("finetuned_", "after fine-tuning")):
+        if f"{prefix}mean" in personal:
+            mean, least, most = (percent(personal.get(prefix + key)) for key in ("mean", "min", "max"))
+            rows[f"clients, {model}"] = f"{mean} ({least} to {most})"
     table = Table(title=escape(title), show_header=False, title_justify="left")
-    rows = [
-        ("validation accuracy", _percent(summary.get("validation", {}).get("accuracy"))),
-        ("test accuracy", _percent(summary.get("test", {}).get("accuracy"))),
-        ("test top-5", _percent(summary.get("test", {}).get("top5"))),
-        ("test loss", f"{summary.get('test', {}).get('loss', float('nan')):.4f}"),
-        ("best round", str(summary.get("best_round", ""))),
-        ("rounds", str(summary.get("rounds", ""))),
-        (
-            "weights edited",
-            f"{summary['edited']['coordinates']:,} of {summary['edited']['of']:,}" if "edited" in summary else "",
-        ),
-        ("sent up / down", f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"),
-        ("seconds", f"{summary.get('seconds', 0):.1f}"),
-    ]
-    for key, value in (summary.get("personal") or {}).items():
-        rows.append((f"personal {key.replace('_', ' ')}", _percent(value)))
-    for left, right in rows:
-        table.add_row(left, right)
-    console.print(table)
+    for row in rows.items():
+        table.add_row(*row)
+    _print(console, table)
 
 
-def runs_table(console: Console, infos: list[Any]) -> None:
+def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
     """The table of `fedgraft list`."""
-    table = Table("run", "status", "round", "best val", "test", "sent", "seconds")
+    table = Table("run", "status", "round", "best val", "test", "sent", "time", box=box.SIMPLE_HEAD, pad_edge=False)
     for info in infos:
-        table.add_row(
-            escape(info.name), info.status, str(info.round), _percent(info.best), _percent(info.test),
-            size(info.bytes or 0), f"{info.seconds or 0:.0f}",
-        )  # fmt: skip
-    console.print(table)
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None or value < 0 else f"{100 * value:.2f} %"
+        done = NONE if info.round is None else str(info.round)
+        costs = size(info.bytes) if info.bytes else NONE, clock(info.seconds) if info.seconds else NONE
+        table.add_row(escape(info.name), info.status, done, percent(info.best), percent(info.test), *costs)
+    _print(console, table)
 
 
 def path_line(console: Console, folder: Path, report: bool = True) -> None:
@@ -99,3 +94,12 @@ def path_line(console: Console, folder: Path, report: bool = True) -> None:
     console.print(f"run folder  {folder}", highlight=False, soft_wrap=True, markup=False)
     if report and (folder / "report.html").exists():
         console.print(f"report      {folder / 'report.html'}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _print(console: Console, table: Table) -> None:
+    """A table as wide as its texts, however narrow the terminal: what must be copied is never cut."""
+    for column in table.columns:
+        column.no_wrap = True
+    wide = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    table.width = wide if wide > console.width else None
+    console.print(table, crop=False)

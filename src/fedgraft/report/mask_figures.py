@@ -1,4 +1,4 @@
-"""Figures about what moved: density by layer and by kind of tensor, overlap of masks, accuracy by sparsity and traffic.
+"""Figures about what was trained: density by layer and by kind of tensor, overlap of masks, accuracy and traffic.
 
 Every run is seen as a mask over all parameters of its network, so runs of different scopes can be laid side by side.
 Low-rank factors choose no coordinates; such runs appear only where accuracy is drawn.
@@ -7,7 +7,7 @@ Low-rank factors choose no coordinates; such runs appear only where accuracy is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from fedgraft.edit.masks import Mask, density_by, overlap
 from fedgraft.edit.space import EditSpace
 from fedgraft.messages import unpack_bits
 from fedgraft.models.network import VisionNetwork
-from fedgraft.report.figures import draw
+from fedgraft.report.figures import bars, curves, heatmap, scatter_front
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.run_folder import RunFolder
+
+_SHARE = "Share of weights that are trained"
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,13 @@ class Seen:
     """The clients' own masks over the space, where they differ."""
 
 
-def figures_of_runs(runs: Sequence[Path], out: Path, suffix: str = ".png") -> list[Path]:
+def figures_of_runs(runs: Sequence[Path], out: Path) -> list[Path]:
     """Draw every figure these runs have the data for; returns the files."""
     folders = [RunFolder.open(path) for path in runs]
     seen = [_see(folder) for folder in folders]
     names = _distinct([one.label for one in seen], [folder.path.name for folder in folders])
-    seen = [Seen(name, s.folder, s.network, s.mask, s.own) for name, s in zip(names, seen, strict=True)]
-    return [
-        *_densities([s for s in seen if s.mask is not None], out, suffix),
-        *_overlaps(seen, out, suffix),
-        *_accuracies(seen, out, suffix),
-    ]
+    seen = [replace(one, label=name) for name, one in zip(names, seen, strict=True)]
+    return [*_densities([s for s in seen if s.mask is not None], out), *_overlaps(seen, out), *_results(seen, out)]
 
 
 def _see(folder: RunFolder) -> Seen:
@@ -93,18 +91,17 @@ def layer_name(network: VisionNetwork, name: str) -> str:
     return {-1: "embeddings", network.depth: "final norm", network.depth + 1: "head"}.get(block, f"block {block}")
 
 
-def _densities(seen: Sequence[Seen], out: Path, suffix: str) -> list[Path]:
-    """Percent that moves, by layer and by kind of tensor."""
+def _densities(seen: Sequence[Seen], out: Path) -> list[Path]:
+    """Percent that is trained, by layer and by kind of tensor."""
     if not seen:
         return []
     layers = {s.label: _percent(s, lambda n, s=s: layer_name(s.network, n), s.network.block_of) for s in seen}  # type: ignore[misc]
     kinds = {s.label: _percent(s, s.network.layer_kind, s.network.layer_kind) for s in seen}
-    moving = {kind for group in kinds.values() for kind, share in group.items() if share}
-    kinds = {label: {k: share for k, share in group.items() if k in moving} for label, group in kinds.items()}
-    by_kind = {"title": "Share of coordinates that move, by kind of tensor", "xlabel": "kind of tensor"}
+    trained = {kind for group in kinds.values() for kind, share in group.items() if share}
+    kinds = {label: {k: share for k, share in group.items() if k in trained} for label, group in kinds.items()}
     return [
-        draw("layer_density", out / f"density_by_layer{suffix}", layers),
-        draw("layer_density", out / f"density_by_kind{suffix}", kinds, **by_kind),
+        bars(out / f"density_by_{file}.png", groups, xlabel=what, ylabel="trained (%)", title=f"{_SHARE}, by {what}")
+        for file, what, groups in (("layer", "layer", layers), ("kind", "kind of tensor", kinds))
     ]
 
 
@@ -116,40 +113,39 @@ def _percent(one: Seen, group_of: Callable[[str], object], order: Callable[[str]
     return {str(group): 100 * found[group] for group in ordered}
 
 
-def _overlaps(seen: Sequence[Seen], out: Path, suffix: str) -> list[Path]:
+def _overlaps(seen: Sequence[Seen], out: Path) -> list[Path]:
     """Jaccard index between runs of one network, and between the clients of each run with masks of their own."""
     made = []
     masks = {s.label: s.mask for s in seen if s.mask is not None}
     if len(masks) > 1 and len({str(mask.shapes) for mask in masks.values()}) == 1:
-        made.append(_overlap(out / f"overlap_of_runs{suffix}", masks, "Overlap of what the runs train"))
+        made.append(_overlap(out / "overlap_of_runs.png", masks, "Overlap of what the runs train"))
     for s in seen:
         if s.own:
             own = {name: Mask({"space": bits}) for name, bits in s.own.items()}
-            file = out / f"overlap_of_clients_{s.folder.path.name}{suffix}"
+            file = out / f"overlap_of_clients_{s.folder.path.name}.png"
             made.append(_overlap(file, own, "Overlap of the clients' masks"))
     return made
 
 
 def _overlap(file: Path, masks: Mapping[str, Mask], title: str) -> Path:
-    texts: dict[str, Any] = {"title": title, "xlabel": "", "ylabel": "", "labels": (list(masks), list(masks))}
-    return draw("mask_overlap", file, overlap(list(masks.values())).numpy(), **texts)
+    names = (list(masks), list(masks))
+    return heatmap(file, overlap(list(masks.values())).numpy(), title=title, scale="Jaccard index", labels=names)
 
 
-def _accuracies(seen: Sequence[Seen], out: Path, suffix: str) -> list[Path]:
-    """Validation accuracy over rounds, and test accuracy against traffic for runs that are finished."""
-    series = {}
-    for s in seen:
-        lines = [line for line in s.folder.metrics() if line.get("accuracy") is not None]
-        if lines:
-            series[s.label] = ([x["round"] for x in lines], [100 * x["accuracy"] for x in lines])
+def _results(seen: Sequence[Seen], out: Path) -> list[Path]:
+    """Validation accuracy and loss over rounds, and test accuracy against traffic for runs that are finished."""
     made = []
-    if series:
-        texts = {"title": "Validation accuracy by what moves", "ylabel": "validation accuracy (%)"}
-        made.append(draw("F12", out / f"accuracy_by_round{suffix}", series, **texts))
+    for key, ylabel, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
+        lines = {s.label: [line for line in s.folder.metrics() if line.get(key) is not None] for s in seen}
+        series = {n: ([x["round"] for x in f], [factor * x[key] for x in f]) for n, f in lines.items() if f}
+        if series:
+            title = f"Validation {key} by what is trained"
+            made.append(curves(out / f"{key}_by_round.png", series, xlabel="round", ylabel=ylabel, title=title))
     points = {}
     for s in seen:
         summary = s.folder.summary()
         sent = (summary.get("bytes_up", 0) + summary.get("bytes_down", 0)) / 1e6
         if sent and "test" in summary:
             points[s.label] = (sent, 100 * summary["test"]["accuracy"])
-    return [*made, draw("bytes_accuracy", out / f"accuracy_by_traffic{suffix}", points)] if points else made
+    texts = {"title": "Accuracy against traffic", "xlabel": "megabytes up and down", "ylabel": "test accuracy (%)"}
+    return [*made, scatter_front(out / "accuracy_by_traffic.png", points, **texts)] if points else made

@@ -1,4 +1,4 @@
-"""`fedgraft partition`: the statistics of a deal, and its heat map."""
+"""`fedgraft partition`: the statistics of a partition, and its heat map."""
 
 from __future__ import annotations
 
@@ -26,5 +26,7 @@ def show_partition(config: Config, out: Path | None, console: Console) -> None:
     labels = np.asarray(federated.dataset.train.labels)[federated.train_rows.numpy()]
     matrix = federated.partition.histogram(labels, federated.classes)
     path = out or Path(f"partition-{config.partition.kind}-{config.partition.clients}.png")
-    figures.draw("client_classes", path, matrix)
+    names = (range(len(matrix)), federated.dataset.train.classes)
+    texts = {"title": "Examples by client and class", "xlabel": "class", "ylabel": "client", "scale": "examples"}
+    figures.heatmap(path, matrix, labels=names, **texts)
     console.print(f"heat map    {path}", highlight=False, markup=False)

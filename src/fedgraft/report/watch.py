@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgraft.config.load import from_folder
-from fedgraft.report.display import size
+from fedgraft.report.values import accuracy, clock, metric, percent, seconds_of, size
 from fedgraft.runs.run_folder import RunFolder
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell: left and right column, downwards
@@ -62,27 +62,15 @@ def _progress(lines: Sequence[Mapping[str, Any]], until: tuple[str, int], status
     unit, total = until
     done = int(lines[-1]["round"]) if lines else 0
     row = Table.grid(padding=(0, 1))
-    left = f"about {_clock(time_left(lines, total))} left" if status == "running" and lines else ""
+    left = f"about {clock(time_left(lines, total))} left" if status == "running" and done else ""
     row.add_row(f"{unit} {done}/{total}".ljust(15), ProgressBar(total, done, width=max(10, width - 12)), left)
     return row
 
 
 def time_left(lines: Sequence[Mapping[str, Any]], total: int) -> float:
     """Seconds that the rounds still to come will take, at the mean pace of the last twenty."""
-    recent = lines[-20:]
-    if not recent:
-        return 0.0
-    return sum(map(_seconds, recent)) / len(recent) * max(0, total - int(lines[-1]["round"]))
-
-
-def _seconds(line: Mapping[str, Any]) -> float:
-    spent = line.get("seconds") or 0.0
-    return float(sum(spent.values()) if isinstance(spent, Mapping) else spent)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+    recent = [line for line in lines if line["round"]][-20:]  # round 0 is the start, where nobody trains
+    return sum(map(seconds_of, recent)) / len(recent) * max(0, total - int(lines[-1]["round"])) if recent else 0.0
 
 
 def _curve(label: str, values: Sequence[float], colour: str, width: int) -> RenderableType:
@@ -142,9 +130,9 @@ def _clients(lines: Sequence[Mapping[str, Any]]) -> RenderableType | None:
         return None
     top = max(found.values())
     shown = sorted(found, key=lambda client: -found[client])[:_CLIENTS]
-    overrides = [f"#{client}\u00a0{_BLOCKS[_eighth(found[client], top)]}\u00a0{found[client]:.3g}" for client in shown]
+    shown_as = [f"#{client}\u00a0{_BLOCKS[_eighth(found[client], top)]}\u00a0{found[client]:.3g}" for client in shown]
     more = f"  and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
-    return _row("client losses", "  ".join(overrides) + more)
+    return _row("client losses", "  ".join(shown_as) + more)
 
 
 def _eighth(value: float, top: float) -> int:
@@ -155,17 +143,19 @@ def _traffic(lines: Sequence[Mapping[str, Any]]) -> RenderableType | None:
     up, down = (sum(line.get(key) or 0 for line in lines) for key in ("bytes_up", "bytes_down"))
     if not up + down:
         return None
-    return _row("sent", f"{size(up)} up, {size(down)} down, {size((up + down) / len(lines))} a round")
+    rounds = max(1, int(lines[-1]["round"]))
+    return _row("sent", f"{size(up)} up, {size(down)} down, {size((up + down) / rounds)} a round")
 
 
 def _ending(run: RunFolder, status: str) -> RenderableType | None:
     """What a run that is over leaves to say."""
     if status == "finished":
         found = run.summary()
-        chosen, test = found.get("validation", {}).get("accuracy"), found.get("test", {}).get("accuracy")
-        if chosen is not None and test is not None:
-            where = f"validation {100 * chosen:.2f} % (round {found['best_round']})"
-            return _row("result", f"test {100 * test:.2f} %, {where}")
+        chosen, test = found.get("validation", {}).get("accuracy"), found.get("test", {})
+        if chosen is not None and test.get("accuracy") is not None:
+            value, behind = metric(accuracy(test["accuracy"], test.get("count")))
+            where = f"validation {percent(chosen)} (round {found['best_round']})"
+            return _row("result", f"test {value}{f' ({behind})' if behind else ''}, {where}")
     if status == "failed":
         return _row("failed", run.reason)
     return _row("go on with", f"fedgraft resume {run.path}") if status == "interrupted" else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedgraft.errors import FedgraftError
 from fedgraft.report import figures
-from fedgraft.report.html import write_report
+from fedgraft.report.run_page import write_report
 from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.files import write_text
 from fedgraft.runs.reporting import PHASES_FILE

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedgraft.errors import FedgraftError
-from fedgraft.report import figures_plain, representation_figures
-from fedgraft.report.html import write_report
+from fedgraft.report.run_page import write_report
 from fedgraft.runs.files import write_text
 from fedgraft.runs.job import Job
 from fedgraft.runs.opening import Opening
@@ -26,28 +25,14 @@ def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
 
 
 def report_run(record: RunFolder, job: Job) -> None:
-    """The figures of a finished run - accuracy, loss, who holds what - and its report."""
+    """The report of a finished run."""
     try:
-        _draw(record, job)
+        write_report(record.path, partition=job.task.data.histogram(), classes=job.task.data.dataset.classes)
     except OSError as error:
         raise FedgraftError(
-            f"the run is finished and its results are stored, but its figures and report could not be written "
+            f"the run is finished and its results are stored, but its report could not be written "
             f"({error.strerror}) in {record.path}; make room and run it again, which only draws."
         ) from error
-
-
-def _draw(record: RunFolder, job: Job) -> None:
-    folder, lines, held = record.path / "figures", record.metrics(), job.task.data.histogram()
-    folder.mkdir(exist_ok=True)
-    for key, label, factor in (("accuracy", "validation accuracy (%)", 100), ("loss", "validation loss", 1)):
-        found = [(line["round"], factor * line[key]) for line in lines if line.get(key) is not None]
-        if found:
-            x, y = zip(*found, strict=True)
-            figures_plain.curve(folder / f"{key}.svg", x, y, "round", label)
-    if len(held) <= 1000:
-        figures_plain.shares(folder / "client_classes.svg", held, "class", "client")
-    representation_figures.draw_all(record.path, lines, job.federation.clients)
-    write_report(record.path, partition=held, classes=job.task.data.dataset.classes)
 
 
 def describe(job: Job, opening: Opening) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support import tiny
+from tests.support.tiny import without_pictures
 from torch import Tensor
 
 from fedgraft.config.load import load
@@ -20,8 +22,6 @@ from fedgraft.report.mask_figures import label_of, whole_mask
 from fedgraft.runs import run as running
 from fedgraft.runs.adapted import adapted, export_run
 from fedgraft.runs.edit_files import base_of, edit_of_run
-from tests.support import tiny
-from tests.support.tiny import without_pictures
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -225,11 +225,15 @@ def test_figures(runs: Path, tmp_path: Path) -> None:
     made = {Path(line).name for line in text.splitlines()}
     assert made == {
         "density_by_layer.png", "density_by_kind.png", "overlap_of_runs.png", "overlap_of_clients_own.png",
-        "accuracy_by_round.png", "accuracy_by_traffic.png",
+        "accuracy_by_round.png", "loss_by_round.png", "accuracy_by_traffic.png",
     }  # fmt: skip
     assert all((tmp_path / "figures" / name).stat().st_size > 5000 for name in made)
     alone = call("edit", "figures", runs / "lora", "--out", tmp_path / "one").split()
-    assert {Path(line).name for line in alone} == {"accuracy_by_round.png", "accuracy_by_traffic.png"}
+    assert {Path(line).name for line in alone} == {
+        "accuracy_by_round.png",
+        "loss_by_round.png",
+        "accuracy_by_traffic.png",
+    }
 
 
 def test_a_run_as_a_mask(runs: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.tiny import Open, without_pictures
 
 from fedgraft.config.load import load
 from fedgraft.engines import choice
@@ -15,7 +16,6 @@ from fedgraft.engines.choice import choose_engine
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
 from fedgraft.runs.run import run
-from tests.support.tiny import Open, without_pictures
 
 NO = "the optimizer is adamw, not sgdm"
 MUCH = 1e12

@@ -1,8 +1,7 @@
-"""Figures: every kind draws from plain data, the same data gives the same bytes, and nothing global is left changed."""
+"""Figures for papers: every shape draws from plain data, the same data gives the same bytes, nothing global changes."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from pathlib import Path
@@ -11,28 +10,23 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from fedgraft.errors import FedgraftError
 from fedgraft.report import figures
-from fedgraft.report.figures import FIGURES, draw, pareto
-from fedgraft.report.figures_canvas import PALETTE, spread
+from fedgraft.report.figures import PALETTE, pareto
 
 ROUNDS = list(range(1, 21))
 RISING = [1 - 1 / r for r in ROUNDS]
 LINES = {"FedAvg": (ROUNDS, RISING, [0.05] * 20), "FedProx": (ROUNDS, [y - 0.2 for y in RISING], None)}
 DATA: dict[Any, Any] = {
     figures.curves: LINES,
-    figures.panels: {"IID": LINES, "non-IID": {"FedAvg": LINES["FedAvg"]}},
     figures.bars: {"IID": {"a": (1.0, 0.1), "b": 2.0}, "non-IID": {"a": 0.5}},
     figures.heatmap: [[1, 2, 3], [4, 5, float("nan")]],
     figures.heatmaps: {"round 1": np.eye(3), "round 9": np.ones((3, 3)) / 3},
-    figures.distribution: {"block 0": [0.1, 0.5, 0.4], "block 1": [0.3]},
     figures.scatter_front: {"dense": (100.0, 0.7), "sparse": (10.0, 0.69), "bad": (50.0, 0.2)},
-    figures.pipelines_schematic: None,
-    figures.fedshibu_schematic: None,
 }
 
 
@@ -41,28 +35,19 @@ def texts(path: Path) -> str:
     return " ".join(" ".join(element.itertext()) for element in every)
 
 
-def test_the_table_names_every_kind() -> None:
-    wanted = {f"F{n}" for n in range(1, 30)} | {"client_classes", "layer_density", "mask_overlap", "bytes_accuracy"}
-    assert set(FIGURES) == wanted
-    assert {kind.draw for kind in FIGURES.values()} == set(DATA)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_kind_draws_with_its_title_and_axes(tmp_path: Path, name: str) -> None:
-    kind = FIGURES[name]
-    path = draw(name, tmp_path / "new" / "figure.svg", DATA[kind.draw])
-    shown = texts(path)
-    for overrides in (kind.title, kind.xlabel, kind.ylabel, kind.scale):
-        assert overrides in shown
+def test_every_shape_shows_its_title_and_axes(tmp_path: Path) -> None:
+    wanted = {"title": "a title", "xlabel": "across", "ylabel": "upwards"}
+    for i, (function, data) in enumerate(DATA.items()):
+        shown = texts(function(tmp_path / "new" / f"{i}.svg", data, **wanted))
+        assert all(text in shown for text in wanted.values()), function
+    assert "share" in texts(figures.heatmap(tmp_path / "h.svg", [[1, 2]], scale="share"))
 
 
 @pytest.mark.parametrize(
     ("function", "suffix"), [(f, ".svg") for f in DATA] + [(figures.curves, ".png"), (figures.heatmaps, ".pdf")]
 )
 def test_same_data_same_bytes(tmp_path: Path, suffix: str, function: Any) -> None:
-    arguments = () if DATA[function] is None else (DATA[function],)
-    first, second = (function(tmp_path / f"{i}{suffix}", *arguments).read_bytes() for i in range(2))
+    first, second = (function(tmp_path / f"{i}{suffix}", DATA[function]).read_bytes() for i in range(2))
     assert first == second and len(first) > 1000
 
 
@@ -95,13 +80,15 @@ def test_png_is_large_enough_to_read(tmp_path: Path) -> None:
     assert tuple(int(PALETTE[0][i : i + 2], 16) for i in (1, 3, 5)) in colours
 
 
-def test_lines_are_named_at_their_end_or_in_a_legend(tmp_path: Path) -> None:
+def test_lines_are_named_in_the_order_in_which_they_end(tmp_path: Path) -> None:
     many = {f"run {i}": (ROUNDS, [i / r for r in ROUNDS]) for i in range(12)}
     shown = texts(figures.curves(tmp_path / "many.svg", many))
-    assert all(label in shown for label in many)
+    found = [shown.index(f"run {i}") for i in (11, 10, 5, 2)]
+    assert all(label in shown for label in many) and found == sorted(found)
     ragged = {"short": ([1, 2], [0.1, 0.2]), "long": (ROUNDS, [0.1] * 20)}
     shown = texts(figures.curves(tmp_path / "ragged.svg", ragged))
-    assert "short" in shown and "long" in shown
+    assert shown.index("short") < shown.index("long")
+    assert "only" not in texts(figures.curves(tmp_path / "one.svg", {"only": (ROUNDS, RISING)}))
 
 
 def test_words_on_the_axis_keep_their_order(tmp_path: Path) -> None:
@@ -115,7 +102,7 @@ def test_gaps_and_hostile_labels(tmp_path: Path) -> None:
     assert "a$b$" in texts(figures.bars(tmp_path / "b.svg", {"s": {"a$b$": 1.0, "a rather long name": None}}))
 
 
-@pytest.mark.parametrize("function", [f for f, data in DATA.items() if data is not None and f is not figures.heatmap])
+@pytest.mark.parametrize("function", [f for f in DATA if f is not figures.heatmap])
 def test_nothing_to_draw_is_said(tmp_path: Path, function: Any) -> None:
     with pytest.raises(FedgraftError, match="nothing to draw"):
         function(tmp_path / "a.png", {})
@@ -125,8 +112,6 @@ def test_nothing_to_draw_is_said(tmp_path: Path, function: Any) -> None:
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(FedgraftError, match="end its name in"):
         figures.curves(tmp_path / "a.gif", LINES)
-    with pytest.raises(FedgraftError, match="no figure kind 'F30'"):
-        draw("F30", tmp_path / "a.png", LINES)
     with pytest.raises(FedgraftError, match="'a' has 2 x values and 1 y values"):
         figures.curves(tmp_path / "a.png", {"a": ([1, 2], [1])})
 
@@ -139,19 +124,3 @@ def test_pareto_front_equals_brute_force(points: dict[str, tuple[float, float]])
     front = pareto(points)
     assert {points[name] for name in front} == {point for point in points.values() if not beaten(point)}
     assert [points[name] for name in front] == sorted(points[name] for name in front)
-
-
-@settings(max_examples=200)
-@given(st.lists(st.floats(0, 1), max_size=12).map(sorted))
-def test_labels_are_spread_without_crossing(wanted: list[float]) -> None:
-    places = spread(wanted, 0.07)
-    assert len(places) == len(wanted)
-    assert all(b - a >= 0.07 - 1e-9 for a, b in itertools.pairwise(places))
-    alone = all(b - a >= 0.07 for a, b in itertools.pairwise(wanted))
-    assert not alone or places == pytest.approx(wanted)
-
-
-def test_unspread_labels_would_overlap() -> None:
-    """The planted bug: without spreading, two lines that end together have one label over the other."""
-    wanted = [0.5, 0.51]
-    assert wanted[1] - wanted[0] < 0.07 <= spread(wanted, 0.07)[1] - spread(wanted, 0.07)[0] + 1e-12

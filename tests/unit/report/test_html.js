@@ -5,7 +5,7 @@ const scripts = [...text.matchAll(/<script[^>]*>([\s\S]*?)<\/script>/g)].map(m =
 
 class Element {
   constructor(name) {
-    Object.assign(this, { name, a: {}, kids: [], style: {}, dataset: {}, on: {}, hidden: false, own: "", cells: 0 });
+    Object.assign(this, { name, a: {}, kids: [], style: {}, dataset: {}, on: {}, hidden: false, own: "" });
   }
   setAttribute(key, value) {
     if (/NaN|undefined|Infinity/.test(value)) throw Error(`${this.name} ${key}=${value}`);
@@ -15,7 +15,6 @@ class Element {
   replaceChildren() { this.kids = []; }
   addEventListener(kind, react) { this.on[kind] = react; }
   getBoundingClientRect() { return { left: 0, top: 0, width: 400, height: 400 }; }
-  getContext() { this.cells = 0; return { fillRect: () => { this.cells++; } }; }
   get textContent() { return [this.own, ...this.kids.map(kid => kid.textContent)].filter(part => part).join("|"); }
   set textContent(value) { this.own = String(value); }
   set innerHTML(value) {
@@ -37,12 +36,16 @@ global.addEventListener = () => {};
 global.ResizeObserver = class { constructor(react) { this.react = react; } observe() { this.react(); } };
 vm.runInThisContext(scripts[1]);
 
-const boxes = ids.charts.kids, out = { charts: boxes.length, theme: [root.dataset.theme] };
+const boxes = [...ids.charts.kids, ...(ids.more ? ids.more.kids : [])], out = { charts: boxes.length, theme: [root.dataset.theme] };
 for (let i = 0; i < 2; i++) { ids.theme.on.click(); out.theme.push(root.dataset.theme); }
 out.lines = boxes.map(box => box.all("polyline").length);
-const within = pair => { const [x, y] = pair.split(",").map(Number); return x >= 51 && x <= 391 && y >= 7 && y <= 217; };
+const within = pair => { const [x, y] = pair.split(",").map(Number); return x >= 19 && x <= 389 && y >= 7 && y <= 217; };
 out.inside = boxes.every(box => box.all("polyline").every(line => line.a.points.split(" ").every(within)));
 
+const labels = box => box.all("svg")[0].kids.filter(kid => kid.name === "text").map(kid => kid.own);
+out.starts = boxes.every(box => labels(box).includes("0"));
+out.units = labels(boxes[0]).some(text => text.endsWith(" %"));
+out.dashes = new Set(boxes[boxes.length > 1 ? 1 : 0].all("polyline").map(line => line.a.style.split("stroke-dasharray:")[1])).size;
 const svg = boxes[1].all("svg")[0], tip = boxes[1].kids.find(kid => kid.a.class === "tip"), keys = boxes[1].all("button");
 svg.on.pointermove({ clientX: 399 });
 out.tip = tip.textContent;
@@ -59,9 +62,4 @@ out.none = svg.all("polyline").length;
 svg.on.pointermove({ clientX: 10 });
 keys.forEach(key => key.on.click());
 out.back = svg.all("polyline").length;
-if (ids["map-0"]) {
-  ids["map-0"].onpointermove({ clientX: 399, clientY: 1 });
-  out.cells = ids["map-0"].cells;
-  out.cell = ids["map-0-note"].textContent;
-}
 console.log(JSON.stringify(out));

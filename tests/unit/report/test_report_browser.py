@@ -1,4 +1,4 @@
-"""The pages in a real Chromium: a run, a comparison and a reproduction, wide and on a phone, dark and light."""
+"""The pages in a real Chromium: a run, a comparison and a page of tables, wide and on a phone, dark and light."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduction.page import write
-from reproduction.preset import parse
-from reproduction.reproduce import Work, reproduce
-from tests.reproduction.test_reproduce import PRESET
 
 from fedgraft.config.load import validate
 from fedgraft.report.compare import compare_runs
+from fedgraft.report.html import write_tables
 from fedgraft.runs.run import run
+from fedgraft.runs.run_folder import RunFolder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)"),
 ]
+
+
+BROKEN = """[...document.querySelectorAll('.card b, td.number')].filter(e => {
+    const range = document.createRange(); range.selectNodeContents(e);
+    return new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1; }).map(e => e.textContent)"""
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +38,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for seed in (0, 1):
         run(validate({**table, "seed": seed}), root / f"run-{seed}", console=False)
     compare_runs([root / "run-0", root / "run-1"], root / "both")
-    work = Work("a", parse(PRESET, "a"), "tiny", (1, 2), root / "runs", 0, report=lambda text: None)
-    write(reproduce(work), root / "out")
+    lines = {name: RunFolder.open(root / name).metrics() for name in ("run-0", "run-1")}
+    rows = [{"setting": name, "rounds": len(found), "note": "a longer text " * 9} for name, found in lines.items()]
+    write_tables(root / "tables.html", "Tables", {"Runs": rows}, ["A note."], lines, configs={"all": "seed = 1"})
     return {
         "run": root / "run-0" / "report.html",
         "comparison": root / "both" / "comparison.html",
-        "reproduction": root / "out" / "a" / "report.html",
+        "tables": root / "tables.html",
     }
 
 
@@ -65,7 +69,7 @@ def complaints(page: Any) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize("kind", ["run", "comparison", "reproduction"])
+@pytest.mark.parametrize("kind", ["run", "comparison", "tables"])
 def test_a_page_renders_and_answers(
     pages: dict[str, Path], browser: Any, kind: str, width: int, scheme: Any
 ) -> None:  # fmt: skip
@@ -75,12 +79,13 @@ def test_a_page_renders_and_answers(
     chart = page.locator(".chart").first
     lines = chart.locator("polyline").count()
     assert lines >= 1 and page.locator("h1").is_visible() and page.locator("table").count() >= 1
-    chart.locator("svg").hover()
+    chart.locator("svg").first.hover()
     assert chart.locator(".tip").is_visible()
     key = chart.locator(".keys button").first
     key.click()
     assert key.get_attribute("aria-pressed") == "false"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+    assert page.evaluate(BROKEN) == [], "a number is broken across lines"
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
     after = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -91,6 +96,15 @@ def test_a_page_renders_and_answers(
     assert Path(wait.value.path()).read_text().count("\n") >= 2
     page.close()
     assert said == []
+
+
+def test_the_check_sees_a_broken_number(tmp_path: Path, browser: Any) -> None:
+    torn = tmp_path / "torn.html"
+    torn.write_text("<div class=card style='width:4rem'><b>1,427.40 MB up</b></div>")
+    page = browser.new_page()
+    page.goto(torn.as_uri())
+    assert page.evaluate(BROKEN) == ["1,427.40 MB up"]
+    page.close()
 
 
 def test_the_check_sees_errors_and_requests(tmp_path: Path, browser: Any) -> None:

@@ -1,4 +1,4 @@
-"""Figures about representations: from the numbers of a run to files, with the right numbers in them."""
+"""Representations: the numbers of a run by client and layer, matrices kept and read back, both in its report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from tests.support.toy import Toy
 from fedgraft import zoo
 from fedgraft.config.load import load
 from fedgraft.local.train import LocalTraining
-from fedgraft.report import figures, representation_figures
-from fedgraft.report.representation_figures import by_layer, draw_all, drift, keep_mixing, read_mixing, shown_rounds
+from fedgraft.report.representation_figures import by_client, keep_mixing, read_mixing, shown_rounds
 from fedgraft.round import RoundSummary
 from fedgraft.runs.run import run
 
@@ -36,34 +35,15 @@ LINES = [
 
 
 def test_every_client_counts_with_its_mean_over_rounds() -> None:
-    found = by_layer(LINES)
-    assert found["early"] == pytest.approx([1.0, 0.9, 0.75]) and found["late"] == pytest.approx([0.6, 0.5, 0.35])
+    found = by_client(LINES)
+    assert [scores["early"] for scores in found.values()] == pytest.approx([1.0, 0.9, 0.75])
+    assert [scores["late"] for scores in found.values()] == pytest.approx([0.6, 0.5, 0.35])
 
 
 def test_a_last_round_at_rate_zero_does_not_hide_the_differences() -> None:
     """The broken variant would show each client's last score, and those are all 1 at the end of a cosine."""
-    found = by_layer([*LINES, line(3, [0, 1, 2], early=[1.0] * 3, late=[1.0] * 3)])
-    assert len(set(found["late"])) == 3
-
-
-def test_drift_is_one_minus_the_mean_score_of_a_round() -> None:
-    rounds, means, spread = drift(LINES)["late"]
-    assert rounds == [1, 2]
-    assert means == pytest.approx([0.5, 0.6]) and spread == pytest.approx([0.1, 0.1])
-
-
-def test_each_figure_gets_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(figures, "draw", lambda kind, path, data, **options: seen.update({kind: (data, options)}))
-    draw_all(tmp_path, LINES, 3)
-    assert seen.keys() == {"F22", "F23", "F24"}
-    matrix, options = seen["F23"]
-    np.testing.assert_allclose(matrix, [[1.0, 0.6], [0.9, 0.5], [0.75, 0.35]])
-    assert options == {"labels": ([0, 1, 2], ["early", "late"])}
-
-
-def test_a_run_without_such_numbers_gets_no_such_figures(tmp_path: Path) -> None:
-    assert draw_all(tmp_path, [{"round": 1, "clients": {"ids": [0]}}], 1) == []
+    found = by_client([*LINES, line(3, [0, 1, 2], early=[1.0] * 3, late=[1.0] * 3)])
+    assert len({scores["late"] for scores in found.values()}) == 3
 
 
 def test_matrices_of_chosen_rounds_are_kept_among_all_clients(tmp_path: Path) -> None:
@@ -94,22 +74,21 @@ def test_first_middle_and_last_round_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "files"),
+    ("overrides", "shown"),
     [
         (
             ["algorithm.name=fedalign", "algorithm.keep=2", "algorithm.top=2", "algorithm.probe=20"],
-            ["drift.png", "svcca_clients.png", "svcca_layers.png"],
+            ["SVCCA with the model a client was sent", "Representation drift"],
         ),
-        (["algorithm.name=fedshibu", "algorithm.samples=8"], ["mixing.png"]),
+        (["algorithm.name=fedshibu", "algorithm.samples=8"], ["are mixed, round 1", "are mixed, round 3"]),
     ],
 )
-def test_a_run_draws_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], files: list[str]
+def test_a_run_shows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], shown: list[str]
 ) -> None:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     run(load(None, [*TINY, *overrides]), tmp_path / "run", console=False)
-    for name in files:
-        assert (tmp_path / "run" / "figures" / name).read_bytes()[:4] == b"\x89PNG", name
-    kept = sorted(path.name for path in (tmp_path / "run" / "figures").glob("crsm-*"))
-    assert kept == ([f"crsm-round-00000{n}.safetensors" for n in (1, 2, 3)] if "mixing.png" in files else [])
-    assert representation_figures.draw_all(tmp_path / "run", [], 4) or "mixing.png" not in files
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(text in page for text in shown)
+    kept = sorted(path.name for path in (tmp_path / "run" / "figures").iterdir())
+    assert kept == ([f"crsm-round-00000{n}.safetensors" for n in (1, 2, 3)] if "fedshibu" in overrides[0] else [])

@@ -179,7 +179,7 @@ def test_watching_ends_with_the_run_and_changes_no_file(tmp_path: Path) -> None:
     worker.start()
     assert locked.wait(20)
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    assert "about 0 min 12 s left" in shown(run)  # six rounds of two seconds
+    assert "about 12.0 s left" in shown(run)  # six rounds of two seconds
     console = Console(file=text, width=80, force_terminal=True)
     watch(run.path, console, once=True)
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before

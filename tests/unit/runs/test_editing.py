@@ -9,29 +9,29 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import tiny
+from tests.support.tiny import Open, without_pictures
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedgraft.config.load import load
 from fedgraft.edit.lora import merge
 from fedgraft.edit.masks import Mask, jaccard
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
-from fedgraft.update.codecs import decode
-from fedgraft.runs import adapted as finished
-from fedgraft.runs import checkpoint
-from fedgraft.runs import run as running
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.centralized import run_centralized
-from fedgraft.config.load import load
-from fedgraft.runs.edit_files import base_of
-from fedgraft.runs.opening import FederationAsk
-from fedgraft.runs.run_folder import RunFolder
 from fedgraft.messages import unpack_bits
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
+from fedgraft.runs import adapted as finished
+from fedgraft.runs import checkpoint
+from fedgraft.runs import run as running
+from fedgraft.runs.centralized import run_centralized
+from fedgraft.runs.edit_files import base_of
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.opening import FederationAsk
+from fedgraft.runs.run_folder import RunFolder
 from fedgraft.state import EVERYONE
-from tests.support import tiny
-from tests.support.tiny import Open, without_pictures
+from fedgraft.update.codecs import decode
 
 EAGER = ["trainable.sparse.adaptive_drift=1e9", "trainable.sparse.adaptive_patience=1"]
 """Every round counts as calm, so adaptive sparsity rises each time."""

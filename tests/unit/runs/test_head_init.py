@@ -10,14 +10,12 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from tests.support.toy import CLASSES, WIDTH, Toy
+from tests.support.toy_heads import CLIENTS, setting
 
-from fedgraft import zoo
 from fedgraft.runs.head_init import (
     GRID,
-    Judgement,
     ask,
-    features_of,
     install,
     probe_head,
     ridge_head,
@@ -26,8 +24,6 @@ from fedgraft.runs.head_init import (
     tempered,
 )
 from fedgraft.secure_round import Sums
-from tests.support.toy import CLASSES, WIDTH, Toy
-from tests.support.toy_heads import CLIENTS, setting
 
 ALL = torch.arange(120)
 

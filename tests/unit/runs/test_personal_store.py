@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.toy import Toy
 from torch import Tensor
 
 from fedgraft import zoo
+from fedgraft.aggregate.slots import PersonalModels
+from fedgraft.config.load import load
+from fedgraft.local.train import LocalTraining
 from fedgraft.runs import checkpoint
 from fedgraft.runs import run as run_module
 from fedgraft.runs.checkpoint import BadCheckpoint
-from fedgraft.config.load import load
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.run import run
-from fedgraft.local.train import LocalTraining
-from fedgraft.aggregate.slots import PersonalModels
-
-from tests.support.toy import Toy
 
 LOCAL = LocalTraining(2, batch_size=6)
 TINY = [

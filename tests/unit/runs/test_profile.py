@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
+from fedgraft.config.load import load
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.centralized import run_centralized
-from fedgraft.config.load import load
 from fedgraft.runs.profile import Row, phase_rows, profile_run, table
-from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.runs.run import run
+from fedgraft.runs.run_folder import RunFolder
 
 PEAK = Roofline(flops=100.0, bandwidth=10.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedgraft.report.figures_canvas import INK, PALETTE, canvas
+from fedgraft.report.figures import INK, PALETTE, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ _FILL = {"data": "#FBE3D3", "model": "#D6E8F4", "server": "#D5EFE6", "result": "
 
 
 def pipelines_schematic(path: Path | str, title: str = "Centralised and federated training") -> Path:
-    """F20: the same pretrained trunk adapted from pooled images, and from changes that clients send."""
+    """F20: the same pretrained backbone adapted from pooled images, and from updates that clients send."""
     with canvas(path, title, (9.6, 5.4)) as figure:
         axes = _sheet(figure, 96, 50)
         _centralised(axes)
@@ -51,7 +51,7 @@ def fedshibu_schematic(path: Path | str, title: str = "FedSHIBU: one round") -> 
 def _centralised(axes: Axes) -> None:
     axes.text(1, 46.5, "Centralised", fontsize=11, fontweight="bold")
     steps = [("images of\nall owners", "data"), ("train, validation\nand test split", "data")]
-    steps += [("pretrained trunk\n+ new head", "model"), ("train head, all,\nor masked weights", "model")]
+    steps += [("pretrained backbone\n+ new head", "model"), ("train head, all,\nor masked weights", "model")]
     for i, (text, kind) in enumerate(steps):
         _box(axes, (1 + 19.5 * i, 36), (16, 8.5), text, kind)
         _arrow(axes, (17.6 + 19.5 * i, 40.2), (20 + 19.5 * i, 40.2))
@@ -67,9 +67,9 @@ def _federated(axes: Axes) -> None:
         _arrow(axes, (17.6, y + 3.8), (19.9, y + 3.8))
         _arrow(axes, (38.1, y + 4.8), (52.4, 16.6 + (1 - i) * 2.4))
         _arrow(axes, (52.4, 14.2 + (1 - i) * 2.4), (38.1, y + 2.4), PALETTE[0])
-    axes.text(44.5, 27.6, "changes", ha="center", fontsize=10, style="italic")
+    axes.text(44.5, 27.6, "updates", ha="center", fontsize=10, style="italic")
     axes.text(44.5, 2.2, "model", ha="center", fontsize=10, style="italic", color=PALETTE[0])
-    _box(axes, (53, 10), (19, 11), "server: weighted sum\nof changes, then\none step", "server")
+    _box(axes, (53, 10), (19, 11), "server: weighted sum\nof updates, then\none step", "server")
     _box(axes, (79, 11.2), (16, 8.5), "best by validation,\ntested once", "result")
     _arrow(axes, (72.6, 15.4), (78.4, 15.4))
     axes.text(62.5, 23, "T rounds", ha="center", fontsize=10, style="italic")
