@@ -108,7 +108,8 @@ class Result:
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><td>{n}</td><td>{100 * value:.1f} %</td></tr>" for n, value in self.curve())
         text = "<br>".join(repr(self).splitlines())
-        return f"{text}<details open><summary>curve</summary><table><tr><th>round</th><th>validation</th></tr>{rows}</table></details>"
+        head = "<tr><th>round</th><th>validation</th></tr>"
+        return f"{text}<details open><summary>curve</summary><table>{head}{rows}</table></details>"
 
 
 def run(
@@ -126,7 +127,8 @@ def run(
     augment: Sequence[str] = (),
     **options: Any,
 ) -> Result:
-    """Adapt the model to the clients' data. `options` are tables of the config, with an underscore where the name is taken:
+    """Adapt the model to the clients' data. `options` are tables of the config, an underscore where the name is taken:
+
     `rounds_={"fraction": 0.5}`, `model_={"head": "probe"}`, `personal={...}`, `data={...}`.
 
     Without a folder the run lives in a temporary one, whose path the result names. With one, an interrupted run

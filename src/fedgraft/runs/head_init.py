@@ -1,4 +1,4 @@
-"""Head initialisation: a head for the pretrained backbone, from sums over clients, so that no image and no feature trainable.
+"""Head initialisation: a head for the pretrained backbone, from sums over clients: no image and no feature moves.
 
 `ridge` solves the normal equations of the summed statistics; `probe` minimises the summed logistic loss by L-BFGS.
 Both are exactly what the pooled data would give. The regularisation and the scale of a ridge head are chosen on the

@@ -60,7 +60,7 @@ class Job:
 
     @cached_property
     def backbone_context(self) -> ClientContext:
-        """The context of head initialisation: the untouched backbone's features, kept on disk and shared by all runs."""
+        """The context of head initialisation: the untouched backbone's features, kept on disk for all runs."""
         task = self.task
         cached = task.at_entry(task.eval_images, task.network.depth)
         self.ready(cached, torch.cat([task.data.train_rows, task.data.validation_rows]))

@@ -1,4 +1,4 @@
-"""How a model is measured: on the server's own images, by counts from clients that hold images out, or client by client."""
+"""How a model is measured: on the server's images, by counts from clients that hold images out, or client by client."""
 
 from __future__ import annotations
 

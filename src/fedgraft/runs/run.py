@@ -1,4 +1,4 @@
-"""A run: head initialisation, rounds, evaluation, checkpoints, the final test, the report. Resuming is the same code."""
+"""A run: head initialisation, rounds, evaluation, checkpoints, final test, report. Resuming is the same code."""
 
 from __future__ import annotations
 

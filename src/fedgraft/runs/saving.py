@@ -55,7 +55,7 @@ def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_noise_key(job: Job, tensors: Mapping[str, Tensor]) -> Job:
-    """The job with the checkpoint's noise key: a repeated round gets the same noise, for a second sample costs again."""
+    """The job with the checkpoint's noise key: a repeated round gets the same noise; a second sample costs again."""
     privacy = job.algorithm.privacy
     if "privacy/key" not in tensors or privacy.dp is None:
         return job

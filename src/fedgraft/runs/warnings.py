@@ -20,8 +20,8 @@ def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
     batch, least = algorithm.local.batch_size, int(min(data.partition.sizes(), default=0))
     if data.rows_known and least < batch and algorithm.local.epochs is None:
         found.append(
-            f"local.batch_size is {batch} and the smallest client holds {least} images: its batches are its whole data, "
-            "smaller than the others'"
+            f"local.batch_size is {batch} and the smallest client holds {least} images: its batches are its whole "
+            "data, smaller than the others'"
         )
     here = config.rounds.deadline is not None and engines.remote is None
     if here and (mode := engines.choice(algorithm, opening.context).mode) != "pool":
@@ -43,7 +43,8 @@ def _unprotected(job: Job) -> list[str]:
     demands = a.privacy.dp is not None or bool(a.aggregate.insecure)
     if demands and job.config.model.head != "random":
         found.append(
-            f"head initialisation sums feature statistics in {where}, outside the account; model.head='random' avoids it"
+            f"head initialisation sums feature statistics in {where}, outside the account; "
+            "model.head='random' avoids it"
         )
     if demands and a.trainable.scores_data:
         found.append(f"the mask is calibrated from Fisher scores summed in {where}, outside the account")
