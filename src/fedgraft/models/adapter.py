@@ -48,8 +48,8 @@ def export_adapter(
         lora_alpha=some.lora_alpha["default"],
         target_modules=_targets(model, inside),
         modules_to_save=["classifier"],
-        base_model_name_or_path=base.source if base.stored else "base",
     )
+    model.name_or_path = base.source if base.stored else "base"
     with quiet(), drawn_from(0):
         wrapped = peft.get_peft_model(model, config)
     for name, layer in inside.items():

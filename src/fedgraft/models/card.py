@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_PATH = re.compile(r"(?<![\w/.:])(?:~|[A-Za-z]:)?(?:[/\\][\w.@ -]*[\w.@-])+[/\\]?")
+_PATH = re.compile(r"(?<![\w/.:])(?:~|[A-Za-z]:)?(?:[/\\][\w.@-]+)+[/\\]?")
 
 _LOAD = """```python
 from transformers import pipeline

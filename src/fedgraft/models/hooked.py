@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedgraft.errors import FedgraftError
+
 
 class _Reached(Exception):
     """Carries what enters the block at which a pass ends."""
@@ -116,7 +118,9 @@ def watch(backbone: nn.Module, paths: Sequence[str], images: Tensor) -> dict[str
         def hook(*_: Any) -> None:
             nonlocal now
             if name in paths:
-                now = paths.index(name)
+                if paths.index(name) != now + 1:
+                    raise FedgraftError(f"the block {name!r} does not run once and in its turn; name blocks in order.")
+                now += 1
             elif not any(name.startswith(f"{path}.") for path in paths):
                 owners.setdefault(name, now)
 
