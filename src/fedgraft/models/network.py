@@ -100,7 +100,7 @@ class VisionNetwork(nn.Module):
     def settings(self) -> str:
         """What decides the outputs besides the tensors; part of the network's digest."""
         known = [(key, str(getattr(self.config, key, None))) for key in _SETTINGS]
-        return repr((self.image_size, repr(self.backbone) if isinstance(self.cut, Hooked) else known))
+        return repr((self.image_size, known, repr(self.backbone) if isinstance(self.cut, Hooked) else ""))
 
     def with_head(self, classes: int, seed: int) -> VisionNetwork:
         """A copy with a fresh head for this many classes, drawn from the seed."""

@@ -56,5 +56,6 @@ def test_entries_hidden_layers_and_single_looks() -> None:
     one = torch.cat([z for _, z in features(net, later, torch.arange(10), size=4)])
     torch.testing.assert_close(one, look(net, examples.inputs, net.features))
     names = net.default_probe_layers()
+    expected = look(net, examples.inputs, lambda x: net.activations(x, names))
     for found, name in zip(hidden(net, examples, names, size=3), names, strict=True):
-        torch.testing.assert_close(found, look(net, examples.inputs, lambda x, n=name: net.activations(x, [n])[n]))
+        torch.testing.assert_close(found, expected[name])

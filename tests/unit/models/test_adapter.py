@@ -90,7 +90,7 @@ def test_a_base_that_lies_nowhere_comes_along(tmp_path: Path) -> None:
 def test_other_families(kind: str, tmp_path: Path) -> None:
     import transformers as t
 
-    sizes: dict[str, Any] = {
+    sizes: Any = {
         "Swin": {"image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
         "Dinov2": {
             "image_size": 32,

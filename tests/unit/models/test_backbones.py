@@ -264,7 +264,7 @@ def test_objects_of_transformers_are_copied() -> None:
         "num_attention_heads": 2,
         "intermediate_size": 8,
     }
-    config = t.ViTConfig(image_size=16, patch_size=8, num_labels=3, hidden_dropout_prob=0.5, **sizes)
+    config = t.ViTConfig(image_size=16, patch_size=8, hidden_dropout_prob=0.5, **{**sizes, "num_labels": 3})
     with quiet():
         whole, base = t.ViTForImageClassification(config).eval(), t.ViTModel(config).eval()
     ours = model(whole)
@@ -272,7 +272,7 @@ def test_objects_of_transformers_are_copied() -> None:
         torch.testing.assert_close(ours(train_images(16)), whole(train_images(16)).logits, rtol=0, atol=1e-6)
         ours.train()
         assert torch.equal(ours(train_images(16)), ours(train_images(16)))
-        ours.head.bias += 1
+        ours.head.bias.add_(1)
         next(iter(ours.backbone.parameters())).zero_()
     assert not torch.equal(ours.head.bias, whole.classifier.bias) and next(iter(whole.vit.parameters())).any()
     assert "ImageNet's mean and std" in ours.notes[0] and config.hidden_dropout_prob == 0.5
