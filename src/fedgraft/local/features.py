@@ -43,8 +43,10 @@ def features(
         yield picked, found.float().cpu()
 
 
-def hidden(network: Network, examples: Examples, layers: tuple[str, ...], size: int = 256) -> list[Tensor]:
-    """Outputs of these layers for all examples, one vector each, (n, d) per layer."""
+def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: int = 256) -> list[Tensor]:
+    """Outputs of these layers for all examples, tokens averaged, (n, d) each; `early`, `middle`, `late` by default."""
+    usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
+    names = [usual.get(layer, layer) for layer in layers]
     rows = torch.arange(len(examples)).split(size)
-    parts = [look(network, examples.batch(r), lambda x: network.activations(x, layers, examples.entry)) for r in rows]
-    return [torch.cat([part[name].cpu() for part in parts]) for name in layers]
+    parts = [look(network, examples.batch(r), lambda x: network.activations(x, names, examples.entry)) for r in rows]
+    return [torch.cat([part[name].cpu() for part in parts]) for name in names]

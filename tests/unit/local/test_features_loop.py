@@ -57,5 +57,5 @@ def test_entries_hidden_layers_and_single_looks() -> None:
     torch.testing.assert_close(one, look(net, examples.inputs, net.features))
     names = net.default_probe_layers()
     expected = look(net, examples.inputs, lambda x: net.activations(x, names))
-    for found, name in zip(hidden(net, examples, names, size=3), names, strict=True):
+    for found, name in zip(hidden(net, ("early", names[1], "late"), examples, size=3), names, strict=True):
         torch.testing.assert_close(found, expected[name])
