@@ -15,13 +15,17 @@ def digest(network: Network, until: int | None = None, scope: str = "") -> str:
     Parameters, floating-point buffers (batch-norm statistics) and the `settings` a network may name count; counters do
     not. With `scope` only tensors whose names begin with it do.
     """
-    # Entry `depth` lies behind the final norm, whose block number is `depth` itself.
-    last = network.depth + 1 if until is None else network.depth if until == network.depth else until - 1
     h = hashlib.blake2b(digest_size=16)
     h.update(str(getattr(network, "settings", "")).encode())
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        before = until != 0 and name.startswith(scope) and network.block_of(name) <= last
-        if before and tensor.is_floating_point():
+        if tensor.is_floating_point() and name.startswith(scope) and _before(network, name, until):
             h.update(f"{name}\x1f{tuple(tensor.shape)}\x1f{tensor.dtype}\x1e".encode())
             h.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return h.hexdigest()
+
+
+def _before(network: Network, name: str, until: int | None) -> bool:
+    # Entry `depth` lies behind the final norm, whose block number is `depth` itself; entry 0 takes pixels.
+    if not until:
+        return until is None
+    return network.block_of(name) <= (until if until == network.depth else until - 1)

@@ -21,7 +21,7 @@ _TABLE = tuple(
         ("q", r"\.(q_proj|q|query|to_q)\."),
         ("k", r"\.(k_proj|k|key|to_k)\."),
         ("v", r"\.(v_proj|v|value|to_v)\."),
-        ("proj", rf"\.(o_proj|out_proj|to_out)\.|{_ATTENTION}(output\.dense|proj)\."),
+        ("proj", rf"\.(o_proj|out_proj|to_out|proj)\.|{_ATTENTION}output\.dense\."),
         ("attention", _ATTENTION),
         ("fc1", r"\.(fc1|gate_proj|up_proj|weights_in|intermediate\.dense|pwconv1)\."),
         ("fc2", r"\.(fc2|down_proj|weights_out|output\.dense|pwconv2)\."),
