@@ -1,8 +1,8 @@
 """Write the low-rank factors of a network as a PEFT adapter folder: `PeftModel.from_pretrained(base, folder)`.
 
 The folder holds the factors, the head (`modules_to_save`), the preprocessing, the label names and a model card; the
-base's weights stay where they are. A base that lies in no folder, because it was drawn from a seed or came as an
-object, is written to `base/` beside them. Nothing is written that `peft` does not read back with the same logits.
+base's weights stay where they are. A base that lies in no folder of the user's (`nano`, drawn from a seed, given as an
+object) is written to `base/` beside them. Nothing is written that `peft` does not read back with the same logits.
 """
 
 from __future__ import annotations
@@ -36,36 +36,37 @@ def export_adapter(
         import peft
     except ImportError as error:
         raise MissingExtra("peft", "lora", "low-rank adaptation") from error
-    layers, names = adapted(network), label_names(network, labels)
-    if not layers:
-        raise FedgraftError("this network has no low-rank factors to write; export it as a whole instead.")
+    names = label_names(network, labels)
     _check_base(network, base)
-    model = _classifier(base, network.head, names)
-    inside = {f"{model.base_model_prefix}.{name.removeprefix('backbone.')}": layer for name, layer in layers.items()}
-    some = next(iter(layers.values()))
-    config = peft.LoraConfig(
-        r=some.r["default"],
-        lora_alpha=some.lora_alpha["default"],
-        target_modules=_targets(model, inside),
-        modules_to_save=["classifier"],
-    )
-    model.name_or_path = base.source if base.stored else "base"
-    with quiet(), drawn_from(0):
-        wrapped = peft.get_peft_model(model, config)
-    for name, layer in inside.items():
-        target: Any = wrapped.get_submodule(f"base_model.model.{name}")
-        for factor in ("lora_A", "lora_B"):
-            getattr(target, factor)["default"].weight.data.copy_(getattr(layer, factor)["default"].weight.data)
-    with appearing(Path(folder)) as made:
-        with quiet():
-            wrapped.save_pretrained(str(made), save_embedding_layers=False)
-            if not base.stored:
-                _classifier(base, None, names).save_pretrained(made / "base")
-            blank = _classifier(base, None, names)
-            check_same(network, peft.PeftModel.from_pretrained(blank, str(made)).eval())
+    wrapped, blank = _wrapped(network, _classifier(base, network.head, names)), _classifier(base, None, names)
+    wrapped.peft_config["default"].base_model_name_or_path = base.source if base.stored else "base"
+    with appearing(Path(folder)) as made, quiet():
+        wrapped.save_pretrained(str(made), save_embedding_layers=False)
+        if not base.stored:
+            blank.save_pretrained(made / "base")
+        check_same(network, peft.PeftModel.from_pretrained(blank, str(made)).eval())
         (made / "labels.json").write_text(json.dumps(names, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         write_papers(made, preprocessor, card)
     return Path(folder)
+
+
+def _wrapped(network: VisionNetwork, model: Any) -> Any:
+    """transformers' model of the base inside peft's, with the factors of this network."""
+    import peft
+
+    layers = {f"{model.base_model_prefix}.{n.removeprefix('backbone.')}": v for n, v in adapted(network).items()}
+    if not layers:
+        raise FedgraftError("this network has no low-rank factors to write; export it as a whole instead.")
+    some, head = next(iter(layers.values())), ["classifier"]
+    rank, alpha = some.r["default"], some.lora_alpha["default"]
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=_targets(model, layers), modules_to_save=head)
+    with quiet(), drawn_from(0):
+        wrapped = peft.get_peft_model(model, config)
+    for name, layer in layers.items():
+        target: Any = wrapped.get_submodule(f"base_model.model.{name}")
+        for factor in ("lora_A", "lora_B"):
+            getattr(target, factor)["default"].weight.data.copy_(getattr(layer, factor)["default"].weight.data)
+    return wrapped
 
 
 def _check_base(network: VisionNetwork, base: VisionNetwork) -> None:

@@ -99,7 +99,8 @@ def _named(name: str | Path, seed: int) -> tuple[Any, folders.Stored, folders.Fa
     if kind in _DEFAULTS:
         return _drawn(kind, _options(kind, options), seed), None, folders.Facts(str(name))
     source = NANO if text == "nano" else folders.locate(text)
-    return folders.load_backbone(source), folders.stored_head(source), folders.facts(source, text)
+    facts = folders.Facts(text) if text == "nano" else folders.facts(source, text)
+    return folders.load_backbone(source), folders.stored_head(source), facts
 
 
 def _object(source: Any) -> tuple[Any, folders.Stored, folders.Facts]:

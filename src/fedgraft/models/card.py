@@ -40,15 +40,15 @@ class Card:
     metrics: Mapping[str, object] = field(default_factory=dict)
     protection: str = "none: updates were aggregated in the clear, without noise"
 
-    def text(self, adapter: bool = False) -> str:
-        """The card as README.md, with the front matter that the Hub reads."""
+    def text(self, adapter: bool = False, bundled: bool = False) -> str:
+        """The card as README.md, with the front matter that the Hub reads; `bundled`: the base lies in `base/`."""
         front = [f"library_name: {'peft' if adapter else 'transformers'}", "pipeline_tag: image-classification"]
         front += [f"license: {self.licence}"] if self.licence else []
         front += [f"base_model: {self.base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", self.base) else []
         front += ["tags: [federated-learning, fedgraft]"]
         licence = f"Licence of the base: {self.licence}." if self.licence else "The base names no licence."
         sections = {
-            "Use": _LOAD_ADAPTER.format(base=self.base or "this folder/base") if adapter else _LOAD,
+            "Use": _LOAD_ADAPTER.format(base="this folder/base" if bundled else self.base) if adapter else _LOAD,
             "Base": f"{self.base or 'weights drawn from a seed'}. {licence}",
             "Data": self.data,
             "Training": _table(self.training),

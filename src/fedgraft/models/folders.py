@@ -34,7 +34,7 @@ class Facts:
     licence: str = ""
     preprocessor: Mapping[str, Any] | None = None
     stored: bool = False
-    """Whether the weights lie in a folder that transformers loads."""
+    """Whether the weights lie in a folder of the user's or on the Hub, where transformers finds them."""
 
 
 def locate(name: str) -> Path:

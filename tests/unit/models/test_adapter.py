@@ -59,13 +59,13 @@ def loaded(base: Path, folder: Path, classes: int = 3) -> Any:
 def test_peft_gives_the_logits_of_the_run(targets: tuple[str, ...], first: int, tmp_path: Path) -> None:
     base = model("nano", 3)
     net = trained(base, targets, first)
-    card = Card("nano on crops", "crops", base.source).text(adapter=True)
+    card = Card("nano on crops", "crops", base.source).text(adapter=True, bundled=not base.stored)
     folder = export_adapter(net, base, tmp_path / "out", ["ant", "bee", "cat"], SAID, card)
     theirs = loaded(NANO, folder)
     torch.testing.assert_close(theirs(images(32)).logits, net(images(32)), rtol=0, atol=1e-5)
     assert not torch.allclose(net(images(32)), base(images(32)), atol=0.1)
     said = json.loads((folder / "adapter_config.json").read_text())
-    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 3.0, "nano")
+    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 3.0, "base")
     if not first:
         assert sorted(said["target_modules"]) == ["q_proj", "v_proj"]
     stored = load_file(folder / "adapter_model.safetensors")
@@ -73,7 +73,9 @@ def test_peft_gives_the_logits_of_the_run(targets: tuple[str, ...], first: int, 
     assert len(stored) == 2 + 2 * len(adapted(net))
     assert json.loads((folder / "labels.json").read_text()) == ["ant", "bee", "cat"]
     assert json.loads((folder / "preprocessor_config.json").read_text()) == SAID
-    assert "library_name: peft" in (folder / "README.md").read_text() and not (folder / "base").exists()
+    text = (folder / "README.md").read_text()
+    assert "library_name: peft" in text and 'from_pretrained("this folder/base"' in text
+    torch.testing.assert_close(loaded(folder / "base", folder)(images(32)).logits, net(images(32)), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -106,6 +108,7 @@ def test_other_families(kind: str, tmp_path: Path) -> None:
     base = model(tmp_path / "base", 3)
     net = trained(base, ("pwconv1",) if kind == "ConvNext" else ("q", "fc1"))
     folder = export_adapter(net, base, tmp_path / "out", None, SAID, "card")
+    assert not (folder / "base").exists()
     theirs = loaded(tmp_path / "base", folder)
     torch.testing.assert_close(theirs(images(32)).logits, net(images(32)), rtol=0, atol=1e-5)
 
