@@ -1,15 +1,16 @@
-"""Networks by name: the embedded `nano`, freshly drawn ones, a `transformers` folder, or a name on the Hub.
+"""Networks from where users have them: by name, from a `transformers` folder, from the Hub, or a model object.
 
-| name | what it is |
+| source | what it is |
 |---|---|
 | `nano` | the embedded pretrained ViT (32 px, patch 8, width 192, 6 blocks) |
 | `resnet18`, `resnet18:width=16,norm=group` | ResNet-18 with the stem for small images, drawn from the seed |
 | `cnn`, `cnn:width=32,size=32` | two 3x3 convolutions with pooling, the head reads the map; drawn from the seed |
-| `features:width=384` | no trunk: a linear head on given features; a run takes the width from its data |
+| `features:width=384` | no backbone: a linear head on given features; a run takes the width from its data |
 | `vit-s16`, `tiny`, `vit:width=64,depth=4,heads=2,patch=8,size=32` | a ViT drawn from the seed |
 | a folder | `config.json` and `model.safetensors`, as `save_pretrained` writes them |
 | a `.safetensors` file | weights under the names of the original DINO release |
 | `facebook/dino-vits16`, `owner/name@revision` | a folder fetched from the Hub |
+| a `transformers` model | `ViTModel`, `SwinForImageClassification`, ...: its weights are copied |
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 
 from fedgraft.errors import FedgraftError
 from fedgraft.models import folders
-from fedgraft.models.network import FAMILIES, VisionNetwork
+from fedgraft.models.families import FAMILIES, Family, mean_token
+from fedgraft.models.network import VisionNetwork, draw_head, linear
 from fedgraft.models.quiet import drawn_from, quiet
-from fedgraft.models.small import NoTrunk, SmallCnn, SmallConfig
-from fedgraft.randomness import derive, torch_stream
+from fedgraft.models.small import NoBackbone, SmallCnn, SmallConfig
+from fedgraft.randomness import derive
 
 NANO = Path(__file__).parent / "nano"
 
@@ -43,60 +45,127 @@ _DEFAULTS: dict[str, dict[str, int | str]] = {
 }
 
 
-def load_network(
-    name: str | Path, classes: int | None, image_size: int | None = None, dropout: float = 0.0, seed: int = 0
+def model(
+    source: Any,
+    classes: int | None = None,
+    image_size: int | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    preprocessor: Any = None,
 ) -> VisionNetwork:
-    """Build the named network in float32 with a fresh head for `classes`, or with the stored head when that is None.
+    """The network of this source in float32: with a fresh head for `classes`, else the stored one, else none yet.
 
-    Everything that is drawn (the head, and the trunk where nothing is pretrained) comes from `seed`. Another image
-    size than the pretrained one interpolates the position embeddings once; what comes out is a plain network.
+    Everything that is drawn (the head, and the backbone where nothing is pretrained) comes from `seed`. Another image
+    size than the pretrained one interpolates the position embeddings once; what comes out is a plain network. A model
+    object does not know its preprocessing: give its image processor, or what its preprocessor_config.json says.
     """
     if classes is not None and classes < 1:
         raise FedgraftError(f"a network for {classes} classes cannot be built; give at least 1.")
-    text = _ALIASES.get(str(name), str(name))
-    kind, _, options = text.partition(":")
-    if kind in _DEFAULTS:
-        source, backbone = None, _drawn(kind, _options(kind, options), seed)
+    if isinstance(source, str | Path):
+        backbone, stored, facts = _named(source, seed)
     else:
-        source = NANO if text == "nano" else folders.locate(text)
-        backbone = folders.load_trunk(source)
+        backbone, stored, facts = _object(source)
     size = folders.trained_size(backbone.config) if image_size is None else image_size
     if size < 1:
         raise FedgraftError(f"image_size is {size}; give a number of pixels.")
     if size != folders.trained_size(backbone.config):
         backbone = at_size(backbone, size)
-    head = _head(backbone, source, size, classes, seed)
+    width = _width(backbone, size)
+    kept = folders.fitting(stored, width, facts.source) if classes is None else None
+    head = linear(*kept) if kept else draw_head(width, classes or 0, seed)
     network = VisionNetwork(backbone, head, size, dropout)
-    if source is not None:
-        network.mean, network.std = folders.normalisation(source)
+    network.source, network.licence, network.stored = facts.source, facts.licence, facts.stored
+    given = preprocessor.to_dict() if hasattr(preprocessor, "to_dict") else preprocessor
+    network.preprocessor = facts.preprocessor if given is None else given
+    network.mean, network.std = folders.normalisation(network.preprocessor, facts.source)
+    if not isinstance(source, str | Path) and given is None:
+        network.notes += ("how its images are prepared is not known, so ImageNet's mean and std are used.",)
     return network
 
 
+def load_network(
+    name: str | Path, classes: int | None, image_size: int | None = None, dropout: float = 0.0, seed: int = 0
+) -> VisionNetwork:
+    """The named network with a head: a fresh one for `classes`, or the stored one, which must then be there."""
+    network = model(name, classes, image_size, dropout, seed)
+    if not network.classes:
+        raise FedgraftError("this network has no stored head; say for how many classes to make one.")
+    return network
+
+
+def _named(name: str | Path, seed: int) -> tuple[Any, folders.Stored, folders.Facts]:
+    text = _ALIASES.get(str(name), str(name))
+    kind, _, options = text.partition(":")
+    if kind in _DEFAULTS:
+        return _drawn(kind, _options(kind, options), seed), None, folders.Facts(str(name))
+    source = NANO if text == "nano" else folders.locate(text)
+    facts = folders.Facts(text) if text == "nano" else folders.facts(source, text)
+    return folders.load_backbone(source), folders.stored_head(source), facts
+
+
+def _object(source: Any) -> tuple[Any, folders.Stored, folders.Facts]:
+    """A copy of a model object, built anew without pooler and with everything random inside it off."""
+    base, config = getattr(source, "base_model", None), getattr(source, "config", None)
+    if not isinstance(source, nn.Module) or base is None or config is None:
+        raise FedgraftError(
+            f"a {type(source).__name__} is not a network by itself; give a name, a folder or a transformers model, "
+            "or say where your own module has its head: fedgraft.module(net, head='fc', image_size=224)."
+        )
+    config = folders.stilled(config.__class__.from_dict(config.to_dict()))
+    made = _construct(type(base), config, 0)
+    state = {name: value for name, value in base.state_dict().items() if not name.startswith("pooler.")}
+    lost = made.load_state_dict({**_unread(made), **{n: v for n, v in state.items() if "mask_token" not in n}}, False)
+    if lost.missing_keys or lost.unexpected_keys:
+        name = (*lost.missing_keys, *lost.unexpected_keys)[0]
+        raise FedgraftError(
+            f"this {type(source).__name__} is not a plain one: {name!r} does not fit its configuration."
+        )
+    return made, folders.head_of(source.state_dict()), folders.Facts(type(source).__name__)
+
+
+def _unread(backbone: nn.Module) -> dict[str, Tensor]:
+    """Tensors that only a pretraining reads."""
+    return {name: value for name, value in backbone.state_dict().items() if "mask_token" in name}
+
+
 def at_size(backbone: Any, size: int) -> nn.Module:
-    """The same trunk for images of another size: position embeddings interpolated (bicubic) and stored as its own."""
-    family = FAMILIES.get(backbone.config.model_type)
+    """The same backbone for images of another size: position embeddings interpolated (bicubic), stored as its own."""
+    config, family = backbone.config, FAMILIES.get(backbone.config.model_type)
     if family is None:
         raise FedgraftError(
-            f"a {backbone.config.model_type!r} trunk keeps its image size of {folders.trained_size(backbone.config)}; "
+            f"a {config.model_type!r} backbone keeps its image size of {folders.trained_size(config)}; "
             "leave image_size out."
         )
-    if isinstance(backbone.config, SmallConfig):
-        backbone.config = backbone.config.at(size)
+    if isinstance(config, SmallConfig):
+        backbone.config = config.at(size)
         return backbone
-    config = backbone.config.__class__.from_dict(backbone.config.to_dict())
+    if not family.square:  # convolutions take any size
+        config.image_size = size
+        return backbone
+    config = config.__class__.from_dict(config.to_dict())
     config.image_size = size
-    if family.norm is None:  # convolutions take any size
-        backbone.config.image_size = size
-        return backbone
-    patch = _patch(config)
-    if size < patch or size % patch:
-        raise FedgraftError(f"image_size {size} is not a multiple of this network's patch of {patch} pixels.")
-    state = backbone.state_dict()
-    name = f"{family.stem}.position_embeddings"
-    state[name] = interpolate_positions(state[name], family.tokens, size // patch, family.antialias)
+    side = size // _check_grid(family, config)
+    state, name = backbone.state_dict(), f"{family.stem}.position_embeddings"
+    if name in state:
+        state[name] = interpolate_positions(state[name], family.tokens, side, family.antialias)
     resized = _construct(type(backbone), config, 0)
     resized.load_state_dict(state)
     return resized
+
+
+def _check_grid(family: Family, config: Any) -> int:
+    """The patch of a backbone, if images of its configuration's size can be cut into patches (and windows)."""
+    patch = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[0]
+    if config.image_size < patch or config.image_size % patch:
+        raise FedgraftError(
+            f"image_size {config.image_size} is not a multiple of this network's patch of {patch} pixels."
+        )
+    least = config.window_size * patch * 2 ** (len(config.depths) - 1) if family.pool is mean_token else 0
+    if config.image_size < least:
+        raise FedgraftError(
+            f"image_size {config.image_size} is too small for this network's windows; give at least {least}."
+        )
+    return int(patch)
 
 
 def interpolate_positions(positions: Tensor, tokens: int, side: int, antialias: bool = False) -> Tensor:
@@ -128,9 +197,9 @@ def _options(kind: str, text: str) -> dict[str, Any]:
 
 
 def _drawn(kind: str, options: dict[str, Any], seed: int) -> nn.Module:
-    """A trunk with weights drawn from the seed."""
+    """A backbone with weights drawn from the seed."""
     if kind == "features":
-        return NoTrunk(options["width"])
+        return NoBackbone(options["width"])
     if kind == "cnn":
         return SmallCnn(options["width"], options["size"], seed)
     return (_drawn_vit if kind == "vit" else _drawn_resnet)(options, seed)
@@ -169,7 +238,7 @@ def _drawn_resnet(options: dict[str, Any], seed: int) -> nn.Module:
 
 
 def _construct(model: Callable[..., nn.Module], config: Any, seed: int) -> nn.Module:
-    """Build a trunk without its pooler, drawing its weights from the seed."""
+    """Build a backbone without its pooler, drawing its weights from the seed."""
     # Plain attention: measured as fast as the fused one on a CPU at these lengths, and torch.func can differentiate it.
     config._attn_implementation = "eager"
     extra = folders.without_pooler(config)
@@ -177,33 +246,12 @@ def _construct(model: Callable[..., nn.Module], config: Any, seed: int) -> nn.Mo
         return model(config, **extra).float()
 
 
-def _head(backbone: Any, source: Path | None, size: int, classes: int | None, seed: int) -> nn.Linear:
-    """The linear head: the stored one when no number of classes is given, else one drawn from the seed."""
-    width = _width(backbone, size)
-    stored = folders.stored_head(source, width) if classes is None and source is not None else None
-    if classes is None and stored is None:
-        raise FedgraftError("this network has no stored head; say for how many classes to make one.")
-    weight, bias = stored or _draw_head(width, classes or 0, seed)
-    with drawn_from(0):  # what it draws is overwritten; torch's skip_init would load a symbolic algebra package
-        head = nn.Linear(width, len(weight))
-    head.weight.data, head.bias.data = weight, bias
-    return head
-
-
-def _draw_head(width: int, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    stream, bound = torch_stream(seed, "head"), width**-0.5
-    weight = torch.empty(classes, width).uniform_(-bound, bound, generator=stream)
-    return weight, torch.empty(classes).uniform_(-bound, bound, generator=stream)
-
-
 def _width(backbone: Any, size: int) -> int:
-    """Length of the pooled vector; an unknown trunk is asked with one black image."""
+    """Length of the pooled vector; an unknown backbone is asked with one black image."""
     config = backbone.config
-    if config.model_type == "resnet":
-        return int(config.hidden_sizes[-1])
     if config.model_type in FAMILIES:
-        return int(config.hidden_size)
-    probe = VisionNetwork(backbone, nn.utils.skip_init(nn.Linear, 1, 1), size)
+        return int(config.hidden_size if hasattr(config, "hidden_size") else config.hidden_sizes[-1])
+    probe = VisionNetwork(backbone, draw_head(1, 1, 0), size)
     try:
         with torch.no_grad():
             return int(probe.features(torch.zeros(1, 3, size, size)).shape[1])
@@ -212,8 +260,3 @@ def _width(backbone: Any, size: int) -> int:
             f"a {config.model_type!r} model does not turn an image into one vector, so it cannot be a backbone; "
             "give a vision model."
         ) from error
-
-
-def _patch(config: Any) -> int:
-    patch = config.patch_size
-    return int(patch if isinstance(patch, int) else patch[0])

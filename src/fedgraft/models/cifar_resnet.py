@@ -35,7 +35,7 @@ def _group_norm(module: nn.Module) -> None:
 
 
 class CifarResNetModel(ResNetModel):
-    """The trunk."""
+    """The backbone."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -43,7 +43,7 @@ class CifarResNetModel(ResNetModel):
 
 
 class CifarResNetForImageClassification(ResNetForImageClassification):
-    """The trunk with its linear head."""
+    """The backbone with its linear head."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,6 +1,6 @@
 """Weights under the names of the original DINO release (torch.hub), which fuses Q, K and V in one matrix.
 
-`from_dino` and `to_dino` translate between those names and the trunk's own; they are each other's inverse.
+`from_dino` translates those names to the backbone's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedgraft.errors import FedgraftError
@@ -32,7 +31,7 @@ _QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 
 
 def from_dino(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Translate a DINO state dict to the trunk's names; projection heads of the pretraining are left out."""
+    """Translate a DINO state dict to the backbone's names; projection heads of the pretraining are left out."""
     found: dict[str, Tensor] = {}
     for full, tensor in state.items():
         name = re.sub(r"^(module\.|backbone\.)+", "", full)
@@ -47,25 +46,8 @@ def from_dino(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def to_dino(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Translate a trunk's state dict to the names of the DINO release."""
-    found: dict[str, Tensor] = {}
-    outside, inside = ({new: old for old, new in names.items()} for names in (_PLAIN, _IN_BLOCK))
-    for name, tensor in state.items():
-        block = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-        if block is None:
-            stem, _, last = name.rpartition(".")
-            found[outside[name] if name in outside else f"{outside[stem]}.{last}"] = tensor
-        elif block[2] == _QKV[0]:
-            parts = [state[f"layers.{block[1]}.{part}.{block[3]}"] for part in _QKV]
-            found[f"blocks.{block[1]}.attn.qkv.{block[3]}"] = torch.cat(parts)
-        elif block[2] not in _QKV:
-            found[f"blocks.{block[1]}.{inside[block[2]]}.{block[3]}"] = tensor
-    return found
-
-
 def load_dino(path: Path) -> Any:
-    """A ViT trunk from a safetensors file with DINO's names; its shape is read off the weights (64 wide per head)."""
+    """A ViT from a safetensors file with DINO's names; its shape is read off the weights (64 wide per head)."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import ViTConfig, ViTModel

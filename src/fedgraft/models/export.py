@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +24,60 @@ from fedgraft.models.small import SmallConfig
 from fedgraft.randomness import torch_stream
 
 
-def export(network: VisionNetwork, folder: str | Path, label_names: Sequence[str] | None = None) -> Path:
-    """Write the network's weights, configuration and preprocessing to `folder`, which must be new or empty."""
-    folder = Path(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise FedgraftError(f"{folder} already holds something and is not overwritten; export to a new folder.")
-    names = [f"class {index}" for index in range(network.classes)] if label_names is None else list(label_names)
+def export(
+    network: VisionNetwork, folder: str | Path, labels: Sequence[str] | None, preprocessor: Mapping[str, Any], card: str
+) -> Path:
+    """Write weights, configuration, preprocessing and model card to `folder`, which must be new or empty."""
+    classifier = to_classifier(network, label_names(network, labels))
+    with appearing(Path(folder)) as made:
+        with quiet():
+            classifier.save_pretrained(made)
+        if hasattr(classifier.config, "auto_map"):
+            shutil.copy(Path(__file__).with_name("cifar_resnet.py"), made)
+        write_papers(made, preprocessor, card)
+    return Path(folder)
+
+
+def label_names(network: VisionNetwork, labels: Sequence[str] | None) -> list[str]:
+    """One name per class, all different; `class 0`, ... where none are given."""
+    names = [f"class {index}" for index in range(network.classes)] if labels is None else list(labels)
     if len(names) != network.classes or len(set(names)) != len(names):
         raise FedgraftError(
             f"{len(names)} label names for {network.classes} classes; give one per class, all different."
         )
-    classifier = to_classifier(network, names)
+    return names
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes its name when it is complete; one that holds something is never replaced."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise FedgraftError(f"{folder} already holds something and is not overwritten; export to a new folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         made = Path(scratch) / "made"
-        with quiet():
-            classifier.save_pretrained(made)
-        _write_json(made / "preprocessor_config.json", preprocessing(network))
-        if hasattr(classifier.config, "auto_map"):
-            shutil.copy(Path(__file__).with_name("cifar_resnet.py"), made)
+        made.mkdir()
+        yield made
         if folder.is_dir():
             folder.rmdir()
         made.rename(folder)
-    return folder
+
+
+def write_papers(folder: Path, preprocessor: Mapping[str, Any], card: str) -> None:
+    """Put the preprocessing and the model card beside the weights."""
+    text = json.dumps(dict(preprocessor), indent=2) + "\n"
+    (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def to_classifier(network: VisionNetwork, label_names: Sequence[str]) -> Any:
     """The network as `transformers`' own classification model, checked to give the same logits."""
-    if isinstance(network.config, SmallConfig):
-        raise FedgraftError(
-            f"transformers has no model like {network.config.model_type!r}; save what was learned with: "
-            "fedgraft edit save"
-        )
+    if network.config is None or isinstance(network.config, SmallConfig):
+        own = type(network.backbone).__name__ if network.config is None else network.config.model_type
+        raise FedgraftError(f"transformers has no model like {own!r}; save what was learned with: fedgraft edit save")
     config = network.config.__class__.from_dict(network.config.to_dict())
     config.id2label = dict(enumerate(label_names))
-    config.architectures = []  # what the trunk was stored as; transformers would prefer that class
+    config.architectures = []  # what the backbone was stored as; transformers would prefer that class
     config.label2id = {name: index for index, name in enumerate(label_names)}
     with quiet(), drawn_from(0):
         model = _empty_classifier(config)
@@ -67,27 +87,11 @@ def to_classifier(network: VisionNetwork, label_names: Sequence[str]) -> Any:
         _fill_head(model, network.head)
     except RuntimeError as error:
         raise FedgraftError(
-            "the network's trunk is not a plain one any more, so transformers cannot hold it; "
+            "the network's backbone is not a plain one any more, so transformers cannot hold it; "
             "merge low-rank factors into the weights before exporting."
         ) from error
-    _check_same(network, model.eval())
+    check_same(network, model.eval())
     return model
-
-
-def preprocessing(network: VisionNetwork) -> dict[str, Any]:
-    """What `AutoImageProcessor` has to do to an image before the network sees it."""
-    size = {"height": network.image_size, "width": network.image_size}
-    return {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": size,
-        "resample": 3,  # bicubic
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(network.mean),
-        "image_std": list(network.std),
-    }
 
 
 def _empty_classifier(config: Any) -> Any:
@@ -101,7 +105,9 @@ def _empty_classifier(config: Any) -> Any:
     try:
         return AutoModelForImageClassification.from_config(config)
     except ValueError as error:
-        raise FedgraftError(f"transformers has no classification model for a {config.model_type!r} trunk.") from error
+        raise FedgraftError(
+            f"transformers has no classification model for a {config.model_type!r} backbone."
+        ) from error
 
 
 def _fill_head(model: Any, head: nn.Linear) -> None:
@@ -113,7 +119,8 @@ def _fill_head(model: Any, head: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def _check_same(network: VisionNetwork, model: Any) -> None:
+def check_same(network: VisionNetwork, model: Any) -> None:
+    """Refuse a model that does not give this network's logits on random images."""
     training = network.training
     images = torch.randn(2, 3, network.image_size, network.image_size, generator=torch_stream(0, "export"))
     network.eval()
@@ -122,10 +129,6 @@ def _check_same(network: VisionNetwork, model: Any) -> None:
     theirs = model(pixel_values=images).logits
     if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(ours.abs().max())):
         raise FedgraftError(
-            f"transformers' classification model for a {model.config.model_type!r} trunk reads other features than "
+            f"transformers' classification model for a {model.config.model_type!r} backbone reads other features than "
             "this network's head, so it would answer differently; nothing was written."
         )
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,10 +1,12 @@
-"""Read trunks from `transformers` folders: safetensors only, every weight accounted for, float32 in memory."""
+"""Read backbones from `transformers` folders: safetensors only, every weight accounted for, float32 in memory."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.errors import FedgraftError
-from fedgraft.models.network import FAMILIES, IMAGENET_MEAN, IMAGENET_STD
+from fedgraft.models.families import FAMILIES
+from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD
 from fedgraft.models.quiet import drawn_from, quiet
 
-# Everything random inside a trunk is off: dropout has one place, before the head.
-_STILL: dict[str, Any] = {
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "drop_path_rate": 0.0,
-}
-_READ = ("config.json", "preprocessor_config.json", "*.safetensors", "*.safetensors.index.json")
+# Everything random inside a backbone is off: dropout has one place, before the head.
+_STILL = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+_READ = ("config.json", "preprocessor_config.json", "README.md", "*.safetensors", "*.safetensors.index.json")
+
+Stored = tuple[Tensor, Tensor] | None
+"""Weight and bias of a head that was found, or none."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a source says besides weights; `source` is a name that may be published, never a path."""
+
+    source: str
+    licence: str = ""
+    preprocessor: Mapping[str, Any] | None = None
+    stored: bool = False
+    """Whether the weights lie in a folder of the user's or on the Hub, where transformers finds them."""
 
 
 def locate(name: str) -> Path:
@@ -62,8 +75,8 @@ def _fetch(name: str) -> Path:
     return folder
 
 
-def load_trunk(source: Path) -> nn.Module:
-    """The trunk stored in a folder, without pooler and classifier; a weight that is missing is an error."""
+def load_backbone(source: Path) -> nn.Module:
+    """The backbone stored in a folder, without pooler and classifier; a weight that is missing is an error."""
     if source.is_file():
         from fedgraft.models.dino_hub import load_dino
 
@@ -104,7 +117,7 @@ def without_pooler(config: Any) -> dict[str, bool]:
 
 
 def trained_size(config: Any) -> int:
-    """The image side a trunk was made for; 224 when its configuration does not say."""
+    """The image side a backbone was made for; 224 when its configuration does not say."""
     size: Any = getattr(config, "image_size", None) or 224
     sides = {size} if isinstance(size, int) else set(size)
     if len(sides) != 1:
@@ -114,39 +127,63 @@ def trained_size(config: Any) -> int:
     return int(sides.pop())
 
 
-def normalisation(source: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the pixels a folder's network expects; ImageNet's when it does not say."""
-    path = source / "preprocessor_config.json"
-    if not path.is_file():
-        return IMAGENET_MEAN, IMAGENET_STD
-    stored = _json(path)
-    mean, std = stored.get("image_mean", IMAGENET_MEAN), stored.get("image_std", IMAGENET_STD)
+def facts(source: Path, name: str) -> Facts:
+    """What a folder says about its network besides the weights: its preprocessing and, in its card, its licence."""
+    path, card = source / "preprocessor_config.json", source / "README.md"
+    preprocessor = _json(path) if path.is_file() else None
+    normalisation(preprocessor, str(path))
+    front = (
+        re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.S)
+        if card.is_file()
+        else None
+    )
+    licence = re.search(r"^license:\s*(\S+)\s*$", front[1], re.M) if front else None
+    public = name if not Path(name).expanduser().exists() else source.resolve().name
+    return Facts(public, licence[1] if licence else "", preprocessor, stored=source.is_dir())
+
+
+def normalisation(preprocessor: Mapping[str, Any] | None, where: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of the pixels a network expects; ImageNet's where nothing is said."""
+    stored = preprocessor or {}
+    mean, std = stored.get("image_mean") or IMAGENET_MEAN, stored.get("image_std") or IMAGENET_STD
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise FedgraftError(f"{path} must give three numbers for image_mean and three above 0 for image_std.")
+        raise FedgraftError(f"{where} must give three numbers for image_mean and three above 0 for image_std.")
     return tuple(map(float, mean)), tuple(map(float, std))
 
 
-def stored_head(source: Path, width: int) -> tuple[Tensor, Tensor] | None:
+def stored_head(source: Path) -> Stored:
     """Weight and bias of the classifier a folder holds, or None."""
     from safetensors import safe_open
 
     found: dict[str, Tensor] = {}
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                if re.fullmatch(r"classifier\.(1\.)?(weight|bias)", key):
-                    found[key.rpartition(".")[2]] = file.get_tensor(key).float().clone()
+            keys = [key for key in file.keys() if key.startswith("classifier.")]  # noqa: SIM118 - no mapping
+            found |= {key: file.get_tensor(key) for key in keys}
+    return head_of(found)
+
+
+def head_of(state: Mapping[str, Tensor]) -> Stored:
+    """Copies of the weight and bias of the linear classifier among these tensors, or None."""
+    found = {k.rpartition(".")[2]: v for k, v in state.items() if re.fullmatch(r"classifier\.(1\.)?(weight|bias)", k)}
     if set(found) != {"weight", "bias"}:
         return None
-    weight = found["weight"]
+    return found["weight"].detach().cpu().float().clone(), found["bias"].detach().cpu().float().clone()
+
+
+def fitting(stored: Stored, width: int, where: str) -> Stored:
+    """The stored head if it reads `width` numbers; any other is refused."""
+    if stored is None:
+        return None
+    weight, bias = stored
     if weight.shape[1] == 2 * width and not weight[:, width:].any():
         weight = weight[:, :width].contiguous()  # DINOv2's classifier also reads the mean of the patches
     if weight.shape[1] != width:
         raise FedgraftError(
-            f"the head stored in {source} reads {weight.shape[1]} numbers, the trunk gives {width}: "
+            f"the head stored in {where} reads {weight.shape[1]} numbers, the backbone gives {width}: "
             "say for how many classes to make a new one."
         )
-    return weight, found["bias"]
+    return weight, bias
 
 
 def _config(folder: Path) -> Any:
@@ -161,13 +198,18 @@ def _config(folder: Path) -> Any:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise FedgraftError(f"{path} is not a configuration transformers can read: {_first_line(error)}.") from error
-    for key, value in _STILL.items():
-        if hasattr(config, key):
-            setattr(config, key, value)
     if getattr(config, "num_channels", 3) != 3:
         raise FedgraftError(f"the network in {folder} reads {config.num_channels} channels; only RGB is supported.")
     if config.model_type in FAMILIES:
         trained_size(config)
+    return stilled(config)
+
+
+def stilled(config: Any) -> Any:
+    """The configuration with everything random inside the backbone turned off."""
+    for key in _STILL:
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
     return config
 
 

@@ -1,70 +1,35 @@
-"""A vision trunk from `transformers` with a linear head, cut into blocks that can be entered anywhere.
+"""A vision backbone with a linear head, cut into blocks that can be entered anywhere.
 
-Entry 0 takes pixels, entry b takes what enters block b, entry `depth` takes the pooled vector that the head sees. For
-a ViT (ViT, DeiT, DINOv2) blocks are its layers and the pooled vector is the class token after the final norm; for a
-ResNet they are its stages and the pooled vector is the mean over the map; for the small CNN its convolutions and the
-whole map. Any other trunk counts as one block. For given features there is no trunk: the depth is 0.
+Entry 0 takes pixels, entry b takes what enters block b, entry `depth` takes the pooled vector that the head sees. How
+each family of backbones is cut stands in `families`; one that is not known there counts as one block, or as the
+blocks that its owner names (`foreign`).
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedgraft import roles
 from fedgraft.errors import FedgraftError
+from fedgraft.models.families import FAMILIES, Family, first
+from fedgraft.models.hooked import Hooked
+from fedgraft.models.quiet import drawn_from
+from fedgraft.randomness import torch_stream
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-
-@dataclass(frozen=True)
-class Family:
-    """Where a kind of trunk keeps its parts: attribute paths inside the `transformers` model."""
-
-    stem: str
-    blocks: str
-    norm: str | None
-    """The final norm; None for a trunk that pools a map instead."""
-    tokens: int = 0
-    """Tokens in front of the patches that have a position of their own."""
-    antialias: bool = False
-    """Whether its authors smooth position embeddings when they resize them."""
-    flat: bool = False
-    """The head reads the whole last map, not its mean."""
-
-
-FAMILIES = {
-    "vit": Family("embeddings", "layers", "layernorm", tokens=1),
-    "deit": Family("embeddings", "layers", "layernorm", tokens=2),
-    "dinov2": Family("embeddings", "encoder.layer", "layernorm", tokens=1),
-    "dinov2_with_registers": Family("embeddings", "encoder.layer", "layernorm", tokens=1, antialias=True),
-    "resnet": Family("embedder", "encoder.stages", None),
-    "cnn": Family("stem", "blocks", None, flat=True),
-    "features": Family("stem", "blocks", None),  # no blocks: depth 0, inputs are what the head reads
-}
-
-# The first pattern found in a parameter's name gives its role; both spellings of `transformers` (before and since 5).
-_ROLES = tuple(
-    (re.compile(pattern), role)
-    for pattern, role in (
-        (r"^head\.", "head"),
-        (r"(^|\.)(embeddings|embedder\.patch)\b", "embed"),
-        (r"\.(q_proj|query)\.", "q"),
-        (r"\.(k_proj|key)\.", "k"),
-        (r"\.(v_proj|value)\.", "v"),
-        (r"\.(o_proj|attention\.output\.dense)\.", "proj"),
-        (r"\.(fc1|gate_proj|up_proj|intermediate\.dense|pwconv1)\.", "fc1"),
-        (r"\.(fc2|down_proj|output\.dense|pwconv2)\.", "fc2"),
-        (r"norm\w*\.(weight|bias)$", "norm"),
-        (r"(lambda\w*|layer_scale\w*)$", "scale"),
-        (r"(convolution|dwconv|conv\w*)\.(weight|bias)$", "conv"),
-    )
-)
+# Settings that change what a network computes without showing in its shapes.
+_SETTINGS = (
+    "model_type", "num_attention_heads", "num_heads", "layer_norm_eps", "hidden_act", "window_size", "norm",
+    "downsample_in_bottleneck",
+)  # fmt: skip
 
 
 class Dropout(nn.Module):
@@ -92,23 +57,30 @@ class Dropout(nn.Module):
 
 
 class VisionNetwork(nn.Module):
-    """A trunk (`backbone.*`) with dropout and a linear head (`head.*`); implements `contracts.Network`.
+    """A backbone (`backbone.*`) with dropout and a linear head (`head.*`); implements `protocols.Network`."""
 
-    `mean` and `std` are the normalisation of the pixels that the trunk was trained with.
-    """
-
-    def __init__(self, backbone: nn.Module, head: nn.Linear, image_size: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, backbone: nn.Module, head: nn.Linear, image_size: int, dropout: float = 0.0, cut: Hooked | None = None
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.dropout = Dropout(dropout)
         self.head = head
         self.image_size = image_size
-        self.width = head.in_features
-        self.classes = head.out_features
+        self.width, self.classes = head.in_features, head.out_features  # 0 classes: no head yet
         self.mean: Sequence[float] = IMAGENET_MEAN
         self.std: Sequence[float] = IMAGENET_STD
-        self.family = FAMILIES.get(self.config.model_type)
-        self.depth = len(self.blocks) if self.family else 1
+        """The normalisation of the pixels that the backbone was trained with."""
+        self.preprocessor: Mapping[str, Any] | None = None
+        """What its own preprocessor_config.json says, if it brought one."""
+        self.source, self.licence, self.stored = "", "", False
+        """Where the weights come from (a name, never a path), their licence if its card says, whether in a folder."""
+        self.cut: Family | Hooked = cut or FAMILIES.get(getattr(self.config, "model_type", "")) or Hooked()
+        self.depth = self.cut.depth_of(backbone)
+        self.notes: tuple[str, ...] = ()
+        """What this network cannot do, in sentences."""
+        if self.depth and not self.blocks:
+            self.notes = ("it counts as one block: only what its head reads can be cached, no blocks can be chosen.",)
         stem: Any = getattr(backbone, "embeddings", None)
         if getattr(stem, "mask_token", None) is not None:
             stem.mask_token = None  # only the pretraining reads it: no coordinate of this network
@@ -116,17 +88,28 @@ class VisionNetwork(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The trunk's `transformers` configuration."""
-        return self.backbone.config
+        """The backbone's `transformers` configuration, or None."""
+        return getattr(self.backbone, "config", None)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """The trunk's blocks in order."""
-        if self.family is None:
-            return [self.backbone]
-        found = self.backbone.get_submodule(self.family.blocks)
-        assert isinstance(found, nn.ModuleList)
-        return list(found)
+        """The backbone's blocks in order; none where it is one piece."""
+        return self.cut.blocks_of(self.backbone)
+
+    @property
+    def settings(self) -> str:
+        """What decides the outputs besides the tensors; part of the network's digest."""
+        known = [(key, str(getattr(self.config, key, None))) for key in _SETTINGS]
+        return repr((self.image_size, known, repr(self.backbone) if isinstance(self.cut, Hooked) else ""))
+
+    def with_head(self, classes: int, seed: int) -> VisionNetwork:
+        """A copy with a fresh head for this many classes, drawn from the seed."""
+        if classes < 1:
+            raise FedgraftError(f"a network for {classes} classes cannot be built; give at least 1.")
+        made = copy.deepcopy(self)
+        made.head = draw_head(self.width, classes, seed).train(self.head.training)
+        made.classes = classes
+        return made
 
     def forward(self, inputs: Tensor, entry: int = 0) -> Tensor:
         """Logits (B, classes) from inputs that belong to `entry`."""
@@ -135,23 +118,16 @@ class VisionNetwork(nn.Module):
     def features(self, inputs: Tensor, entry: int = 0, until: int | None = None) -> Tensor:
         """Activations at entry `until` (default `depth`: pooled features, (B, width)) from inputs at `entry`."""
         until = self.depth if until is None else until
-        self._check_entries(entry, until)
+        if not 0 <= entry <= until <= self.depth:
+            why = "" if self.blocks else ", because it counts as one block"
+            raise FedgraftError(
+                f"cannot go from entry {entry} to entry {until}: this network has entries 0 to {self.depth}{why}."
+            )
         if entry == until:
             return inputs
         if entry == 0:
             self._check_pixels(inputs)
-        if self.family is None:
-            return _whole(self.backbone, inputs)
-        hidden = self.backbone.get_submodule(self.family.stem)(inputs) if entry == 0 else inputs  # (B, T, D) or maps
-        for block in self.blocks[entry:until]:
-            hidden = block(hidden)
-        if until < self.depth:
-            return hidden
-        if self.family.flat:
-            return hidden.flatten(1)  # (B, D * H * W)
-        if self.family.norm is None:
-            return hidden.mean((2, 3))  # (B, D)
-        return self.backbone.get_submodule(self.family.norm)(hidden[:, 0])  # (B, D)
+        return self.cut.run(self.backbone, inputs, entry, until)
 
     def block_of(self, name: str) -> int:
         """The block a parameter belongs to: -1 before block 0, `depth` for the final norm, `depth + 1` for the head."""
@@ -162,38 +138,24 @@ class VisionNetwork(nn.Module):
             raise FedgraftError(
                 f"{name!r} is not a parameter of this network: names begin with 'backbone.' or 'head.'."
             )
-        if self.family is None:
-            return 0
-        found = re.match(rf"{re.escape(self.family.blocks)}\.(\d+)\.", rest)
-        if found:
-            return int(found[1])
-        return -1 if rest.startswith(self.family.stem + ".") else self.depth
+        return self.cut.block_of(rest, self.depth)
 
     def entry_for(self, first_block: int) -> int:
         """The deepest entry with nothing trained before it, if `first_block` is the first with something to train.
 
         The final norm lies before entry `depth`, so training it means starting one block earlier.
         """
-        if first_block > self.depth:
-            return self.depth
-        return max(0, min(first_block, self.depth - 1))
+        return self.depth if first_block > self.depth else max(0, min(first_block, self.depth - 1))
 
     def layer_kind(self, name: str) -> str:
-        """The kind of a parameter as `role.part`, the same for every trunk, for figures and scopes.
-
-        Roles: q, k, v, proj (attention output), fc1, fc2, norm, embed, conv, scale, head, other. Parts: weight, bias;
-        for embed also position and token.
-        """
-        role = next((role for pattern, role in _ROLES if pattern.search(name)), "other")
-        last = name.rpartition(".")[2]
-        if last in ("weight", "bias"):
-            return f"{role}.{last}"
-        if "position" in last:
-            return f"{role}.position"
-        return f"{role}.token" if "token" in last else f"{role}.weight"
+        """The kind of a parameter as `role.part`, the same for every backbone: see `fedgraft.roles`."""
+        role = roles.role(name)
+        if role == "other":  # a name says nothing where layers are numbered; their type may
+            role = _role_of_type(self.get_submodule(name.rpartition(".")[0]))
+        return f"{role}.{roles.part(name)}"
 
     def body_names(self) -> list[str]:
-        """Names of the trunk's parameters."""
+        """Names of the backbone's parameters."""
         return [name for name, _ in self.named_parameters() if name.startswith("backbone.")]
 
     def head_names(self) -> list[str]:
@@ -201,14 +163,10 @@ class VisionNetwork(nn.Module):
         return ["head.weight", "head.bias"]
 
     def layer(self, name: str) -> nn.Module:
-        """The submodule behind a probe name: `block3` (its output), `block3.attention` or `block3.mlp` in a ViT.
-
-        Each of them returns one tensor, so a forward hook sees (B, T, D) tokens or (B, D, H, W) maps.
-        """
+        """The submodule behind a probe name: `block3` (its output), `block3.attention` or `block3.mlp` in a ViT."""
         found = re.fullmatch(r"block(\d+)(?:\.(attention|mlp))?", name)
         part = {None: "", "attention": "attention.o_proj", "mlp": "mlp"}[found[2]] if found else ""
-        inner = bool(self.family and self.family.norm)
-        if found is None or self.family is None or int(found[1]) >= self.depth or (part and not inner):
+        if found is None or int(found[1]) >= len(self.blocks) or (part and not self.cut.inner):
             example = ", ".join(self.default_probe_layers()) or "none"
             raise FedgraftError(
                 f"this network has no layer {name!r} to probe; it has {self.depth} blocks, try: {example}."
@@ -218,9 +176,9 @@ class VisionNetwork(nn.Module):
     def default_probe_layers(self) -> tuple[str, ...]:
         """Three layers to compare networks by: an early attention, a middle MLP and the last attention."""
         early, middle, last = self.depth // 4, self.depth // 2, self.depth - 1
-        if self.family is None or not self.depth:
+        if not self.blocks:
             return ()
-        if self.family.norm is None:
+        if not self.cut.inner:
             return tuple(dict.fromkeys((f"block{early}", f"block{middle}", f"block{last}")))
         return f"block{early}.attention", f"block{middle}.mlp", f"block{last}.attention"
 
@@ -229,7 +187,7 @@ class VisionNetwork(nn.Module):
         found: dict[str, Tensor] = {}
 
         def keep(name: str) -> Any:
-            return lambda _module, _inputs, output: found.__setitem__(name, _pool(output))
+            return lambda _module, _inputs, output: found.__setitem__(name, _pool(first(output)))
 
         hooks = [self.layer(name).register_forward_hook(keep(name)) for name in layers]
         try:
@@ -239,29 +197,37 @@ class VisionNetwork(nn.Module):
                 hook.remove()
         return found
 
-    def _check_entries(self, entry: int, until: int) -> None:
-        if not 0 <= entry <= until <= self.depth:
-            why = "" if self.family else f", because a {self.config.model_type!r} trunk counts as one block"
-            raise FedgraftError(
-                f"cannot go from entry {entry} to entry {until}: this network has entries 0 to {self.depth}{why}."
-            )
-
     def _check_pixels(self, inputs: Tensor) -> None:
         size = (self.image_size, self.image_size)
-        fixed = self.family is not None and (self.family.norm is not None or self.family.flat)
-        if fixed and tuple(inputs.shape[-2:]) != size:
+        if self.cut.square and tuple(inputs.shape[-2:]) != size:
             raise FedgraftError(
                 f"images of {tuple(inputs.shape[-2:])} pixels do not fit a network for {size}: "
                 "resize them, or load the network with image_size."
             )
 
 
+def draw_head(width: int, classes: int, seed: int) -> nn.Linear:
+    """A linear head drawn from the seed; for 0 classes an empty one, which a run replaces."""
+    stream, bound = torch_stream(seed, "head"), width**-0.5
+    return linear(
+        *(torch.empty(shape).uniform_(-bound, bound, generator=stream) for shape in ((classes, width), classes))
+    )
+
+
+def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """A linear layer with these values."""
+    with drawn_from(0):  # what it draws is overwritten; torch's skip_init would load a symbolic algebra package
+        made = nn.Linear(weight.shape[1], 1)
+    made.out_features = len(weight)
+    made.weight, made.bias = nn.Parameter(weight), nn.Parameter(bias)
+    return made
+
+
 def _pool(output: Tensor) -> Tensor:
-    return output.mean(1) if output.ndim == 3 else output.mean((2, 3))  # (B, D)
+    return output if output.ndim == 2 else output.mean(1) if output.ndim == 3 else output.mean((2, 3))  # (B, D)
 
 
-def _whole(backbone: nn.Module, train_images: Tensor) -> Tensor:
-    """What a trunk of unknown make offers as one vector per image: its own pooled output, else the mean."""
-    output = backbone(pixel_values=train_images)
-    pooled = getattr(output, "pooler_output", None)
-    return pooled.flatten(1) if pooled is not None else _pool(output.last_hidden_state)
+def _role_of_type(layer: nn.Module) -> str:
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        return "conv"
+    return "norm" if "norm" in type(layer).__name__.lower() else "other"

@@ -1,4 +1,4 @@
-"""Trunks that need no library: the small CNN of the federated literature, and none at all for given features.
+"""Backbones that need no library: the small CNN of the federated literature, and none at all for given features.
 
 The CNN is McMahan et al.'s (2017) two-layer shape: two 3x3 convolutions of `width` and `2 * width` channels, each
 followed by ReLU and 2x2 max pooling; the head reads the whole map. Its weights are drawn from the seed.
@@ -18,7 +18,7 @@ from fedgraft.randomness import derive
 
 @dataclass
 class SmallConfig:
-    """What the other trunks keep in a `transformers` configuration."""
+    """What the other backbones keep in a `transformers` configuration."""
 
     model_type: str
     hidden_size: int
@@ -36,7 +36,7 @@ class SmallConfig:
         return SmallConfig(self.model_type, self.channels * side * side, size, self.channels)
 
 
-class NoTrunk(nn.Module):
+class NoBackbone(nn.Module):
     """Nothing before the head: inputs are features already."""
 
     def __init__(self, width: int) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
-from fedgraft.models.backbones import NANO, at_size, interpolate_positions, load_network
-from fedgraft.models.identity import digest
+from fedgraft.identity import digest
+from fedgraft.models.backbones import NANO, at_size, interpolate_positions, load_network, model
 from fedgraft.models.network import IMAGENET_MEAN, VisionNetwork
-from fedgraft.models.quiet import quiet
+from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def train_images(size: int, count: int = 2) -> Tensor:
     return torch.randn(count, 3, size, size, generator=torch_stream(0, "pixels"))
 
 
-def trunk_size(net: VisionNetwork) -> int:
+def backbone_size(net: VisionNetwork) -> int:
     return sum(net.get_parameter(name).numel() for name in net.body_names())
 
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_nano_is_embedded_and_float32() -> None:
     net = load_network("nano", 100)
-    assert (net.depth, net.width, net.image_size, trunk_size(net)) == (6, 192, 32, 2_710_080)
+    assert (net.depth, net.width, net.image_size, backbone_size(net)) == (6, 192, 32, 2_710_080)
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
     assert {tensor.dtype for tensor in load_file(NANO / "model.safetensors").values()} == {torch.float16}
     assert net(train_images(32)).isfinite().all()
@@ -74,7 +74,7 @@ def test_nano_is_embedded_and_float32() -> None:
 def test_drawn_networks_have_their_shapes(name: str, depth: int, width: int, size: int, count: int | None) -> None:
     net = load_network(name, 10)
     assert (net.depth, net.width, net.image_size) == (depth, width, size)
-    assert count is None or trunk_size(net) == count
+    assert count is None or backbone_size(net) == count
 
 
 def test_resnet_stem_keeps_small_images() -> None:
@@ -102,8 +102,8 @@ def test_same_seed_same_bytes_and_nothing_else_disturbed(name: str) -> None:
     assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
     assert digest(one) == digest(same) != digest(other)
     assert not torch.equal(one.head.weight, other.head.weight)
-    trunks_differ = digest(one, one.depth) != digest(other, other.depth)
-    assert trunks_differ == (name != "nano")  # a pretrained trunk does not depend on the seed
+    backbones_differ = digest(one, one.depth) != digest(other, other.depth)
+    assert backbones_differ == (name != "nano")  # a pretrained backbone does not depend on the seed
 
 
 def test_the_shared_generator_does_not_matter() -> None:
@@ -192,16 +192,101 @@ def test_other_families_load_and_resize(kind: str, tmp_path: Path) -> None:
     assert not [name for name in net.body_names() if "mask_token" in name or "pooler" in name]
 
 
-def test_a_trunk_of_another_make_loads(tmp_path: Path) -> None:
+def stages(kind: str, **more: Any) -> Any:
+    """A small classifier of a family with stages, straight from transformers."""
     import transformers as t
 
-    config = t.SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4)
+    sizes: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 2], "num_labels": 4}
+    if kind == "Swin":
+        sizes = {"embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4, "num_labels": 4}
+        sizes |= {"image_size": 32, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    elif kind == "ResNet":
+        sizes |= {"embedding_size": 8, "layer_type": "basic"}
+    else:
+        sizes |= {"num_stages": 2, "drop_path_rate": 0.2}
+    with quiet(), drawn_from(0):
+        made = getattr(t, f"{kind}ForImageClassification")(getattr(t, f"{kind}Config")(**{**sizes, **more}))
+    for parameter in made.parameters():  # zeros hide mistakes
+        parameter.data += torch.randn(parameter.shape, generator=torch_stream(0, "more")) * 0.1
+    return made.eval()
+
+
+@pytest.mark.parametrize("kind", ["Swin", "ConvNext", "ConvNextV2", "ResNet"])
+@torch.no_grad()
+def test_families_with_stages_load_as_folder_and_as_object(kind: str, tmp_path: Path) -> None:
+    theirs, fresh = stages(kind), stages(kind)  # a Swin remembers the first size it saw
     with quiet():
-        t.SwinModel(config).save_pretrained(tmp_path / "swin")
-    net = load_network(tmp_path / "swin", 3)
-    assert (net.depth, net.width, net.image_size) == (1, 16, 32)
-    with pytest.raises(FedgraftError, match="'swin' trunk keeps its image size of 32"):
-        load_network(tmp_path / "swin", 3, image_size=64)
+        theirs.save_pretrained(tmp_path / kind)
+    folder, copied = model(tmp_path / kind), model(theirs)
+    assert digest(folder) == digest(copied)
+    assert (folder.depth, folder.width, folder.classes) == (2, 16, 4)
+    images = train_images(folder.image_size)
+    torch.testing.assert_close(folder(images), theirs(images).logits, rtol=0, atol=1e-5)
+    assert torch.equal(folder(folder.features(images, 0, 1), 1), folder(images))
+    copied.train()
+    assert kind == "ResNet" or torch.equal(copied(images), folder(images))  # nothing random is left inside
+    other = model(tmp_path / kind, image_size=64)
+    torch.testing.assert_close(other(train_images(64)), fresh(train_images(64)).logits, rtol=0, atol=1e-5)
+
+
+def test_swin_positions_and_windows(tmp_path: Path) -> None:
+    theirs = stages("Swin", use_absolute_embeddings=True)
+    ours = model(theirs, image_size=64)
+    with torch.no_grad():
+        expected = theirs(train_images(64), interpolate_pos_encoding=True).logits
+        torch.testing.assert_close(ours(train_images(64)), expected, rtol=0, atol=1e-5)
+    with pytest.raises(FedgraftError, match="too small for this network's windows; give at least 32"):
+        model(theirs, image_size=16)
+
+
+def test_an_unknown_family_keeps_its_size(tmp_path: Path) -> None:
+    import transformers as t
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    with quiet():
+        t.BeitModel(t.BeitConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(tmp_path / "beit")
+    assert load_network(tmp_path / "beit", 3).depth == 1
+    with pytest.raises(FedgraftError, match="'beit' backbone keeps its image size of 32"):
+        load_network(tmp_path / "beit", 3, image_size=64)
+
+
+def test_objects_of_transformers_are_copied() -> None:
+    import transformers as t
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    config = t.ViTConfig(image_size=16, patch_size=8, hidden_dropout_prob=0.5, **{**sizes, "num_labels": 3})
+    with quiet():
+        whole, base = t.ViTForImageClassification(config).eval(), t.ViTModel(config).eval()
+    ours = model(whole)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(train_images(16)), whole(train_images(16)).logits, rtol=0, atol=1e-6)
+        ours.train()
+        assert torch.equal(ours(train_images(16)), ours(train_images(16)))
+        ours.head.bias.add_(1)
+        next(iter(ours.backbone.parameters())).zero_()
+    assert not torch.equal(ours.head.bias, whole.classifier.bias) and next(iter(whole.vit.parameters())).any()
+    assert "ImageNet's mean and std" in ours.notes[0] and config.hidden_dropout_prob == 0.5
+    told = model(whole, preprocessor=t.ViTImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3))
+    assert (told.mean, told.notes, told.preprocessor["do_resize"]) == ((0.5,) * 3, (), True)  # type: ignore[index]
+    assert model(base).classes == 0 and model(base, 7).classes == 7
+    with pytest.raises(FedgraftError, match=r"a ReLU is not a network by itself.*fedgraft.module"):
+        model(torch.nn.ReLU())
+
+
+def test_a_network_may_wait_for_its_head() -> None:
+    net = model("nano")
+    assert net.classes == 0 and net(train_images(32)).shape == (2, 0)
+    assert digest(net.with_head(9, 4)) == digest(load_network("nano", 9, seed=4))
 
 
 def test_a_folder_loads_as_float32_without_pooler_and_dropout(folder: Path) -> None:
@@ -209,7 +294,7 @@ def test_a_folder_loads_as_float32_without_pooler_and_dropout(folder: Path) -> N
     stored = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
-    assert trunk_size(net) == sum(t.numel() for name, t in stored.items() if not name.startswith("pooler"))
+    assert backbone_size(net) == sum(t.numel() for name, t in stored.items() if not name.startswith("pooler"))
     net.train()
     assert torch.equal(net(train_images(16)), net(train_images(16)))
     assert net.config._attn_implementation == "eager"
@@ -233,11 +318,15 @@ def test_a_loaded_network_does_not_hang_on_its_file(tmp_path: Path) -> None:
     assert digest(net) == before
 
 
-def test_normalisation_comes_from_the_folder(folder: Path) -> None:
-    assert load_network(folder, 3).mean == IMAGENET_MEAN
+def test_preprocessing_and_licence_come_from_the_folder(folder: Path) -> None:
+    bare = load_network(folder, 3)
+    assert (bare.mean, bare.preprocessor, bare.licence, bare.source) == (IMAGENET_MEAN, None, "", "vit")
     path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.25]}))
-    assert load_network(folder, 3).std == (0.5, 0.5, 0.25)
+    said = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.25], "resample": 3, "size": {"shortest_edge": 16}}
+    path.write_text(json.dumps(said))
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# A card\nlicense: none\n")
+    net = load_network(folder, 3)
+    assert (net.std, net.preprocessor, net.licence) == ((0.5, 0.5, 0.25), said, "apache-2.0")
     path.write_text(json.dumps({"image_mean": [0.5], "image_std": [0.5, 0.5, 0.5]}))
     with pytest.raises(FedgraftError, match="three numbers for image_mean"):
         load_network(folder, 3)
@@ -365,7 +454,7 @@ def test_a_hub_name_is_read_from_the_cache(offline: Path, folder: Path) -> None:
     (repository / "refs" / "main").write_text(commit)
     (repository / "snapshots").mkdir()
     folder.rename(repository / "snapshots" / commit)
-    assert trunk_size(load_network("owner/vit", 3)) > 0
+    assert backbone_size(load_network("owner/vit", 3)) > 0
     assert digest(load_network("owner/vit", 3)) == digest(load_network(f"owner/vit@{commit}", 3))
     (repository / "snapshots" / commit / "model.safetensors").unlink()
     with pytest.raises(FedgraftError, match="'owner/vit' has no safetensors weights"):
@@ -374,12 +463,23 @@ def test_a_hub_name_is_read_from_the_cache(offline: Path, folder: Path) -> None:
 
 @pytest.mark.shared
 @pytest.mark.skipif(not (SHARED / "weights").is_dir(), reason="the real weights are not beside the project")
-def test_a_real_pretrained_resnet() -> None:
-    net = load_network(SHARED / "weights" / "resnet50-imagenet", 10, image_size=64)
-    assert (net.depth, net.width, trunk_size(net)) == (4, 2048, 23_508_032)
-    with torch.no_grad():
-        assert torch.equal(net(net.features(train_images(64), 0, 3), 3), net(train_images(64)))
-    head = load_network(SHARED / "weights" / "resnet50-imagenet", None).head
-    assert head.weight.shape == (1000, 2048)
-    resized: Any = at_size(net.backbone, 96)
-    assert resized.config.image_size == 96
+@pytest.mark.parametrize(("name", "size"), [("vit-tiny", 112), ("vit-tiny", 224), ("resnet50-imagenet", 112)])
+@torch.no_grad()
+def test_real_networks_answer_as_in_transformers(name: str, size: int) -> None:
+    from transformers import AutoModelForImageClassification
+
+    folder = SHARED / "weights" / name
+    with quiet():
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}  # fused attention is off by 1.2e-5
+        theirs = AutoModelForImageClassification.from_pretrained(folder, **options).eval()
+    net, extra = model(folder, image_size=size), {} if "resnet" in name else {"interpolate_pos_encoding": True}
+    expected = theirs(train_images(size), **extra).logits
+    torch.testing.assert_close(net(train_images(size)), expected, rtol=0, atol=1e-5)
+    assert net.classes == 1000 and float(expected.std()) > 0.1
+    assert torch.equal(net(net.features(train_images(size), 0, 3), 3), net(train_images(size)))
+    if name == "vit-tiny":
+        assert (net.depth, net.width, net.mean, net.preprocessor["resample"]) == (12, 192, (0.5,) * 3, 3)  # type: ignore[index]
+    else:
+        assert (net.depth, net.width, backbone_size(net)) == (4, 2048, 23_508_032)
+        resized: Any = at_size(net.backbone, 96)
+        assert resized.config.image_size == 96

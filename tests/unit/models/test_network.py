@@ -1,4 +1,4 @@
-"""Entries, blocks, kinds and probes of VisionNetwork, for every family of trunks."""
+"""Entries, blocks, kinds and probes of VisionNetwork, for every family of backbones."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fedgraft.protocols import Network
 from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
-NAMES = ("vit", "deit", "dinov2", "registers", "swiglu", "resnet18", "groupnorm", "swin")
+ATTENTION = ("vit", "deit", "dinov2", "registers", "swiglu")
+NAMES = (*ATTENTION, "resnet18", "groupnorm", "swin", "convnext", "convnextv2", "beit")
 
 
 def backbone(kind: str) -> nn.Module:
-    """A small trunk of each family, straight from transformers."""
+    """A small backbone of each family, straight from transformers."""
     import transformers as t
 
     sizes: dict[str, Any] = {
@@ -39,8 +40,17 @@ def backbone(kind: str) -> nn.Module:
         if kind == "registers":
             return t.Dinov2WithRegistersModel(t.Dinov2WithRegistersConfig(**sizes))
         if kind == "swin":
-            shape: dict[str, Any] = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+            shape: dict[str, Any] = {"embed_dim": 8, "depths": [2, 1], "num_heads": [1, 2], "window_size": 2}
             return t.SwinModel(t.SwinConfig(image_size=32, patch_size=4, **shape))
+        if kind.startswith("convnext"):
+            made: Any = {
+                "convnext": (t.ConvNextModel, t.ConvNextConfig),
+                "convnextv2": (t.ConvNextV2Model, t.ConvNextV2Config),
+            }
+            model, config = made[kind]
+            return model(config(hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, image_size=32))
+        if kind == "beit":
+            return t.BeitModel(t.BeitConfig(**{**sizes, "num_hidden_layers": 1, "intermediate_size": 32}))
         return t.Dinov2Model(t.Dinov2Config(use_swiglu_ffn=kind == "swiglu", **sizes))
 
 
@@ -50,7 +60,7 @@ def network(kind: str) -> VisionNetwork:
     if kind in ("resnet18", "groupnorm"):
         return load_network(f"resnet18:width=8,norm={'group' if kind == 'groupnorm' else 'batch'}", 5)
     body = backbone(kind).eval()
-    return VisionNetwork(body, nn.Linear(16, 5), 32 if kind == "swin" else 16)
+    return VisionNetwork(body, nn.Linear(16, 5), 32 if kind in ("swin", "convnext", "convnextv2") else 16)
 
 
 def images(net: VisionNetwork, count: int = 2) -> torch.Tensor:
@@ -86,7 +96,7 @@ def test_a_pass_may_be_cut_at_every_entry(net: VisionNetwork) -> None:
 def test_features_are_what_transformers_gives(net: VisionNetwork) -> None:
     train_images = images(net)
     output = net.backbone(pixel_values=train_images)
-    own = output.last_hidden_state[:, 0] if net.family and net.family.norm else output.pooler_output.flatten(1)
+    own = output.last_hidden_state[:, 0] if net.cut.inner else output.pooler_output.flatten(1)
     torch.testing.assert_close(net.features(train_images), own, rtol=0, atol=1e-5)
 
 
@@ -122,7 +132,27 @@ def test_block_numbers_of_a_vit() -> None:
     assert net.block_of("backbone.layers.1.mlp.fc1.weight") == 1
     assert net.block_of("backbone.layernorm.bias") == 2 == net.depth
     with pytest.raises(FedgraftError, match="not a parameter of this network"):
-        net.block_of("trunk.weight")
+        net.block_of("body.weight")
+
+
+def test_statistics_belong_to_the_block_of_their_norm() -> None:
+    net = network("resnet18")
+    statistics = [name for name, _ in net.named_buffers() if name.endswith("running_var")]
+    assert len(statistics) == 20
+    for name in statistics:
+        assert net.block_of(name) == net.block_of(name.replace("running_var", "weight"))
+    assert {net.block_of(name) for name in statistics} == {-1, 0, 1, 2, 3}
+
+
+def test_a_fresh_head_is_a_copy_with_other_classes() -> None:
+    net = network("vit")
+    net.mean = (0.1, 0.2, 0.3)
+    made = net.with_head(7, seed=3)
+    assert (made.classes, made.mean, net.classes) == (7, net.mean, 5)
+    assert torch.equal(made.features(images(net)), net.features(images(net)))
+    assert torch.equal(made.head.weight, load_network("tiny", 7, seed=3).head.weight)
+    with pytest.raises(FedgraftError, match="0 classes cannot be built"):
+        net.with_head(0, 0)
 
 
 def test_the_entry_to_start_from() -> None:
@@ -143,14 +173,15 @@ def test_impossible_entries_are_refused(entry: int, until: int | None) -> None:
         net.features(images(net), entry, until)
 
 
-def test_an_unknown_trunk_is_one_block() -> None:
-    net = network("swin")
-    assert net.depth == 1
+def test_an_unknown_backbone_is_one_block() -> None:
+    net = network("beit")
+    assert net.depth == 1 and "counts as one block" in net.notes[0]
     assert net.default_probe_layers() == ()
-    with pytest.raises(FedgraftError, match="'swin' trunk counts as one block"):
+    with pytest.raises(FedgraftError, match="because it counts as one block"):
         net.features(images(net), 0, 2)
     with pytest.raises(FedgraftError, match="no layer 'block0'"):
         net.layer("block0")
+    assert network("swin").notes == network("vit").notes == ()
 
 
 def test_wrong_pixels_are_refused() -> None:
@@ -159,17 +190,20 @@ def test_wrong_pixels_are_refused() -> None:
 
 
 def test_kinds_of_layers(net: VisionNetwork) -> None:
-    kinds = {net.layer_kind(name) for name, _ in net.named_parameters()}
-    assert {"head.weight", "head.bias"} < kinds
-    if net.family is None:
-        assert {"q.weight", "proj.bias", "fc1.weight", "fc2.weight", "norm.weight"} <= kinds
-    elif net.family.norm is None:
-        assert kinds == {"conv.weight", "norm.weight", "norm.bias", "head.weight", "head.bias"}
+    names = [name for name, _ in net.named_parameters()]
+    kinds = {net.layer_kind(name) for name in names}
+    assert {"head.weight", "head.bias", "norm.weight"} < kinds
+    assert not any(kind.startswith("other") for kind in kinds) or net.config.model_type == "swin"  # patch merging
+    attention = {f"{role}.{part}" for role in ("q", "k", "v", "proj") for part in ("weight", "bias")} - {"k.bias"}
+    mlp = {f"{role}.{part}" for role in ("fc1", "fc2") for part in ("weight", "bias")}
+    if net.config.model_type == "resnet":
+        assert kinds == {"embed.weight", "conv.weight", "norm.weight", "norm.bias", "head.weight", "head.bias"}
+    elif net.config.model_type.startswith("convnext"):
+        assert mlp | {"conv.weight", "embed.weight"} <= kinds and not attention & kinds
     else:
-        weights = {f"{role}.{part}" for role in ("q", "k", "v", "proj", "fc1", "fc2") for part in ("weight", "bias")}
-        assert weights | {"norm.weight", "embed.weight", "embed.position", "embed.token"} <= kinds
-        assert not any(kind.startswith(("other", "conv")) for kind in kinds)
-    assert net.layer_kind("backbone.something.else") == "other.weight"
+        assert attention | mlp | {"embed.weight"} <= kinds
+    if net.cut.inner:
+        assert {"embed.position", "embed.token", "k.bias"} <= kinds and "conv.weight" not in kinds
 
 
 def test_probe_layers_scale_with_depth() -> None:
@@ -182,7 +216,7 @@ def test_probe_layers_scale_with_depth() -> None:
 
 
 def test_activations_are_those_of_the_layers(net: VisionNetwork) -> None:
-    if net.family is None:
+    if not net.blocks:
         return
     train_images, names = images(net), net.default_probe_layers()
     found = net.activations(train_images, [*names, "block0"])

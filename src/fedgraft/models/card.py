@@ -1,0 +1,69 @@
+"""The model card that goes with an exported folder: what was trained, on what, how well, and how it was protected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_PATH = re.compile(r"(?<![\w/.:])(?:~|[A-Za-z]:)?(?:[/\\][\w.@-]+)+[/\\]?")
+
+_LOAD = """```python
+from transformers import pipeline
+
+classify = pipeline("image-classification", model="this folder")
+classify("image.png")
+```"""
+_LOAD_ADAPTER = """```python
+import json
+from peft import PeftModel
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+labels = json.load(open("this folder/labels.json"))
+base = AutoModelForImageClassification.from_pretrained("{base}", num_labels=len(labels), ignore_mismatched_sizes=True)
+model = PeftModel.from_pretrained(base, "this folder").eval()
+images = AutoImageProcessor.from_pretrained("this folder")
+```
+Where the images are of another size than the base was made for, call the model with `interpolate_pos_encoding=True`."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """The facts of a card. Texts may name files: only the last piece of a path is published."""
+
+    title: str
+    data: str
+    base: str = ""
+    licence: str = ""
+    """The licence that the base's own card names."""
+    training: Mapping[str, object] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
+    protection: str = "none: updates were aggregated in the clear, without noise"
+
+    def text(self, adapter: bool = False, bundled: bool = False) -> str:
+        """The card as README.md, with the front matter that the Hub reads; `bundled`: the base lies in `base/`."""
+        front = [f"library_name: {'peft' if adapter else 'transformers'}", "pipeline_tag: image-classification"]
+        front += [f"license: {self.licence}"] if self.licence else []
+        front += [f"base_model: {self.base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", self.base) else []
+        front += ["tags: [federated-learning, fedgraft]"]
+        licence = f"Licence of the base: {self.licence}." if self.licence else "The base names no licence."
+        sections = {
+            "Use": _LOAD_ADAPTER.format(base="this folder/base" if bundled else self.base) if adapter else _LOAD,
+            "Base": f"{self.base or 'weights drawn from a seed'}. {licence}",
+            "Data": self.data,
+            "Training": _table(self.training),
+            "Results": _table(self.metrics),
+            "Protection": self.protection,
+        }
+        body = "\n\n".join(f"## {name}\n{without_paths(text)}" for name, text in sections.items() if text)
+        return "---\n" + "\n".join(front) + f"\n---\n# {without_paths(self.title)}\n\n{body}\n"
+
+
+def without_paths(text: str) -> str:
+    """The text with every absolute path cut down to its last piece."""
+    return _PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], text)
+
+
+def _table(values: Mapping[str, object]) -> str:
+    rows = [f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} |" for name, value in values.items()]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
