@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgraft.algorithm import Algorithm
 from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.errors import FedgraftError
-from fedgraft.local.transfer import onto
+from fedgraft.local.features import features as look_through
 from fedgraft.messages import Order, Reply
 from fedgraft.protocols import Examples, Network
 
@@ -105,17 +105,7 @@ def vector_of(order: Order) -> Tensor:
     return order.vector
 
 
-@torch.inference_mode()
-def _feature_batches(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    context.network.eval()
-    device = next(context.network.parameters()).device
-    out = []
-    for picked in rows.split(512):
-        z = context.network.features(onto(context.examples.batch(picked), device), context.examples.entry)
-        out.append((z.cpu(), context.examples.labels[picked]))
-    return out
-
-
 def features(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Pooled features and labels of these rows, in batches."""
-    return [(z.clone(), y) for z, y in _feature_batches(context, rows)]
+    batches = look_through(context.network, context.examples, rows)
+    return [(z, context.examples.labels[picked]) for picked, z in batches]

@@ -22,6 +22,8 @@ from fedgraft.edit.fisher import ESTIMATORS, Scores
 from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import evaluate
+from fedgraft.local.features import features as look_through
+from fedgraft.local.features import hidden as hidden
 from fedgraft.messages import Order, Reply, Scalar
 from fedgraft.privacy.secagg.ring import Segment
 from fedgraft.protocols import Examples, Network
@@ -204,20 +206,6 @@ def _probe(context: ClientContext) -> Examples:
     return context.probe
 
 
-@torch.no_grad()
-def hidden(network: Network, layers: tuple[str, ...], examples: Examples) -> list[Tensor]:
-    """Outputs of these layers for all examples, tokens averaged, (n, d) each; `early`, `middle`, `late` by default."""
-    usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
-    names = [usual.get(layer, layer) for layer in layers]
-    network.eval()
-    device = next(network.parameters()).device
-    parts = [
-        network.activations(examples.batch(rows).to(device), names, examples.entry)
-        for rows in torch.arange(len(examples)).split(256)
-    ]
-    return [torch.cat([part[name].cpu() for part in parts]) for name in names]
-
-
 def _alignment(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """SVCCA of each layer after training with the same layer of the model the round began with; numbers only."""
     layers, keep, top = wanted.options["layers"], int(wanted.options["keep"]), int(wanted.options["top"])
@@ -240,14 +228,8 @@ def _probe_representation(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Pooled features of the shared probe, after training."""
     probe = _probe(context)
-    device = next(context.network.parameters()).device
-    with torch.no_grad():
-        context.network.eval()
-        parts = [
-            context.network.features(probe.batch(r).to(device), probe.entry).cpu()
-            for r in torch.arange(len(probe)).split(256)
-        ]
-    return {}, {"probe_representation": torch.cat(parts)}
+    batches = look_through(context.network, probe, torch.arange(len(probe)), size=256)
+    return {}, {"probe_representation": torch.cat([z for _, z in batches])}
 
 
 def _labels(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -26,6 +26,8 @@ from torch import Generator, Tensor
 from fedgraft.data.examples import ImageExamples, check_rows
 from fedgraft.data.images.augment import draw_flips
 from fedgraft.errors import FedgraftError
+from fedgraft.identity import digest
+from fedgraft.local.features import look
 from fedgraft.protocols import Network
 
 BLOCK = 32
@@ -117,8 +119,8 @@ class FeatureCache:
 
 def _mark(values: np.ndarray) -> int:
     """A digest of a block that is never 0, which means absent."""
-    digest = hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") | 1
+    mark = hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=8).digest()
+    return int.from_bytes(mark, "little") | 1
 
 
 class CachedExamples:
@@ -138,7 +140,7 @@ class CachedExamples:
             raise FedgraftError(f"features can be cached at entries 1..{network.depth}, not at {until}.")
         self.examples, self.network, self.entry = examples, network, until
         self.labels = examples.labels
-        self._prefix = prefix_digest(network, until)
+        self._prefix = digest(network, until)
         parts = [examples.store.digest, examples.transform.digest, self._prefix, str(until), key]
         parts += [torch.__version__, str(torch.get_num_threads()), str(BLOCK)]
         self.digest = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
@@ -175,39 +177,12 @@ class CachedExamples:
     def _fill(self, views: np.ndarray, rows: np.ndarray) -> None:
         if not (missing := self.cache.missing(views, rows)):
             return
-        if prefix_digest(self.network, self.entry) != self._prefix:
+        if digest(self.network, self.entry) != self._prefix:
             raise FedgraftError(f"the weights before entry {self.entry} have changed, so cached features are void.")
         for view, block in missing:
             self.cache.write(view, block, self._compute(view, self.cache.rows_of(block)).numpy())
 
     def _compute(self, view: int, rows: slice) -> Tensor:
         train_images = self.examples.train_images(torch.arange(rows.start, rows.stop))
-        with torch.no_grad(), _evaluating(self.network):
-            device = next(self.network.parameters()).device
-            inputs = self.examples.transform.view(train_images, mirrored=bool(view)).to(device)
-            return self.network.features(inputs, 0, self.entry).float().cpu().contiguous()
-
-
-@contextmanager
-def _evaluating(network: Network) -> Iterator[None]:
-    """Evaluation mode for the time of a forward pass; every module gets back the mode it had."""
-    modules = list(network.modules())
-    modes = [module.training for module in modules]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-
-
-def prefix_digest(network: Network, until: int) -> str:
-    """Digest of every weight and buffer that the activations at entry `until` depend on."""
-    hasher = hashlib.blake2b(digest_size=16)
-    # The final norm (block `depth`) acts before the pooled features, which are entry `depth`.
-    last = until if until == network.depth else until - 1
-    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-        if network.block_of(name) <= last:
-            hasher.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
+        inputs = self.examples.transform.view(train_images, mirrored=bool(view))
+        return look(self.network, inputs, lambda x: self.network.features(x, 0, self.entry)).float().cpu().contiguous()

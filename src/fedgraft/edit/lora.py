@@ -19,15 +19,12 @@ from torch import Tensor, nn
 from fedgraft.errors import FedgraftError, MissingExtra
 from fedgraft.protocols import Network
 from fedgraft.randomness import torch_stream
+from fedgraft.roles import means
 
 A_SUFFIX, B_SUFFIX, W_SUFFIX = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
 
-_Q, _K, _V = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
-KEYWORDS: dict[str, tuple[str, ...]] = {
-    "q": _Q, "k": _K, "v": _V, "qkv": ("qkv", *_Q, *_K, *_V),
-    "proj": ("o_proj", "out_proj", "proj"), "fc1": ("fc1",), "fc2": ("fc2",),
-}  # fmt: skip
-"""What a short target stands for: the last piece of a linear layer's name, in the spellings vision models use."""
+KEYWORDS = ("q", "k", "v", "qkv", "proj", "fc1", "fc2")
+"""Short targets, as `fedgraft.roles` understands them."""
 
 
 class StreamDropout(nn.Module):
@@ -116,8 +113,9 @@ def target_layers(network: Network, targets: Sequence[str], first_block: int = 0
 
 
 def _matches(name: str, target: str) -> bool:
-    last = name.rpartition(".")[2]
-    return last in KEYWORDS[target] if target in KEYWORDS else last == target or fnmatchcase(name, target)
+    if target in KEYWORDS:
+        return means(target, f"{name}.weight")
+    return name.rpartition(".")[2] == target or fnmatchcase(name, target)
 
 
 def adapted(network: Network) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """Which tensors a mask may touch, by name: scopes, exclusions and whitelists.
 
 Three answers for every parameter: *maskable* (the mask decides coordinate by coordinate), *dense* (whitelisted,
-trained whole) or frozen. Words such as `qk` or `mlp` stand for the usual names of vision transformers; anything
+trained whole) or frozen. Words such as `qk` or `mlp` stand for roles of tensors (`fedgraft.roles`); anything
 else is a glob pattern. A tensor that fuses Q, K and V (rows in this order) can be maskable in its Q and K rows only.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,44 +16,14 @@ from torch import Tensor
 
 from fedgraft.edit.masks import Mask
 from fedgraft.errors import FedgraftError
+from fedgraft.roles import WORDS, means, role
 
-_QK = r"\.(q_proj|k_proj|q|k|query|key|to_q|to_k)\."
-_FUSED = r"\.(qkv|qkv_proj|c_attn)\.|\.in_proj_"
-_ATTENTION = r"\.(attention|attn|self_attn|self_attention|self_attn_output)\."
-OVERRIDES: dict[str, str] = {
-    "blocks": r"\.(layers?|blocks?|h|stages?|layer\d)\.\d+\.",
-    "qk": f"{_QK}|{_FUSED}",
-    "attention": f"{_ATTENTION}|{_QK}|{_FUSED}",
-    "mlp": r"\.(mlp|intermediate|ffn|feed_forward|fc1|fc2)\.",
-    "norm": r"(norm|\.ln|\.bn)[^.]*\.(weight|bias)$",
-    "bias": r"bias$",
-    "head": r"^\.?(head|classifier|fc)\.",
-    "embeddings": r"(embed|cls_token|class_token|pos_emb|mask_token)",
-}
-"""Words a scope may use, as regular expressions over the dotted name."""
 DEFAULT_SCOPE = ("blocks", "norm")
 """All tensors of the blocks, and the final norm."""
 
-_KINDS = (
-    ("head", OVERRIDES["head"]), ("norm", OVERRIDES["norm"]), ("embedding", OVERRIDES["embeddings"]),
-    ("query", r"\.(q_proj|q|query|to_q)\."), ("key", r"\.(k_proj|k|key|to_k)\."),
-    ("value", r"\.(v_proj|v|value|to_v)\."),
-    ("qkv", _FUSED), ("mlp", OVERRIDES["mlp"]), ("attention output", _ATTENTION),
-)  # fmt: skip
-
-
-def kind_of(name: str) -> str:
-    """What a parameter is: `query weight`, `key bias`, `mlp weight`, `norm weight`, `head bias`, ..."""
-    kind = next((kind for kind, pattern in _KINDS if re.search(pattern, f".{name}")), "other")
-    return f"{kind} {'bias' if name.endswith('bias') else 'weight'}"
-
-
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter name is meant by any word or glob pattern."""
-    return any(
-        bool(re.search(OVERRIDES[pattern], f".{name}")) if pattern in OVERRIDES else fnmatchcase(name, pattern)
-        for pattern in patterns
-    )
+    return any(means(p, name) if p in WORDS else fnmatchcase(name, p) for p in patterns)
 
 
 @dataclass(frozen=True)
@@ -99,7 +68,7 @@ def resolve(
     for pattern in (*scope, *exclude, *whitelist):
         if not any(matches(name, [pattern]) for name in shapes):
             raise FedgraftError(
-                f"{pattern!r} matches no parameter; use {', '.join(OVERRIDES)} or a glob such as '*.mlp.*'"
+                f"{pattern!r} matches no parameter; use {', '.join(WORDS)} or a glob such as '*.mlp.*'"
             )
     both = [name for name in shapes if matches(name, exclude) and matches(name, whitelist)]
     if both:
@@ -109,7 +78,7 @@ def resolve(
     if not maskable and not dense:
         raise FedgraftError("the scope leaves nothing to train")
     others = [pattern for pattern in scope if pattern != "qk"]
-    fused = [n for n in maskable if re.search(_FUSED, f".{n}") and "qk" in scope and not matches(n, others)]
+    fused = [n for n in maskable if role(n) == "qkv" and "qk" in scope and not matches(n, others)]
     frozen = tuple(name for name in shapes if name not in maskable and name not in dense)
     sizes = {name: tuple(shape) for name, shape in shapes.items()}
     return Scope(sizes, maskable, dense, frozen, {name: shapes[name][0] * 2 // 3 for name in fused})

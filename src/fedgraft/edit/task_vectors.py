@@ -12,7 +12,6 @@ What is exact and what is rounded, in float32:
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from fedgraft.edit.space import EditSpace, Part
 from fedgraft.errors import FedgraftError
+from fedgraft.identity import digest
 from fedgraft.protocols import Network
 
 T = TypeVar("T")
@@ -69,20 +69,9 @@ class Edit:
         return replace(self, scale=-self.scale)
 
 
-def base_digest(network: Network, scope: str = "") -> str:
-    """Identity of a network's values: names, shapes, types and bytes of its parameters and buffers under `scope`."""
-    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    h = hashlib.blake2b(digest_size=16)
-    for name in sorted(n for n in tensors if n.startswith(scope)):
-        flat = tensors[name].detach().cpu().contiguous().view(-1)
-        h.update(f"{name}\x1f{tuple(tensors[name].shape)}\x1f{flat.dtype}\x1e".encode())
-        h.update(flat.view(torch.uint8).numpy().data)
-    return h.hexdigest()
-
-
 def capture(name: str, network: Network, space: EditSpace, vector: Tensor, scope: str = "") -> Edit:
     """The edit that takes this network, which holds the base, to `vector` on `space`."""
-    return Edit(name, base_digest(network, scope), space, vector - space.gather(network), scope=scope)
+    return Edit(name, digest(network, scope=scope), space, vector - space.gather(network), scope=scope)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +89,7 @@ class Applied:
 
 def check_base(network: Network, edit: Edit) -> None:
     """Refuse a network that is not the one this edit was made for."""
-    found = base_digest(network, edit.scope)
+    found = digest(network, scope=edit.scope)
     if found != edit.base:
         raise FedgraftError(
             f"the edit {edit.name!r} was made for the base {edit.base}, this network is {found}; load that base, "

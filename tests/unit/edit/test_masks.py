@@ -24,9 +24,10 @@ from fedgraft.edit.masks import (
     union,
     vote,
 )
-from fedgraft.edit.scope import kind_of, resolve
+from fedgraft.edit.scope import resolve
 from fedgraft.errors import FedgraftError
 from fedgraft.randomness import torch_stream
+from fedgraft.roles import role
 
 torch.set_num_threads(1)
 
@@ -363,11 +364,9 @@ def test_scope_refusals() -> None:
 
 
 def test_kinds() -> None:
-    kinds = [kind_of(name) for name in SHAPES]
+    kinds = [role(name) for name in SHAPES]
     assert kinds == [
-        "embedding weight", "embedding weight", "query weight", "key bias", "value weight", "attention output weight",
-        "norm weight", "mlp weight", "mlp bias", "query weight", "qkv weight", "qkv bias", "norm weight",
-        "head weight", "head bias",
+        "embed", "embed", "q", "k", "v", "proj", "norm", "fc1", "fc1", "q", "qkv", "qkv", "norm", "head", "head",
     ]  # fmt: skip
     mask = Mask({"backbone.layers.0.mlp.fc1.weight": torch.ones(4).bool(), "head.bias": torch.zeros(2).bool()})
-    assert density_by_kind(mask, kind_of) == {"mlp weight": 1.0, "head bias": 0.0}
+    assert density_by_kind(mask, role) == {"fc1": 1.0, "head": 0.0}

@@ -21,7 +21,6 @@ from fedgraft.edit.task_vectors import (
     add,
     applied,
     apply,
-    base_digest,
     capture,
     check_base,
     positions,
@@ -29,6 +28,7 @@ from fedgraft.edit.task_vectors import (
     union,
 )
 from fedgraft.errors import FedgraftError
+from fedgraft.identity import digest
 from fedgraft.randomness import torch_stream
 
 
@@ -251,12 +251,12 @@ def test_a_base_that_does_not_fit_is_refused_untouched(update: Callable[[Any], N
 
 def test_the_digest_depends_on_values_and_not_on_gradients_modes_or_the_process() -> None:
     net = network()
-    assert base_digest(net) == base_digest(network()) != base_digest(network(1))
+    assert digest(net) == digest(network()) != digest(network(1))
     net.eval()
     net.head.weight.requires_grad_(False)
-    assert base_digest(net) == base_digest(network())
+    assert digest(net) == digest(network())
     half: Any = network().half()
-    assert base_digest(half) != base_digest(half.float())
+    assert digest(half) != digest(half.float())
 
 
 def test_a_scope_lets_the_head_differ_and_nothing_else() -> None:
