@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import fedgraft
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.head_init import install_head
-from fedgraft.runs.opening import open_run
 
 OVERRIDES = [
     "partition.clients=4",
@@ -19,10 +16,10 @@ OVERRIDES = [
 def main() -> None:
     """Build the objects that a config names, make a head from the clients' sums, then run one round by hand."""
     job = fedgraft.job_of(fedgraft.load_config(overrides=OVERRIDES))
-    engines, task = Engines(job), job.task
+    engines, task = fedgraft.Engines(job), job.task
     with fedgraft.one_thread():  # the number of threads changes the last bits of a sum
-        install_head(job, engines)  # head initialisation: clients send sums, never images
-        run = open_run(job, engines)  # the coordinates that may move, as one flat vector
+        fedgraft.install_head(job, engines)  # head initialisation: clients send sums, never images
+        run = fedgraft.open_run(job, engines)  # the coordinates that may move, as one flat vector
         engine = engines.training(run.algorithm, run.context)
         state = fedgraft.start(run.algorithm, run.space.gather(task.network), run.space.trained)
         state, summary = fedgraft.run_round(run.algorithm, run.federation, state, engine, run.server_context)

@@ -62,7 +62,7 @@ def test_the_readme_shows_the_example() -> None:
     example = (ROOT / "examples" / "one_round.py").read_text()
     readme = (ROOT / "README.md").read_text()
     assert main_of(shown(readme)) == main_of(example)
-    assert main_of(shown(readme).replace("install_head(job, engines)", "")) != main_of(
+    assert main_of(shown(readme).replace("fedgraft.install_head(job, engines)", "")) != main_of(
         example
     )  # a stale README is noticed
 
