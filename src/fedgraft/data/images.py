@@ -172,7 +172,7 @@ class PixelRule:
         width, height = self._resized(*image.size)
         left, top = (width - self.size) // 2, (height - self.size) // 2
         resized = image.resize((width, height), Resampling(self.resample))
-        return np.asarray(resized.crop((left, top, left + self.size, top + self.size)))
+        return np.array(resized.crop((left, top, left + self.size, top + self.size)))
 
     def fit_batch(self, images: np.ndarray) -> np.ndarray:
         """Small images kept at their own size, uint8 (B, H, W, 3), as (B, size, size, 3)."""
