@@ -26,7 +26,10 @@ def odd_images(folder: Path) -> dict[str, Path]:
         "wide.png": wide,
         "tall.webp": _picture(97, 40),
         "photo.jpg": wide,
+        "photo.avif": wide,
+        "photo.jp2": wide,
         "plain.bmp": wide,
+        "plain.ppm": wide,
         "grey.png": wide.convert("L"),
         "grey.jpg": wide.convert("L"),
         "grey_alpha.png": Image.merge("LA", [wide.convert("L"), wide.getchannel(0)]),
@@ -39,6 +42,8 @@ def odd_images(folder: Path) -> dict[str, Path]:
         "deep.png": Image.fromarray(deep),
         "deep_low.png": Image.fromarray(deep // 300),
         "deep.tiff": Image.fromarray(deep),
+        "deep.jp2": Image.fromarray(deep),
+        "deep.pgm": Image.fromarray(deep),
         "deep_big_endian.tiff": Image.fromarray(deep.astype(">u2")),
         "int32.tiff": Image.fromarray(deep.astype(np.int32) - 500),
         "float.tiff": Image.fromarray(deep.astype(np.float32) / 200 - 10),
@@ -50,6 +55,9 @@ def odd_images(folder: Path) -> dict[str, Path]:
     paths = {name: folder / name for name in made}
     for name, image in made.items():
         image.save(paths[name])
+    paths |= {"two_views.jpg": folder / "two_views.jpg", "moving.gif": folder / "moving.gif"}
+    wide.save(paths["two_views.jpg"], "MPO", save_all=True, append_images=[rgb])  # as telephones write them
+    wide.save(paths["moving.gif"], save_all=True, append_images=[wide.rotate(180)])
     for turn in range(1, 9):
         paths[f"turned_{turn}.jpg"] = _turned(wide, turn, folder / f"turned_{turn}.jpg")
     paths["turned_6.tiff"] = _turned(wide, 6, folder / "turned_6.tiff")

@@ -115,18 +115,17 @@ def _to_rgb(image: Image, window: Window) -> Image:
     """Exactly `convert("RGB")`, unless a deep grey image is to be seen through a window."""
     image.info.pop("transparency", None)  # plays no part in RGB; only makes Pillow warn
     if image.mode != "F" and not image.mode.startswith("I"):
-        return image.convert("RGB")
-    values = np.asarray(image)
-    peak = float(np.max(values, initial=0, where=values == values))  # NaN is not equal to itself
+        return image if image.mode == "RGB" else image.convert("RGB")  # ours already: no second copy of a large one
     if window is None:
-        rgb = image.convert("RGB")
+        rgb, peak = image.convert("RGB"), float(np.fmax.reduce(np.asarray(image), axis=None))  # fmax passes over NaN
         if peak > 255:
             rgb.info["grey_peak"] = peak
         return rgb
     from PIL import Image as factory
 
     low, high = window
-    shown = (np.nan_to_num(values.astype(np.float32), nan=low) - low) * np.float32(255 / (high - low))
+    values = np.nan_to_num(np.asarray(image, dtype=np.float32), nan=low)
+    shown = (values - low) * np.float32(255 / (high - low))
     return factory.fromarray(np.rint(shown.clip(0, 255)).astype(np.uint8)).convert("RGB")
 
 
