@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -116,17 +116,30 @@ def _to_rgb(image: Image, window: Window) -> Image:
     image.info.pop("transparency", None)  # plays no part in RGB; only makes Pillow warn
     if image.mode != "F" and not image.mode.startswith("I"):
         return image if image.mode == "RGB" else image.convert("RGB")  # ours already: no second copy of a large one
-    if window is None:
-        rgb, peak = image.convert("RGB"), float(np.fmax.reduce(np.asarray(image), axis=None))  # fmax passes over NaN
-        if peak > 255:
-            rgb.info["grey_peak"] = peak
-        return rgb
+    if window is not None:
+        return _windowed(image, *window).convert("RGB")
+    peak = max(float(np.fmax.reduce(values, axis=None)) for _, values in _strips(image))  # fmax passes over NaN
+    rgb = image.convert("RGB")
+    if peak > 255:
+        rgb.info["grey_peak"] = peak
+    return rgb
+
+
+def _windowed(image: Image, low: float, high: float) -> Image:
     from PIL import Image as factory
 
-    low, high = window
-    values = np.nan_to_num(np.asarray(image, dtype=np.float32), nan=low)
-    shown = (values - low) * np.float32(255 / (high - low))
-    return factory.fromarray(np.rint(shown.clip(0, 255)).astype(np.uint8)).convert("RGB")
+    grey = factory.new("L", image.size)
+    for top, values in _strips(image):
+        shown = (np.nan_to_num(values.astype(np.float32), nan=low) - low) * np.float32(255 / (high - low))
+        grey.paste(factory.fromarray(np.rint(shown.clip(0, 255)).astype(np.uint8)), (0, top))
+    return grey
+
+
+def _strips(image: Image) -> Iterator[tuple[int, np.ndarray]]:
+    """A deep image in strips of rows: Pillow copies thrice what it hands to NumPy, so never a large one whole."""
+    rows = max(1, (1 << 20) // image.width)
+    for top in range(0, image.height, rows):
+        yield top, np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
 
 
 @dataclass(frozen=True)
@@ -183,12 +196,14 @@ class PixelRule:
         return out
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        if self.resize == "squash":
-            return self.edge, self.edge
-        long = int(self.edge * max(width, height) / min(width, height))  # rounded down, as transformers does
-        if long * self.edge > MOST_PIXELS:  # a picture of 1 x 10,000,000 pixels is small until its short side grows
+        new = (self.edge, self.edge)
+        if self.resize == "crop":
+            long = int(self.edge * max(width, height) / min(width, height))  # rounded down, as transformers does
+            new = (self.edge, long) if width <= height else (long, self.edge)
+        # A picture of 1 x 10,000,000 pixels is small until one side grows, and Pillow widens before it shortens.
+        if new[0] * max(height, new[1]) > MOST_PIXELS // 4:
             raise Unreadable(f"its sides of {width:,} and {height:,} pixels are too unequal to be resized")
-        return (self.edge, long) if width <= height else (long, self.edge)
+        return new
 
     @staticmethod
     def from_preprocessor(config: Mapping[str, Any], size: int) -> PixelRule:

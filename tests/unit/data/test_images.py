@@ -221,6 +221,10 @@ def test_deep_grey_is_cut_off_as_transformers_does_unless_a_window_is_given(odd:
     assert "grey_peak" not in shown.info and "grey_peak" not in decode(odd["deep_low.png"]).info
     floats = np.array([[np.nan, -1, 0.5, 1]], dtype=np.float32)
     assert np.asarray(decode(floats, window=(0, 1)))[0, :, 2].tolist() == [0, 0, 128, 255]
+    tall = np.arange(3_000_000, dtype=np.int32).reshape(-1, 1)  # seen in several strips
+    shown = decode(tall, window=(0, 255 << 14))
+    assert np.array_equal(np.asarray(shown)[..., 0], np.rint(tall / 2**14))
+    assert decode(tall).info["grey_peak"] == 2_999_999
     rule = PixelRule(8, window=(0.0, 4095.0))
     said = rule.to_preprocessor(MEAN, STD)
     assert PixelRule.from_preprocessor(said, 8) == rule
@@ -271,8 +275,10 @@ def test_limits_are_limits(tmp_path: Path) -> None:
             decode(source, most_pixels=109)
     with pytest.raises(Unreadable, match="bytes"):
         decode(bytes(8 * 100 + 1), most_pixels=100)
-    with pytest.raises(Unreadable, match="unequal"):  # small, but its short side would grow beyond the limit
-        PixelRule(224).fit(Image.new("RGB", (1, 2 + MOST_PIXELS // 224**2)))
+    for rule in (PixelRule(224), PixelRule(224, "squash")):  # small, but would grow on the way beyond all bounds
+        with pytest.raises(Unreadable, match="unequal"):
+            rule.fit(Image.new("RGB", (1, MOST_PIXELS // 500)))
+    assert PixelRule(8).fit(Image.new("RGB", (1, 500))).shape == (8, 8, 3)
 
 
 def test_files_that_are_no_images(tmp_path: Path, odd: dict[str, Path]) -> None:
