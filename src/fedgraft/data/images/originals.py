@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgraft.data.images import Source
-from fedgraft.data.store import file_identity
+from fedgraft.data.images.rule import Source
 from fedgraft.errors import FedgraftError
 
 _MOST_BYTES = 2 << 30  # of one row group in memory
@@ -30,6 +29,12 @@ class Originals:
     where: Callable[[int], str]  # how a person finds a row again
 
 
+def file_identity(files: Iterable[Path]) -> list[list[Any]]:
+    """What tells one state of these files from another without reading them: path, size and time of change."""
+    found = [(path.resolve(), path.stat()) for path in files]
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in found]
+
+
 def from_files(files: Sequence[Path], name: str = "folder") -> Originals:
     """Image files, in the order given."""
     identity = file_identity(files)
@@ -44,6 +49,40 @@ def from_arrays(images: Sequence[np.ndarray], name: str = "arrays") -> Originals
         hasher.update(np.ascontiguousarray(image).data)
     read = lambda start, stop: list(images[start:stop])  # noqa: E731 - as short as its neighbours
     return Originals(name, hasher.hexdigest(), len(images), read, lambda row: f"image {row} of the arrays")
+
+
+def chosen(whole: Originals, rows: np.ndarray) -> Originals:
+    """Some rows of others, in this order."""
+
+    def read(start: int, stop: int) -> list[Source]:
+        wanted = rows[start:stop]
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+        return [one for run in runs if len(run) for one in whole.read(int(run[0]), int(run[-1]) + 1)]
+
+    identity = [whole.identity, hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()]
+    return Originals(whole.name, identity, len(rows), read, lambda row: whole.where(int(rows[row])))
+
+
+def joined(parts: Sequence[Originals]) -> Originals:
+    """Several one after the other."""
+    ends = list(accumulate(part.count for part in parts))
+
+    def at(row: int) -> tuple[Originals, int]:
+        place = bisect_right(ends, row)
+        return parts[place], row - (ends[place - 1] if place else 0)
+
+    def read(start: int, stop: int) -> list[Source]:
+        found: list[Source] = []
+        while start + len(found) < stop:
+            part, first = at(start + len(found))
+            found += part.read(first, min(part.count, first + stop - start - len(found)))
+        return found
+
+    def where(row: int) -> str:
+        part, place = at(row)
+        return part.where(place)
+
+    return Originals("joined", [part.identity for part in parts], ends[-1] if ends else 0, read, where)
 
 
 def from_parquet(files: Sequence[Path], column: str, name: str = "parquet") -> Originals:

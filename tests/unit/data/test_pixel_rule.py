@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedgraft.data.images import MOST_PIXELS, PixelRule, Unreadable, decode
-from fedgraft.data.transforms import Transform
+from fedgraft.data.images.rule import MOST_PIXELS, PixelRule, Unreadable, decode
+from fedgraft.data.images.transforms import Transform
 from fedgraft.errors import FedgraftError
-from support.odd_images import bombs, noise, odd_images, png_header
+from tests.support.odd_images import bombs, noise, odd_images, png_header
 
 HALF = (0.5, 0.5, 0.5)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -249,7 +249,7 @@ def test_bombs_are_refused_by_their_headers(tmp_path: Path) -> None:
     script = """
 import resource, sys, warnings
 from pathlib import Path
-from fedgraft.data.images import Unreadable, decode
+from fedgraft.data.images.rule import Unreadable, decode
 warnings.simplefilter("ignore")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sorted(Path(sys.argv[1]).iterdir()):

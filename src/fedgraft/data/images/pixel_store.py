@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from fedgraft.data.images import PixelRule, Source, Unreadable, decode
-from fedgraft.data.originals import Originals
+from fedgraft.data.images.originals import Originals
+from fedgraft.data.images.rule import PixelRule, Source, Unreadable, decode
 from fedgraft.errors import FedgraftError
 
 CHUNK = 128  # images per stretch: what a stop can lose
@@ -35,11 +35,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Pixels:
-    """Pixels of all readable originals; `digest` is that of the pixels alone, wherever they came from."""
+    """Pixels of all originals; `digest` is that of the pixels alone, wherever they came from."""
 
-    images: np.ndarray  # uint8 (M, S, S, 3), memory-mapped
-    kept: np.ndarray  # int64 (M,): the rows of the originals they belong to
-    skipped: tuple[tuple[str, str], ...]  # (where, reason) of each unreadable one
+    images: np.ndarray  # uint8 (N, S, S, 3), memory-mapped; black where an original cannot be read
+    bad: dict[int, str]  # the rows that cannot be read, and why
+    clipped: int  # grey images that were cut off at white
+    peak: float  # the brightest value of those
     digest: str
 
 
@@ -53,15 +54,8 @@ def keeps_own_size(images: np.ndarray, rule: PixelRule) -> bool:
     return images.shape[1] * images.shape[2] <= rule.size**2
 
 
-def open_pixels(
-    originals: Originals, rule: PixelRule, cache: Path, unreadable: str = "refuse", progress: Progress | None = None
-) -> Pixels:
-    """The pixels of these originals under this rule, from the cache or else made now.
-
-    `unreadable` says what becomes of images that cannot be read: "refuse" them all, or "skip" and list them.
-    """
-    if unreadable not in ("refuse", "skip"):
-        raise FedgraftError(f"unreadable images can be met by 'refuse' or 'skip', not by {unreadable!r}.")
+def open_pixels(originals: Originals, rule: PixelRule, cache: Path, progress: Progress | None = None) -> Pixels:
+    """The pixels of these originals under this rule, from the cache or else made now."""
     if not originals.count:
         raise FedgraftError(f"there are no images in {originals.name}; give at least one.")
     key = _digest(json.dumps([originals.identity, originals.count, rule.digest, CHUNK]).encode())
@@ -78,28 +72,8 @@ def open_pixels(
                 f"the images cannot be stored in {entry} ({error.strerror}); "
                 "make room there, or set FEDGRAFT_CACHE to another folder."
             ) from error
-    return _result(entry, seal, originals, unreadable)
-
-
-def _result(entry: Path, seal: dict[str, Any], originals: Originals, unreadable: str) -> Pixels:
-    skipped = tuple((originals.where(row), reason) for row, reason in seal["bad"])
-    if skipped and unreadable == "refuse":
-        named = "; ".join(f"{where} ({reason})" for where, reason in skipped[:3])
-        more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
-        raise FedgraftError(
-            f"{len(skipped)} of {originals.count} images cannot be read: {named}{more}. "
-            "Repair or remove them, or leave them out with: data.unreadable = skip."
-        )
-    if seal["clipped"]:
-        warnings.warn(
-            f"{seal['clipped']} grey images hold values up to {seal['peak']:g}, and all above 255 are shown white, as "
-            "transformers would; say which values are black and white with: data.grey_window = [0, "
-            f"{seal['peak']:g}].",
-            stacklevel=3,
-        )
     images = np.load(entry / "images.npy", mmap_mode="r", allow_pickle=False)
-    kept = np.delete(np.arange(originals.count), [row for row, _ in seal["bad"]])
-    return Pixels(images, kept, skipped, seal["digest"])
+    return Pixels(images, dict(seal["bad"]), seal["clipped"], seal["peak"], seal["digest"])
 
 
 def _sealed(entry: Path) -> dict[str, Any] | None:
@@ -126,7 +100,6 @@ def _repaired(entry: Path) -> dict[str, Any] | None:
 
 
 def _build(entry: Path, originals: Originals, rule: PixelRule, progress: Progress | None) -> dict[str, Any]:
-    (entry / "compact.npy").unlink(missing_ok=True)
     images = _blank(entry / "images.npy", (originals.count, rule.size, rule.size, 3))
     done = _ledger(entry, images)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, (entry / "ledger.jsonl").open("a") as ledger:
@@ -201,26 +174,10 @@ def _ledger(entry: Path, images: np.ndarray) -> dict[int, dict[str, Any]]:
 def _seal(entry: Path, images: np.ndarray, records: list[dict[str, Any]]) -> dict[str, Any]:
     bad = [pair for record in records for pair in record["bad"]]
     peaks = [peak for record in records for peak in record["peaks"]]
-    if len(bad) == len(images):
-        raise FedgraftError(f"none of the {len(images)} images can be read, the first because {bad[0][1]}.")
-    digests = [record["digest"] for record in records]
-    if bad:
-        images = _compact(entry, images, np.delete(np.arange(len(images)), [row for row, _ in bad]))
-        digests = _chunk_digests(images)
-    whole = _whole_digest(images.shape, digests)
+    whole = _whole_digest(images.shape, [record["digest"] for record in records])
     seal = {"digest": whole, "bad": bad, "clipped": len(peaks), "peak": max(peaks, default=0)}
     (entry / "ledger.jsonl").unlink()
     return _write_seal(entry, seal)
-
-
-def _compact(entry: Path, images: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """The rows that are kept, in a file of their own that takes the other's place."""
-    fewer = _blank(entry / "compact.npy", (len(kept), *images.shape[1:]))
-    for start in range(0, len(kept), CHUNK):
-        fewer[start : start + CHUNK] = images[kept[start : start + CHUNK]]
-    fewer.flush()
-    (entry / "compact.npy").replace(entry / "images.npy")
-    return fewer
 
 
 def _write_seal(entry: Path, seal: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +205,7 @@ def _locked(entry: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove builds that were given up a week ago; one that is under way is younger."""
+    """Remove builds that were left a week ago; one that is under way is younger."""
     for entry in folder.glob("[!.]*"):
         with suppress(FileNotFoundError):
             files = [path.stat().st_mtime for path in (entry, *entry.iterdir())]

@@ -1,0 +1,77 @@
+"""The data of a run: the stores, which rows are for what, and who holds which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedgraft.data.partition.partition import Partition
+    from fedgraft.data.sources.assemble import Dataset
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """A dataset divided among clients, with the server's validation rows held out."""
+
+    dataset: Dataset
+    train_rows: Tensor
+    validation_rows: Tensor
+    partition: Partition
+
+    rows_known = True
+    """This machine knows which rows each client has (a simulation); else clients bring data of their own."""
+    blind = False
+    """The server has no images of its own: the clients measure for it, on images they hold out."""
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return self.partition.clients
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """What the clients are called: their sites, or their numbers."""
+        return self.partition.names or tuple(map(str, range(self.partition.clients)))
+
+    @property
+    def total(self) -> int:
+        """Training images of all clients."""
+        return len(self.train_rows)
+
+    @property
+    def largest(self) -> int:
+        """Training images of the client with most."""
+        return int(self.partition.sizes().max())
+
+    @property
+    def identity(self) -> list[str]:
+        """What tells this data and its partition from any other."""
+        return [self.dataset.train.digest, self.partition.digest]
+
+    def rows(self, client: int) -> Tensor:
+        """A client's training rows in the training store."""
+        return self.train_rows[torch.from_numpy(np.asarray(self.partition.train_rows(client)))]
+
+    def test_rows(self, client: int) -> Tensor:
+        """A client's own test rows in the test store."""
+        return torch.from_numpy(np.asarray(self.partition.test_rows(client)).astype(np.int64))
+
+    def histogram(self) -> np.ndarray:
+        """Training images by client and class, (K, C)."""
+        return self.partition.histogram(classes=self.classes)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.dataset.train.classes)
+
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Names of the classes that no client holds."""
+        held = self.histogram().sum(axis=0)
+        return tuple(name for name, count in zip(self.dataset.classes, held, strict=True) if not count)
