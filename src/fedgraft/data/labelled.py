@@ -57,8 +57,6 @@ def short_digest(*parts: str | bytes) -> str:
 def numbered(labels: Any, names: Sequence[Any] | None = None) -> tuple[np.ndarray, tuple[str, ...]]:
     """Labels as numbers from 0 on and their names; `names` gives the order, or the meaning of whole numbers."""
     array = np.asarray(labels)
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
     plain = array.dtype.kind in "iuU" or all(isinstance(one, str | int) for one in array.tolist())
     if array.ndim != 1 or not plain or array.dtype.kind == "b":
         raise FedgraftError(f"labels must be names or whole numbers, one a row, but they are {array.dtype}.")
@@ -73,6 +71,18 @@ def numbered(labels: Any, names: Sequence[Any] | None = None) -> tuple[np.ndarra
     if strange := [name for name in array.tolist() if str(name) not in place]:
         raise FedgraftError(f"the label {strange[0]!r} is not among the classes {', '.join(classes)[:300]}.")
     return np.array([place[str(name)] for name in array.tolist()], dtype=np.int64), classes
+
+
+def numbered_parts(
+    parts: Sequence[np.ndarray], names: Sequence[Any] | None = None
+) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """The labels of several parts, numbered alike."""
+    if len({part.dtype.kind in "iu" for part in parts if part.size}) > 1:
+        raise FedgraftError("some labels are names and some are numbers; use one of the two.")
+    if any(part.ndim != 1 for part in parts):
+        raise FedgraftError(f"labels must be one a row, but they have the shapes {[part.shape for part in parts]}.")
+    both, classes = numbered(np.concatenate(parts), names)
+    return np.split(both, np.cumsum([len(part) for part in parts])[:-1]), classes
 
 
 def check_range(labels: np.ndarray, classes: Sequence[str]) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fedgraft.data.sources.own_table import load_table, numbered
 from PIL import Image
 
-from fedgraft.data.sources.own_table import load_table, numbered
 from fedgraft.deploy.deployed import load_own
 from fedgraft.errors import FedgraftError
 

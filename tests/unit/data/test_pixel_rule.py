@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tests.support.odd_images import bombs, noise, odd_images, png_header
 
 from fedgraft.data.images.rule import MOST_PIXELS, PixelRule, Unreadable, decode
 from fedgraft.data.images.transforms import Transform
 from fedgraft.errors import FedgraftError
-from tests.support.odd_images import bombs, noise, odd_images, png_header
 
 HALF = (0.5, 0.5, 0.5)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

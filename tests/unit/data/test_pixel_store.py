@@ -14,13 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from tests.support.odd_images import noise
 
 from fedgraft.data.images import pixel_store
+from fedgraft.data.images.originals import Originals, chosen, from_arrays, from_files, from_parquet, joined
+from fedgraft.data.images.pixel_store import open_pixels, pixels_digest
 from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.originals import Originals, from_arrays, from_files, from_parquet
-from fedgraft.data.images.pixel_store import keeps_own_size, open_pixels, pixels_digest
+from fedgraft.data.images.store import store_of
 from fedgraft.errors import FedgraftError
-from tests.support.odd_images import noise
 
 RULE = PixelRule(16, "crop", 18)
 COUNT = 10
@@ -63,7 +64,7 @@ def test_made_once_and_opened_again(files: list[Path], tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     originals, asked = counted(from_files(files))
     made = open_pixels(originals, RULE, tmp_path, progress=lambda done, total: told.append((done, total)))
-    assert np.array_equal(made.images, expected(files)) and made.kept.tolist() == list(range(COUNT))
+    assert np.array_equal(made.images, expected(files)) and made.bad == {}
     assert isinstance(made.images, np.memmap) and not made.images.flags.writeable
     assert told == [(3, 10), (6, 10), (9, 10), (10, 10)]
     again = open_pixels(originals, RULE, tmp_path)
@@ -154,31 +155,50 @@ def test_damage_is_noticed_and_mended(damage: str, files: list[Path], tmp_path: 
     assert np.array_equal(made.images, expected(files)) and asked == [0, 3, 6, 9]
 
 
-def test_unreadable_images_are_refused_by_name_or_skipped(files: list[Path], tmp_path: Path) -> None:
+def test_unreadable_images_are_known_with_their_reasons(files: list[Path], tmp_path: Path) -> None:
     for row in (1, 4, 5, 9):
         files[row].write_bytes(b"words")
-    with pytest.raises(FedgraftError, match=r"4 of 10 images cannot be read: .*1\.png \(.*4\.png .*; and 1 more"):
-        open_pixels(from_files(files), RULE, tmp_path)
-    originals, asked = counted(from_files(files))
-    kept = open_pixels(originals, RULE, tmp_path, unreadable="skip")
+    made = open_pixels(from_files(files), RULE, tmp_path)
     good = [0, 2, 3, 6, 7, 8]
-    assert asked == [] and kept.kept.tolist() == good  # what the refusal found out is not sought again
-    assert [Path(where).name for where, _ in kept.skipped] == ["1.png", "4.png", "5.png", "9.png"]
-    assert np.array_equal(kept.images, expected([files[row] for row in good]))
-    assert kept.digest == open_pixels(from_files([files[row] for row in good]), RULE, tmp_path).digest
-    with pytest.raises(FedgraftError, match="none of the 2 images"):
-        open_pixels(from_files([files[1], files[4]]), RULE, tmp_path, unreadable="skip")
-    with pytest.raises(FedgraftError, match="ignore"):
-        open_pixels(originals, RULE, tmp_path, unreadable="ignore")
+    assert list(made.bad) == [1, 4, 5, 9] and "not, or no longer, an image" in made.bad[4]
+    assert np.array_equal(made.images[good], expected([files[row] for row in good])) and not made.images[4].any()
+    originals, asked = counted(from_files(files))
+    assert open_pixels(originals, RULE, tmp_path).bad == made.bad and asked == []  # not sought again
     with pytest.raises(FedgraftError, match="no images"):
         open_pixels(from_files([]), RULE, tmp_path)
 
 
-def test_deep_grey_that_is_cut_off_is_told(tmp_path: Path) -> None:
-    deep = from_arrays([noise(20, 20, 1, 4096)[..., 0] for _ in range(2)])
+def test_a_store_refuses_what_cannot_be_read_only_if_it_is_among_its_rows(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
+    for row in (1, 4, 5, 9):
+        files[row].write_bytes(b"words")
+    store = store_of(from_files(files), np.arange(COUNT) % 2, "ab")
+    with pytest.raises(FedgraftError, match=r"4 of 10 images cannot be read: .*1\.png \(.*4\.png .*; and 1 more"):
+        store.open(RULE)
+    assert list(store.unreadable()) == [1, 4, 5, 9]
+    rows = np.array([8, 0, 3])
+    part = store.take(rows)
+    assert np.array_equal(part.open(RULE)[np.array([2, 0])], expected([files[3], files[8]]))
+    assert part.unreadable() == {} and part.where(0) == str(files[8]) and part.labels.tolist() == [0, 0, 1]
+
+
+def test_joined_and_chosen_originals(files: list[Path], tmp_path: Path) -> None:
+    pq.write_table(pa.table({"img": [path.read_bytes() for path in files]}), tmp_path / "a.parquet", row_group_size=4)
+    rows = np.array([7, 1, 2, 3, 9])
+    both = joined([from_files(files[:3]), chosen(from_parquet([tmp_path / "a.parquet"], "img"), rows)])
+    wanted = [*files[:3], *(files[row] for row in rows)]
+    assert np.array_equal(open_pixels(both, RULE, tmp_path).images, expected(wanted))
+    assert both.where(1) == str(files[1]) and both.where(4).endswith("row 1")
+
+
+def test_deep_grey_that_is_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
+    deep = store_of(from_arrays([noise(20, 20, 1, 4096)[..., 0] for _ in range(2)]), np.array([0, 1]), "ab")
     with pytest.warns(UserWarning, match=r"2 grey images hold values up to 3\d\d\d"):
-        open_pixels(deep, RULE, tmp_path)
-    open_pixels(deep, replace(RULE, window=(0, 4095)), tmp_path)  # warnings are errors here: none
+        deep.open(RULE)
+    deep.open(replace(RULE, window=(0, 4095)))  # warnings are errors here: none
 
 
 def test_a_full_disk_is_a_sentence(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +231,23 @@ def test_builds_given_up_are_removed(files: list[Path], tmp_path: Path) -> None:
     assert names == {12, 16} and len(finished.images) == COUNT
 
 
-def test_small_images_keep_their_size_and_give_the_same_pixels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_images_of_one_size_give_the_same_pixels_kept_or_made(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Smaller than the network's size they are kept as they are, as arrays or encoded, and fitted when used."""
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
     native = np.stack([noise(8, 8).astype(np.uint8), noise(8, 8).astype(np.uint8)[::-1]])
-    assert keeps_own_size(native, RULE) and not keeps_own_size(native, PixelRule(4))
-    assert np.array_equal(RULE.fit_batch(native), open_pixels(from_arrays(native), RULE, tmp_path).images)
+    for row, image in enumerate(native):
+        Image.fromarray(image).save(tmp_path / f"{row}.png")
+    encoded = replace(from_files([tmp_path / "0.png", tmp_path / "1.png"]), side=8)
+    rule = PixelRule(size, "crop", size + 1)
+    wanted = open_pixels(from_arrays(native), rule, tmp_path).images
+    for content in (native, encoded):
+        opened = store_of(content, np.array([0, 1]), "ab").open(rule)
+        assert np.array_equal(opened[np.arange(2)], wanted)
+        assert opened.images.shape[1] == (size if size < 8 else 8)
+    Image.fromarray(native[0][:6]).save(tmp_path / "1.png")
+    changed = replace(from_files([tmp_path / "0.png", tmp_path / "1.png"]), side=8)
+    with pytest.raises(FedgraftError, match=r"8 x 6 pixels instead of 8 x 8"):
+        store_of(changed, np.array([0, 1]), "ab").open(rule)

@@ -27,6 +27,7 @@ class Originals:
     count: int
     read: Callable[[int, int], Sequence[Source]]  # the sources of the rows start..stop
     where: Callable[[int], str]  # how a person finds a row again
+    side: int = 0  # all are squares of this side; 0: unknown
 
 
 def file_identity(files: Iterable[Path]) -> list[list[Any]]:
@@ -41,13 +42,13 @@ def from_files(files: Sequence[Path], name: str = "folder") -> Originals:
     return Originals(name, identity, len(files), lambda start, stop: files[start:stop], lambda row: str(files[row]))
 
 
-def from_arrays(images: Sequence[np.ndarray], name: str = "arrays") -> Originals:
+def from_arrays(images: np.ndarray | Sequence[np.ndarray], name: str = "arrays") -> Originals:
     """Arrays, one per image or all in one (N, H, W, C); the identity is their content."""
     hasher = hashlib.blake2b(digest_size=16)
     for image in images:
         hasher.update(repr((image.dtype.str, image.shape)).encode())
         hasher.update(np.ascontiguousarray(image).data)
-    read = lambda start, stop: list(images[start:stop])  # noqa: E731 - as short as its neighbours
+    read = lambda start, stop: list(images[start:stop])  # noqa: E731
     return Originals(name, hasher.hexdigest(), len(images), read, lambda row: f"image {row} of the arrays")
 
 

@@ -49,11 +49,6 @@ def pixels_digest(images: np.ndarray) -> str:
     return _whole_digest(images.shape, _chunk_digests(images))
 
 
-def keeps_own_size(images: np.ndarray, rule: PixelRule) -> bool:
-    """Whether (N, H, W, 3) is smaller as it is, so that `rule.fit_batch` enlarges it when it is used."""
-    return images.shape[1] * images.shape[2] <= rule.size**2
-
-
 def open_pixels(originals: Originals, rule: PixelRule, cache: Path, progress: Progress | None = None) -> Pixels:
     """The pixels of these originals under this rule, from the cache or else made now."""
     if not originals.count:
@@ -106,7 +101,7 @@ def _build(entry: Path, originals: Originals, rule: PixelRule, progress: Progres
         for start in range(0, originals.count, CHUNK):
             stop = min(start + CHUNK, originals.count)
             if start not in done:
-                made = list(pool.map(partial(_make, rule), originals.read(start, stop)))
+                made = list(pool.map(partial(_make, rule, originals.side), originals.read(start, stop)))
                 if len(made) != stop - start:
                     raise FedgraftError(
                         f"{originals.name} gave {len(made)} images where {stop - start} were announced."
@@ -120,10 +115,12 @@ def _build(entry: Path, originals: Originals, rule: PixelRule, progress: Progres
     return _seal(entry, images, [done[start] for start in sorted(done)])
 
 
-def _make(rule: PixelRule, source: Source) -> tuple[np.ndarray | None, str, float]:
+def _make(rule: PixelRule, side: int, source: Source) -> tuple[np.ndarray | None, str, float]:
     """Pixels, or None and why not; and the brightest value of a deep image that was cut off."""
     try:
         image = decode(source, rule.window)
+        if side and image.size != (side, side):
+            raise Unreadable(f"it has {image.width} x {image.height} pixels instead of {side} x {side}")
         return rule.fit(image), "", float(image.info.get("grey_peak", 0))
     except Unreadable as error:
         return None, error.reason, 0.0

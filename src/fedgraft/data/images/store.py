@@ -1,8 +1,7 @@
 """Images addressed by row, whose pixels are made at the size a network needs when they are first used.
 
-Small images of one size (CIFAR, digits) are kept as they are, in a cache entry with `train/` and `test/`, each holding
-`images.npy`, `labels.npy` and `meta.json`; it is written beside its final place and renamed, so a killed process
-leaves no half entry, and a damaged one is rebuilt. All others are made from their originals (see `pixel_store`).
+Images of one small size (CIFAR, digits) are kept at that size and enlarged when they are used, to the same bits. All
+others are made once from their originals (see `pixel_store`).
 """
 
 from __future__ import annotations
@@ -10,35 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fedgraft.data.images.originals import Originals, from_arrays
-from fedgraft.data.images.pixel_store import Pixels, Progress, keeps_own_size, open_pixels
+from fedgraft.data.images.pixel_store import Pixels, Progress, open_pixels
 from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.labelled import Labelled, check_range, short_digest
 from fedgraft.errors import FedgraftError
 
-_PARTS = ("train", "test")
 _CHUNK = 4096  # images per step when hashing: bounds memory for stores of any size
-
-
-@dataclass(frozen=True)
-class RawSplit:
-    """What a reader found: labels at once, images as a stream of uint8 chunks (b, H, W, 3) in the same order."""
-
-    labels: np.ndarray
-    classes: tuple[str, ...]
-    images: Iterable[np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +66,11 @@ class ImageStore(Labelled):
 
     def open(self, rule: PixelRule, progress: Progress | None = None) -> OpenedImages:
         """The pixels that this rule makes, from the cache or made now; unreadable images are refused by name."""
-        if isinstance(self.content, np.ndarray) and (keeps_own_size(self.content, rule) or not len(self)):
+        if isinstance(self.content, np.ndarray) and (_small(self.content.shape[1:3], rule) or not len(self)):
             return OpenedImages(self.content, self.rows, rule.fit_batch, self.digest)
-        made = open_pixels(self.originals, rule, cache_dir(), progress)
+        side = self.originals.side
+        own = side and _small((side, side), rule)
+        made = open_pixels(self.originals, PixelRule(side) if own else rule, cache_dir(), progress)
         self._refuse(made)
         if made.clipped:
             warnings.warn(
@@ -94,7 +80,7 @@ class ImageStore(Labelled):
                 stacklevel=3,
             )
         rows = b"" if self.rows is None else self.rows.tobytes()
-        return OpenedImages(made.images, self.rows, None, short_digest(made.digest, rows))
+        return OpenedImages(made.images, self.rows, rule.fit_batch if own else None, short_digest(made.digest, rows))
 
     @property
     def originals(self) -> Originals:
@@ -124,6 +110,11 @@ class ImageStore(Labelled):
                 f"{len(bad)} of {len(self)} images cannot be read: {named}{more}. "
                 "Repair or remove them, or leave them out with: data.unreadable = skip."
             )
+
+
+def _small(sides: tuple[int, ...], rule: PixelRule) -> bool:
+    """Whether images are smaller as they are than what the rule makes of them."""
+    return sides[0] * sides[1] <= rule.size**2
 
 
 def make_store(images: np.ndarray, labels: np.ndarray, classes: Iterable[str]) -> ImageStore:
@@ -167,84 +158,3 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fedgraft"
-
-
-def cached_stores(
-    name: str, identity: Mapping[str, Any], read: Callable[[], tuple[RawSplit, ...]]
-) -> tuple[ImageStore, ...]:
-    """The stores of this identity (train, or train and test), from the cache or else from `read`."""
-    key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=12).hexdigest()
-    entry = cache_dir() / "stores" / f"{name}-{key}"
-    if entry.is_dir():
-        try:
-            return _opened(entry)
-        except (OSError, EOFError, ValueError, KeyError, TypeError, FedgraftError) as error:
-            warnings.warn(f"the cached copy of {name} in {entry} is damaged ({error}); rebuilding it.", stacklevel=2)
-            _remove(entry)
-    _build(entry, read)
-    return _opened(entry)
-
-
-def _opened(entry: Path) -> tuple[ImageStore, ...]:
-    return tuple(_open(entry / part) for part in _PARTS if part == "train" or (entry / part).is_dir())
-
-
-def _open(folder: Path) -> ImageStore:
-    meta = json.loads((folder / "meta.json").read_text())
-    images = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
-    labels = np.load(folder / "labels.npy", allow_pickle=False)
-    store = make_store(images, labels, meta["classes"])
-    if store.digest != meta["digest"]:
-        raise FedgraftError("the content does not match its digest")
-    return store
-
-
-def _build(entry: Path, read: Callable[[], tuple[RawSplit, ...]]) -> None:
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(entry.parent)
-    work = Path(tempfile.mkdtemp(prefix=".building-", dir=entry.parent))
-    try:
-        for part, split in zip(_PARTS, read(), strict=False):
-            _write(work / part, split)
-        try:
-            work.rename(entry)
-        except OSError:  # another process finished the same entry first; ours is not needed
-            if not entry.is_dir():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left behind; anything younger than a day may still be in use."""
-    for left in [*folder.glob(".building-*"), *folder.glob(".damaged-*")]:
-        with suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime > 86_400:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _write(folder: Path, split: RawSplit) -> None:
-    folder.mkdir()
-    count, images, filled = len(split.labels), None, 0
-    for chunk in split.images:
-        if images is None:
-            shape = (count, *chunk.shape[1:])
-            images = np.lib.format.open_memmap(folder / "images.npy", mode="w+", dtype=np.uint8, shape=shape)
-        if filled + len(chunk) > count:
-            raise FedgraftError(f"the source holds more images than its {count} labels.")
-        images[filled : filled + len(chunk)] = chunk
-        filled += len(chunk)
-    if images is None or filled != count:
-        raise FedgraftError(f"the source holds {filled} images but {count} labels.")
-    images.flush()
-    store = make_store(images, split.labels, split.classes)
-    np.save(folder / "labels.npy", store.labels, allow_pickle=False)
-    (folder / "meta.json").write_text(json.dumps({"classes": list(store.classes), "digest": store.digest}))
-
-
-def _remove(entry: Path) -> None:
-    """Take a damaged entry out of the way in one step, then delete it."""
-    grave = Path(tempfile.mkdtemp(prefix=".damaged-", dir=entry.parent))
-    with suppress(FileNotFoundError):  # another process may have done it already
-        entry.rename(grave / entry.name)
-    shutil.rmtree(grave, ignore_errors=True)

@@ -61,7 +61,7 @@ def iid_owners(
 
 
 def stratified_owners(labels: np.ndarray, clients: int, rng: np.random.Generator) -> Owners:
-    """Each class is handed out round robin and the next one goes on where it stopped: all counts differ by at most one."""
+    """Each class goes round robin, and the next one goes on where it stopped: all counts differ by at most one."""
     order, _ = shuffled_by_class(labels, rng)
     owner = np.empty(len(labels), dtype=np.int64)
     owner[order] = rng.permutation(clients)[np.arange(len(labels)) % clients]

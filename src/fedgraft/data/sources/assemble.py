@@ -1,4 +1,4 @@
-"""From what a source holds to a `Dataset`: labels numbered, unreadable images met, a test set cut where there is none."""
+"""From what a source holds to a `Dataset`: labels numbered, unreadable images left out, a test set cut if need be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from fedgraft.data.images.originals import Originals
 from fedgraft.data.images.pixel_store import Progress
 from fedgraft.data.images.store import ImageStore, store_of
-from fedgraft.data.labelled import check_columns, numbered
+from fedgraft.data.labelled import check_columns, numbered_parts
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.errors import FedgraftError
@@ -38,7 +38,6 @@ class Dataset:
 class Making(TypedDict, total=False):
     """Options of every source of a user's own images."""
 
-    classes: Sequence[str] | None  # names of the classes, in the order of the labels
     test_share: float  # of a source without a test set, stratified; no group is separated
     seed: int  # of that cut
     unreadable: Literal["refuse", "skip"]
@@ -54,31 +53,35 @@ class Table:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
-def assemble(name: str, train: Table, test: Table | None = None, **making: Unpack[Making]) -> Dataset:
-    """The dataset of a source's parts."""
-    parts = [train] if test is None else [train, test]
-    both, names = numbered(_joined([np.asarray(part.labels) for part in parts]), making.get("classes"))
-    ends = np.cumsum([len(part.labels) for part in parts])
-    stores = []
-    for part, labels in zip(parts, np.split(both, ends[:-1]), strict=True):
+def assemble(
+    name: str, parts: Sequence[Table], classes: Sequence[str] | None = None, **making: Unpack[Making]
+) -> Dataset:
+    """The dataset of a source's parts: train, or train and test."""
+    given = [np.asarray(part.labels) for part in parts]
+    given = [labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels for labels in given]
+    split, names = numbered_parts(given, classes)
+    stores: list[Store] = []
+    for part, labels in zip(parts, split, strict=True):
         columns = check_columns(part.columns, len(labels))
         stores.append(replace(store_of(part.content, labels, names), columns=columns))
     return finish(name, stores, **making)
 
 
-def finish(name: str, stores: Sequence[Store], **making: Unpack[Making]) -> Dataset:
+def finish(
+    name: str,
+    stores: Sequence[Store],
+    test_share: float = 0.2,
+    seed: int = 0,
+    unreadable: str = "refuse",
+    progress: Progress | None = None,
+) -> Dataset:
     """The dataset of one or two stores: unreadable images left out on request, a test set cut if there is none."""
     skipped: list[tuple[str, str]] = []
-    if (wish := making.get("unreadable", "refuse")) not in ("refuse", "skip"):
-        raise FedgraftError(f"unreadable images can be met by 'refuse' or 'skip', not by {wish!r}.")
-    if wish == "skip":
-        stores = [_readable(store, skipped, making.get("progress")) for store in stores]
-    if len(stores) == 1:
-        stores = cut(stores[0], making.get("test_share", 0.2), making.get("seed", 0))
-    train, test = stores
-    lost = np.setdiff1d(test.labels, train.labels)
-    if len(lost) and len(train):
-        raise FedgraftError(f"{name} has test images of {train.classes[lost[0]]!r}, but no training images of it.")
+    if unreadable not in ("refuse", "skip"):
+        raise FedgraftError(f"unreadable images can be met by 'refuse' or 'skip', not by {unreadable!r}.")
+    if unreadable == "skip":
+        stores = [_readable(store, skipped, progress) for store in stores]
+    train, test = stores if len(stores) == 2 else cut(stores[0], test_share, seed)
     return Dataset(name, train, test, tuple(skipped))
 
 
@@ -107,14 +110,3 @@ def _readable(store: Store, skipped: list[tuple[str, str]], progress: Progress |
         )
     skipped += [(store.where(row), reason) for row, reason in bad.items()]
     return store.take(np.delete(np.arange(len(store)), list(bad)))
-
-
-def _joined(labels: list[np.ndarray]) -> np.ndarray:
-    """Labels of all parts in one array; numbers and names do not mix."""
-    kinds = {array.dtype.kind in "iu" for array in labels if array.size}
-    if len(kinds) > 1:
-        raise FedgraftError("some labels are names and some are numbers; use one of the two.")
-    flat = [array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array for array in labels]
-    if any(array.ndim != 1 for array in flat):
-        raise FedgraftError(f"labels must be one a row, but they have the shapes {[a.shape for a in labels]}.")
-    return np.concatenate(flat)

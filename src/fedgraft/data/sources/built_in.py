@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import numpy as np
 
-from fedgraft.data.images.store import RawSplit, cached_stores, make_store
+from fedgraft.data.images.store import ImageStore, make_store
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.errors import FedgraftError
@@ -31,29 +28,23 @@ def digits() -> Dataset:
 
 def synthetic(classes: int = 10, train: int = 5000, test: int = 1000, image_size: int = 32, seed: int = 0) -> Dataset:
     """A smooth random template per class plus pixel noise: learnable, and of any size."""
+    from PIL import Image
+
     wanted = {"classes": classes, "train": train, "test": test, "image_size": image_size}
     if small := [name for name, value in wanted.items() if value < 1]:
         raise FedgraftError(f"the option {small[0]!r} of the data source 'synthetic' must be positive.")
-    read = partial(_read_synthetic, image_size, seed, classes, train, test)
-    return Dataset("synthetic", *cached_stores("synthetic", {**wanted, "seed": seed}, read))
-
-
-def _read_synthetic(size: int, seed: int, classes: int, train: int, test: int) -> tuple[RawSplit, RawSplit]:
-    from PIL import Image
-
     coarse = numpy_stream(seed, "synthetic", "templates").normal(128, 50, size=(classes, 4, 4, 3)).clip(0, 255)
-    smooth = [Image.fromarray(t.astype(np.uint8)).resize((size, size), Image.Resampling.BICUBIC) for t in coarse]
+    side = (image_size, image_size)
+    smooth = [Image.fromarray(t.astype(np.uint8)).resize(side, Image.Resampling.BICUBIC) for t in coarse]
     templates = np.stack([np.asarray(t) for t in smooth]).astype(np.float32)  # (classes, size, size, 3)
-    names = tuple(f"class_{c}" for c in range(classes))
 
-    def split(part: str, count: int) -> RawSplit:
-        labels = numpy_stream(seed, "synthetic", part).permutation(np.arange(count) % classes)
-        return RawSplit(labels, names, _noisy(templates, labels, numpy_stream(seed, "synthetic", part, "noise")))
+    def part(name: str, count: int) -> ImageStore:
+        labels = numpy_stream(seed, "synthetic", name).permutation(np.arange(count) % classes)
+        noise = numpy_stream(seed, "synthetic", name, "noise")
+        images = np.empty((count, *side, 3), dtype=np.uint8)
+        for start in range(0, count, 1024):  # in stretches: noise takes sixteen times the room
+            chunk = templates[labels[start : start + 1024]]
+            images[start : start + 1024] = (chunk + noise.normal(0, 40, size=chunk.shape)).clip(0, 255)
+        return make_store(images, labels, [f"class_{c}" for c in range(classes)])
 
-    return split("train", train), split("test", test)
-
-
-def _noisy(templates: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    for start in range(0, len(labels), 1024):
-        chunk = templates[labels[start : start + 1024]]
-        yield (chunk + rng.normal(0, 40, size=chunk.shape)).clip(0, 255).astype(np.uint8)
+    return Dataset("synthetic", part("train", train), part("test", test))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedgraft.data.images.store import content_digest
-from fedgraft.data.labelled import Labelled, check_columns, check_range, numbered
-from fedgraft.data.sources.npz_file import open_npz
+from fedgraft.data.labelled import Labelled, check_columns, check_range, numbered_parts
+from fedgraft.data.sources.npz_file import read_npz
 from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -49,18 +49,15 @@ def features(
     groups: Any = None,
     test: Sequence[Any] | None = None,
 ) -> Dataset:
-    """Feature vectors (N, d) and labels; `test` is (x, y[, sites]), else a share is cut off. `x` may be a file of both."""
+    """Feature vectors (N, d) and labels, or a file of both; `test` is (x, y[, sites]), else a share is cut off."""
     from fedgraft.data.sources.assemble import Dataset, finish
 
     if isinstance(x, str | Path):
         return Dataset("features", *load_features(Path(x).expanduser()))
     parts = [(x, y, sites, groups)] + ([(*test, None, None)[:4]] if test is not None else [])
-    given = [np.asarray(part[1]) for part in parts]
-    both, names = numbered(np.concatenate(given), classes)
+    split, names = numbered_parts([np.asarray(part[1]) for part in parts], classes)
     stores = []
-    for (values, _, site, group), labels in zip(
-        parts, np.split(both, np.cumsum([len(g) for g in given])[:-1]), strict=True
-    ):
+    for (values, _, site, group), labels in zip(parts, split, strict=True):
         store = make_feature_store(np.asarray(values), labels, names)
         stores.append(replace(store, columns=check_columns({"site": site, "group": group}, len(store))))
     return finish("features", stores)
@@ -107,8 +104,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise FedgraftError(f"there is no feature file {path}; give an .npz or .safetensors file as data.path.")
     if path.suffix == ".npz":
-        members = open_npz(path)
-        return {name: member.read() for name, member in members.items() if name in (*FIELDS, "classes")}
+        return read_npz(path, (*FIELDS, "classes"))
     if path.suffix != ".safetensors":
         raise FedgraftError(f"{path} is neither an .npz nor a .safetensors file.")
     from safetensors import SafetensorError

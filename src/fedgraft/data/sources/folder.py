@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -25,16 +26,12 @@ class Listing:
         return Table(from_files(self.files), self.labels, {"site": self.sites} if self.sites else {})
 
 
-def folder(path: str | Path, **making: Unpack[Making]) -> Dataset:
+def folder(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
     """Images in one directory per class; with `train/` and `test/` on top, these are used, else a share is cut off."""
-    parts = _parts(_existing(path))
-    making.setdefault("classes", sorted(set(parts[0].labels)))
-    if strange := sorted({name for part in parts for name in part.labels} - set(making["classes"] or ())):
-        raise FedgraftError(f"{path} holds the class {strange[0]!r}, which is not among the classes it should have.")
-    return assemble("folder", *(part.table() for part in parts), **making)
+    return assemble("folder", [part.table() for part in _parts(_existing(path))], classes, **making)
 
 
-def owners(path: str | Path, **making: Unpack[Making]) -> Dataset:
+def owners(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
     """One directory per owner, each as `folder` takes it; the owner's name becomes the row's site."""
     places = _directories(_existing(path))
     if not places:
@@ -42,8 +39,8 @@ def owners(path: str | Path, **making: Unpack[Making]) -> Dataset:
     found = [_parts(place, place.name) for place in places]
     if len({len(parts) for parts in found}) > 1:
         raise FedgraftError(f"some owners in {path} have train/ and test/ and some have not; give all or none of them.")
-    parts = [_joined([one[number] for one in found]) for number in range(len(found[0]))]
-    return assemble("owners", *(part.table() for part in parts), **making)
+    parts = [_joined([one[number] for one in found]).table() for number in range(len(found[0]))]
+    return assemble("owners", parts, classes, **making)
 
 
 def is_class_folder(path: Path) -> bool:

@@ -68,6 +68,7 @@ def _interpret(data: bytes) -> Any:
     """What a pickle of plain values and recorders means."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
+    argument: Any
     for code, argument, _ in pickletools.genops(data):
         name = code.name
         if name in _PLAIN:

@@ -26,11 +26,11 @@ def arrays(
     test: Sequence[Any] | None = None,
     **making: Unpack[Making],
 ) -> Dataset:
-    """Images as one uint8 array or a list of them, and labels (names or numbers); `test` is (x, y[, sites[, groups]])."""
+    """Images as a uint8 array or a list of them, and labels (names or numbers); `test` is (x, y[, sites[, groups]])."""
     parts = [_table(x, y, sites, groups)]
     if test is not None:
         parts.append(_table(*test))
-    return assemble("arrays", *parts, **{**making, "classes": classes})
+    return assemble("arrays", parts, classes, **making)
 
 
 def dataset(
@@ -40,6 +40,7 @@ def dataset(
     site: str | None = None,
     group: str | None = None,
     test: Any = None,
+    classes: Sequence[str] | None = None,
     **making: Unpack[Making],
 ) -> Dataset:
     """A torch `Dataset` of (image, label), a `datasets.Dataset`, a `DatasetDict`, or a folder that `datasets` saved.
@@ -55,17 +56,14 @@ def dataset(
         if "train" not in whole or test is not None:
             raise FedgraftError(f"a DatasetDict needs the part 'train', but has {', '.join(map(str, whole))}.")
         parts = [whole["train"]] + ([whole[held]] if held else [])
-    said = making.get("classes") or _class_names(parts[0], label)
-    return assemble("datasets", *(_read(part, names) for part in parts), **{**making, "classes": said})
+    said = _class_names(parts[0], label) if classes is None else classes
+    return assemble("datasets", [_read(part, names) for part in parts], said, **making)
 
 
 def _table(x: Any, y: Any, sites: Any = None, groups: Any = None) -> Table:
-    images = plain_image(x) if hasattr(x, "shape") else [plain_image(one) for one in x]
-    columns = {"site": sites, "group": groups}
-    if isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim in (3, 4):
-        if images.ndim == 3 or images.shape[3] in (1, 3) or images.shape[1] == 3:
-            return Table(rgb(images), y, columns)
-    return Table(from_arrays(images), y, columns)
+    images: Any = plain_image(x) if hasattr(x, "shape") else [plain_image(one) for one in x]
+    same = isinstance(images, np.ndarray) and images.dtype == np.uint8
+    return Table(rgb(images) if same else from_arrays(images), y, {"site": sites, "group": groups})
 
 
 def plain_image(value: Any) -> Any:

@@ -22,6 +22,7 @@ def parquet(
     label: str = "label",
     site: str | None = None,
     group: str | None = None,
+    classes: Sequence[str] | None = None,
     **making: Unpack[Making],
 ) -> Dataset:
     """A parquet file, or a folder of them: files with `train` and with `test` in their names are the two parts.
@@ -31,18 +32,22 @@ def parquet(
     """
     names = {"image": image, "label": label, "site": site, "group": group}
     parts = _files(Path(path).expanduser())
-    if making.get("classes") is None:
-        making["classes"] = _class_names(parts[0][0], label)
-    return assemble("parquet", *(read_parquet(files, names) for files in parts), **making)
+    said = _class_names(parts[0][0], label) if classes is None else classes
+    return assemble("parquet", [read_parquet(files, names) for files in parts], said, **making)
 
 
 def read_parquet(files: Sequence[Path], names: dict[str, str | None]) -> Table:
     """The images of these files, not decoded, and the plain columns beside them."""
-    have = _schema(files[0]).names
+    have = column_names(files[0])
     image = pick_column(have, IMAGE_COLUMNS if names["image"] == "image" else (str(names["image"]),), str(files[0]))
     label = pick_column(have, (str(names["label"]),), str(files[0]))
     columns = _columns(files, [label, *_plain(files[0], {image, label})])
     return Table(from_parquet(files, image), columns.pop(label), rename(columns, names, str(files[0])))
+
+
+def column_names(path: Path) -> list[str]:
+    """The columns of a file."""
+    return list(_schema(path).names)
 
 
 def pick_column(names: Iterable[str], wanted: Sequence[str], where: str) -> str:
