@@ -51,6 +51,7 @@ _MADE: dict[str, Callable[[list[Any]], Any]] = {
     "STACK_GLOBAL": lambda s: _name(*_pop(s, 2)), "REDUCE": lambda s: _call(*_pop(s, 2)),
 }  # fmt: skip
 _MARK = object()
+_MOST_STEPS, _MOST_MADE = 500_000, 1000  # the largest file of CIFAR has some 250,000 and 30
 
 
 def read_pickle(data: bytes, where: str) -> dict[bytes, Any]:
@@ -69,8 +70,12 @@ def _interpret(data: bytes) -> Any:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     argument: Any
-    for code, argument, _ in pickletools.genops(data):
+    made = 0
+    for number, (code, argument, _) in enumerate(pickletools.genops(data)):
         name = code.name
+        made += name in _MADE
+        if number > _MOST_STEPS or made > _MOST_MADE:
+            raise ValueError("it has more steps than CIFAR's")
         if name in _PLAIN:
             stack.append({"NEWTRUE": True, "NEWFALSE": False}.get(name, argument))
         elif name in _MADE:

@@ -71,8 +71,10 @@ def rename(columns: dict[str, Any], names: dict[str, str | None], where: str) ->
 
 def read_names(path: Path) -> list[str] | None:
     """The class names in a `labels.json`: a list, or a table with `classes`."""
-    if not path.is_file() or path.stat().st_size > 1 << 24:
+    if not path.is_file():
         return None
+    if path.stat().st_size > 1 << 24:
+        raise FedgraftError(f"{path} is too large for a list of class names; repair or remove it.")
     try:
         found = json.loads(path.read_text())
         listed = found["classes"] if isinstance(found, dict) else found
