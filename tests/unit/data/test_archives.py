@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from tests.support.archive_bombs import npz_bombs, pickle_bombs, tar_bombs, write
 
-from fedgraft.data import cifar100, features, npz
+from fedgraft.data import cifar100, features, npz, parquet
+from fedgraft.data.images import originals
 from fedgraft.data.sources import npz_file
 from fedgraft.data.sources.inert_pickle import read_pickle
 from fedgraft.errors import FedgraftError
@@ -59,6 +60,26 @@ def test_other_headers_that_declare_terabytes(tmp_path: Path) -> None:
     for name in ("d.safetensors", "d.npz"):
         with pytest.raises(FedgraftError):
             features(tmp_path / name)
+
+
+def test_parquet_that_repeats_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = 2000
+    same = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), pa.array([bytes(1 << 20)]))
+    text = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), pa.array(["x" * (1 << 16)]))
+    labels = (np.arange(rows) % 2).tolist()
+    pq.write_table(pa.table({"image": same, "label": labels}), tmp_path / "a.parquet", store_schema=False)
+    pq.write_table(
+        pa.table({"image": [b""] * rows, "label": labels, "note": text}), tmp_path / "b.parquet", store_schema=False
+    )
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20  # and says two gigabytes
+    with monkeypatch.context() as patch:
+        patch.setattr(originals, "_MOST_BYTES", 64 << 20)
+        with pytest.raises(FedgraftError, match="unpacks to more than 64 MiB"):
+            originals.from_parquet([tmp_path / "a.parquet"], "image").read(0, rows)
+        with pytest.raises(FedgraftError, match="unpacks to more than 64 MiB"):
+            parquet(tmp_path / "b.parquet")
+    assert parquet(tmp_path / "b.parquet").train.columns == {}  # a long text is no site
 
 
 def test_memory_stays_bounded(tmp_path: Path) -> None:

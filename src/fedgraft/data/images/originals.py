@@ -113,6 +113,19 @@ def from_parquet(files: Sequence[Path], column: str, name: str = "parquet") -> O
     return Originals(name, [column, file_identity(files)], ends[-1] if ends else 0, read, where)
 
 
+def parquet_cells(file: Any, columns: list[str], path: Path, groups: list[int] | None = None) -> dict[str, list[Any]]:
+    """The cells of these columns, a few rows at a time: a file of kilobytes may repeat one value a million times."""
+    found: dict[str, list[Any]] = {name: [] for name in columns}
+    size = 0
+    for batch in file.iter_batches(16 if groups else 4096, row_groups=groups, columns=columns):
+        size += batch.nbytes
+        if size > _MOST_BYTES:
+            raise FedgraftError(f"{path} unpacks to more than {_MOST_BYTES >> 20} MiB; write smaller row groups.")
+        for name in columns:
+            found[name] += batch.column(name).to_pylist()
+    return found
+
+
 @dataclass(frozen=True)
 class _Group:
     path: Path
@@ -126,7 +139,7 @@ class _Group:
 
         try:
             with pq.ParquetFile(self.path) as file:
-                cells = file.read_row_group(self.index, columns=[column])[column].to_pylist()
+                cells = parquet_cells(file, [column], self.path, [self.index])[column]
         except (pa.ArrowException, OSError) as error:
             raise FedgraftError(f"{self.path} is damaged ({error}); fetch it again.") from error
         plain = [cell.get("bytes") if isinstance(cell, dict) else cell for cell in cells]

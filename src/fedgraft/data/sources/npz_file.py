@@ -69,7 +69,7 @@ def _check(path: Path, archive: zipfile.ZipFile, name: str) -> None:
 def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with archive.open(f"{name}.npy") as stream:
         shape, fortran, dtype, _ = _header(stream)
-        data = stream.read(math.prod(shape) * dtype.itemsize)
+        data = bytearray(stream.read(math.prod(shape) * dtype.itemsize))  # which may be written to
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 

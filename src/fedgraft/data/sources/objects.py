@@ -13,7 +13,7 @@ import numpy as np
 from fedgraft.data.images.originals import Originals, from_arrays
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
 from fedgraft.data.sources.npz import rgb
-from fedgraft.data.sources.parquet import IMAGE_COLUMNS, pick_column, rename
+from fedgraft.data.sources.parquet import IMAGE_COLUMNS, pick_column, rename, short_columns
 from fedgraft.errors import FedgraftError, MissingExtra
 
 
@@ -130,7 +130,7 @@ def from_columns(data: Any, names: dict[str, str | None]) -> Table:
     for name, kind in data.features.items():
         if name not in (image, label) and getattr(kind, "dtype", "") in ("string", "int64", "int32", "large_string"):
             values = list(data[name])
-            columns[name] = np.asarray([kind.int2str(v) for v in values] if hasattr(kind, "int2str") else values)
+            columns[name] = [kind.int2str(v) for v in values] if hasattr(kind, "int2str") else values
     originals = Originals(
         "datasets",
         [data._fingerprint, image],
@@ -138,7 +138,7 @@ def from_columns(data: Any, names: dict[str, str | None]) -> Table:
         partial(_cells, data, image),
         lambda row: f"row {row} of {where}",
     )
-    return Table(originals, np.asarray(list(data[label])), rename(columns, names, where))
+    return Table(originals, np.asarray(list(data[label])), rename(short_columns(columns), names, where))
 
 
 def _cells(data: Any, image: str, start: int, stop: int) -> list[Any]:

@@ -9,11 +9,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from fedgraft.data.images.originals import from_parquet
+from fedgraft.data.images.originals import from_parquet, parquet_cells
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
 from fedgraft.errors import FedgraftError
 
 IMAGE_COLUMNS = ("image", "img")
+_LONGEST = 256
 
 
 def parquet(
@@ -42,6 +43,8 @@ def read_parquet(files: Sequence[Path], names: dict[str, str | None]) -> Table:
     image = pick_column(have, IMAGE_COLUMNS if names["image"] == "image" else (str(names["image"]),), str(files[0]))
     label = pick_column(have, (str(names["label"]),), str(files[0]))
     columns = _columns(files, [label, *_plain(files[0], {image, label})])
+    if label not in columns:
+        raise FedgraftError(f"the labels in {files[0]} are texts of more than {_LONGEST} letters; name them shorter.")
     return Table(from_parquet(files, image), columns.pop(label), rename(columns, names, str(files[0])))
 
 
@@ -120,15 +123,22 @@ def _columns(files: Sequence[Path], names: list[str]) -> dict[str, np.ndarray]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        table = pa.concat_tables(pq.read_table(path, columns=names) for path in files)
-    except (pa.ArrowException, OSError) as error:
-        raise FedgraftError(f"{files[0]} and its neighbours cannot be read as one table ({error}).") from error
-    if table[names[0]].null_count:
-        raise FedgraftError(
-            f"{files[0].parent} has {table[names[0]].null_count} rows without a label; fill or drop them."
-        )
-    return {name: np.asarray(table[name].to_pylist()) for name in names}
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for path in files:
+        try:
+            with pq.ParquetFile(path) as file:
+                for name, cells in parquet_cells(file, names, path).items():
+                    found[name] += cells
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise FedgraftError(f"{path} cannot be read as one table with its neighbours ({error}).") from error
+    if lost := found[names[0]].count(None):
+        raise FedgraftError(f"{files[0].parent} has {lost} rows without a label; fill or drop them.")
+    return short_columns(found)
+
+
+def short_columns(columns: dict[str, list[Any]]) -> dict[str, np.ndarray]:
+    """Columns as arrays, without those that hold long texts: they tell no site, and NumPy pads all to the longest."""
+    return {n: np.asarray(v) for n, v in columns.items() if all(len(str(one)) <= _LONGEST for one in v)}
 
 
 def _class_names(path: Path, label: str) -> list[str] | None:
