@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A job in the background inherits an ignored Ctrl-C, and so would the processes that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = Path(os.environ.get("FEDGRAFT_SHARED") or Path(__file__).resolve().parents[2] / "shared")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,5 +31,5 @@ def shared_data() -> Path:
     """The folder of real data beside the project; tests that need it skip where it is not."""
     folder = SHARED / "data"
     if not folder.is_dir():
-        pytest.skip("needs real CIFAR-100 in ../shared/data")
+        pytest.skip("needs real data in ../shared/data (or FEDGRAFT_SHARED)")
     return folder

@@ -1,10 +1,11 @@
-"""Labelled inputs addressed by row, as `contracts.Examples` asks: images through a transform, or ready features."""
+"""Labelled inputs addressed by row, as `protocols.Examples` asks: images through a transform, or ready features."""
 
 from __future__ import annotations
 
 import torch
 from torch import Generator, Tensor
 
+from fedgraft.data.images.pixel_store import Progress
 from fedgraft.data.images.store import ImageStore
 from fedgraft.data.images.transforms import Transform
 from fedgraft.data.sources.features import FeatureStore
@@ -12,25 +13,26 @@ from fedgraft.errors import FedgraftError
 
 
 class ImageExamples:
-    """Images of a store, seen through a transform."""
+    """Images of a store at the size of a transform's rule; made now, if they were not made before."""
 
     entry = 0
 
-    def __init__(self, store: ImageStore, transform: Transform) -> None:
+    def __init__(self, store: ImageStore, transform: Transform, progress: Progress | None = None) -> None:
         self.store, self.transform = store, transform
+        self.opened = store.open(transform.rule, progress)
         self.labels = torch.from_numpy(store.labels.copy())
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def train_images(self, rows: Tensor) -> Tensor:
-        """Stored pixels of these rows, uint8 (B, H, W, 3)."""
+    def pixels(self, rows: Tensor) -> Tensor:
+        """What the rule makes of these rows, uint8 (B, S, S, 3)."""
         check_rows(rows, len(self))
-        return torch.from_numpy(self.store.images[rows.numpy()])
+        return torch.from_numpy(self.opened[rows.numpy()])
 
     def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
         """Inputs (B, 3, S, S) for these rows: the training transform if a generator is given, else evaluation's."""
-        return self.transform(self.train_images(rows), generator)
+        return self.transform(self.pixels(rows), generator)
 
 
 class FeatureExamples:
@@ -57,10 +59,15 @@ class GivenExamples(FeatureExamples):
         torch.index_select(self.features, 0, rows, out=out)
 
 
-def examples_of(store: ImageStore | FeatureStore, transform: Transform) -> ImageExamples | FeatureExamples:
-    """The examples of a store where they enter a network: images through the transform, given features as they are."""
+def examples_of(
+    store: ImageStore | FeatureStore, transform: Transform, progress: Progress | None = None
+) -> ImageExamples | FeatureExamples:
+    """The examples of a store where they enter a network: images through the transform, given features as they are.
+
+    Pixels that are not in the cache are made now; `progress(done, total)` is told how far that is.
+    """
     if isinstance(store, ImageStore):
-        return ImageExamples(store, transform)
+        return ImageExamples(store, transform, progress)
     return GivenExamples(torch.from_numpy(store.features), torch.from_numpy(store.labels.copy()), 0)
 
 

@@ -1,4 +1,4 @@
-"""Activations of a frozen trunk, computed once: a memory-mapped file behind the `Examples` contract.
+"""Activations of a frozen backbone, computed once: a memory-mapped file behind the `Examples` contract.
 
 Law: the bytes of a stored activation depend only on the data, the prefix weights, the transform, the entry and the
 way torch computes (version, threads), never on which rows were asked for, in what order, or by which process. Rows
@@ -141,7 +141,7 @@ class CachedExamples:
         self.examples, self.network, self.entry = examples, network, until
         self.labels = examples.labels
         self._prefix = digest(network, until)
-        parts = [examples.store.digest, examples.transform.digest, self._prefix, str(until), key]
+        parts = [examples.opened.digest, examples.transform.digest, self._prefix, str(until), key]
         parts += [torch.__version__, str(torch.get_num_threads()), str(BLOCK)]
         self.digest = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
         shape = tuple(self._compute(0, slice(0, 1)).shape[1:])
@@ -183,6 +183,6 @@ class CachedExamples:
             self.cache.write(view, block, self._compute(view, self.cache.rows_of(block)).numpy())
 
     def _compute(self, view: int, rows: slice) -> Tensor:
-        train_images = self.examples.train_images(torch.arange(rows.start, rows.stop))
-        inputs = self.examples.transform.view(train_images, mirrored=bool(view))
+        pixels = self.examples.pixels(torch.arange(rows.start, rows.stop))
+        inputs = self.examples.transform.view(pixels, mirrored=bool(view))
         return look(self.network, inputs, lambda x: self.network.features(x, 0, self.entry)).float().cpu().contiguous()

@@ -1,21 +1,23 @@
-"""The data of a federation: the stores, which rows are for what, and who holds which."""
+"""The data of a run: the stores, which rows are for what, and who holds which."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft.data.partition import Partition
-from fedgraft.data.sources import Dataset
+if TYPE_CHECKING:
+    from fedgraft.data.partition.partition import Partition
+    from fedgraft.data.sources.assemble import Dataset
 
 
 @dataclass(frozen=True)
 class FederatedData:
-    """The data of a run: the stores, which rows are for what, and who holds which."""
+    """A dataset divided among clients, with the server's validation rows held out."""
 
     dataset: Dataset
     train_rows: Tensor
@@ -28,6 +30,16 @@ class FederatedData:
     """The server has no images of its own: the clients measure for it, on images they hold out."""
 
     @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return self.partition.clients
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """What the clients are called: their sites, or their numbers."""
+        return self.partition.names or tuple(map(str, range(self.partition.clients)))
+
+    @property
     def total(self) -> int:
         """Training images of all clients."""
         return len(self.train_rows)
@@ -36,11 +48,6 @@ class FederatedData:
     def largest(self) -> int:
         """Training images of the client with most."""
         return int(self.partition.sizes().max())
-
-    @property
-    def clients(self) -> int:
-        """How many clients there are."""
-        return len(self.partition.sizes())
 
     @property
     def identity(self) -> list[str]:
@@ -64,3 +71,9 @@ class FederatedData:
     def classes(self) -> int:
         """Number of classes."""
         return len(self.dataset.train.classes)
+
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Names of the classes that no client holds."""
+        held = self.histogram().sum(axis=0)
+        return tuple(name for name, count in zip(self.dataset.classes, held, strict=True) if not count)

@@ -21,6 +21,7 @@ from fedgraft.roles import WORDS, means, role
 DEFAULT_SCOPE = ("blocks", "norm")
 """All tensors of the blocks, and the final norm."""
 
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter name is meant by any word or glob pattern."""
     return any(means(p, name) if p in WORDS else fnmatchcase(name, p) for p in patterns)
@@ -67,9 +68,7 @@ def resolve(
     """Sort parameters into maskable, dense and frozen: `exclude` freezes, `whitelist` trains densely."""
     for pattern in (*scope, *exclude, *whitelist):
         if not any(matches(name, [pattern]) for name in shapes):
-            raise FedgraftError(
-                f"{pattern!r} matches no parameter; use {', '.join(WORDS)} or a glob such as '*.mlp.*'"
-            )
+            raise FedgraftError(f"{pattern!r} matches no parameter; use {', '.join(WORDS)} or a glob such as '*.mlp.*'")
     both = [name for name in shapes if matches(name, exclude) and matches(name, whitelist)]
     if both:
         raise FedgraftError(f"{both[0]!r} is both excluded (frozen) and whitelisted (trained densely)")

@@ -266,8 +266,8 @@ def test_uncovered_classes_are_left_out_only_when_allowed() -> None:
 
 REFUSALS: list[tuple[str, int, dict[str, Any], str]] = [
     ("random", 5, {}, "no partition kind 'random'; choose one of iid"),
-    ("iid", 0, {}, "cannot be dealt to 0 clients"),
-    ("iid", 101, {}, "100 training rows cannot be dealt to 101 clients"),
+    ("iid", 0, {}, "cannot be divided among 0 clients"),
+    ("iid", 101, {}, "100 training rows cannot be divided among 101 clients"),
     ("iid", 5, {"sizes": "zipf"}, "'equal' or 'lognormal'"),
     ("iid", 5, {"alpha": 1}, "has no option 'alpha'; it has: sizes, sigma"),
     ("iid", 5, {"test": "none"}, "test must be 'shard'"),

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedgraft.data.sources import Dataset, load_dataset
-from fedgraft.data.sources.archive import PACKAGE_MEMBERS, read_pickle
+from fedgraft.data.images.rule import PixelRule
+from fedgraft.data.images.store import ImageStore
+from fedgraft.data.sources import SOURCES, Dataset, load_dataset, options_of
+from fedgraft.data.sources.archive import PACKAGE_MEMBERS
 from fedgraft.data.sources.cifar import CLASSES, names_dataset
-from fedgraft.data.sources.folder import read_image
+from fedgraft.data.sources.inert_pickle import read_pickle
 from fedgraft.errors import FedgraftError, MissingExtra
-
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +119,14 @@ def write_npz(path: Path, name: str, **update: np.ndarray) -> None:
     np.savez(path, **arrays)  # type: ignore[arg-type]
 
 
+def pixels(store: Any, size: int = 32) -> np.ndarray:
+    assert isinstance(store, ImageStore)
+    return store.open(PixelRule(size))[np.arange(len(store))]
+
+
 def same(dataset: Dataset, name: str) -> None:
     for store, (images, labels) in ((dataset.train, TRAIN[name]), (dataset.test, TEST[name])):
-        np.testing.assert_array_equal(store.images, images)
+        np.testing.assert_array_equal(pixels(store), images)
         assert store.labels.tolist() == labels.tolist() and store.classes == CLASSES[name]
 
 
@@ -250,27 +255,19 @@ def test_search_order_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(load_dataset("cifar10").train) == len(TEST["cifar10"][0])
 
 
-def test_the_hub_is_the_last_resort_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Table:
-        def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
-            self.columns = {"img": [Image.fromarray(i) for i in images], "fine_label": labels.tolist()}
-            self.column_names = list(self.columns)
-
-        def __len__(self) -> int:
-            return len(self.columns["img"])
-
-        def __getitem__(self, key: Any) -> Any:
-            return self.columns[key] if isinstance(key, str) else {n: c[key] for n, c in self.columns.items()}
+def test_the_hub_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
 
     calls = []
 
-    def load(name: str, split: str) -> Table:
+    def load(name: str, split: str) -> datasets.Dataset:
         calls.append((name, split))
-        return Table(*(TRAIN if split == "train" else TEST)["cifar100"])
+        images, labels = (TRAIN if split == "train" else TEST)["cifar100"]
+        table = {"img": [{"bytes": png(image), "path": None} for image in images], "fine_label": labels.tolist()}
+        return datasets.Dataset.from_dict(table).cast_column("img", datasets.Image())
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    monkeypatch.setattr(datasets, "load_dataset", load)
     same(load_dataset("cifar100"), "cifar100")
-    load_dataset("cifar100")
     assert calls == [("uoft-cs/cifar100", "train"), ("uoft-cs/cifar100", "test")]
 
 
@@ -347,7 +344,7 @@ def damage_image(path: Path) -> str:
     write_parquet(path, "cifar100")
     table = pa.table({"img": [{"bytes": b"junk", "path": None}], "fine_label": [1]})
     pq.write_table(table, path / "train-00000-of-00001.parquet")
-    return "cannot be decoded"
+    return "1 of 1 images cannot be read: .*row 0"
 
 
 def wrong_size(path: Path) -> str:
@@ -357,7 +354,7 @@ def wrong_size(path: Path) -> str:
     write_parquet(path, "cifar100")
     cell = {"bytes": png(np.zeros((5, 6, 3), dtype=np.uint8)), "path": None}
     pq.write_table(pa.table({"img": [cell], "fine_label": [1]}), path / "train-00000-of-00001.parquet")
-    return "6x5 pixels instead of 32x32"
+    return "6 x 5 pixels instead of 32 x 32"
 
 
 def damage_tar(path: Path) -> str:
@@ -379,7 +376,7 @@ def wrong_labels(path: Path) -> str:
 
 def float_images(path: Path) -> str:
     write_npz(path / "cifar100.npz", "cifar100", x_train=TRAIN["cifar100"][0] / 255)
-    return "must hold uint8 images"
+    return "images must be uint8"
 
 
 def pickled_npz(path: Path) -> str:
@@ -389,7 +386,7 @@ def pickled_npz(path: Path) -> str:
 
 def lacking_npz(path: Path) -> str:
     np.savez(path / "cifar100.npz", x_train=TRAIN["cifar100"][0])
-    return "must hold x_train, y_train, x_test and y_test"
+    return "must hold the array y_train"
 
 
 def other_pickle(path: Path) -> str:
@@ -411,7 +408,7 @@ DAMAGE = [
 def test_a_corrupt_source_says_what_is_wrong(damage: Callable[[Path], str], tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     with pytest.raises(FedgraftError, match=damage(tmp_path / "s")):
-        load_dataset("cifar100", str(tmp_path / "s"))
+        pixels(load_dataset("cifar100", str(tmp_path / "s")).train)
 
 
 @pytest.mark.parametrize("member", PACKAGE_MEMBERS[-3:])
@@ -433,16 +430,17 @@ def test_a_changed_source_is_read_again(tmp_path: Path) -> None:
     assert load_dataset("cifar10", str(tmp_path / "c.npz")).train.digest != before
 
 
-def test_digits_are_the_real_ones_enlarged() -> None:
+def test_digits_are_the_real_ones_and_grow_with_the_network() -> None:
     from sklearn.datasets import load_digits
 
     dataset = load_dataset("digits")
-    assert dataset.train.images.shape == (1438, 32, 32, 3) and len(dataset.test) == 359
+    assert dataset.train.images.shape == (1438, 8, 8, 3) and len(dataset.test) == 359
     total = np.bincount(dataset.train.labels) + np.bincount(dataset.test.labels)
     assert total.tolist() == np.bincount(load_digits().target).tolist()
-    small = load_dataset("digits", image_size=8)  # no enlargement: the original values must be there
-    grey = np.sort(small.train.images[..., 0].reshape(1438, -1), axis=0), np.unique(small.train.images)
-    assert set(grey[1].tolist()) <= {round(v * 255 / 16) for v in range(17)}
+    assert set(np.unique(dataset.train.images).tolist()) <= {round(v * 255 / 16) for v in range(17)}
+    large = pixels(dataset.train, 32)
+    grey = Image.fromarray(dataset.train.images[7, :, :, 0]).resize((32, 32), Image.Resampling.BICUBIC)
+    assert np.array_equal(large[7, :, :, 1], np.asarray(grey))
     assert load_dataset("digits").train.digest == dataset.train.digest
 
 
@@ -465,10 +463,9 @@ def test_synthetic_classes_can_be_learnt() -> None:
         ({"source": "mnist"}, "no data source 'mnist'; choose one of digits"),
         ({"source": "folder"}, "needs path="),
         ({"source": "digits", "path": "here"}, "takes no path"),
-        ({"source": "digits", "image_size": 0}, "positive"),
         ({"source": "digits", "limit": 0}, "positive"),
         ({"source": "digits", "classes": 3}, "no option 'classes'; it has: none"),
-        ({"source": "synthetic", "klasses": 3}, "no option 'klasses'; it has: classes, train, test"),
+        ({"source": "synthetic", "klasses": 3}, "no option 'klasses'; it has: classes, train, test, image_size, seed"),
         ({"source": "synthetic", "classes": 0}, "must be positive"),
     ],
 )
@@ -496,10 +493,12 @@ def test_a_folder_without_parts_is_cut_80_20(tmp_path: Path) -> None:
     write_folder(tmp_path / "f", {"ant": 10, "bee": 20})
     (tmp_path / "f" / "ant" / "notes.txt").write_text("not an image, and not taken for one")
     (tmp_path / "f" / ".hidden").mkdir()
-    dataset = load_dataset("folder", str(tmp_path / "f"), image_size=16)
+    dataset = load_dataset("folder", str(tmp_path / "f"))
     assert np.bincount(dataset.train.labels).tolist() == [8, 16] and np.bincount(dataset.test.labels).tolist() == [2, 4]
-    assert dataset.classes == ("ant", "bee") and dataset.train.images.shape[1:] == (16, 16, 3)
-    assert load_dataset("folder", str(tmp_path / "f"), image_size=16, seed=5).test.digest != dataset.test.digest
+    assert not (tmp_path / "cache").exists()  # nothing was decoded for that
+    assert dataset.classes == ("ant", "bee") and pixels(dataset.train, 16).shape == (24, 16, 16, 3)
+    assert load_dataset("folder", str(tmp_path / "f"), seed=5).test.digest != dataset.test.digest
+    assert len(load_dataset("folder", str(tmp_path / "f"), test_share=0).train) == 30
 
 
 def test_a_folder_with_parts_keeps_them(tmp_path: Path) -> None:
@@ -523,44 +522,83 @@ def test_folder_errors_name_the_place(tmp_path: Path) -> None:
     (tmp_path / "f" / "cow" / "a.png").write_bytes(b"junk")
     for n in range(4):
         (tmp_path / "f" / "cow" / f"{n}.jpg").write_bytes(png(np.zeros((4, 4, 3), dtype=np.uint8))[:40])
-    with pytest.raises(FedgraftError, match=r"0\.jpg .*; .*a\.png "):
-        load_dataset("folder", str(tmp_path / "f"))
+    with pytest.raises(FedgraftError, match=r"4 of 12 images cannot be read: .*0\.jpg .*data\.unreadable = skip"):
+        pixels(load_dataset("folder", str(tmp_path / "f"), test_share=0.2).train)
     write_folder(tmp_path / "g" / "train", {"ant": 3})
     write_folder(tmp_path / "g" / "test", {"bee": 3})
     with pytest.raises(FedgraftError, match=r"test has classes that .* lacks: bee"):
         load_dataset("folder", str(tmp_path / "g"))
     write_folder(tmp_path / "h", {"ant": 1, "bee": 1})
-    with pytest.raises(FedgraftError, match="too few images"):
+    with pytest.raises(FedgraftError, match="too few to set some aside"):
         load_dataset("folder", str(tmp_path / "h"))
 
 
-def test_images_are_cropped_at_the_centre_and_turned_upright(tmp_path: Path) -> None:
-    wide = np.zeros((10, 30, 3), dtype=np.uint8)
-    wide[:, 10:20] = (255, 0, 0)  # only the middle square is red
-    Image.fromarray(wide).save(tmp_path / "wide.png")
-    assert (read_image(tmp_path / "wide.png", 10) == (255, 0, 0)).all()
-    tall = Image.fromarray(np.repeat(np.arange(0, 160, 10, dtype=np.uint8)[:, None], 16, axis=1)).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 3  # stored upside down
-    tall.save(tmp_path / "turned.png", exif=exif)
-    np.testing.assert_array_equal(read_image(tmp_path / "turned.png", 16), np.asarray(tall)[::-1, ::-1])
+def test_unreadable_files_are_left_out_on_request_and_listed(tmp_path: Path) -> None:
+    write_folder(tmp_path / "f", {"ant": 10, "bee": 10})
+    (tmp_path / "f" / "ant" / "3.webp").write_bytes(b"words")
+    (tmp_path / "f" / "bee" / "0.png").write_bytes(png(TRAIN["cifar10"][0][0])[:600])
+    seen: list[tuple[int, int]] = []
+    dataset = load_dataset(
+        "folder", str(tmp_path / "f"), unreadable="skip", progress=lambda done, total: seen.append((done, total))
+    )
+    assert [Path(where).name for where, _ in dataset.skipped] == ["3.webp", "0.png"] and seen[-1] == (20, 20)
+    assert len(dataset.train) + len(dataset.test) == 18
+    for store in (dataset.train, dataset.test):
+        assert np.array_equal(pixels(store, 8), [PixelRule(8).read(Path(store.where(r))) for r in range(len(store))])
+    with pytest.raises(FedgraftError, match="'refuse' or 'skip', not by 'ignore'"):
+        load_dataset("folder", str(tmp_path / "f"), unreadable="ignore")
+    for path in (tmp_path / "f").rglob("*.*"):
+        path.write_bytes(b"words")
+    with pytest.raises(FedgraftError, match="none of the 20 images can be read"):
+        load_dataset("folder", str(tmp_path / "f"), unreadable="skip")
 
 
-def test_palette_grey_and_transparent_images_are_read(tmp_path: Path) -> None:
-    base = Image.new("RGB", (8, 8), (10, 200, 30))
-    variants = {"p.png": base.convert("P"), "l.png": base.convert("L"), "a.png": base.convert("RGBA")}
-    for name, image in variants.items():
-        transparency: Any = {"transparency": bytes([0, 255])} if name == "p.png" else {}
-        image.save(tmp_path / name, **transparency)
-        assert read_image(tmp_path / name, 8).shape == (8, 8, 3)
+def test_another_size_is_made_from_the_originals_and_not_from_smaller_pixels(tmp_path: Path) -> None:
+    write_folder(tmp_path / "f" / "train", {"ant": 3, "bee": 3})
+    write_folder(tmp_path / "f" / "test", {"ant": 1, "bee": 1})
+    train = load_dataset("folder", str(tmp_path / "f")).train
+    assert isinstance(train, ImageStore)
+    for size in (8, 24):
+        assert np.array_equal(pixels(train, size), [PixelRule(size).read(Path(train.where(row))) for row in range(6)])
+
+
+def test_a_folder_per_owner(tmp_path: Path) -> None:
+    write_folder(tmp_path / "o" / "north", {"ant": 5, "bee": 5})
+    write_folder(tmp_path / "o" / "south", {"bee": 10, "cat": 10})
+    dataset = load_dataset("owners", str(tmp_path / "o"))
+    assert dataset.classes == ("ant", "bee", "cat") and dataset.train.sites is not None
+    assert np.unique(dataset.train.sites, return_counts=True)[1].tolist() == [8, 16]
+    for store in (dataset.train, dataset.test):
+        assert isinstance(store, ImageStore) and store.sites is not None
+        for row in range(len(store)):
+            owner, kind = Path(store.where(row)).parts[-3:-1]
+            assert store.sites[row] == owner and store.classes[store.labels[row]] == kind
+    write_folder(tmp_path / "o" / "west" / "train", {"ant": 5})
+    write_folder(tmp_path / "o" / "west" / "test", {"ant": 5})
+    with pytest.raises(FedgraftError, match="give all or none"):
+        load_dataset("owners", str(tmp_path / "o"))
+
+
+def test_a_source_of_ones_own_is_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stripes(path: str, width: int = 4) -> Dataset:
+        """All of it: a source is a function from a path to a dataset."""
+        from fedgraft.data import arrays
+
+        x = np.zeros((20, 16, 16, 3), np.uint8)
+        x[::2, :, ::width] = 255
+        return arrays(x, ["striped", "plain"] * 10)
+
+    monkeypatch.setitem(SOURCES, "stripes", stripes)
+    dataset = load_dataset("stripes", "anywhere", width=2)
+    assert dataset.classes == ("plain", "striped") and options_of("stripes") == ("width",)
+    with pytest.raises(FedgraftError, match="no option 'height'; it has: width"):
+        load_dataset("stripes", "anywhere", height=2)
 
 
 @pytest.mark.shared
-@pytest.mark.slow
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real CIFAR-100 is not beside the project")
-def test_the_real_cifar100() -> None:
-    dataset = load_dataset("cifar100", str(SHARED))
+def test_the_real_cifar100(shared_data: Path) -> None:
+    dataset = load_dataset("cifar100", str(shared_data))
     assert np.bincount(dataset.train.labels).tolist() == [500] * 100
     assert np.bincount(dataset.test.labels).tolist() == [100] * 100
-    means = dataset.test.images.mean(axis=(0, 1, 2)) / 255
+    means = pixels(dataset.test.take(np.arange(0, 10_000, 7))).mean(axis=(0, 1, 2)) / 255
     np.testing.assert_allclose(means, (0.5071, 0.4865, 0.4409), atol=0.01)

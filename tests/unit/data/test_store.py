@@ -1,10 +1,8 @@
-"""The image store and the stratified split: digests, atomic entries, damage, exact proportions."""
+"""The image store and the stratified split: digests, rows, exact proportions, groups that stay together."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgraft.data.images.store import ImageStore, RawSplit, cache_dir, cached_stores, file_identity, make_store
+from fedgraft.data.images.originals import file_identity
+from fedgraft.data.images.rule import PixelRule
+from fedgraft.data.images.store import cache_dir, make_store
 from fedgraft.data.partition.split import largest_remainder, ranks_within, stratified_split
 from fedgraft.errors import FedgraftError
 
@@ -26,99 +26,6 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pictures(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size=(count, 4, 4, 3), dtype=np.uint8)
-
-
-def raw(count: int, seed: int = 0) -> RawSplit:
-    images = pictures(count, seed)
-    return RawSplit(np.arange(count) % 2, NAMES, (images[i : i + 3] for i in range(0, count, 3)))
-
-
-class Reader:
-    """Counts how often the source is really read."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self) -> tuple[RawSplit, RawSplit]:
-        self.calls += 1
-        return raw(10), raw(4, seed=1)
-
-
-def entry_folder() -> Path:
-    (entry,) = list((cache_dir() / "stores").iterdir())
-    return entry
-
-
-def test_a_store_is_read_once_and_then_mapped() -> None:
-    read = Reader()
-    train, test = cached_stores("toy", {"a": 1}, read)
-    again, _ = cached_stores("toy", {"a": 1}, read)
-    assert read.calls == 1
-    assert isinstance(again.images, np.memmap) and not again.images.flags.writeable
-    np.testing.assert_array_equal(train.images, pictures(10))
-    assert (train.digest, train.classes, len(test)) == (again.digest, NAMES, 4)
-    cached_stores("toy", {"a": 2}, read)
-    assert read.calls == 2
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "labels", "meta", "missing"])
-def test_a_damaged_entry_is_rebuilt_with_a_warning(damage: str) -> None:
-    read = Reader()
-    good, _ = cached_stores("toy", {}, read)
-    digest, folder = good.digest, entry_folder() / "train"
-    images = folder / "images.npy"
-    data = bytearray(images.read_bytes())
-    if damage == "flip":
-        data[-7] ^= 1
-        images.write_bytes(data)
-    elif damage in ("cut", "empty"):
-        images.write_bytes(data[: len(data) // 2 if damage == "cut" else 0])
-    elif damage == "labels":
-        np.save(folder / "labels.npy", np.zeros(10, dtype=np.int64))
-    elif damage == "meta":
-        (folder / "meta.json").write_text("{")
-    else:
-        images.unlink()
-    with pytest.warns(UserWarning, match="damaged"):
-        again, _ = cached_stores("toy", {}, read)
-    assert read.calls == 2 and again.digest == digest
-
-
-def test_a_failed_read_leaves_nothing_behind() -> None:
-    def broken() -> Iterator[np.ndarray]:
-        yield pictures(3)
-        raise FedgraftError("torn")
-
-    with pytest.raises(FedgraftError, match="torn"):
-        cached_stores("toy", {}, lambda: (RawSplit(np.zeros(9, dtype=int), NAMES, broken()), raw(2)))
-    assert list((cache_dir() / "stores").iterdir()) == []
-
-
-def test_old_remains_are_swept_and_young_ones_left() -> None:
-    stores = cache_dir() / "stores"
-    for name, age in ((".building-old", 90_000), (".damaged-old", 90_000), (".building-young", 10)):
-        (stores / name).mkdir(parents=True)
-        os.utime(stores / name, (time.time() - age,) * 2)
-    cached_stores("toy", {}, Reader())
-    assert [p.name for p in stores.glob(".*")] == [".building-young"]
-
-
-@pytest.mark.parametrize("claimed", [2, 9])
-def test_images_and_labels_must_be_as_many(claimed: int) -> None:
-    split = RawSplit(np.zeros(claimed, dtype=int), NAMES, [pictures(5)])
-    with pytest.raises(FedgraftError, match="labels"):
-        cached_stores("toy", {}, lambda: (split, raw(2)))
-
-
-def test_the_loser_of_a_race_takes_the_winners_entry() -> None:
-    winner = Reader()
-
-    def loser() -> tuple[RawSplit, RawSplit]:
-        cached_stores("toy", {}, winner)  # someone else finishes while this one is still reading
-        return raw(10), raw(4, seed=1)
-
-    train, _ = cached_stores("toy", {}, loser)
-    assert len(train) == 10 and [p.name for p in (cache_dir() / "stores").iterdir()] == [entry_folder().name]
 
 
 def test_the_digest_covers_pixels_labels_and_names() -> None:
@@ -148,11 +55,23 @@ def test_bad_stores_are_refused() -> None:
             make_store(bad_images, np.array(labels), NAMES)
 
 
-def test_take_keeps_rows_in_the_order_asked() -> None:
-    store: ImageStore = make_store(pictures(6), np.arange(6) % 2, NAMES)
-    part = store.take(np.array([4, 1]))
-    np.testing.assert_array_equal(part.images, store.images[[4, 1]])
-    assert part.labels.tolist() == [0, 1] and part.digest != store.digest
+def test_take_keeps_rows_in_the_order_asked_and_copies_nothing() -> None:
+    images = pictures(6)
+    store = replace(make_store(images, np.arange(6) % 2, NAMES), columns={"site": np.array(list("uvwxyz"))})
+    part = store.take(np.array([4, 1])).take(np.array([1, 0, 1]))
+    np.testing.assert_array_equal(part.images, images[[1, 4, 1]])
+    assert part.labels.tolist() == [1, 0, 1] and part.sites is not None and part.sites.tolist() == ["v", "y", "v"]
+    assert part.content is images and part.digest != store.digest != store.take(np.arange(5)).digest
+    opened = part.open(PixelRule(4))
+    np.testing.assert_array_equal(opened[np.array([2, 1])], images[[1, 4]])
+
+
+def test_labels_are_named_along_other_classes() -> None:
+    store = make_store(pictures(4), np.array([0, 1, 1, 0]), ("dog", "ant"))
+    assert store.named(["ant", "bee", "dog"]).labels.tolist() == [2, 0, 0, 2]
+    assert store.named(["ant", "dog"]).digest != store.digest
+    with pytest.raises(FedgraftError, match="'dog' is not among"):
+        store.named(["ant", "cat"])
 
 
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -218,3 +137,36 @@ def test_largest_remainder_against_a_plain_loop() -> None:
 def test_ranks_within_groups() -> None:
     assert ranks_within(np.array([7, 7, 9, 9, 9, 2])).tolist() == [0, 1, 0, 1, 2, 0]
     assert ranks_within(np.array([], dtype=int)).tolist() == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 25)), min_size=1, max_size=200),
+    st.sampled_from([0.0, 0.1, 0.3, 0.5]),
+    st.integers(0, 5),
+)
+def test_a_grouped_split_separates_no_group(pairs: list[tuple[int, int]], fraction: float, seed: int) -> None:
+    y, groups = np.array([c for c, _ in pairs]), np.array([f"g{g}" for _, g in pairs])
+    train, held = stratified_split(y, fraction, seed, groups)
+    assert sorted([*train, *held]) == list(range(len(y)))
+    assert not set(groups[train]) & set(groups[held])
+    again = stratified_split(y, fraction, seed, groups)
+    assert np.array_equal(train, again[0]) and np.array_equal(held, again[1])
+    assert not len(held) or fraction > 0
+    # One label a group: the share is met as nearly as whole groups allow, and some group of every class stays.
+    own = np.array([int(g[1:]) % 4 for g in groups])
+    train, held = stratified_split(own, fraction, seed, groups)
+    for c in np.unique(own):
+        sizes = np.unique(groups[own == c], return_counts=True)[1]
+        wanted, out = fraction * sizes.sum(), (own[held] == c).sum()
+        assert abs(out - wanted) <= sizes.max() / 2 + 1e-9 or out < wanted
+        assert (own[train] == c).any()
+
+
+def test_a_split_by_rows_would_separate_groups() -> None:
+    """The property above can fail: without groups the same data is torn apart."""
+    y, groups = np.zeros(60, dtype=int), np.repeat(np.arange(20), 3)
+    train, held = stratified_split(y, 0.3, 0)
+    assert set(groups[train]) & set(groups[held])
+    train, held = stratified_split(y, 0.3, 0, groups)
+    assert len(held) == 18

@@ -1,6 +1,7 @@
-"""From stored pixels to a network's input: resize, augment (training only), normalise - one normalisation for all.
+"""From pixels to a network's input: augment (training only), normalise - one normalisation for all.
 
-With a generator the training operations are applied, in the order given; without one, never.
+With a generator the training operations are applied, in the order given; without one, never. How a file becomes
+pixels is the `PixelRule`, which a transform carries along.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import functional as F
 
 from fedgraft.data.images.augment import crop, draw_flips, flip, jitter, resized_crop
 from fedgraft.data.images.randaugment import randaugment
+from fedgraft.data.images.rule import PixelRule
 from fedgraft.errors import FedgraftError
 
 Triple = tuple[float, float, float]
@@ -28,24 +29,29 @@ OPERATIONS = ("flip", "crop", "resized_crop", "jitter", "randaugment")
 
 @dataclass(frozen=True)
 class Transform:
-    """What happens to images (B, H, W, 3) uint8 on their way to float32 (B, 3, image_size, image_size)."""
+    """What happens to pixels (B, S, S, 3) uint8 on their way to float32 (B, 3, S, S). A bare size means that rule."""
 
-    image_size: int
+    rule: PixelRule
     train: tuple[str, ...] = ()
     mean: Triple = STATISTICS["imagenet"][0]
     std: Triple = STATISTICS["imagenet"][1]
 
     def __post_init__(self) -> None:
-        if self.image_size < 1:
-            raise FedgraftError(f"the image size must be positive, but it is {self.image_size}.")
+        if isinstance(self.rule, int):
+            object.__setattr__(self, "rule", PixelRule(self.rule))
         if strange := [name for name in self.train if name not in OPERATIONS]:
             raise FedgraftError(f"there is no transform {strange[0]!r}; choose from {', '.join(OPERATIONS)}.")
         if len(set(self.train)) < len(self.train):
             raise FedgraftError(f"each transform may be named once, but the list is {', '.join(self.train)}.")
         if "resized_crop" in self.train[1:]:
-            raise FedgraftError("the transform 'resized_crop' replaces the resize, so it must come first in the list.")
+            raise FedgraftError("the transform 'resized_crop' cuts the image, so it must come first in the list.")
         if min(self.std) <= 0:
             raise FedgraftError(f"the standard deviations must be positive, but they are {self.std}.")
+
+    @property
+    def image_size(self) -> int:
+        """The side of the network's input."""
+        return self.rule.size
 
     @property
     def deterministic(self) -> bool:
@@ -55,50 +61,47 @@ class Transform:
     @cached_property
     def digest(self) -> str:
         """Identity of the transform."""
-        text = repr((self.image_size, self.train, self.mean, self.std))
+        text = repr((self.rule.digest, self.train, self.mean, self.std))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def __call__(self, images: Tensor, generator: Generator | None = None) -> Tensor:
-        """Network inputs for these images; the training transform if a generator is given."""
-        train_images = images.permute(0, 3, 1, 2).float().div(255)  # (B, 3, H, W)
-        if generator is None:
-            return self._normalise(resize(train_images, self.image_size))
-        if self.train[:1] != ("resized_crop",):
-            train_images = resize(train_images, self.image_size)
-        for name in self.train:
-            train_images = self._augment(name, train_images, generator)
-        return self._normalise(train_images)
+    def __call__(self, pixels: Tensor, generator: Generator | None = None) -> Tensor:
+        """Network inputs for these pixels; the training transform if a generator is given."""
+        images = self._floats(pixels)
+        for name in self.train if generator is not None else ():
+            assert generator is not None
+            images = self._augment(name, images, generator)
+        return self._normalise(images)
 
-    def view(self, images: Tensor, mirrored: bool) -> Tensor:
-        """The evaluation view of these images, or its mirror image as `flip` would make it."""
-        train_images = resize(images.permute(0, 3, 1, 2).float().div(255), self.image_size)
-        return self._normalise(flip(train_images, torch.full((len(train_images),), mirrored)))
+    def view(self, pixels: Tensor, mirrored: bool) -> Tensor:
+        """The evaluation view of these pixels, or its mirror image as `flip` would make it."""
+        images = self._floats(pixels)
+        return self._normalise(flip(images, torch.full((len(images),), mirrored)))
 
-    def _augment(self, name: str, train_images: Tensor, generator: Generator) -> Tensor:
+    def _floats(self, pixels: Tensor) -> Tensor:
+        size = self.rule.size
+        if pixels.shape[1:] != (size, size, 3):
+            raise FedgraftError(
+                f"the transform takes pixels of {size} x {size}, but they are {tuple(pixels.shape[1:])}."
+            )
+        return pixels.permute(0, 3, 1, 2).float().div(255)  # (B, 3, S, S)
+
+    def _augment(self, name: str, images: Tensor, generator: Generator) -> Tensor:
         if name == "flip":
-            return flip(train_images, draw_flips(len(train_images), generator))
+            return flip(images, draw_flips(len(images), generator))
         if name == "resized_crop":
-            return resized_crop(train_images, self.image_size, generator)
+            return resized_crop(images, self.rule.size, generator)
         if name == "crop":
-            return crop(train_images, generator)
-        return jitter(train_images, generator) if name == "jitter" else randaugment(train_images, generator)
+            return crop(images, generator)
+        return jitter(images, generator) if name == "jitter" else randaugment(images, generator)
 
-    def _normalise(self, train_images: Tensor) -> Tensor:
+    def _normalise(self, images: Tensor) -> Tensor:
         mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
-        return ((train_images - mean) / std).contiguous()
+        return ((images - mean) / std).contiguous()
 
 
-def make_transform(image_size: int, train: tuple[str, ...] = (), normalisation: str = "imagenet") -> Transform:
+def make_transform(rule: PixelRule | int, train: tuple[str, ...] = (), normalisation: str = "imagenet") -> Transform:
     """A transform with a normalisation chosen by name."""
     if normalisation not in STATISTICS:
         raise FedgraftError(f"there is no normalisation {normalisation!r}; choose from {', '.join(STATISTICS)}.")
-    return Transform(image_size, tuple(train), *STATISTICS[normalisation])
-
-
-def resize(train_images: Tensor, size: int) -> Tensor:
-    """Antialiased bicubic resize to (B, 3, size, size); images of that size pass untouched."""
-    if train_images.shape[2:] == (size, size):
-        return train_images
-    return F.interpolate(train_images, size=(size, size), mode="bicubic", antialias=True, align_corners=False).clamp(
-        0, 1
-    )
+    made = PixelRule(rule) if isinstance(rule, int) else rule
+    return Transform(made, tuple(train), *STATISTICS[normalisation])

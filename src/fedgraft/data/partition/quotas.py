@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedgraft.data.partition.rules import Dealt, deal_edges, even_sizes
+from fedgraft.data.partition.rules import Owners, edge_owners, even_sizes
 from fedgraft.errors import FedgraftError
 
 
-def deal_classes(
+def class_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, per_client: int, allow_uncovered: bool = False
-) -> Dealt:
+) -> Owners:
     """Give every client rows of exactly `per_client` classes."""
     present, supply = np.unique(labels, return_counts=True)
     _check(clients, per_client, present, allow_uncovered)
@@ -37,7 +37,7 @@ def deal_classes(
     if (spread := _spread(counts, client)) > 1:
         notes = (f"client sizes differ by up to {spread} rows: with {per_client} classes each they cannot be equal.",)
     _verify(counts, cls, supply, per_client, clients)
-    return Dealt(deal_edges(labels, present[cls], client, counts, rng), notes)
+    return Owners(edge_owners(labels, present[cls], client, counts, rng), notes)
 
 
 def _check(clients: int, per_client: int, present: np.ndarray, allow_uncovered: bool) -> None:

@@ -1,6 +1,6 @@
-"""The simple ways to deal rows: iid, stratified, shards (McMahan et al. 2017; Oh et al. 2022), Dirichlet, groups.
+"""The simple ways to divide rows: iid, stratified, shards (McMahan et al. 2017; Oh et al. 2022), Dirichlet, groups.
 
-Every function answers with the owner of each row, so what it deals is disjoint by construction.
+Every function answers with the owner of each row, so the parts are disjoint by construction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedgraft.errors import FedgraftError
 
 
 @dataclass(frozen=True)
-class Dealt:
+class Owners:
     """The client that owns each row, (N,), -1 for none; and what could not be made exact."""
 
     owner: np.ndarray
@@ -27,7 +27,7 @@ def even_sizes(total: int, parts: int) -> np.ndarray:
     return total // parts + (np.arange(parts) < total % parts)
 
 
-def deal_edges(
+def edge_owners(
     labels: np.ndarray, cls: np.ndarray, client: np.ndarray, counts: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
     """Owners when edge e gives `counts[e]` random rows of class `cls[e]` to `client[e]`; what is left has owner -1."""
@@ -42,9 +42,9 @@ def deal_edges(
     return owner
 
 
-def deal_iid(
+def iid_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, sizes: str = "equal", sigma: float = 1.0
-) -> Dealt:
+) -> Owners:
     """A random permutation, cut: into equal parts, or into parts of lognormal size (at least one row each)."""
     total = len(labels)
     if sizes == "equal":
@@ -57,20 +57,20 @@ def deal_iid(
         raise FedgraftError(f"sizes must be 'equal' or 'lognormal' with sigma >= 0, but they are {sizes!r}, {sigma}.")
     owner = np.empty(total, dtype=np.int64)
     owner[rng.permutation(total)] = np.repeat(np.arange(clients), parts)
-    return Dealt(owner)
+    return Owners(owner)
 
 
-def deal_stratified(labels: np.ndarray, clients: int, rng: np.random.Generator) -> Dealt:
-    """Each class is dealt round robin and the next one goes on where it stopped: all counts differ by at most one."""
+def stratified_owners(labels: np.ndarray, clients: int, rng: np.random.Generator) -> Owners:
+    """Each class goes round robin, and the next one goes on where it stopped: all counts differ by at most one."""
     order, _ = shuffled_by_class(labels, rng)
     owner = np.empty(len(labels), dtype=np.int64)
     owner[order] = rng.permutation(clients)[np.arange(len(labels)) % clients]
-    return Dealt(owner)
+    return Owners(owner)
 
 
-def deal_shards(
+def shard_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, per_client: int, per_class: bool = False
-) -> Dealt:
+) -> Owners:
     """`per_client` shards each. Sorted rows cut into equal shards; or, `per_class`, as many shards of every class.
 
     A client may draw one class twice, so it holds at most `per_client` classes, not exactly (that is `classes`),
@@ -84,7 +84,7 @@ def deal_shards(
         order, _ = shuffled_by_class(labels, rng)
         owner = np.empty(len(labels), dtype=np.int64)
         owner[order] = np.repeat(holder, even_sizes(len(labels), shards))
-        return Dealt(owner)
+        return Owners(owner)
     present, counts = np.unique(labels, return_counts=True)
     if shards % len(present):
         raise FedgraftError(
@@ -95,12 +95,12 @@ def deal_shards(
     if counts.min() < each:
         raise FedgraftError(f"class {present[counts.argmin()]} has {counts.min()} rows, too few for {each} shards.")
     sizes = np.concatenate([even_sizes(int(count), each) for count in counts])
-    return Dealt(deal_edges(labels, np.repeat(present, each), holder, sizes, rng))
+    return Owners(edge_owners(labels, np.repeat(present, each), holder, sizes, rng))
 
 
-def deal_dirichlet(
+def dirichlet_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float, min_size: int = 10, tries: int = 100
-) -> Dealt:
+) -> Owners:
     """Each class is split by proportions drawn from Dir(alpha); drawn again until everyone has `min_size` rows."""
     _check_alpha(alpha)
     if clients * min_size > len(labels):
@@ -114,7 +114,7 @@ def deal_dirichlet(
         small = int((given.sum(axis=0) < min_size).sum())
         if small == 0:
             cls, client = np.nonzero(given)
-            return Dealt(deal_edges(labels, present[cls], client, given[cls, client], rng))
+            return Owners(edge_owners(labels, present[cls], client, given[cls, client], rng))
         if tries * (1 - small / clients) ** clients < 1e-3:  # with so many too small, no draw will do
             break
     raise FedgraftError(
@@ -123,10 +123,12 @@ def deal_dirichlet(
     )
 
 
-def deal_dirichlet_balanced(labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float) -> Dealt:
+def dirichlet_balanced_owners(labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float) -> Owners:
     """Hsu et al. 2019: equal sizes; client k draws classes from q_k ~ Dir(alpha * prior), rows without replacement.
 
-    The prior is the frequency of the classes and sums to one. Classes that run out are drawn no more.
+    The prior is the frequency of the classes and sums to one. Classes that run out are drawn no more: what is left of
+    q_k, scaled to one, is again Dirichlet over the classes that are left. With a small alpha that rest is too small
+    for a float, so it is drawn anew from that very distribution.
     """
     _check_alpha(alpha)
     present, left = np.unique(labels, return_counts=True)
@@ -136,39 +138,41 @@ def deal_dirichlet_balanced(labels: np.ndarray, clients: int, rng: np.random.Gen
     for start in range(0, clients, 1024):  # in blocks, so that memory does not grow with the number of clients
         wishes = rng.dirichlet(alpha * prior, size=min(1024, clients - start))
         block = np.empty(wishes.shape, dtype=np.int64)
-        for context, wish in enumerate(wishes):
-            block[context] = _draw(wish, int(sizes[start + context]), left, rng)
-            left -= block[context]
+        for place, wish in enumerate(wishes):
+            block[place] = _draw(wish, int(sizes[start + place]), left, rng, alpha * prior)
+            left -= block[place]
         client, cls = np.nonzero(block)
         edges.append(np.stack([cls, client + start, block[client, cls]]))
     cls, client, given = np.concatenate(edges, axis=1)
-    return Dealt(deal_edges(labels, present[cls], client, given, rng))
+    return Owners(edge_owners(labels, present[cls], client, given, rng))
 
 
-def _draw(wish: np.ndarray, size: int, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _draw(
+    wish: np.ndarray, size: int, left: np.ndarray, rng: np.random.Generator, concentration: np.ndarray
+) -> np.ndarray:
     """`size` rows by class, drawn by `wish` from what is left; a draw from an exhausted class is repeated."""
     taken = rng.multinomial(size, wish)
     if (taken <= left).all():
         return taken
     taken = np.minimum(taken, left)
     while missing := size - int(taken.sum()):
-        open_ = np.where(left > taken, wish, 0.0)
-        if (total := open_.sum()) < 1e-12:  # nothing wished for is left: take what there is, by its amount
-            open_ = (left - taken).astype(float)
-            total = open_.sum()
-        taken = np.minimum(taken + rng.multinomial(missing, open_ / total), left)
+        wish = np.where(left > taken, wish, 0.0)
+        if wish.sum() < 1e-9:  # nothing wished for is left
+            some = np.flatnonzero(left > taken)
+            wish[some] = rng.dirichlet(concentration[some])
+        taken = np.minimum(taken + rng.multinomial(missing, wish / wish.sum()), left)
     return taken
 
 
-def deal_groups(
+def group_owners(
     labels: np.ndarray,
     clients: int,
     rng: np.random.Generator,
     groups: Sequence[Sequence[int]],
     clients_per_group: Sequence[int] | None = None,
     allow_uncovered: bool = False,
-) -> Dealt:
-    """Explicit groups of labels; the rows of a group are dealt, stratified, to the clients of that group."""
+) -> Owners:
+    """Explicit groups of labels; the rows of a group are divided, stratified, among the clients of that group."""
     if not groups:
         raise FedgraftError("the partition 'groups' needs at least one group of labels.")
     heads = even_sizes(clients, len(groups)).tolist() if clients_per_group is None else list(clients_per_group)
@@ -179,9 +183,9 @@ def deal_groups(
         rows = np.flatnonzero(np.isin(labels, list(group)))
         if len(rows) < count:
             raise FedgraftError(f"label group {number} has {len(rows)} rows, too few for its {count} clients.")
-        owner[rows] = first + deal_stratified(labels[rows], count, rng).owner
+        owner[rows] = first + stratified_owners(labels[rows], count, rng).owner
         first += count
-    return Dealt(owner)
+    return Owners(owner)
 
 
 def _check_groups(

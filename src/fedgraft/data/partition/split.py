@@ -28,11 +28,18 @@ def largest_remainder(shares: np.ndarray, totals: np.ndarray, tie: np.ndarray) -
     return counts
 
 
-def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows held out, sorted; every class gives `fraction` of its rows, by largest remainder."""
+def stratified_split(
+    labels: np.ndarray, fraction: float, seed: int, groups: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and rows held out, sorted; every class gives `fraction` of its rows, by largest remainder.
+
+    With `groups` (N,), rows of one group stay together, and every class gives as near to `fraction` as they allow.
+    """
     if not 0 <= fraction < 1:
         raise FedgraftError(f"the held-out fraction must lie in [0, 1), but it is {fraction}.")
     labels = np.asarray(labels)
+    if groups is not None and len(labels):
+        return _grouped_split(labels, fraction, numpy_stream(seed, "split", "groups"), groups)
     rng = numpy_stream(seed, "split")
     order, counts = shuffled_by_class(labels, rng)
     if not len(labels):
@@ -43,6 +50,32 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
     within = np.arange(len(labels)) - np.repeat(starts, counts)  # place of a row inside its class
     out = within < np.repeat(held, counts)
     return np.sort(order[~out]), np.sort(order[out])
+
+
+def _grouped_split(
+    labels: np.ndarray, fraction: float, rng: np.random.Generator, groups: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each group counts for the class most of its rows have; of every class some groups are held out, never all."""
+    names, group = np.unique(groups, return_inverse=True)
+    group = group.reshape(-1)
+    classes = int(labels.max()) + 1
+    pair, rows = np.unique(group * classes + labels, return_counts=True)
+    order = np.lexsort((rows, pair // classes))
+    last = np.append(np.flatnonzero(np.diff(pair[order] // classes)), len(pair) - 1)
+    cls = (pair % classes)[order][last]  # (G,) the commonest class of each group
+    size = np.bincount(group, minlength=len(names))
+    shuffled = rng.permutation(len(names))
+    order = shuffled[np.argsort(cls[shuffled], kind="stable")]
+    first = np.flatnonzero(np.append(True, np.diff(cls[order])))
+    counts = np.diff(np.append(first, len(order)))
+    sums = np.cumsum(size[order])
+    before = np.repeat(sums[first] - size[order][first], counts)
+    target = fraction * np.repeat(np.add.reduceat(size[order], first), counts)
+    # As many groups of the class as come nearest to its share; the last one always stays.
+    out = (sums - before - size[order] / 2 <= target) & (ranks_within(cls[order]) < np.repeat(counts, counts) - 1)
+    held = np.zeros(len(names), dtype=bool)
+    held[order[out]] = True
+    return np.flatnonzero(~held[group]), np.flatnonzero(held[group])
 
 
 def ranks_within(groups: np.ndarray) -> np.ndarray:

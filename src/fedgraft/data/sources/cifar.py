@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from fedgraft.data.images.store import ImageStore, RawSplit, cached_stores, file_identity
+import numpy as np
+
 from fedgraft.data.sources.archive import (
     PACKAGE_MEMBERS,
     PYTHON_MEMBERS,
@@ -17,10 +19,15 @@ from fedgraft.data.sources.archive import (
     read_package,
     read_python_archive,
 )
-from fedgraft.data.sources.folder import is_class_folder, list_splits, read_listing
-from fedgraft.data.sources.tables import read_hub, read_npz, read_parquet
-from fedgraft.errors import FedgraftError
+from fedgraft.data.sources.assemble import Dataset, Table, assemble
+from fedgraft.data.sources.folder import is_class_folder, list_images
+from fedgraft.data.sources.npz import read_table
+from fedgraft.data.sources.objects import from_columns
+from fedgraft.data.sources.parquet import column_names, pick_column, read_parquet
+from fedgraft.errors import FedgraftError, MissingExtra
 
+Found = Callable[[], list[Table]]
+"""Reads a local copy: train and test."""
 CLASSES: dict[str, tuple[str, ...]] = {
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     "cifar100": (
@@ -37,39 +44,69 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "tulip", "turtle", "wardrobe", "whale", "willow_tree", "wolf", "woman", "worm",
     ),
 }  # fmt: skip
+LABEL_COLUMNS = {"cifar10": ("label", "labels"), "cifar100": ("fine_label", "fine_labels", "label")}
+HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 SUBFOLDERS = {"cifar10": ("cifar-10-batches-py", "package"), "cifar100": ("cifar-100-python",)}
 FORMS = "parquet files, the python archive (packed or not), an npz file, or train/ and test/ with a folder per class"
 
 
-@dataclass(frozen=True)
-class Found:
-    """A local copy: its form, the files that identify it, and how to read it."""
-
-    form: str
-    files: list[Path]
-    read: Callable[[], tuple[RawSplit, RawSplit]]
+def cifar10(path: str | Path | None = None) -> Dataset:
+    """CIFAR-10 from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
+    return _cifar("cifar10", path)
 
 
-def load_cifar(name: str, path: str | None) -> tuple[ImageStore, ImageStore]:
-    """Train and test stores of `name`, from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
+def cifar100(path: str | Path | None = None) -> Dataset:
+    """CIFAR-100 from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
+    return _cifar("cifar100", path)
+
+
+def _cifar(name: str, path: str | Path | None) -> Dataset:
+    read = _search(name, path)
+    tables = [_of_32(table) for table in read()]
+    return assemble(name, tables, CLASSES[name])
+
+
+def _of_32(table: Table) -> Table:
+    """Encoded images are known to be of 32 pixels, so that they are kept at that size; arrays are checked."""
+    if not isinstance(table.content, np.ndarray):
+        return replace(table, content=replace(table.content, side=32))
+    if table.content.shape[1:] != (32, 32, 3):
+        raise FedgraftError(f"CIFAR's images are 32x32x3, but these are {table.content.shape[1:]}; give another copy.")
+    return table
+
+
+def _search(name: str, path: str | Path | None) -> Found:
     if path is not None:
-        found = find_local(name, Path(path).expanduser())
-        if found is None:
-            state = "does not exist" if not Path(path).expanduser().exists() else "holds none of them"
-            raise FedgraftError(f"{name} was looked for in {path} as {FORMS}, but it {state}; give path= a copy of it.")
-        return _stores(name, found)
+        if found := find_local(name, Path(path).expanduser()):
+            return found
+        state = "does not exist" if not Path(path).expanduser().exists() else "holds none of them"
+        raise FedgraftError(f"{name} was looked for in {path} as {FORMS}, but it {state}; give path= a copy of it.")
     places = [Path(os.environ["FEDGRAFT_DATA"]).expanduser()] if os.environ.get("FEDGRAFT_DATA") else []
     places.append(Path("data"))
-    for context in places:
-        if found := find_local(name, context):
-            return _stores(name, found)
-    looked = f"looked in {', '.join(str(context) for context in places)} for {FORMS}"
-    return cached_stores(name, {"hub": name}, lambda: read_hub(name, CLASSES[name], looked))
+    for place in places:
+        if found := find_local(name, place):
+            return found
+    return partial(_read_hub, name, f"looked in {', '.join(map(str, places))} for {FORMS}")
 
 
-def _stores(name: str, found: Found) -> tuple[ImageStore, ImageStore]:
-    identity = {"source": name, "form": found.form, "files": file_identity(found.files)}
-    return cached_stores(name, identity, found.read)
+def _read_hub(name: str, looked: str) -> list[Table]:
+    """Train and test from the Hub; `looked` says where a local copy was sought before."""
+    try:
+        import datasets
+    except ImportError as error:
+        purpose = f"{name} was not found ({looked}), and fetching it from the Hub"
+        raise MissingExtra("datasets", "hub", purpose) from error
+    try:
+        parts = [datasets.load_dataset(HUB_NAMES[name], split=part) for part in ("train", "test")]
+    except Exception as error:  # the Hub's client raises many kinds when offline; each means the data is not to be had
+        reason = next(iter(str(error).splitlines()), "no details")
+        raise FedgraftError(
+            f"{name} was not found ({looked}), and the Hub dataset {HUB_NAMES[name]} cannot be fetched "
+            f"({type(error).__name__}: {reason}); give path= a folder "
+            f"or file with {name} as parquet, python archive, npz or class folders, or set FEDGRAFT_DATA."
+        ) from error
+    label = pick_column(parts[0].column_names, LABEL_COLUMNS[name], f"the Hub dataset {HUB_NAMES[name]}")
+    return [from_columns(part, {"image": "image", "label": label}) for part in parts]
 
 
 def find_local(name: str, path: Path) -> Found | None:
@@ -84,52 +121,38 @@ def find_local(name: str, path: Path) -> Found | None:
 
 def _from_file(name: str, path: Path) -> Found | None:
     if path.suffix == ".npz":
-        return Found("npz", [path], lambda: read_npz(path, CLASSES[name]))
-    if is_tar(path):
-        return _from_tar(name, path)
-    if path.suffix == ".parquet":
-        return next(_parquet(name, path.parent), None)
-    return None
-
-
-def _from_tar(name: str, path: Path) -> Found:
-    """A packed archive; only a small member is looked for first, to tell the two kinds apart."""
-    if name == "cifar10" and read_members(path, ["test_lables.json"]):
-        return Found("package", [path], lambda: read_package(path, CLASSES[name]))
-    return Found("python", [path], lambda: read_python_archive(name, path, CLASSES[name]))
+        return lambda: [read_table(path, part, {"image": "x", "label": "y"}) for part in ("train", "test")]
+    if is_tar(path):  # only a small member is looked for first, to tell the two kinds apart
+        package = name == "cifar10" and read_members(path, ["test_lables.json"])
+        return partial(read_package, path) if package else partial(read_python_archive, name, path)
+    return next(_parquet(name, path.parent), None) if path.suffix == ".parquet" else None
 
 
 def _from_folder(name: str, folder: Path) -> Iterator[Found]:
     yield from _parquet(name, folder)
     train, test, _ = PYTHON_MEMBERS[name]
-    members = [folder / member for member in (*train, *test)]
-    if all(member.is_file() for member in members):
-        yield Found("python", members, lambda: read_python_archive(name, folder, CLASSES[name]))
-    package = [folder / member for member in PACKAGE_MEMBERS]
-    if name == "cifar10" and all(member.is_file() for member in package):
-        yield Found("package", package, lambda: read_package(folder, CLASSES[name]))
+    if all((folder / member).is_file() for member in (*train, *test)):
+        yield partial(read_python_archive, name, folder)
+    if name == "cifar10" and all((folder / member).is_file() for member in PACKAGE_MEMBERS):
+        yield partial(read_package, folder)
     for path in sorted(folder.iterdir()):
-        if (
-            path.is_file()
-            and names_dataset(path.name) == name
-            and path.suffix != ".parquet"
-            and (f := _from_file(name, path))
-        ):
-            yield f
+        named = path.is_file() and names_dataset(path.name) == name and path.suffix != ".parquet"
+        if named and (found := _from_file(name, path)):
+            yield found
     if is_class_folder(folder) and {p.name for p in (folder / "train").iterdir()} >= set(CLASSES[name]):
-        yield _class_folder(folder)
-
-
-def _class_folder(folder: Path) -> Found:
-    train, test = list_splits(folder, seed=0)  # both datasets list their classes in alphabetical order, as this does
-    return Found("folder", [*train.files, *test.files], lambda: (read_listing(train, 32), read_listing(test, 32)))
+        yield lambda: [list_images(folder / part).table() for part in ("train", "test")]
 
 
 def _parquet(name: str, folder: Path) -> Iterator[Found]:
     files = [path for path in sorted(folder.glob("*.parquet")) if names_dataset(path.name) in (name, None)]
-    train, test = ([p for p in files if part in p.name.lower()] for part in ("train", "test"))
-    if train and test:
-        yield Found("parquet", [*train, *test], lambda: read_parquet(name, train, test, CLASSES[name]))
+    parts = [[p for p in files if part in p.name.lower()] for part in ("train", "test")]
+
+    def read() -> list[Table]:
+        label = pick_column(column_names(parts[0][0]), LABEL_COLUMNS[name], str(parts[0][0]))
+        return [read_parquet(part, {"image": "image", "label": label}) for part in parts]
+
+    if all(parts):
+        yield read
 
 
 def names_dataset(file_name: str) -> str | None:

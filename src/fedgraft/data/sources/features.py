@@ -1,34 +1,34 @@
-"""Features that somebody else computed: one `.npz` or `.safetensors` file with train_x, train_y, test_x and test_y.
+"""Features that somebody else computed: arrays, or one file with train_x, train_y, test_x and test_y.
 
-`*_x` are numbers (N, d), kept as float32; `*_y` are whole numbers (N,), the labels from 0 on. An `.npz` may also hold
-`classes`, the names of the labels. The network for such data is `model.name=features`: a linear head and no trunk.
+`x` are numbers (N, d), kept as float32; labels are names or whole numbers. An `.npz` may also hold `classes`, the names
+of the labels. The network for such data is `model.name=features`: a linear head and no backbone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedgraft.data.images.store import content_digest
+from fedgraft.data.labelled import Labelled, check_columns, check_range, numbered_parts
+from fedgraft.data.sources.npz_file import read_npz
 from fedgraft.errors import FedgraftError
+
+if TYPE_CHECKING:
+    from fedgraft.data.sources.assemble import Dataset
 
 FIELDS = ("train_x", "train_y", "test_x", "test_y")
 
 
-@dataclass(frozen=True, eq=False)
-class FeatureStore:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FeatureStore(Labelled):
     """Feature vectors addressed by row. `digest` covers values, labels and class names."""
 
     features: np.ndarray  # float32 (N, d)
-    labels: np.ndarray  # int64 (N,)
-    classes: tuple[str, ...]
-    digest: str
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     @property
     def width(self) -> int:
@@ -37,7 +37,30 @@ class FeatureStore:
 
     def take(self, rows: np.ndarray) -> FeatureStore:
         """A store of these rows only."""
-        return make_feature_store(self.features[rows], self.labels[rows], self.classes)
+        taken = make_feature_store(self.features[rows], self.labels[rows], self.classes)
+        return replace(taken, columns={name: values[rows] for name, values in self.columns.items()})
+
+
+def features(
+    x: Any,
+    y: Any = None,
+    classes: Sequence[str] | None = None,
+    sites: Any = None,
+    groups: Any = None,
+    test: Sequence[Any] | None = None,
+) -> Dataset:
+    """Feature vectors (N, d) and labels, or a file of both; `test` is (x, y[, sites]), else a share is cut off."""
+    from fedgraft.data.sources.assemble import Dataset, finish
+
+    if isinstance(x, str | Path):
+        return Dataset("features", *load_features(Path(x).expanduser()))
+    parts = [(x, y, sites, groups)] + ([(*test, None, None)[:4]] if test is not None else [])
+    split, names = numbered_parts([np.asarray(part[1]) for part in parts], classes)
+    stores = []
+    for (values, _, site, group), labels in zip(parts, split, strict=True):
+        store = make_feature_store(np.asarray(values), labels, names)
+        stores.append(replace(store, columns=check_columns({"site": site, "group": group}, len(store))))
+    return finish("features", stores)
 
 
 def make_feature_store(features: np.ndarray, labels: np.ndarray, classes: Iterable[str]) -> FeatureStore:
@@ -54,9 +77,9 @@ def make_feature_store(features: np.ndarray, labels: np.ndarray, classes: Iterab
     numbers = labels.astype(np.int64)
     if values.size and not np.isfinite([values.min(), values.max()]).all():  # both carry NaN along; no table is made
         raise FedgraftError("some features are infinite or not a number; mend them first.")
-    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(names)):
-        raise FedgraftError(f"labels must lie in 0..{len(names) - 1}, but they span {numbers.min()}..{numbers.max()}.")
-    return FeatureStore(values, numbers, names, content_digest(values, numbers, names))
+    check_range(numbers, names)
+    digest = content_digest(values, numbers, names)
+    return FeatureStore(features=values, labels=numbers, classes=names, digest=digest)
 
 
 def load_features(path: Path) -> tuple[FeatureStore, FeatureStore]:
@@ -80,14 +103,14 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     """All arrays of the file by name; nothing in it is executed."""
     if not path.is_file():
         raise FedgraftError(f"there is no feature file {path}; give an .npz or .safetensors file as data.path.")
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                return {name: file[name] for name in file.files if name in (*FIELDS, "classes")}
-        if path.suffix == ".safetensors":
-            from safetensors.numpy import load_file
+    if path.suffix == ".npz":
+        return read_npz(path, (*FIELDS, "classes"))
+    if path.suffix != ".safetensors":
+        raise FedgraftError(f"{path} is neither an .npz nor a .safetensors file.")
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
 
-            return {name: table for name, table in load_file(path).items() if name in FIELDS}
-    except Exception as error:  # zip, numpy and safetensors each have errors of their own
+    try:
+        return {name: table for name, table in load_file(path).items() if name in FIELDS}
+    except (SafetensorError, OSError, ValueError) as error:
         raise FedgraftError(f"the feature file {path} cannot be read: {str(error).splitlines()[0]}") from error
-    raise FedgraftError(f"{path} is neither an .npz nor a .safetensors file.")

@@ -1,101 +1,93 @@
-"""A user's own images: one directory per class, optionally below `train/` and `test/`."""
+"""A user's own image files: one directory per class, optionally below `train/` and `test/`, or below one per owner."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
+from typing import Unpack
 
-import numpy as np
-
-from fedgraft.data.images.store import RawSplit
-from fedgraft.data.partition.split import stratified_split
+from fedgraft.data.images.originals import from_files
+from fedgraft.data.images.rule import FORMATS
+from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
 from fedgraft.errors import FedgraftError
-
-_BATCH = 256
-TEST_FRACTION = 0.2
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The image files of a class-per-directory folder, in sorted order."""
+    """Image files in sorted order, the class of each, and who holds it."""
 
     files: list[Path]
-    labels: np.ndarray
-    classes: tuple[str, ...]
+    labels: list[str]
+    sites: list[str]
+
+    def table(self) -> Table:
+        """What is known of them without reading any."""
+        return Table(from_files(self.files), self.labels, {"site": self.sites} if self.sites else {})
+
+
+def folder(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
+    """Images in one directory per class; with `train/` and `test/` on top, these are used, else a share is cut off."""
+    return assemble("folder", [part.table() for part in _parts(_existing(path))], classes, **making)
+
+
+def owners(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
+    """One directory per owner, each as `folder` takes it; the owner's name becomes the row's site."""
+    places = _directories(_existing(path))
+    if not places:
+        raise FedgraftError(f"{path} holds no folders; put the images of each owner in a folder of its own.")
+    found = [_parts(place, place.name) for place in places]
+    if len({len(parts) for parts in found}) > 1:
+        raise FedgraftError(f"some owners in {path} have train/ and test/ and some have not; give all or none of them.")
+    parts = [_joined([one[number] for one in found]).table() for number in range(len(found[0]))]
+    return assemble("owners", parts, classes, **making)
 
 
 def is_class_folder(path: Path) -> bool:
     """Whether `path` has `train/` and `test/` with at least one directory in each."""
-    return all(any(p.is_dir() for p in (path / part).glob("*")) for part in ("train", "test"))
+    return all((path / part).is_dir() and _directories(path / part) for part in ("train", "test"))
 
 
-def list_images(path: Path) -> Listing:
+def list_images(path: Path, owner: str = "") -> Listing:
     """Find every image below `path`/<class>/; a class without images is refused."""
     from PIL import Image
 
-    endings = set(Image.registered_extensions())
-    names = sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-    if not names:
+    Image.init()
+    endings = {ending for ending, kind in Image.EXTENSION.items() if kind in FORMATS}
+    classes = _directories(path)
+    if not classes:
         raise FedgraftError(f"{path} holds no class folders; put the images of each class in a folder of its own.")
     files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(names):
-        found = sorted(p for p in (path / name).rglob("*") if p.suffix.lower() in endings and p.is_file())
+    labels: list[str] = []
+    for place in classes:
+        found = sorted(p for p in place.rglob("*") if p.suffix.lower() in endings and p.is_file())
         found = [p for p in found if not p.name.startswith(".")]
         if not found:
-            raise FedgraftError(f"the class folder {path / name} holds no images; add some or remove it.")
+            raise FedgraftError(f"the class folder {place} holds no images; add some or remove it.")
         files += found
-        labels += [label] * len(found)
-    return Listing(files, np.asarray(labels, dtype=np.int64), tuple(names))
+        labels += [place.name] * len(found)
+    return Listing(files, labels, [owner] * len(files) if owner else [])
 
 
-def list_splits(path: Path, seed: int) -> tuple[Listing, Listing]:
-    """Train and test listings: from the two subfolders, else a seeded stratified cut of one folder."""
-    if not path.is_dir():
-        raise FedgraftError(f"the image folder {path} does not exist; give the folder that holds one folder per class.")
+def _parts(path: Path, owner: str = "") -> list[Listing]:
     if not is_class_folder(path):
-        whole = list_images(path)
-        train, test = stratified_split(whole.labels, TEST_FRACTION, seed)
-        return _take(whole, train), _take(whole, test)
-    train_list, test_list = list_images(path / "train"), list_images(path / "test")
-    if strange := set(test_list.classes) - set(train_list.classes):
+        return [list_images(path, owner)]
+    train, test = list_images(path / "train", owner), list_images(path / "test", owner)
+    if strange := set(test.labels) - set(train.labels):
         raise FedgraftError(f"{path}/test has classes that {path}/train lacks: {', '.join(sorted(strange))}.")
-    context = np.array([train_list.classes.index(name) for name in test_list.classes])
-    return train_list, Listing(test_list.files, context[test_list.labels], train_list.classes)
+    return [train, test]
 
 
-def _take(listing: Listing, rows: np.ndarray) -> Listing:
-    return Listing([listing.files[row] for row in rows], listing.labels[rows], listing.classes)
+def _joined(parts: list[Listing]) -> Listing:
+    return Listing(*([one for part in parts for one in getattr(part, field)] for field in ("files", "labels", "sites")))
 
 
-def read_listing(listing: Listing, size: int) -> RawSplit:
-    """Images of a listing, short side to `size`, centre cropped."""
-    return RawSplit(listing.labels, listing.classes, _images(listing.files, size))
+def _directories(path: Path) -> list[Path]:
+    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _images(files: list[Path], size: int) -> Iterator[np.ndarray]:
-    bad: list[str] = []
-    for start in range(0, len(files), _BATCH):
-        chunk = np.zeros((len(files[start : start + _BATCH]), size, size, 3), dtype=np.uint8)
-        for context, path in enumerate(files[start : start + _BATCH]):
-            try:
-                chunk[context] = read_image(path, size)
-            except (OSError, ValueError, SyntaxError) as error:
-                bad.append(f"{path} ({error})")
-        yield chunk
-    if bad:  # raised at the end, so that one message names those of the whole listing
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise FedgraftError(f"these files are not readable images, repair or remove them: {'; '.join(bad[:5])}{more}.")
-
-
-def read_image(path: Path | BytesIO, size: int) -> np.ndarray:
-    """One file as uint8 (size, size, 3), turned upright as its EXIF data says."""
-    from PIL import Image, ImageOps
-
-    with Image.open(path) as opened:
-        image = ImageOps.exif_transpose(opened)
-        if image.mode == "P" and "transparency" in image.info:
-            image = image.convert("RGBA")
-        return np.asarray(ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BICUBIC))
+def _existing(path: str | Path) -> Path:
+    found = Path(path).expanduser()
+    if not found.is_dir():
+        raise FedgraftError(f"the image folder {path} does not exist; give the folder that holds one folder per class.")
+    return found

@@ -1,0 +1,123 @@
+"""Hostile archives: refused with one sentence, by their headers, in bounded memory, and nothing of them runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.archive_bombs import npz_bombs, pickle_bombs, tar_bombs, write
+
+from fedgraft.data import cifar100, features, npz, parquet
+from fedgraft.data.images import originals
+from fedgraft.data.sources import npz_file
+from fedgraft.data.sources.inert_pickle import read_pickle
+from fedgraft.errors import FedgraftError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", npz_bombs())
+def test_npz_files_that_lie(name: str, tmp_path: Path) -> None:
+    write(tmp_path, {"d.npz": npz_bombs()[name]()})
+    with pytest.raises(FedgraftError, match="not a readable npz file of plain arrays") as caught:
+        npz(tmp_path / "d.npz")
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("name", tar_bombs())
+def test_tar_files_that_lie(name: str, tmp_path: Path) -> None:
+    write(tmp_path, {"cifar-100.tar.gz": tar_bombs()[name]()})
+    with pytest.raises(FedgraftError, match=r"declares more than|not a readable tar|lacks train") as caught:
+        cifar100(tmp_path / "cifar-100.tar.gz")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", pickle_bombs())
+def test_pickles_that_ask_for_power(name: str, tmp_path: Path) -> None:
+    if name == "memo":  # would be 34 GB; here it is one entry
+        assert read_pickle(pickle_bombs()[name], "here") == {}
+    elif name == "pickle in a pickle":  # what is inside stays bytes
+        assert isinstance(read_pickle(pickle_bombs()[name], "here")[b"data"], bytes)
+        write(tmp_path / "c", {"train": pickle_bombs()[name], "test": pickle_bombs()[name]})
+        with pytest.raises(FedgraftError, match="must hold rows of 3072 bytes"):
+            cifar100(tmp_path / "c")
+    else:
+        with pytest.raises(FedgraftError, match="not an intact CIFAR file"):
+            read_pickle(pickle_bombs()[name], "here")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_other_headers_that_declare_terabytes(tmp_path: Path) -> None:
+    write(tmp_path, {"d.safetensors": (1 << 40).to_bytes(8, "little") + b"{}", "d.npz": npz_bombs()["pickle"]()})
+    for name in ("d.safetensors", "d.npz"):
+        with pytest.raises(FedgraftError):
+            features(tmp_path / name)
+
+
+def test_parquet_that_repeats_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = 2000
+    same = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), pa.array([bytes(1 << 20)]))
+    text = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), pa.array(["x" * (1 << 16)]))
+    labels = (np.arange(rows) % 2).tolist()
+    pq.write_table(pa.table({"image": same, "label": labels}), tmp_path / "a.parquet", store_schema=False)
+    pq.write_table(
+        pa.table({"image": [b""] * rows, "label": labels, "note": text}), tmp_path / "b.parquet", store_schema=False
+    )
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20  # and says two gigabytes
+    with monkeypatch.context() as patch:
+        patch.setattr(originals, "_MOST_BYTES", 64 << 20)
+        with pytest.raises(FedgraftError, match="unpacks to more than 64 MiB"):
+            originals.from_parquet([tmp_path / "a.parquet"], "image").read(0, rows)
+        with pytest.raises(FedgraftError, match="unpacks to more than 64 MiB"):
+            parquet(tmp_path / "b.parquet")
+    assert parquet(tmp_path / "b.parquet").train.columns == {}  # a long text is no site
+
+
+def test_memory_stays_bounded(tmp_path: Path) -> None:
+    """All of them in a process of its own, which must not grow by more than 200 MB (one of them says 4 TB)."""
+    write(tmp_path / "npz", {f"{n}.npz": make() for n, make in enumerate(npz_bombs().values())})
+    write(tmp_path / "tar", {f"{n}.tar.gz": make() for n, make in enumerate(tar_bombs().values())})
+    write(tmp_path / "pickle", {str(n): data for n, data in enumerate(pickle_bombs().values())})
+    script = """
+import resource, sys
+from pathlib import Path
+from fedgraft.data import cifar100, npz
+from fedgraft.data.sources.inert_pickle import read_pickle
+from fedgraft.errors import FedgraftError
+loads = {"npz": npz, "tar": cifar100, "pickle": lambda path: read_pickle(path.read_bytes(), "here")}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for kind, load in loads.items():
+    for path in sorted((Path(sys.argv[1]) / kind).iterdir()):
+        try:
+            load(path)
+        except FedgraftError:
+            pass
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print("grown" if grown > 200_000 else "bounded")
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "bounded\n"
+
+
+def test_what_packs_well_is_no_bomb(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 255, (40, 8, 8, 3)).astype(np.uint8)
+    np.savez_compressed(tmp_path / "d.npz", x_train=x, y_train=np.repeat([0, 1], 20))
+    assert len(npz(tmp_path / "d.npz").train) == 32
+    with zipfile.ZipFile(tmp_path / "d.npz") as archive:
+        info = archive.getinfo("y_train.npy")
+        assert info.file_size > 3 * info.compress_size
+
+
+def test_without_the_guard_a_bomb_would_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"d.npz": npz_bombs()["grows"]()})
+    monkeypatch.setattr(npz_file, "LARGE", 1 << 30)
+    assert len(npz_file.read_npz(tmp_path / "d.npz", ["x_train"])["x_train"]) == 100 << 20
