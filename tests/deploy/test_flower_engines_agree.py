@@ -48,7 +48,7 @@ def final(folder: Path) -> dict[str, Tensor]:
     """What a run leaves: the common vector, personal models, the server rule's state; not the clients' memory."""
     found = load_latest(folder / "checkpoints")
     assert found is not None
-    kept = ("vector", "personal/", "rule/", "best/", "head/", "edit/")
+    kept = ("vector", "personal/", "rule/", "best/", "head", "edit/")
     return {name: t for name, t in found.tensors.items() if name.startswith(kept)}
 
 

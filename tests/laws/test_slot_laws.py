@@ -235,7 +235,7 @@ def test_a_loss_remembers_by_client(outside: None) -> None:
 @pytest.mark.parametrize("optimizer", [sgdm(0.9, 0.01), adamw()], ids=["sgdm", "adamw"])
 def test_a_head_rate_of_one_is_none(name: str, optimizer: Any) -> None:
     for network in (None, batch_norm_network):
-        options = {} if network is None else {"network": network}
+        options: dict[str, Any] = {} if network is None else {"network": network}
         plain = vary(made(name), optimizer=optimizer)
         assert same(outcome(vary(plain, head_lr=1.0), **options), outcome(plain, **options))
 

@@ -1,7 +1,7 @@
 """One table: every algorithm of the zoo times every law. A new algorithm is a row; a new law is a column.
 
-Rows come from `zoo.ALGORITHMS` itself, so an algorithm cannot be added without being held to the laws. Below the table each
-law is shown to notice the bug it is there for.
+Rows come from `zoo.ALGORITHMS` itself, so an algorithm cannot be added without being held to the laws. Below the table
+each law is shown to notice the bug it is there for.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ LOCAL = LocalTraining(3, batch_size=6)
 SMALL: dict[str, Any] = {"keep": 3, "top": 3, "probe": 64, "local": LOCAL}
 TINY = [
     "data.source=synthetic", "data.count=400", "data.classes=4", "model.name=tiny", "partition.clients=10",
-    "rounds.fraction=1.0", "workers=1", "local.steps=1", "local.batch_size=8", "rounds.total=1", "rounds.evaluate_every=0",
+    "rounds.fraction=1.0", "workers=1", "local.steps=1", "local.batch_size=8", "rounds.total=1",
     "model.head=random", "trainable.kind=body", "algorithm.name=fedalign", "algorithm.keep=4", "algorithm.top=4",
-    "algorithm.probe=40",
+    "algorithm.probe=40", "rounds.evaluate_every=0",
 ]  # fmt: skip
 
 

@@ -24,8 +24,9 @@ from fedgraft.state import ServerState
 LOCAL = LocalTraining(3, batch_size=6)
 TINY = [
     "data.source=synthetic", "data.count=200", "data.classes=4", "model.name=tiny", "partition.clients=4",
-    "rounds.fraction=1.0", "workers=1", "local.steps=2", "local.batch_size=8", "rounds.total=2", "rounds.evaluate_every=0",
-    "model.head=random", "trainable.kind=body", "algorithm.name=fedshibu", "algorithm.samples=8", "personal.evaluate=end",
+    "rounds.fraction=1.0", "workers=1", "local.steps=2", "local.batch_size=8", "rounds.total=2",
+    "rounds.evaluate_every=0", "model.head=random", "trainable.kind=body", "algorithm.name=fedshibu",
+    "algorithm.samples=8", "personal.evaluate=end",
 ]  # fmt: skip
 
 

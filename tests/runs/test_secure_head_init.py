@@ -1,4 +1,4 @@
-"""Head initialisation and calibration under secure aggregation: the same head and mask, and nothing of one client at the server."""
+"""Head initialisation and calibration under secure aggregation: the same, and nothing of one client at a server."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def test_worker_processes_give_the_same_bytes() -> None:
 
 
 SPARSE = [
-    "trainable.kind=sparse", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60", "trainable.sparse.rounds=2",
-    "trainable.head_too=false",
+    "trainable.kind=sparse", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60",
+    "trainable.sparse.rounds=2", "trainable.head_too=false",
 ]  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_warnings_name_each_thing_that_comes_one_by_one(monkeypatch: pytest.Monk
             assert [sentence in text for text in found] == ([True] if kind == "secure" else [])
     found = opened("privacy.aggregation=secure")
     assert not [t for t in warnings_for(found.job, found.opening, found.engines) if "outside" in t]
-    with pytest.raises(FedgraftError, match="use one common mask|use clear sums"):
+    with pytest.raises(FedgraftError, match=r"use one common mask|use clear sums"):
         opened("privacy.aggregation=secure", "trainable.sparse.per_client=true")
     monkeypatch.setattr(FederatedData, "blind", True)  # as in a federation whose server holds no images
     assert "counts" in warnings_for(found.job, found.opening, found.engines)[-1]
@@ -418,7 +418,7 @@ def test_a_head_without_everyone_is_not_kept_for_other_runs(cache: Path, monkeyp
 def test_a_client_serves_each_sum_once_and_refuses_another_layout(caplog: pytest.LogCaptureFixture) -> None:
     toy = Toy(zoo.fedavg())
     secured(toy).ask("statistics")
-    with pytest.raises(FedgraftError, match="given up|aborted"):  # a server that starts again over the same clients
+    with pytest.raises(FedgraftError, match=r"given up|aborted"):  # a server that starts again over the same clients
         secured(toy, [0, 1, 2, 3]).ask("statistics")
     assert "is a replay" in caplog.text
     caplog.clear()

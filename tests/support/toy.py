@@ -127,7 +127,13 @@ class Toy:
             probe=ToyExamples(64, seed=3),
         )  # fmt: skip
         self.algorithm = algorithm
-        options = {"run": "toy", "seed": 7, "rounds": 10, "schedule": constant(0.05), "largest": 20} | federation
+        options: dict[str, Any] = {
+            "run": "toy",
+            "seed": 7,
+            "rounds": 10,
+            "schedule": constant(0.05),
+            "largest": 20,
+        } | federation
         self.federation = Federation(clients=clients, per_round=per_round, **options)
         self.engine = InProcess(algorithm, self.context)
         self.state = start(algorithm, self.space.gather(self.network), self.space.trained)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 import fedgraft.edit.low_rank
@@ -15,8 +14,7 @@ from fedgraft.aggregate.slots import by_examples, uniform
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.config.load import Config
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.partition import make_partition
-from fedgraft.data.partition.split import stratified_split
+from fedgraft.data.partition import federate as divide
 from fedgraft.data.sources import Dataset, load_dataset
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit.dense import head
@@ -38,34 +36,28 @@ from fedgraft.update.codecs import codec
 def open_data(config: Config) -> Dataset:
     """The data that a config names."""
     d = config.data
-    options = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
-    return load_dataset(d.source, d.path, **(options if d.source == "synthetic" else {}))
+    made = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
+    options = {**(made if d.source == "synthetic" else {}), **(d.model_extra or {})}
+    if d.unreadable is not None:
+        options["unreadable"] = d.unreadable
+    return load_dataset(d.source, d.path, **options)
 
 
 def federate(config: Config) -> FederatedData:
-    """Load the data, hold out validation images once, and deal the rest to the clients."""
-    d, p = config.data, config.partition
-    dataset = open_data(config)
-    labels = np.asarray(dataset.train.labels)
-    strange = [label for group in p.groups for label in group if not 0 <= label < len(dataset.train.classes)]
+    """Load the data, hold out validation images once, and divide the rest among the clients."""
+    d, p, dataset = config.data, config.partition, open_data(config)
+    strange = [label for group in p.groups for label in group if not 0 <= label < len(dataset.classes)]
     if strange:
-        raise FedgraftError(
-            f"partition.groups names the label {strange[0]}, and there are {len(dataset.train.classes)}"
-        )
-    train, held = stratified_split(labels, d.validation, config.seed)
-    if d.limit is not None and d.limit < len(train):
-        _, kept = stratified_split(labels[train], d.limit / len(train), config.seed)
-        train = train[kept]
-    partition = make_partition(
-        p.kind, labels[train], np.asarray(dataset.test.labels), p.clients, config.seed, **partition_options(config)
-    )
-    return FederatedData(dataset, torch.from_numpy(np.asarray(train)), torch.from_numpy(np.asarray(held)), partition)
+        raise FedgraftError(f"partition.groups names the label {strange[0]}, and there are {len(dataset.classes)}")
+    split = {"seed": config.seed, "limit": d.limit, "validation": d.validation}
+    return divide(dataset, p.kind, p.clients, **split, **partition_options(config))
 
 
 def partition_options(config: Config) -> dict[str, object]:
     """What `make_partition` is told about this kind of partition."""
     p = config.partition
     own: dict[str, dict[str, object]] = {
+        "by_site": {"allow_uncovered": p.allow_uncovered},
         "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
         "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
         "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},

@@ -21,11 +21,22 @@ class Section(BaseModel):
 class Data(Section):
     """Where the images come from."""
 
-    source: Literal["digits", "cifar10", "cifar100", "folder", "synthetic", "features"] = "digits"
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    source: str = Field(
+        "digits",
+        description="digits, cifar10, cifar100, folder, owners (a folder per owner), parquet, npz, datasets, features, "
+        "synthetic, or a registered name; its own options stand beside it (image, label, site, group: column names)",
+    )
     path: str | None = Field(None, description="file or folder with the data; else the usual places, then the Hub")
     validation: float = Field(0.1, ge=0, lt=1, description="share of the training images held out, stratified")
     image_size: int | None = Field(
         None, ge=4, le=4096, description="pixels the network sees; default: what it was trained on"
+    )
+    resize: Literal["model", "crop", "squash"] = Field(
+        "model", description="how images get the network's size; default: as the network was trained, else crop"
+    )
+    unreadable: Literal["refuse", "skip"] | None = Field(
+        None, description="images that cannot be read: refuse the data (the default), or leave them out and say so"
     )
     augment: tuple[Literal["flip", "crop", "resized_crop", "jitter", "randaugment"], ...] = Field(
         (), description="training transforms, in this order; evaluation never augments"
@@ -42,7 +53,9 @@ class Data(Section):
 class Partition(Section):
     """How the training images are dealt to clients."""
 
-    kind: Literal["iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups"] = "stratified"
+    kind: Literal[
+        "iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"
+    ] = Field("stratified", description="by_site: one client per owner, as the data's site column says")  # fmt: skip
     clients: int = Field(10, ge=1, description="K, the number of clients")
     classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")
     shards_per_client: int = Field(2, ge=1, description="kind=shards: s")

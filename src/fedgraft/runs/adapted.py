@@ -18,6 +18,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint
+from fedgraft.runs.deliver import deliver
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening, open_run
@@ -82,7 +83,7 @@ def evaluate_run(folder: Path | str, data: str | None = None) -> Evaluation:
         raise FedgraftError(f"the images of {folder} are on its nodes; name a folder of others with --data.")
     if data is None:
         return evaluate(found.network, task.test_images, torch.arange(len(task.test_images)), 128)
-    other = load_dataset("folder", data, image_size=found.network.image_size)
+    other = load_dataset("folder", data)
     known = {name: i for i, name in enumerate(found.classes)}
     strange = sorted(set(other.classes) - set(known))
     if strange:
@@ -101,7 +102,7 @@ def evaluate_run(folder: Path | str, data: str | None = None) -> Evaluation:
 
 def export_run(folder: Path | str, to: Path | str) -> None:
     """The adapted model as a `transformers` folder."""
-    from fedgraft.models.export import export
-
     found = adapted(folder)
-    export(found.plain(), Path(to), list(found.classes))
+    record = RunFolder.open(folder)
+    summary = record.summary() if record.status == "finished" else {}
+    deliver(found.job.task, found.job.config, found.job.algorithm.name, summary, to)

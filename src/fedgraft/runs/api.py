@@ -23,17 +23,15 @@ from fedgraft.config.build import build_federation, device_named
 from fedgraft.config.load import load, merge, to_toml, validate
 from fedgraft.config.options import Config
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.images.transforms import STATISTICS, Transform
-from fedgraft.edit.lora import adapted as adapters
-from fedgraft.edit.lora import merge as merge_factors
 from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint
 from fedgraft.runs.callbacks import Callback
+from fedgraft.runs.deliver import deliver
 from fedgraft.runs.head_init import install
-from fedgraft.runs.job import Job, job_of
+from fedgraft.runs.job import Job, job_of, transform_for
 from fedgraft.runs.opening import open_run
 from fedgraft.runs.run import run_job
 from fedgraft.runs.run_folder import RunFolder
@@ -52,6 +50,8 @@ class Result:
     metrics: Sequence[Mapping[str, Any]]
     folder: Path
     task: Task
+    config: Config
+    algorithm: str
 
     @property
     def network(self) -> VisionNetwork:
@@ -75,11 +75,7 @@ class Result:
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """A folder that `transformers` loads, with the preprocessing that was trained."""
-        from fedgraft.models.export import export
-
-        if adapters(self.network):
-            merge_factors(self.network)
-        return export(self.network, Path(folder), list(self.classes))
+        return deliver(self.task, self.config, self.algorithm, self.summary, folder)
 
     @property
     def report(self) -> Path:
@@ -142,8 +138,7 @@ def run(
             f"with classes={clients.classes}."
         )
     algorithm.trainable.check(network)
-    own = (network.mean, network.std)
-    transform = Transform(network.image_size, tuple(augment), *STATISTICS.get(config.data.normalise, own))  # type: ignore[arg-type]
+    transform = transform_for(network, config, augment)
     task = Task(network, clients, transform, "objects")
     identity = "objects-" + _digest([config.digest, digest(network), *clients.identity, transform.digest, algorithm])
     federation = replace(build_federation(config, clients.largest), run=identity)
@@ -164,7 +159,7 @@ def _finished(job: Job, folder: Path, progress: Progress | None, callbacks: Sequ
         install(job.task.network, found.tensors["head"])
     opening = open_run(job, None, saved_edit(found.tensors)) if done is None else done[1]
     opening.context.show(found.tensors.get("best/vector", found.tensors["vector"]))
-    return Result(summary, record.metrics(), folder, job.task)
+    return Result(summary, record.metrics(), folder, job.task, job.config, job.algorithm.name)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:

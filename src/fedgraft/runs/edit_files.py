@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedgraft.config.build import build_network
+from fedgraft.data.images.rule import PixelRule
 from fedgraft.edit import edit_file as task_file
 from fedgraft.edit import lora
 from fedgraft.edit import task_vectors as task
@@ -20,8 +22,10 @@ from fedgraft.edit.task_vectors import Edit
 from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.backbones import load_network
+from fedgraft.models.card import Card
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.deliver import preprocessor_of
 from fedgraft.runs.head_init import install
 
 BACKBONE = "backbone."
@@ -72,15 +76,22 @@ class Base:
     image_size: int | None = None
     seed: int = 0
 
-    def load(self, edit: Edit) -> tuple[VisionNetwork, list[str] | None]:
-        """The network, unedited, and the names of its classes where they are known."""
+    def load(self, edit: Edit) -> tuple[VisionNetwork, list[str] | None, dict[str, Any]]:
+        """The network, unedited, the names of its classes where they are known, and its preprocessing."""
         if (Path(self.model) / "run.json").is_file():
             found = adapted(Path(self.model))
-            return base_of(found), list(found.classes)
+            return base_of(found), list(found.classes), preprocessor_of(found.job.task)
         moved = {part.name: part.shape for part, _, _ in edit.space.ranges}
         classes = self.classes or moved.get("head.weight", (None,))[0]
         try:
-            return load_network(self.model, classes, self.image_size, seed=self.seed), None
+            network = load_network(self.model, classes, self.image_size, seed=self.seed)
+            size = network.image_size
+            told = (
+                PixelRule(size)
+                if network.preprocessor is None
+                else PixelRule.from_preprocessor(network.preprocessor, size)
+            )
+            return network, None, told.to_preprocessor(network.mean, network.std)
         except FedgraftError as error:
             if classes is not None or "no stored head" not in str(error):
                 raise
@@ -94,9 +105,10 @@ def apply_to_folder(edit: Edit, base: Base, to: Path, scale: float = 1.0) -> Pat
     """Write base + scale * edit as a `transformers` folder; a base the edit does not fit is refused."""
     from fedgraft.models.export import export
 
-    network, names = base.load(edit)
+    network, names, preprocessor = base.load(edit)
     task.apply(network, edit, scale)
-    return export(network, to, names)
+    card = Card(f"{base.model} with the edit {edit.name}", "see the edit", network.source, network.licence)
+    return export(network, to, names, preprocessor, card.text())
 
 
 def add_files(files: Sequence[Path], scales: Sequence[float] | None, to: Path, half: bool = False) -> Edit:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,13 +12,16 @@ from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named, federate
+from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
 from fedgraft.context import ClientContext
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.federated import FederatedData
+from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.images.transforms import STATISTICS, Transform
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
+from fedgraft.models.network import VisionNetwork
 from fedgraft.protocols import Examples
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
@@ -74,12 +77,25 @@ class Job:
 
 def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
+    identity = config.digest
     algorithm = build_algorithm(config)
     data = federate(config) if data is None else data
+    if data.clients != config.partition.clients:  # the data says who its owners are
+        config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
+        algorithm = build_algorithm(config)
     network = build_network(config, data.dataset).to(device_named(config.device))
     algorithm.trainable.check(network)
     require(config.track.trackers)
-    own = (network.mean, network.std)
-    transform = Transform(network.image_size, config.data.augment, *STATISTICS.get(config.data.normalise, own))  # type: ignore[arg-type]
-    task = Task(network, data, transform, config.model.name)
-    return Job(config, algorithm, task, build_federation(config, data.largest), config.digest)
+    task = Task(network, data, transform_for(network, config), config.model.name)
+    federation = replace(build_federation(config, data.largest), run=identity)
+    return Job(config, algorithm, task, federation, identity)
+
+
+def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:
+    """How images reach this network: by its own preprocessing where its folder names one, else cropped."""
+    d, own = config.data, (network.mean, network.std)
+    rule = PixelRule(network.image_size, "squash" if d.resize == "squash" else "crop")
+    if d.resize == "model" and network.preprocessor is not None:
+        rule = PixelRule.from_preprocessor(network.preprocessor, network.image_size)
+    mean, std = STATISTICS.get(d.normalise, own)
+    return Transform(rule, tuple(d.augment if augment is None else augment), tuple(mean), tuple(std))  # type: ignore[arg-type]

@@ -201,7 +201,7 @@ def test_an_empty_edit_is_refused(runs: Path, tmp_path: Path) -> None:
 def test_inspecting_and_halving(runs: Path, tmp_path: Path) -> None:
     text = call("edit", "inspect", runs / "sparse.edit")
     edit = task_file.load(runs / "sparse.edit")
-    assert text.startswith("masked: ") and f"{edit.space.size} coordinates" in text and "backbone.layers.1" in text
+    assert text.startswith("sparse: ") and f"{edit.space.size} coordinates" in text and "backbone.layers.1" in text
     call("edit", "save", runs / "sparse", tmp_path / "half.edit", "--half")
     half = task_file.load(tmp_path / "half.edit")
     assert (tmp_path / "half.edit").stat().st_size < 0.75 * (runs / "sparse.edit").stat().st_size

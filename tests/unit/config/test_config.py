@@ -192,8 +192,8 @@ def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
 
 OVERRIDES = [
     "seed=3", "name=x", "local.clip=1.5", "local.epochs=2", "data.augment=['flip','crop']", "data.limit=50",
-    "trainable.sparse.scope=['qk','norm']", "partition.groups=[[0,1],[2]]", "schedule.at=[0.1,0.9]", "rounds.norm_bound=2.0",
-    "algorithm.cap=0.5", "local.amp=bfloat16", "track.trackers=['wandb']", "model.ridge=0.01",
+    "trainable.sparse.scope=['qk','norm']", "partition.groups=[[0,1],[2]]", "schedule.at=[0.1,0.9]",
+    "rounds.norm_bound=2.0", "algorithm.cap=0.5", "local.amp=bfloat16", "track.trackers=['wandb']", "model.ridge=0.01",
     "local.lr=0.1234567890123",
 ]  # fmt: skip
 

@@ -477,8 +477,8 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
     pretend_ray(monkeypatch, True)
     overrides = [
         "model.name=tiny", "data.limit=60", "partition.clients=2", "rounds.total=2", "rounds.fraction=1.0",
-        "local.steps=1", "local.momentum=0", "algorithm.name=scaffold", "model.head=random", "trainable.kind=everything",
-        "rounds.evaluate_every=0",
+        "local.steps=1", "local.momentum=0", "algorithm.name=scaffold", "model.head=random",
+        "trainable.kind=everything", "rounds.evaluate_every=0",
     ]  # fmt: skip
     flower_apps.simulate(load(None, [*overrides, "engine=flower-sim"]), tmp_path / "there")
     run(load(None, [*overrides, "engine=reference", "workers=1"]), tmp_path / "here", console=False)

@@ -6,7 +6,6 @@ A source of one's own is a function `loader(path, **options) -> Dataset`, added 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from fedgraft.data.partition.split import stratified_split
@@ -19,13 +18,14 @@ from fedgraft.data.sources.npz import npz
 from fedgraft.data.sources.objects import arrays, dataset
 from fedgraft.data.sources.parquet import parquet
 from fedgraft.errors import FedgraftError
+from fedgraft.registry import SOURCES
 
 __all__ = [
     "SOURCES", "Dataset", "Store", "arrays", "cifar10", "cifar100", "dataset", "digits", "features", "folder",
     "load_dataset", "npz", "options_of", "owners", "parquet", "synthetic",
 ]  # fmt: skip
 
-SOURCES: dict[str, Callable[..., Dataset]] = {
+SOURCES |= {
     "digits": digits,
     "cifar10": cifar10,
     "cifar100": cifar100,
@@ -42,9 +42,7 @@ _PATHS = ("path", "data", "x")  # what the first argument is called where a sour
 
 def load_dataset(source: str, path: str | None = None, limit: int | None = None, **options: Any) -> Dataset:
     """Open a data source by name. No pixels are made yet. `limit` keeps at most so many of each part, stratified."""
-    if source not in SOURCES:
-        raise FedgraftError(f"there is no data source {source!r}; choose one of {', '.join(SOURCES)}.")
-    parameters = list(inspect.signature(SOURCES[source]).parameters.values())
+    parameters = list(inspect.signature(SOURCES.find(source)).parameters.values())
     takes = bool(parameters) and parameters[0].name in _PATHS
     if not takes and path is not None:
         raise FedgraftError(f"the data source {source!r} is built in and takes no path, but path is {path!r}.")
