@@ -73,17 +73,16 @@ AGGREGATORS["middle"] = lambda attackers: lambda stack, weights: stack.median(0)
 ''',
     "source": '''
 import numpy as np
-from fedgraft.data import Dataset, make_store
-from fedgraft.registry import SOURCES
+import fedgraft as fg
 
-def checks(path=None, size: int = 60):
-    """Squares of four brightnesses."""
-    labels = np.arange(size) % 4
-    images = np.broadcast_to(60 * labels[:, None, None, None], (size, 16, 16, 3)).astype(np.uint8)
-    stores = [make_store(images, labels, "abcd") for _ in range(2)]
-    return Dataset("checks", *stores)
+def squares(size: int = 120):
+    """Grey squares of four brightnesses."""
+    labels, noise = np.arange(size) % 4, np.random.default_rng(0).integers(0, 20, (size, 16, 16, 3))
+    images = (60 * labels[:, None, None, None] + noise).astype(np.uint8)
+    half = size // 2
+    return fg.data.arrays(images[:half], labels[:half], test=(images[half:], labels[half:]))
 
-SOURCES["checks"] = checks
+fg.registry.SOURCES["squares"] = squares
 ''',
 }  # fmt: skip
 REGISTRIES = (
@@ -191,13 +190,15 @@ def test_an_aggregation_rule(installed: Callable[..., None], tmp_path: Path) -> 
     assert not torch.equal(ours["vector"], ran(tmp_path / "mean")["vector"])
 
 
-@pytest.mark.xfail(reason="data/ does not read registry.SOURCES yet, and data.source is a fixed list", strict=True)
 def test_a_data_source(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("source")
-    words = ["data.source=checks", "data.limit=none", "model.head=ridge"]
-    summary = run(tiny("rounds.total=1", *words), tmp_path / "run", console=False)
-    assert summary["test"]["accuracy"] > 0.9
-    assert same_bits(commanded(tmp_path / "command", "rounds.total=1", *words), tensors_of(tmp_path / "run"))
+    words = ["data.source=squares", "data.size=160"]
+    tensors = ran(tmp_path / "run", *words)
+    found = adapted(tmp_path / "run").job.task
+    assert found.data.classes == 4 and len(found.data.dataset.test.labels) == 80
+    assert same_bits(commanded(tmp_path / "command", "rounds.total=1", *words), tensors)
+    with pytest.raises(FedgraftError, match="no option 'sze'"):
+        ran(tmp_path / "refused", "data.source=squares", "data.sze=160")
 
 
 def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_path: Path) -> None:

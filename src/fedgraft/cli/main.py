@@ -16,6 +16,7 @@ import typer
 from fedgraft.cli import attack as cli_attack
 from fedgraft.cli import deploy as cli_deploy
 from fedgraft.cli import edit as cli_edit
+from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli.overrides import Overrides, config_of
@@ -273,6 +274,7 @@ def options() -> None:
 
 app.command()(cli_attack.attack)
 app.command("find-lr")(cli_sweep.find_lr)
+app.command()(cli_predict.predict)
 app.command()(cli_profile.profile)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)

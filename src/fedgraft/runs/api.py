@@ -33,6 +33,7 @@ from fedgraft.runs.deliver import deliver
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import Job, job_of, transform_for
 from fedgraft.runs.opening import open_run
+from fedgraft.runs.predict import Prediction, Predictor, files_of
 from fedgraft.runs.run import run_job
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.saving import saved_edit
@@ -67,6 +68,11 @@ class Result:
     def accuracy(self) -> float:
         """Accuracy on the test images, or on validation images where the test was left out."""
         return float(self.summary.get("test", self.summary["validation"])["accuracy"])
+
+    def predict(self, images: str | Path | Sequence[str | Path]) -> list[Prediction]:
+        """Labels and scores for files, folders or patterns such as "new/*.png"."""
+        patterns = [images] if isinstance(images, str | Path) else images
+        return Predictor(self.network, self.classes, self.task.transform)(files_of(patterns))
 
     def evaluate(self) -> Evaluation:
         """The delivered model on the test images, again."""

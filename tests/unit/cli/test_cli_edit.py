@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedgraft.config.load import load
 from fedgraft.edit import edit_file as task_file
-from fedgraft.edit.task_vectors import base_digest
 from fedgraft.errors import FedgraftError
+from fedgraft.identity import digest
 from fedgraft.models.backbones import load_network
 from fedgraft.report.mask_figures import label_of, whole_mask
 from fedgraft.runs import run as running
@@ -121,7 +121,7 @@ def test_edits_are_bound_to_the_backbone_or_to_the_whole(runs: Path) -> None:
     assert sizes["sparse"] < sizes["body"] / 5
     network = load_network("tiny", 7, 16)  # the same backbone under another head
     edit = task_file.load(runs / "sparse.edit")
-    assert base_digest(network, "backbone.") == edit.base != task_file.load(runs / "other_backbone.edit").base
+    assert digest(network, scope="backbone.") == edit.base != task_file.load(runs / "other_backbone.edit").base
 
 
 def test_a_backbone_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None:
