@@ -1,4 +1,4 @@
-"""Handing the adapted model on: a `transformers` folder or an adapter folder for PEFT, with a card that says what it is."""
+"""Handing the adapted model on: a `transformers` folder or a PEFT adapter folder, with a card that says what it is."""
 
 from __future__ import annotations
 

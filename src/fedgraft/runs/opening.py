@@ -78,6 +78,8 @@ def open_run(
     if engines is not None:
         engines.close()  # workers of the preparations hold the network as it was before
     space, private = shared_and_private(job.algorithm, network, opened.space)
+    if job.algorithm.privacy.dp is not None:  # noise would make variances negative: statistics stay as they are
+        space = EditSpace(space.parts)
     algorithm = job.algorithm if opened.aggregate is None else vary(job.algorithm, aggregate=opened.aggregate)
     federation, factor = job.federation, 1.0
     if config.trainable.match_norm is not None:

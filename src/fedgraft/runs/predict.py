@@ -99,7 +99,7 @@ def files_of(patterns: Iterable[str | Path]) -> list[Path]:
         elif path.exists():
             found.append(path)
         else:
-            matches = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
+            matches = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))  # noqa: PTH207
             if not matches:
                 raise FedgraftError(
                     f"there is no image {pattern}; give files, folders or patterns such as 'new/*.png'."
