@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-WORDS ?= demo --fresh
+OVERRIDES ?= demo --fresh
 # More words for pip, for example where to find the CPU build of torch (see the README).
 PIP_ARGS ?=
 
-.PHONY: run test check lint bench reliability setup clean
+
+.PHONY: run test test-deploy check lint bench reliability setup clean
 
 setup: $(STAMP)
 
@@ -20,11 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 run: $(STAMP)
-	$(BIN)/fedgraft run $(WORDS)
+	$(BIN)/fedgraft run $(OVERRIDES)
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests examples benchmarks recipes
-	$(BIN)/ruff format --check src tests examples benchmarks recipes
+	$(BIN)/ruff check src tests examples benchmarks recipes reproduction
+	$(BIN)/ruff format --check src tests examples benchmarks recipes reproduction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -32,10 +33,14 @@ lint: $(STAMP)
 TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: lint
-	$(TESTS) -m "not slow"
+	$(TESTS) -m "not slow and not deploy"
 
 test: lint
-	$(TESTS)
+	$(TESTS) -m "not deploy"
+
+# More of real servers and nodes than the gate's few cases: every algorithm, faults, Ray.
+test-deploy: $(STAMP)
+	$(BIN)/python -m pytest tests/deploy -m deploy
 
 # BENCH names some of them, for example `make bench BENCH=peers`; all take about fifty minutes.
 bench: $(STAMP)

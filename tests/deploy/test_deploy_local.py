@@ -86,6 +86,7 @@ def test_a_local_federation_ends_in_the_bytes_of_one_process(root: Path) -> None
     assert not list(root.glob("fedgraft-local-*"))
 
 
+@pytest.mark.deploy
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_federation_leaves_no_process(root: Path, told: signal.Signals) -> None:
     process = start(root, "deploy", "local", *OVERRIDES, "--nodes", "1", "--folder", "run")

@@ -19,7 +19,7 @@ from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.run import run
 
 pytest.importorskip("flwr", reason="needs the extra 'flower'")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 BASE = [
     "model.name=tiny", "data.source=digits", "data.limit=200", "partition.clients=3", "rounds.fraction=1.0",

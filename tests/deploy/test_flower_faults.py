@@ -232,6 +232,7 @@ def story(hospitals: Hospitals) -> Story:
     return Story(config, folder, stopped.output, killed)
 
 
+@pytest.mark.deploy
 def test_a_node_that_comes_late_takes_part_from_then_on(story: Story) -> None:
     absent, log = missing(story.folder), (story.folder / "log.txt").read_text()
     assert absent[0, 2] == "no node serves it at present"
@@ -240,10 +241,12 @@ def test_a_node_that_comes_late_takes_part_from_then_on(story: Story) -> None:
     assert "client 2 is served by node" in log
 
 
+@pytest.mark.deploy
 def test_a_run_that_was_stopped_says_how_to_go_on(story: Story) -> None:
     assert "is stopped" in story.said and f"--folder {story.folder} --resume" in story.said
 
 
+@pytest.mark.deploy
 def test_a_node_that_vanishes_in_a_round_is_missing_by_name_and_the_run_goes_on(story: Story) -> None:
     """One of three nodes is silent: the round ends at its deadline, with the result over those who answered."""
     absent = {when: why for when, why in missing(story.folder).items() if when[1] == 1}
@@ -256,6 +259,7 @@ def test_a_node_that_vanishes_in_a_round_is_missing_by_name_and_the_run_goes_on(
     assert seconds >= DEADLINE
 
 
+@pytest.mark.deploy
 def test_the_result_is_that_of_the_responders_bit_for_bit(story: Story, tmp_path: Path) -> None:
     absent, found = set(missing(story.folder)), load_latest(story.folder / "checkpoints")
     assert found is not None and found.round > story.killed
@@ -265,6 +269,7 @@ def test_the_result_is_that_of_the_responders_bit_for_bit(story: Story, tmp_path
     assert not same(everyone, there), "the comparison does not notice who was missing"
 
 
+@pytest.mark.deploy
 def test_a_node_that_is_started_again_at_once_waits_and_is_let_in(story: Story, hospitals: Hospitals) -> None:
     hospitals.online(3)
     choice, process = hospitals.nodes[1]
@@ -278,6 +283,7 @@ def status(fed: federation.FederationFolder) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.deploy
 def test_a_killed_server_is_started_again_and_the_run_resumed_to_the_same_bytes(
     hospitals: Hospitals, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.run_folder import RunFolder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 pytest.importorskip("ray", reason="needs the extra 'simulation'")
 OVERRIDES = [
     "model.name=tiny", "data.limit=120", "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "workers=1",

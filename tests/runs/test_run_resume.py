@@ -494,7 +494,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path) -> Non
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        for _ in range(600):
+        for _ in range(3000):
             if len(read_metrics(folder)) > 3 or process.poll() is not None:
                 break
             time.sleep(0.1)
