@@ -1,1 +1,1 @@
-"""The experiments of the source documents: presets, claims, studies, pages."""
+"""The experiments of the source documents and the six questions: presets, statistics, verdicts, pages."""
