@@ -47,7 +47,7 @@ class Part:
         measure, plan = claim.measure, self.preset.gate
         if not isinstance(effect, Effect) or measure not in ACCURACIES:
             return ()
-        every = cells(self.preset, "laptop", "")
+        every = cells(self.preset, "laptop", "arms")
         arms = {c.label: self.series(c.label, measure) for c in picked(self.preset, every, plan.arms)}
         smallest = detectable(effect.error * effect.n**0.5, effect.n) if effect.error else math.nan
         # A study measures once, after the last round: nothing is chosen over rounds, so nothing is asked of them.

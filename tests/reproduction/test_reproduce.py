@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
 from fedgraft.report.figures import FIGURES
 from fedgraft.runs.parts import partition_options
+from fedgraft.zoo import ZOO
 
 AT_THE_GATE = ("secure", "groups")
 """Presets that the gate runs from end to end; the others are parsed and planned, and run by `make test-reproduction`."""
@@ -251,7 +253,8 @@ def test_what_waits_cannot_be_run_yet() -> None:
     for name in QUESTIONS:
         for part, preset in load_question(name).parts.items():
             for cell in cells(preset, "laptop", part, waiting=True):
-                with pytest.raises(FedgraftError):  # as soon as it can, it must be taken from the list of what waits
+                unknown = cell.table.get("algorithm", {}).get("name", "fedavg") not in ZOO
+                with nullcontext() if unknown else pytest.raises(FedgraftError):  # else it must not wait any longer
                     cell.config()
 
 
@@ -267,7 +270,7 @@ def test_answers_come_from_the_numbers_alone(tmp_path: Path) -> None:
     assert {verdict.word for _, verdict in nothing.values()} == {UNDECIDED}
     endpoint = next(e for e in load_question("q1").endpoints if e.primary and e.expect == "less")
     preset = load_question("q1").parts[endpoint.part]
-    numbers = {c.label: 60.0 for c in cells(preset, "laptop", "")} | {endpoint.left: 40.0}
+    numbers = {c.label: 60.0 for c in cells(preset, "laptop", "q1")} | {endpoint.left: 40.0}
     table = {
         label: {"evaluations": 20, endpoint.measure: {s: mean + 0.1 * (s % 3) for s in range(1, 11)}}
         for label, mean in numbers.items()
