@@ -22,7 +22,6 @@ from reproduction.question import QUESTIONS, Endpoint, document_claims, load_que
 from reproduction.statistics import Effect, Series, detectable
 from reproduction.verdicts import EVALUATIONS, Check, Dense, Fact, Verdict, gate, judge
 
-
 ACCURACIES = ("test", "best", "last", "personal", "finetuned", "balanced")
 
 
@@ -136,10 +135,11 @@ def claims_page(out: Path) -> str:
 
 _INTRO = """# Six questions, answered
 
-The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in [an appendix](claims.md). Primary
-endpoints of all questions are corrected together by Holm, also those that were not measured. This page is made by
-`python -m reproduction --answers` from the numbers in `q1/numbers.json` to `q6/numbers.json` alone."""
+The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in
+[an appendix](claims.md). Primary endpoints of all questions are corrected together by Holm, also those that were not
+measured. This page is made by `python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
 _APPENDIX = """# What the five documents claim
 
-Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md), one by one
-and not corrected; "no range here" means that the experiment could not have shown it. Made by `python -m reproduction --answers`."""
+Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md),
+one by one and not corrected; "no range here" means that the experiment could not have shown it. Made by
+`python -m reproduction --answers`."""

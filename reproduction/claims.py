@@ -15,8 +15,8 @@ from reproduction.claims_rows import ROWS, of_kind
 from reproduction.preset import Claim, load_preset, names
 from reproduction.reproduce import Found, numbers
 from reproduction.statistics import Effect, Series, paired
-from reproduction.verdicts import Claim as Judged
 from reproduction.verdicts import Check, Fact, Verdict, judge
+from reproduction.verdicts import Claim as Judged
 
 ANOTHER = "not judged: another network"
 
@@ -52,9 +52,7 @@ def _gaps(left: Series, right: Series) -> dict[int, float | None]:
     return {seed: None if a is None or b is None else a - b for seed, (a, b) in gaps.items()}
 
 
-def judged(
-    claim: Claim, effect: Effect | Fact | None, primary: bool = False, gate: tuple[Check, ...] = ()
-) -> Judged:
+def judged(claim: Claim, effect: Effect | Fact | None, primary: bool = False, gate: tuple[Check, ...] = ()) -> Judged:
     """The claim as `verdicts.judge` takes it; the factor of a ratio that is a fact becomes a distance."""
     apart = claim.ratio and isinstance(effect, Fact)
     margin = (claim.number or 1.0) * (claim.margin - 1) if apart else claim.margin

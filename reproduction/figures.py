@@ -87,7 +87,9 @@ def _name(figure: Figure, found: Found, cell: Cell) -> str:
 
 def _series(figure: Figure, found: Found, cells: Sequence[Cell]) -> dict[str, Line]:
     if figure.x == "round":
-        lines = {_name(figure, found, cell): curve_of(list(found.folders[cell.label].values()), figure.y) for cell in cells}
+        lines = {
+            _name(figure, found, cell): curve_of(list(found.folders[cell.label].values()), figure.y) for cell in cells
+        }
         return {name: line for name, line in lines.items() if line[0]}
     made: dict[str, Line] = {}
     for cell in cells:

@@ -94,7 +94,9 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
             continue
         row: dict[str, Any] = {preset.axes[-1].name if preset.axes else "setting": level}
         if cell.label in found.rates:
-            row["lr"] = f"{found.rates[cell.label]:g}{' (at the end of its list)' if cell.label in found.at_edge else ''}"
+            row["lr"] = (
+                f"{found.rates[cell.label]:g}{' (at the end of its list)' if cell.label in found.at_edge else ''}"
+            )
         row[found.title(preset.measure)] = _spread(scores[level])
         if preset.baseline in scores and len(scores) > 1:
             gap = None if level == preset.baseline else paired(scores[level], scores[preset.baseline])
@@ -147,7 +149,9 @@ def run_rows(found: Found) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for label, folders in found.folders.items():
         for seed, folder in folders.items():
-            measured = {m: measure_of(folder, m) for m in ("test", "best", "last", "personal", "finetuned", "megabytes")}
+            measured = {
+                m: measure_of(folder, m) for m in ("test", "best", "last", "personal", "finetuned", "megabytes")
+            }
             rows.append({"cell": label, "seed": seed, "run": folder.name, **measured})
     for label, values in found.values.items():
         for seed in found.work.seeds:
@@ -212,7 +216,9 @@ def _markdown(
         parts.append(_settings(found))
     parts.append(f"Checklist rows: {', '.join(map(str, preset.rows))}. Command: `{work.command}`")
     if preset.waiting:
-        parts.append("Left out: " + "; ".join(f"{level} (waits for {why})" for level, why in preset.waiting.items()) + ".")
+        parts.append(
+            "Left out: " + "; ".join(f"{level} (waits for {why})" for level, why in preset.waiting.items()) + "."
+        )
     if preset.tuning is not None:
         parts.append(
             "Learning rates were chosen on validation after the last round, with seed 0, which is not used below."
@@ -238,6 +244,6 @@ def _markdown(
 
 _LEGEND = (
     "Mean ± standard deviation over seeds. Differences are of the column “{}”, paired by seed, with Student's "
-    "95 % interval, one by one and not corrected. Reported numbers are those of the documents' own networks and settings."
+    "95 % interval, one by one and not corrected. Reported numbers are those of the documents' own networks."
 )
 _ONCE = " The test set is used once per run, for the best round by validation, the start included."

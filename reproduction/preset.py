@@ -35,11 +35,6 @@ _NETWORKS: dict[str, dict[str, dict[str, Any]]] = {
         "laptop": {"model": {"name": "nano"}},
         "tiny": {"model": {"name": "tiny"}},
     },
-    "given": {  # a pretrained network that whoever runs it has: its folder is an argument, never part of a preset
-        "paper": {"device": "cuda", "model": {"name": "facebook/dino-vits16"}},
-        "laptop": {"model": {"name": "nano"}},
-        "tiny": {"model": {"name": "tiny"}},
-    },
     "resnet": {
         "paper": {"device": "cuda", "model": {"name": "resnet18"}},
         "laptop": {"model": {"name": "resnet18:width=16,norm=group"}},
@@ -140,12 +135,14 @@ class Preset(Section):
     title: str
     question: str
     rows: list[int] = Field(min_length=1)
-    network: Literal["vit", "resnet", "given"] = "vit"
+    network: Literal["vit", "resnet", "given"] = Field("vit", description="given: a folder that is an argument")
     data: Literal["cifar100", "cifar10", "ham10000-sites", "pacs"] = "cifar100"
     seeds: int = Field(3, ge=1)
     measure: Measure = "test"
     baseline: str = ""
-    study: str = Field("", description="a function of reproduction/studies.py that carries it out, or changes the cells")
+    study: str = Field(
+        "", description="a function of reproduction/studies.py that carries it out, or changes the cells"
+    )
     base: dict[str, Any] = Field({})
     axes: list[Axis] = Field([])
     skip: list[dict[str, list[str]]] = Field([], description="combinations of levels that are left out")
@@ -179,8 +176,7 @@ class Preset(Section):
             raise ValueError(f"there is no cell {wrong[0]!r}; cells are named as {sorted(known)[0]!r}")
         if self.baseline and self.axes and self.baseline not in self.axes[-1].levels:
             raise ValueError(f"the baseline {self.baseline!r} is no level of the last axis")
-        levels = {level for found in axes.values() for level in found}
-        if strange := [level for level in self.waiting if level not in levels]:
+        if strange := [level for level in self.waiting if level not in set().union(*axes.values())]:
             raise ValueError(f"{strange[0]!r} is said to wait, and there is no such level")
         return self
 
@@ -256,7 +252,12 @@ def cells(
     data_source = _TINY_DATA if scale == "tiny" else source(preset, data)
     start: dict[str, Any] = {"name": name, "data": data_source, "workers": 1}  # runs go side by side, not clients
     given = {"model": {"name": model}} if model and preset.network == "given" and scale != "tiny" else {}
-    for part in (_NETWORKS[preset.network][scale], given, preset.base, chosen.config):
+    for part in (
+        _NETWORKS["resnet" if preset.network == "resnet" else "vit"][scale],
+        given,
+        preset.base,
+        chosen.config,
+    ):
         start = merge(start, part)
     found = []
     for levels in itertools.product(*(_kept(axis, chosen) for axis in preset.axes)):

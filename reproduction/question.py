@@ -1,7 +1,7 @@
 """One of the six questions: parts, each a grid with its own data, seeds and gate, and the endpoints they answer.
 
-The plan is docs/results/protocol.md, written before the runs. `numbers.json` beside a question's page holds every number
-by part, cell, measure and seed; `answers.py` reads nothing else.
+The plan is docs/results/protocol.md, written before the runs. `numbers.json` beside a question's page holds every
+number by part, cell, measure and seed; `answers.py` reads nothing else.
 """
 
 from __future__ import annotations

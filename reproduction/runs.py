@@ -66,16 +66,14 @@ def carry_out(
     return {label: folder for label, folder in found.items() if folder}
 
 
-def _run(
-    todo: Mapping[tuple[str, bool], tuple[str, Config]], root: Path, processes: int, report: Report
-) -> None:
+def _run(todo: Mapping[tuple[str, bool], tuple[str, Config]], root: Path, processes: int, report: Report) -> None:
     if not processes:
         for (_, central), (_, config) in todo.items():
             _run_here(config, folder_of(config, root), central)
         return
     inside = [label for (_, central), (label, _) in todo.items() if central]
     try:
-        run_many({label: config for label, config in todo.values()}, root, processes, inside, report)
+        run_many(dict(todo.values()), root, processes, inside, report)
     except FedgraftError as error:
         report(f"left out: {error}")
 

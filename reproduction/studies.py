@@ -141,10 +141,19 @@ def _attack_values(
     worst = min(attacks, key=lambda name: float(chosen[name]["accuracy"]))
     doors = [name for name in attacks if "backdoor" in name]
     door = max(doors, key=lambda name: float(chosen[name]["backdoor"])) if doors else HONEST
-    values = {"test": percent(HONEST, "accuracy"), "last": percent(worst, "accuracy"), "best": percent(door, "backdoor")}
+    values = {
+        "test": percent(HONEST, "accuracy"),
+        "last": percent(worst, "accuracy"),
+        "best": percent(door, "backdoor"),
+    }
     lost = str(paired(values["test"], values["last"]))
     rows["worst"].append(
-        {"partition and rule": label, "points lost": lost, "under": worst, _DOOR: str(summarise(numbers(values["best"])))}
+        {
+            "partition and rule": label,
+            "points lost": lost,
+            "under": worst,
+            _DOOR: str(summarise(numbers(values["best"]))),
+        }
     )
     means = {name: f"{summarise(numbers(percent(name, 'accuracy'))).mean:.1f}" for name in (HONEST, *attacks)}
     rows["each"].append({"partition and rule": label, **means})

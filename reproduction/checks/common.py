@@ -1,7 +1,7 @@
-"""What both checks share, in plain PyTorch and without fedgraft: CIFAR-100 from parquet, a ViT folder, partitions, FedAvg.
+"""What both checks share, in plain PyTorch and without fedgraft: CIFAR-100 from parquet, a ViT folder, partitions.
 
-Nothing here is copied from the package: pixels are enlarged by PIL's bicubic, the network is that of `transformers`, and
-randomness is numpy's. Results are to agree within seed noise, not to the bit.
+Nothing here is copied from the package: pixels are enlarged by PIL's bicubic, the network is that of `transformers`,
+and randomness is numpy's. Results are to agree within seed noise, not to the bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def images(path: Path, limit: int) -> tuple[list[bytes], Tensor]:
 
 def pixels(encoded: Sequence[bytes], size: int) -> Tensor:
     """A batch as the network wants it: enlarged, scaled to [-1, 1]."""
-    opened = [Image.open(io.BytesIO(one)).convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for one in encoded]
+    opened = [
+        Image.open(io.BytesIO(one)).convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for one in encoded
+    ]
     stacked = torch.from_numpy(np.stack([np.asarray(one) for one in opened]).copy())
     return stacked.permute(0, 3, 1, 2).float() / 127.5 - 1  # (B, 3, size, size)
 
@@ -75,8 +77,10 @@ def held_out(labels: Tensor, share: float, rng: np.random.Generator) -> tuple[np
     return np.concatenate(train), np.concatenate(held)
 
 
-def by_classes(labels: Tensor, rows: np.ndarray, clients: int, classes: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Every client gets rows of so many classes: each class is cut in equal pieces, dealt so that no client has it twice."""
+def by_classes(
+    labels: Tensor, rows: np.ndarray, clients: int, classes: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Rows of so many classes for every client: each class is cut in equal pieces, and no client gets it twice."""
     names = labels[rows].unique().tolist()
     pieces = clients * classes // len(names)
     order = [names[i] for _ in range(pieces) for i in rng.permutation(len(names))]

@@ -1,7 +1,8 @@
 """Head-only FedAvg on CIFAR-100 with N_c classes per client, in plain PyTorch: a check of Q1 from outside.
 
-Run: `python reproduction/checks/head_only.py --data FOLDER --model FOLDER`. Compare with the cell `J=8/N_c=10` of q1:head:
-100 clients, 10 a round, J=8 steps of 32 images, momentum 0.9, the rate divided by the momentum's gain, cosine, 200 rounds.
+Run: `python reproduction/checks/head_only.py --data FOLDER --model FOLDER`. Compare with the cell `J=8/N_c=10` of
+q1:head: 100 clients, 10 a round, J=8 steps of 32 images, momentum 0.9, the rate divided by the momentum's gain, cosine,
+200 rounds.
 """
 
 from __future__ import annotations

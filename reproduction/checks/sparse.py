@@ -1,9 +1,10 @@
-"""90 % sparse FedAvg, IID, in plain PyTorch: Fisher scores choose a tenth of the last four blocks; a check of Q3 from outside.
+"""90 % sparse FedAvg, IID, in plain PyTorch: Fisher scores choose a tenth of the last four blocks; a check of Q3.
 
-Run: `python reproduction/checks/sparse.py --data FOLDER --model FOLDER --rate 1.0`. Compare with the cell `IID/least sensitive`
-of q3:body: the head is fitted first (logistic) and stays fixed unless `--head 1`; 100 clients, 10 a round, J=8 steps of 32
-images, momentum 0.9, cosine, 16 rounds. The scores are per-sample squared gradients of true labels at the start, in one go:
-fedgraft's default draws labels and calibrates in rounds, so masks differ a little; what they cost should not.
+Run: `python reproduction/checks/sparse.py --data FOLDER --model FOLDER --rate 1.0`. Compare with the cell
+`IID/least sensitive` of q3:body: the head is fitted first (logistic) and stays fixed unless `--head 1`; 100 clients, 10 a
+round, J=8 steps of 32 images, momentum 0.9, cosine, 16 rounds. The scores are squared gradients of single images with
+their true labels at the start, in one go: fedgraft's default draws labels and calibrates in rounds, so masks differ a
+little; what they cost should not.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ class Trained:
         self.masks = {n: torch.ones_like(p, dtype=torch.bool) for n, p in (self.body | self.dense).items()}
 
     @property
-    def all(self) -> dict[str, Tensor]:
+    def all(self) -> dict[str, nn.Parameter]:
+        """Every weight that may change, by name."""
         return self.body | self.dense
 
     def scores(self, batch: Tensor) -> Tensor:
+        """The classes' scores of a batch."""
         return self.head(class_token(self.net, batch))
 
     def keep(self, fisher: dict[str, Tensor], share: float, most: bool) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reproduction import answers, claims, page, question, reproduce, runs, studies
 from reproduction.__main__ import app
 from reproduction.claims import ANOTHER
 from reproduction.claims_rows import ROWS, of_kind
@@ -28,9 +27,10 @@ from fedgraft.errors import FedgraftError
 from fedgraft.report.figures import FIGURES
 from fedgraft.runs.parts import partition_options
 from fedgraft.zoo import ZOO
+from reproduction import answers, claims, page, reproduce, runs, studies
 
 AT_THE_GATE = ("secure", "groups")
-"""Presets that the gate runs from end to end; the others are parsed and planned, and run by `make test-reproduction`."""
+"""Presets that the gate runs from end to end; the others are planned, and run by `make test-reproduction`."""
 PRESET = """
 title = "A"
 question = "Q?"
@@ -212,7 +212,9 @@ def test_a_fact_has_no_interval_and_one_that_varies_is_no_fact(tmp_path: Path) -
     same = {"fact": True, "expect": "same", "margin": 0.01}
     fact = claims.verdicts(planted(tmp_path, [50.0, 51.0], [50.0, 51.0], **same))[0]
     assert fact.verdict == SUPPORTED and "no p" in fact.measured
-    ratio = claims.verdicts(planted(tmp_path, [5.0, 5.0], [50.0, 50.0], **same | {"ratio": True, "number": 10.0, "margin": 1.05}))
+    ratio = claims.verdicts(
+        planted(tmp_path, [5.0, 5.0], [50.0, 50.0], **same | {"ratio": True, "number": 10.0, "margin": 1.05})
+    )
     assert ratio[0].verdict == SUPPORTED
     varies = claims.verdicts(planted(tmp_path, [50.0, 51.0], [50.5, 51.1], **same))[0]
     assert varies.verdict == UNDECIDED and "95 %" in varies.measured
