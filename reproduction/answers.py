@@ -53,8 +53,9 @@ class Part:
         seen = EVALUATIONS if self.preset.study == "attack" else self._evaluations(list(arms))
         dense = None
         if plan.dense:
-            named = (self.series(cell, measure) for cell in (plan.dense, plan.start, plan.head_only))
-            dense = Dense(*named)
+            names = (plan.dense, plan.start, plan.head_only)
+            full, start, head = (self.series(cell, measure) for cell in names)
+            dense = Dense(full, start, head)
         shared = [self.series(cell, measure) for cell in plan.sharing]
         return gate(arms, smallest, seen, dense, (shared[0], shared[1]) if shared else None)
 

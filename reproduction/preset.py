@@ -242,10 +242,7 @@ def source(preset: Preset, data: str | None) -> dict[str, Any]:
 def cells(
     preset: Preset, scale: str, name: str, data: str | None = None, model: str | None = None, waiting: bool = False
 ) -> list[Cell]:
-    """Every setting at a scale: base, network and scale first, then the levels, then what the scale says last.
-
-    `model` is the folder of a pretrained network; `waiting` includes, and alone keeps, what cannot be run yet.
-    """
+    """Every setting at a scale: base, network, scale, then levels, then what the scale says last; or what waits."""
     if not preset.axes:
         return []
     chosen: Scale = preset.scales[scale]  # type: ignore[index]

@@ -1,8 +1,8 @@
 """90 % sparse FedAvg, IID, in plain PyTorch: Fisher scores choose a tenth of the last four blocks; a check of Q3.
 
 Run: `python reproduction/checks/sparse.py --data FOLDER --model FOLDER --rate 1.0`. Compare with the cell
-`IID/least sensitive` of q3:body: the head is fitted first (logistic) and stays fixed unless `--head 1`; 100 clients, 10 a
-round, J=8 steps of 32 images, momentum 0.9, cosine, 16 rounds. The scores are squared gradients of single images with
+`IID/least sensitive` of q3:body: the head is fitted first (logistic) and stays fixed unless `--head 1`; 100 clients, 10
+a round, J=8 steps of 32 images, momentum 0.9, cosine, 16 rounds. The scores are squared gradients of single images with
 their true labels at the start, in one go: fedgraft's default draws labels and calibrates in rounds, so masks differ a
 little; what they cost should not.
 """
@@ -119,7 +119,7 @@ def _train(
         with torch.no_grad():
             for (n, p), g in zip(space.all.items(), gradients, strict=True):
                 velocity[n] = 0.9 * velocity[n] + g * space.masks[n]
-                p -= rate * velocity[n]
+                p.sub_(rate * velocity[n])
     return {n: p.detach().clone() for n, p in space.all.items()}
 
 
