@@ -97,18 +97,21 @@ def test_a_preset_is_whole(name: str) -> None:
     assert not preset.study or preset.study in {*studies.WHOLE, "matched"}
 
 
-@pytest.mark.parametrize("name", names())
+PLANNED = {name: load_preset(name) for name in names()} | {
+    f"{name}-{part}": preset for name in QUESTIONS for part, preset in load_question(name).parts.items()
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
 @pytest.mark.parametrize("scale", ["paper", "laptop"])
-def test_what_a_preset_deals_can_be_dealt(name: str, scale: Any) -> None:
-    preset = load_preset(name)
-    classes = int(preset.data.removeprefix("cifar"))
+def test_what_a_preset_partitions_can_be_partitioned(name: str, scale: Any) -> None:
+    preset = PLANNED[name]
     configs = [cell.config() for cell in cells(preset, scale, name)]
     for config in {(c.data.limit, c.partition.model_dump_json()): c for c in configs}.values():
-        d, p = config.data, config.partition
-        labels = np.arange(min(d.limit or 50_000, int(50_000 * (1 - d.validation)))) % classes
-        federated = make_partition(
-            p.kind, labels, np.arange(10_000) % classes, p.clients, 1, **partition_options(config)
-        )
+        d, p, classes = config.data, config.partition, int(preset.data.removeprefix("cifar"))
+        labels = np.arange(int((d.limit or 50_000) * (1 - d.validation))) % classes
+        tests = np.arange(min(d.limit or 10_000, 10_000)) % classes
+        federated = make_partition(p.kind, labels, tests, p.clients, 1, **partition_options(config))
         assert len(federated.sizes()) == p.clients and federated.sizes().min() > 0
 
 
