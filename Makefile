@@ -7,8 +7,7 @@ OVERRIDES ?= demo --fresh
 # More words for pip, for example where to find the CPU build of torch (see the README).
 PIP_ARGS ?=
 
-
-.PHONY: run test test-deploy check lint bench reliability setup clean
+.PHONY: run test test-deploy check lint bench reliability reproduce test-reproduction setup clean
 
 setup: $(STAMP)
 
@@ -48,6 +47,15 @@ bench: $(STAMP)
 
 reliability: $(STAMP)
 	$(BIN)/python -m benchmarks.reliability
+
+# For example `make reproduce NAME=editing SCALE=tiny`, or `make reproduce NAME=q3 DATA=FOLDER MODEL=FOLDER`; see docs/reproduce.md.
+SCALE ?= laptop
+reproduce: $(STAMP)
+	$(BIN)/python -m reproduction $(NAME) --scale $(SCALE) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+# Every experiment and question from end to end at tiny scale; the gate runs three of them.
+test-reproduction: $(STAMP)
+	ALL_PRESETS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/reproduction/test_reproduce.py
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedgraft.edit.dense import head
 from fedgraft.algorithm import Algorithm
+from fedgraft.collect import Engine
 from fedgraft.context import ClientContext
 from fedgraft.data.examples import FeatureExamples
+from fedgraft.edit.dense import head
 from fedgraft.edit.space import select
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order
 from fedgraft.randomness import torch_stream
-from fedgraft.collect import Engine
 from fedgraft.zoo import fedavg
 
 SIDE = 1024

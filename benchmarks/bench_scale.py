@@ -28,13 +28,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedgraft.edit.dense import head
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.mixing import blended, mixing_matrix
 from fedgraft.aggregate.similarity import crsm
-
+from fedgraft.collect import ServerContext
 from fedgraft.context import ClientContext
 from fedgraft.data.examples import GivenExamples
+from fedgraft.edit.dense import head
 from fedgraft.edit.space import EditSpace, Part, select
 from fedgraft.engines.batched import Batched
 from fedgraft.local.optimizers import sgdm
@@ -42,12 +42,11 @@ from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
 from fedgraft.randomness import torch_stream
-from fedgraft.collect import ServerContext
 from fedgraft.round import run_round
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.roofline import measure_roofline
-from fedgraft.state import Federation
 from fedgraft.server import start
+from fedgraft.state import Federation
 from fedgraft.zoo import fedavg
 
 OUT = Path("runs") / "benchmarks" / "scale.json"

@@ -1,1 +1,1 @@
-"""Experiments of the source documents and the six questions, outside the package: `make reproduce NAME=...`."""
+"""The experiments of the source documents and the six questions: presets, statistics, verdicts, pages."""

@@ -1,4 +1,4 @@
-"""`fedgraft reproduce`: the experiments of the documents, one command each. Heavy imports happen inside the command."""
+"""`python -m reproduction` (`make reproduce NAME=...`): the documents' experiments and the six questions by name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import typer
 
 from fedgraft.errors import FedgraftError
 
-FORMATS = ("png", "pdf", "svg")
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="the experiment; --list shows them", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="an experiment or q1 to q6; --list shows them")] = None,
     scale: Annotated[str, typer.Option("--scale", help="laptop, paper (a GPU) or tiny (seconds, digits)")] = "laptop",
-    seeds: Annotated[int, typer.Option("--seeds", help="how many: 1, 2, 3, ...; 0 is for tuning", min=1)] = 3,
+    seeds: Annotated[int, typer.Option("--seeds", help="how many: 1, 2, ...; 0: as planned", min=0)] = 0,
     processes: Annotated[int, typer.Option("--processes", help="runs at a time; 0: in this process", min=0)] = 2,
-    data: Annotated[str | None, typer.Option("--data", help="file or folder with CIFAR; else the usual places")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="folder with the data; else the usual places")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="folder of the network for q1 to q6")] = None,
+    part: Annotated[str | None, typer.Option("--part", help="only this part of a question")] = None,
     runs: Annotated[Path, typer.Option("--runs", help="where runs are kept and found again")] = Path("runs/reproduce"),
     out: Annotated[
         Path | None,
@@ -25,71 +28,80 @@ def reproduce(
     ] = None,
     formats: Annotated[str, typer.Option("--format", help="of the figures: png, and pdf or svg for papers")] = "png",
     list_: Annotated[bool, typer.Option("--list", help="every table, figure and experiment, with its name")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="every experiment, one after the other")] = False,
-    summary: Annotated[bool, typer.Option("--summary", help="write the page of claims and verdicts")] = False,
+    answers: Annotated[bool, typer.Option("--answers", help="write the answers from the numbers there are")] = False,
 ) -> None:
-    """Repeat an experiment of the documents: run what is missing, then write its tables and figures."""
-    from reproduction.preset import SCALES, names
+    """Repeat an experiment: run what is missing, then write its tables and figures."""
+    from reproduction.preset import SCALES
 
     if scale not in SCALES:
         raise FedgraftError(f"there is no scale {scale!r}; there are {', '.join(SCALES)}.")
+    from fedgraft.report.compare import figure_formats
+
     kinds = figure_formats(formats)
     if list_:
         _list(scale)
         return
-    if not (name or all_ or summary):
-        raise FedgraftError("name an experiment, or give --list, --all or --summary.")
+    if not (name or answers):
+        raise FedgraftError("name an experiment, or give --list or --answers.")
     # Digits must not take the place of real results, nor a laptop's those of a GPU.
     out = out or Path("docs/results") / ("" if scale == "laptop" else scale)
-    failed = []
-    for one in names() if all_ else [name] if name else []:
-        try:
-            _one(one, scale, seeds, processes, data, runs, out, kinds)
-        except FedgraftError as error:
-            if not all_:
-                raise
-            failed.append(one)
-            typer.echo(f"{one}: {error}", err=True)
-    if summary or all_:
-        from fedgraft.runs.files import write_text
-        from reproduction.claims import summary as page
-
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "summary.md", page(out))
-        typer.echo(out / "summary.md")
-    if failed:
-        raise FedgraftError(f"{', '.join(failed)} could not be finished; the reasons are above.")
-
-
-def figure_formats(overrides: str) -> tuple[str, ...]:
-    """Formats separated by commas; PNG, which the pages show, is always among them."""
-    found = [word.strip().lower() for word in overrides.split(",")]
-    if strange := [word for word in found if word not in FORMATS]:
-        raise FedgraftError(f"--format takes {', '.join(FORMATS)}, separated by commas, not {strange[0]!r}.")
-    return tuple(dict.fromkeys(["png", *found]))
-
-
-def _one(
-    name: str, scale: str, seeds: int, processes: int, data: str | None, runs: Path, out: Path, formats: tuple[str, ...]
-) -> None:
-    from reproduction.page import write
-    from reproduction.preset import load_preset
-    from reproduction.reproduce import Work
-    from reproduction.reproduce import reproduce as carry_out
-
-    work = Work(name, load_preset(name), scale, tuple(range(1, seeds + 1)), runs, processes, data, typer.echo)
     try:
-        page = write(carry_out(work), out, formats)
+        if name:
+            typer.echo(_one(name, scale, seeds, processes, (data, model), (runs, out), kinds, part))
     except KeyboardInterrupt:
         typer.echo("\ninterrupted; the runs are saved. The same command goes on from here.", err=True)
         raise typer.Exit(130) from None
-    typer.echo(page)
+    if answers:
+        _answers(out)
+
+
+def _one(
+    name: str,
+    scale: str,
+    seeds: int,
+    processes: int,
+    given: tuple[str | None, str | None],
+    folders: tuple[Path, Path],
+    formats: tuple[str, ...],
+    part: str | None,
+) -> Path:
+    from reproduction.page import write, write_question
+    from reproduction.preset import Preset, load_preset
+    from reproduction.question import QUESTIONS, load_question
+    from reproduction.reproduce import Work
+    from reproduction.reproduce import reproduce as carry_out
+
+    def work(label: str, preset: Preset) -> Work:
+        count = seeds or (1 if scale == "tiny" else preset.seeds)
+        return Work(label, preset, scale, tuple(range(1, count + 1)), folders[0], processes, *given, typer.echo)
+
+    if name not in QUESTIONS:
+        return write(carry_out(work(name, load_preset(name))), folders[1], formats)
+    parts = load_question(name).parts
+    if part is not None and part not in parts:
+        raise FedgraftError(f"{name} has no part {part!r}; it has {', '.join(parts)}.")
+    if scale == "laptop" and given[1] is None:
+        raise FedgraftError(f"{name} needs a pretrained network: say where its folder is (MODEL=folder, or --model).")
+    wanted = {part: parts[part]} if part else parts
+    done = {label: carry_out(work(f"{name}-{label}", preset)) for label, preset in wanted.items()}
+    return write_question(name, done, folders[1], formats)
+
+
+def _answers(out: Path) -> None:
+    from fedgraft.runs.files import write_text
+    from reproduction.answers import answers_page, claims_page
+
+    out.mkdir(parents=True, exist_ok=True)
+    for file, text in (("answers.md", answers_page(out)), ("claims.md", claims_page(out))):
+        write_text(out / file, text)
+        typer.echo(out / file)
 
 
 def _list(scale: str) -> None:
-    """Rows of the checklist with their experiments, then the experiments with their cost."""
+    """Rows of the checklist with their experiments, then the experiments and questions with their cost."""
     from reproduction.claims import listing
     from reproduction.preset import load_preset, names
+    from reproduction.question import QUESTIONS, load_question
 
     for row, kind, text, found in listing():
         typer.echo(f"{row:4} {kind:3} {', '.join(found) or '-':28} {text}")
@@ -97,4 +109,21 @@ def _list(scale: str) -> None:
     for one in names():
         preset = load_preset(one)
         minutes = preset.scales[scale].core_minutes  # type: ignore[index]
-        typer.echo(f"{one:16} {minutes:5.0f} core-minutes ({scale}, 3 seeds)  {preset.title}")
+        typer.echo(f"{one:16} {minutes:5.0f} core-minutes ({scale}, {preset.seeds} seeds)  {preset.title}")
+    for one in QUESTIONS:
+        question = load_question(one)
+        minutes = question.core_minutes(scale)  # type: ignore[arg-type]
+        typer.echo(f"{one:16} {minutes:5.0f} core-minutes ({scale}, as planned)  {question.title}")
+
+
+def main() -> None:
+    """The command; what is wrong is one sentence."""
+    try:
+        app()
+    except FedgraftError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

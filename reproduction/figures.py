@@ -11,7 +11,7 @@ from fedgraft.runs.run_folder import RunFolder
 from reproduction import drawing as figures
 from reproduction.drawing.representations import draw_of_run
 from reproduction.preset import Cell, Figure, level_of, picked
-from reproduction.reproduce import MEASURES, Found
+from reproduction.reproduce import MEASURES, Found, numbers
 
 _CURVES = {
     "accuracy": "validation accuracy (%)", "loss": "validation loss", "personal_curve": "mean client accuracy (%)",
@@ -44,7 +44,7 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
     if not here:
         return False
     if figure.run:
-        run = found.folders[here[0].label][0]
+        run = next(iter(found.folders[here[0].label].values()))
         return draw_of_run(figure.run, run, path, **{**figures.texts_of(figure.kind), **texts})
     data: Any
     if figure.x != "round":
@@ -85,11 +85,13 @@ def _name(figure: Figure, found: Found, cell: Cell) -> str:
 
 def _series(figure: Figure, found: Found, cells: Sequence[Cell]) -> dict[str, Line]:
     if figure.x == "round":
-        lines = {_name(figure, found, cell): curve_of(found.folders[cell.label], figure.y) for cell in cells}
+        lines = {
+            _name(figure, found, cell): curve_of(list(found.folders[cell.label].values()), figure.y) for cell in cells
+        }
         return {name: line for name, line in lines.items() if line[0]}
     made: dict[str, Line] = {}
     for cell in cells:
-        values = found.measured(cell.label, figure.y)
+        values = numbers(found.measured(cell.label, figure.y))
         if values:
             x, y, spread = made.setdefault(_name(figure, found, cell), ([], [], []))
             stats = summarise(values)
@@ -125,7 +127,7 @@ def _bars(
 ) -> dict[str, dict[str, tuple[float, float]]]:
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for cell in cells:
-        if values := found.measured(cell.label, measure):
+        if values := numbers(found.measured(cell.label, measure)):
             stats = summarise(values)
             group = level_of(found.work.preset, cell, figure.panels) if figure.panels else ""
             groups.setdefault(group, {})[_name(figure, found, cell)] = (stats.mean, stats.std)
@@ -135,7 +137,7 @@ def _bars(
 def _points(figure: Figure, found: Found, cells: Sequence[Cell], measure: str) -> dict[str, tuple[float, float]]:
     points = {}
     for cell in cells:
-        gain, cost = found.measured(cell.label, measure), found.measured(cell.label, "megabytes")
+        gain, cost = (numbers(found.measured(cell.label, m)) for m in (measure, "megabytes"))
         if gain and cost:
             points[_name(figure, found, cell)] = (summarise(cost).mean, summarise(gain).mean)
     return points

@@ -1,30 +1,39 @@
-"""What a reproduction leaves: a Markdown page, a page that needs nothing else, CSV, LaTeX and the figures."""
+"""What a reproduction leaves: a Markdown page, CSV, LaTeX and the figures."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedgraft.config.load import to_toml
-from fedgraft.report.html import rows_csv, write_tables
-from fedgraft.report.statistics import Difference, bytes_to, gap_cells, latex, paired, summarise, table
+from fedgraft.report.html import rows_csv
+from fedgraft.report.statistics import bytes_to, latex, summarise, table
 from fedgraft.runs.files import write_text
 from fedgraft.runs.run_folder import RunFolder
-from reproduction import claims
+from reproduction import claims, rounds
 from reproduction import figures as reproduce_figures
 from reproduction.preset import Cell, cells
-from reproduction.reproduce import Found, measure_of, with_rate
+from reproduction.question import keep, load_question
+from reproduction.reproduce import Found, numbers, with_rate
+from reproduction.runs import curve, measure_of
+from reproduction.statistics import Series, paired
 
 
 def write(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> Path:
     """Write everything, the figures in these formats too; the path of the Markdown page."""
+    page = out / f"{found.work.name}.md"
+    write_text(page, section(found, out, formats))
+    return page
+
+
+def section(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> str:
+    """The Markdown of one experiment; its tables and figures are written below `out`."""
     work = found.work
     folder = out / work.name
     folder.mkdir(parents=True, exist_ok=True)
     drawn = reproduce_figures.draw_all(found, folder, formats)
-    said = claims.verdicts(found)
-    claims.keep(said, folder)
     tables = {name: group_rows(found, cells) for name, cells in groups(found).items()}
     tables = {name: rows for name, rows in tables.items() if rows}
     if tables:
@@ -35,20 +44,31 @@ def write(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> Path:
     write_text(folder / "table.csv", rows_csv([{"group": n, **row} for n, rows in shown.items() for row in rows]))
     parts = [latex(list(rows[0]), [list(row.values()) for row in rows]) for rows in shown.values()]
     write_text(folder / "table.tex", "\n".join(parts))
-    shown["Claims"] = [{"claim": v.text, "measured": v.numbers, "verdict": v.verdict} for v in said]
-    notes = [work.preset.question, _facts(found), _settings(found), f"Command: {work.command}", *work.preset.notes]
-    notes, pictures = [note for note in notes if note], [path for _, path in drawn]
-    write_tables(folder / "report.html", work.preset.title, shown, notes, mean_lines(found), pictures, _config(found))
-    page = out / f"{work.name}.md"
-    write_text(page, _markdown(found, tables, said, [(f.title or f.kind, path) for f, path in drawn]))
+    if config := first_config(found):
+        write_text(folder / "config.toml", config)
+    said = claims.verdicts(found)
+    return _markdown(found, tables, said, [(f.title or f.kind, path) for f, path in drawn])
+
+
+def write_question(name: str, parts: Mapping[str, Found], out: Path, formats: Sequence[str] = ("png",)) -> Path:
+    """The page of a question: its parts one after the other, and their numbers in `numbers.json`."""
+    question = load_question(name)
+    keep(dict(parts), out / name)
+    made = [re.sub(r"^(#+ )", r"#\1", section(found, out, formats), flags=re.M) for found in parts.values()]
+    head = f"# {name.upper()} {question.title}\n\n{question.question}\n\n{_VERDICTS.format(name=name)}"
+    page = out / f"{name}.md"
+    write_text(page, "\n\n".join([head, *made]))
     return page
 
 
-def _config(found: Found) -> dict[str, str]:
-    """The first cell as it was run, by its label, but for where the data lay on this machine."""
+_VERDICTS = "The verdicts are on [the page of answers](answers.md); the numbers in [numbers.json]({name}/numbers.json)."
+
+
+def first_config(found: Found) -> str:
+    """The first cell as it was run, but for where the data and the network lay on this machine."""
     work = found.work
     first = cells(work.preset, work.scale, work.name)[:1] if found.cells else []
-    return {c.label: to_toml(with_rate(c.config(seed=work.seeds[0]), found.rates.get(c.label))) for c in first}
+    return "".join(to_toml(with_rate(c.config(seed=work.seeds[0]), found.rates.get(c.label))) for c in first)
 
 
 def groups(found: Found) -> dict[str, list[Cell]]:
@@ -65,11 +85,7 @@ def groups(found: Found) -> dict[str, list[Cell]]:
 def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """One row per cell: our number with its spread, the reported ones, the difference to the baseline, traffic."""
     preset = found.work.preset
-    scores = {cell.levels[-1]: values for cell in cells if (values := found.measured(cell.label, preset.measure))}
-    gaps: dict[str, Difference] = {}
-    if preset.baseline in scores and len(scores) > 1:
-        others = {level: values for level, values in scores.items() if level != preset.baseline}
-        gaps = {d.name: d for d in paired(scores[preset.baseline], others)}
+    scores = {cell.levels[-1]: series for cell in cells if (series := found.measured(cell.label, preset.measure))}
     reported = {cell.label: _reported(found, cell.label) for cell in cells}
     rows = []
     for cell in cells:
@@ -78,14 +94,17 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
             continue
         row: dict[str, Any] = {preset.axes[-1].name if preset.axes else "setting": level}
         if cell.label in found.rates:
-            row["lr"] = f"{found.rates[cell.label]:g}"
+            row["lr"] = (
+                f"{found.rates[cell.label]:g}{' (at the end of its list)' if cell.label in found.at_edge else ''}"
+            )
         row[found.title(preset.measure)] = _spread(scores[level])
-        if gaps:
-            row |= gap_cells(f"minus {preset.baseline}, 95 % interval", gaps.get(level))
+        if preset.baseline in scores and len(scores) > 1:
+            gap = None if level == preset.baseline else paired(scores[level], scores[preset.baseline])
+            row[f"minus {preset.baseline}"] = "–" if gap is None else str(gap)
         for more in ("test", "last", "finetuned"):
-            values = found.measured(cell.label, more)
-            if values and more != preset.measure:
-                row[found.title(more)] = _spread(values)
+            series = found.measured(cell.label, more)
+            if series and more != preset.measure:
+                row[found.title(more)] = _spread(series)
         if any(reported.values()):
             row["reported (%)"] = reported[cell.label] or "–"
         rows.append(row | _traffic(found, cell))
@@ -98,10 +117,11 @@ def _filled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: row.get(key, "–") for key in keys} for row in rows]
 
 
-def _spread(values: Sequence[float]) -> str:
-    stats = summarise(values)
+def _spread(series: Series) -> str:
+    stats = summarise(numbers(series))
     form = ".2f" if abs(stats.mean) >= 0.1 else ".2e"
-    return f"{stats.mean:{form}} ± {stats.std:{form}}"
+    missing = len(series) - stats.count
+    return f"{stats.mean:{form}} ± {stats.std:{form}}" + (f" ({missing} missing)" if missing else "")
 
 
 def _reported(found: Found, label: str) -> str:
@@ -109,16 +129,17 @@ def _reported(found: Found, label: str) -> str:
 
 
 def _traffic(found: Found, cell: Cell) -> dict[str, str]:
-    """Megabytes in all, and rounds and megabytes to the target, where all seeds reach it."""
-    sent = found.measured(cell.label, "megabytes")
-    row = {"MB": f"{summarise(sent).mean:.3g}"} if sent and any(sent) else {}
-    target = found.work.target
-    if target is None or cell.label not in found.folders:
+    """Megabytes in all, and rounds and megabytes to the target."""
+    sent = numbers(found.measured(cell.label, "megabytes"))
+    row = {"MB": f"{summarise(sent).mean:.3g}"} if any(sent) else {}
+    target, folders = found.work.target, found.folders.get(cell.label)
+    if target is None or not folders:
         return row
-    rounds = found.measured(cell.label, "rounds_to")
-    spent = [bytes_to(RunFolder.open(folder).metrics(), target / 100) for folder in found.folders[cell.label]]
+    spent = [bytes_to(RunFolder.open(folder).metrics(), target / 100) for folder in folders.values()]
     reached = [amount / 1e6 for amount in spent if amount is not None]
-    row[f"rounds to {target:g} %"] = f"{summarise(rounds).mean:.1f}" if rounds else "not reached"
+    curves = {seed: curve(folder) for seed, folder in folders.items()}
+    known = all(0 in found for found in curves.values())
+    row[f"rounds to {target:g} %"] = str(rounds.rounds_to(curves, target)) if known else "the start was not evaluated"
     row[f"MB to {target:g} %"] = f"{summarise(reached).mean:.3g}" if len(reached) == len(spent) else "–"
     return row
 
@@ -127,35 +148,31 @@ def run_rows(found: Found) -> list[dict[str, Any]]:
     """One row per run, or per seed of a study without runs, for the CSV."""
     rows: list[dict[str, Any]] = []
     for label, folders in found.folders.items():
-        for seed, folder in zip(found.work.seeds, folders, strict=True):
-            numbers = {m: measure_of(folder, m) for m in ("test", "best", "last", "personal", "finetuned", "megabytes")}
-            rows.append({"cell": label, "seed": seed, "run": folder.name, **numbers})
+        for seed, folder in folders.items():
+            measured = {
+                m: measure_of(folder, m) for m in ("test", "best", "last", "personal", "finetuned", "megabytes")
+            }
+            rows.append({"cell": label, "seed": seed, "run": folder.name, **measured})
     for label, values in found.values.items():
-        for context, seed in enumerate(found.work.seeds):
-            numbers = {found.title(m): v[context] for m, v in values.items() if context < len(v)}
-            rows.append({"cell": label, "seed": seed, **numbers})
+        for seed in found.work.seeds:
+            measured = {found.title(m): series[seed] for m, series in values.items() if seed in series}
+            rows.append({"cell": label, "seed": seed, **measured})
     return rows
-
-
-def mean_lines(found: Found) -> dict[str, list[dict[str, Any]]]:
-    """By cell the curve of the mean over seeds, as the page's charts want it."""
-    made = {}
-    for label, folders in found.folders.items():
-        rounds, accuracy, _ = reproduce_figures.curve_of(folders, "accuracy")
-        _, loss, _ = reproduce_figures.curve_of(folders, "loss")
-        lines = zip(rounds, accuracy, loss, strict=False)
-        made[label] = [{"round": r, "accuracy": a / 100, "loss": b} for r, a, b in lines]
-    return made
 
 
 def _facts(found: Found) -> str:
     work = found.work
-    network = found.cells[0].table.get("model", {}).get("name", "") if found.cells else ""
+    network = _network(found) if found.cells else ""
     source = found.cells[0].table["data"]["source"] if found.cells else ""
     seeds = ", ".join(map(str, work.seeds))
     runs = sum(map(len, found.folders.values()))
     count = f"{runs} runs" if runs else f"{len(found.values)} settings"
     return f"Scale {work.scale}: {source}, `{network}`, seeds {seeds}, {count}." if found.cells else ""
+
+
+def _network(found: Found) -> str:
+    """The network's name; of a folder its last part only."""
+    return Path(found.cells[0].table.get("model", {}).get("name", "")).name
 
 
 _SETTINGS = (
@@ -189,7 +206,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _markdown(
     found: Found,
     tables: Mapping[str, Sequence[Mapping[str, Any]]],
-    said: Sequence[claims.Verdict],
+    said: Sequence[claims.Row],
     drawn: Sequence[tuple[str, Path]],
 ) -> str:
     work, preset = found.work, found.work.preset
@@ -198,6 +215,10 @@ def _markdown(
     if found.cells:
         parts.append(_settings(found))
     parts.append(f"Checklist rows: {', '.join(map(str, preset.rows))}. Command: `{work.command}`")
+    if preset.waiting:
+        parts.append(
+            "Left out: " + "; ".join(f"{level} (waits for {why})" for level, why in preset.waiting.items()) + "."
+        )
     if preset.tuning is not None:
         parts.append(
             "Learning rates were chosen on validation after the last round, with seed 0, which is not used below."
@@ -216,14 +237,13 @@ def _markdown(
     if preset.notes:
         parts.append("## Notes on the documents\n\n" + "\n".join(f"- {note}" for note in preset.notes))
     parts += [f"![{title}]({work.name}/{path.name})\n\n`{work.command}`" for title, path in drawn]
-    names = [*(["runs.csv"] if tables else []), "table.csv", "table.tex", "report.html"]
+    names = [*(["runs.csv"] if tables else []), "table.csv", "table.tex"]
     parts.append("Files: " + ", ".join(f"[{name}]({work.name}/{name})" for name in names) + ".")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 _LEGEND = (
     "Mean ± standard deviation over seeds. Differences are of the column “{}”, paired by seed, with Student's "
-    "95 % interval; p is corrected by Holm within a table. Reported numbers are those of the documents' own networks "
-    "and settings."
+    "95 % interval, one by one and not corrected. Reported numbers are those of the documents' own networks."
 )
 _ONCE = " The test set is used once per run, for the best round by validation, the start included."

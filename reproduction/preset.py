@@ -1,7 +1,8 @@
 """The file of one experiment: what is varied, what the documents report, what they claim, what is drawn.
 
 A preset is a base config, scales (`paper`, `laptop`, `tiny`) and axes; a cell is one level of each axis. A scale
-changes the config before the axes (`config`) and after them (`then`), and may leave levels out (`only`).
+changes the config before the axes (`config`) and after them (`then`), and may leave levels out (`only`); `skip` leaves
+out combinations, and levels that are `waiting` for a part of fedgraft are named but not run.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -20,7 +22,10 @@ from fedgraft.config.load import Config, merge, validate
 from fedgraft.config.options import Section
 from fedgraft.errors import FedgraftError
 
-Measure = Annotated[str, Field(pattern=r"^(test|best|last|personal|finetuned|megabytes|spread|rounds_to|seconds:\w+)$")]
+Measure = Annotated[
+    str, Field(pattern=r"^(test|best|last|personal|finetuned|megabytes|spread|rounds_to|balanced|seconds|seconds:\w+)$")
+]
+Kind = TypeVar("Kind", bound=Section)
 PRESETS = Path(__file__).parent / "presets"
 SCALES = ("paper", "laptop", "tiny")
 _TINY_DATA = {"source": "digits", "limit": 400, "image_size": 16, "validation": 0.3}
@@ -48,7 +53,7 @@ class Axis(Section):
 class Scale(Section):
     """How large the experiment is."""
 
-    core_minutes: float = Field(gt=0, description="for three seeds")
+    core_minutes: float = Field(gt=0, description="for all seeds, tuning included")
     config: dict[str, Any] = Field({})
     then: dict[str, Any] = Field({})
     only: dict[str, list[str]] = Field({})
@@ -94,12 +99,34 @@ class Claim(Section):
     document: str
     left: str = ""
     right: str = ""
+    minus: list[str] = Field([], max_length=2, description="left and right of a difference that is taken away")
     measure: Measure = "test"
     ratio: bool = False
     number: float = 0.0
     expect: Literal["more", "less", "same"] = "more"
-    margin: float = Field(1.0, gt=0, description="expect=same: what counts as the same")
+    margin: float = Field(1.0, gt=0, description="the smallest effect that matters; for a ratio a factor above 1")
+    fact: bool = Field(False, description="follows from the setting and not from seeds: compared as it is")
     scales: list[Literal["paper", "laptop", "tiny"]] = Field(["paper", "laptop", "tiny"])
+
+    @model_validator(mode="after")
+    def _factor(self) -> Claim:
+        if self.ratio and self.margin <= 1:
+            raise ValueError(f"the margin of a ratio is a factor above 1, not {self.margin:g}")
+        return self
+
+
+class Gate(Section):
+    """When an experiment counts: arms whose range is looked at, and what dense training or sharing must gain."""
+
+    arms: dict[str, list[str]] = Field({}, description="levels by axis; default: every cell")
+    dense: str = ""
+    start: str = ""
+    head_only: str = ""
+    sharing: list[str] = Field([], max_length=2, description="FedAvg, then local only")
+
+    def cells(self) -> list[str]:
+        """Every cell the gate names."""
+        return [cell for cell in (self.dense, self.start, self.head_only, *self.sharing) if cell]
 
 
 class Preset(Section):
@@ -108,13 +135,19 @@ class Preset(Section):
     title: str
     question: str
     rows: list[int] = Field(min_length=1)
-    network: Literal["vit", "resnet"] = "vit"
-    data: Literal["cifar100", "cifar10"] = "cifar100"
+    network: Literal["vit", "resnet", "given"] = Field("vit", description="given: a folder that is an argument")
+    data: Literal["cifar100", "cifar10", "ham10000-sites", "pacs"] = "cifar100"
+    seeds: int = Field(3, ge=1)
     measure: Measure = "test"
     baseline: str = ""
-    study: str = Field("", description="a function of experiment/studies.py that carries it out, or changes the cells")
+    study: str = Field(
+        "", description="a function of reproduction/studies.py that carries it out, or changes the cells"
+    )
     base: dict[str, Any] = Field({})
     axes: list[Axis] = Field([])
+    skip: list[dict[str, list[str]]] = Field([], description="combinations of levels that are left out")
+    waiting: dict[str, str] = Field({}, description="levels that fedgraft cannot run yet, and what they wait for")
+    gate: Gate = Field(default_factory=Gate)
     scales: dict[Literal["paper", "laptop", "tiny"], Scale]
     tuning: Tuning | None = None
     figures: list[Figure] = Field([])
@@ -128,19 +161,23 @@ class Preset(Section):
         if missing := [scale for scale in SCALES if scale not in self.scales]:
             raise ValueError(f"the scale {missing[0]} is missing")
         axes = {axis.name: set(axis.levels) for axis in self.axes}
-        named = [("scale", s.only) for s in self.scales.values()]
+        named = [("scale", s.only) for s in self.scales.values()] + [("skip", s) for s in self.skip]
+        named.append(("gate", self.gate.arms))
         named += [("figure", {k: [v] for k, v in f.where.items()}) for f in self.figures]
         for what, chosen in named:
             for axis, levels in chosen.items():
                 if axis not in axes or not set(levels) <= axes[axis]:
                     raise ValueError(f"a {what} names {axis} {levels}, and there is no such axis or level")
         known = {"/".join(levels) for levels in itertools.product(*(axis.levels for axis in self.axes))}
-        cells = [r.cell for r in self.reported] + [c for k in self.claims for c in (k.left, k.right) if c]
+        cells = [r.cell for r in self.reported] + [c for k in self.claims for c in (k.left, k.right, *k.minus) if c]
+        cells += self.gate.cells()
         wrong = [cell for cell in cells if cell not in known and not self.study]
         if wrong:
             raise ValueError(f"there is no cell {wrong[0]!r}; cells are named as {sorted(known)[0]!r}")
         if self.baseline and self.axes and self.baseline not in self.axes[-1].levels:
             raise ValueError(f"the baseline {self.baseline!r} is no level of the last axis")
+        if strange := [level for level in self.waiting if level not in set().union(*axes.values())]:
+            raise ValueError(f"{strange[0]!r} is said to wait, and there is no such level")
         return self
 
 
@@ -162,9 +199,8 @@ class Cell(Section):
 
 
 def names() -> list[str]:
-    """Every preset."""
-    folder = PRESETS
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    """Every preset of the documents' experiments; the six questions are in `question.py`."""
+    return sorted(file.stem for file in PRESETS.glob("*.toml") if not re.fullmatch(r"q\d", file.stem))
 
 
 @functools.lru_cache
@@ -172,40 +208,58 @@ def load_preset(name: str) -> Preset:
     """A preset by its name."""
     if name not in names():
         close = difflib.get_close_matches(name, names(), n=1, cutoff=0.0)
-        raise FedgraftError(f"there is no experiment {name!r}; the nearest is {close[0]!r} (see: reproduce --list).")
-    file = PRESETS / f"{name}.toml"
-    return parse(file.read_text("utf-8"), name)
+        raise FedgraftError(f"there is no experiment {name!r}; the nearest is {close[0]!r} (see: --list).")
+    return parse((PRESETS / f"{name}.toml").read_text("utf-8"), name)
 
 
 def parse(text: str, name: str) -> Preset:
     """A preset's text, checked; what is wrong with it is one sentence."""
+    preset = checked(Preset, text, name)
+    for scale in SCALES:
+        cells(preset, scale, name)
+    return preset
+
+
+def checked(kind: type[Kind], text: str, name: str) -> Kind:
+    """TOML as a section; what is wrong with it is one sentence."""
     try:
-        preset = Preset.model_validate(tomllib.loads(text))
+        return kind.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise FedgraftError(f"the preset {name} is not valid TOML: {error}.") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "as a whole"
         raise FedgraftError(f"the preset {name} is wrong at {where}: {first['msg']}.") from None
-    for scale in SCALES:
-        cells(preset, scale, name)
-    return preset
 
 
-def cells(preset: Preset, scale: str, name: str, data: str | None = None) -> list[Cell]:
-    """Every setting at a scale: base, network and scale first, then the levels, then what the scale says last."""
+def source(preset: Preset, data: str | None) -> dict[str, Any]:
+    """Where the data is: CIFAR in the named folder or the usual places, the others in a folder of their own below."""
+    if preset.data.startswith("cifar"):
+        return {"source": preset.data, **({} if data is None else {"path": data})}
+    return {"source": "parquet", "path": str(Path(data or ".") / preset.data)}
+
+
+def cells(
+    preset: Preset, scale: str, name: str, data: str | None = None, model: str | None = None, waiting: bool = False
+) -> list[Cell]:
+    """Every setting at a scale: base, network, scale, then levels, then what the scale says last; or what waits."""
     if not preset.axes:
         return []
     chosen: Scale = preset.scales[scale]  # type: ignore[index]
-    source = _TINY_DATA if scale == "tiny" else {"source": preset.data, **({} if data is None else {"path": data})}
-    start: dict[str, Any] = {"name": name, "data": source, "workers": 1}  # runs go side by side, not clients
-    for part in (_NETWORKS[preset.network][scale], preset.base, chosen.config):
+    data_source = _TINY_DATA if scale == "tiny" else source(preset, data)
+    start: dict[str, Any] = {"name": name, "data": data_source, "workers": 1}  # runs go side by side, not clients
+    given = {"model": {"name": model}} if model and preset.network == "given" and scale != "tiny" else {}
+    for part in (
+        _NETWORKS["resnet" if preset.network == "resnet" else "vit"][scale],
+        given,
+        preset.base,
+        chosen.config,
+    ):
         start = merge(start, part)
-    kept = [
-        [level for level in axis.levels if level in chosen.only.get(axis.name, axis.levels)] for axis in preset.axes
-    ]
     found = []
-    for levels in itertools.product(*kept):
+    for levels in itertools.product(*(_kept(axis, chosen) for axis in preset.axes)):
+        if _skipped(preset, levels) or any(level in preset.waiting for level in levels) != waiting:
+            continue
         table = start
         for axis, level in zip(preset.axes, levels, strict=True):
             table = merge(table, axis.levels[level])
@@ -213,12 +267,26 @@ def cells(preset: Preset, scale: str, name: str, data: str | None = None) -> lis
         central = bool(table.pop("central", False))
         if central:
             table["name"] = f"{table['name']}-central"
-        try:
-            validate(table)
-        except FedgraftError as error:
-            raise FedgraftError(f"the preset {name}, cell {'/'.join(levels)}, scale {scale}: {error}") from None
+        if not waiting:
+            _check(table, f"the preset {name}, cell {'/'.join(levels)}, scale {scale}")
         found.append(Cell(levels=levels, table=table, central=central))
     return found
+
+
+def _kept(axis: Axis, scale: Scale) -> list[str]:
+    return [level for level in axis.levels if level in scale.only.get(axis.name, axis.levels)]
+
+
+def _skipped(preset: Preset, levels: tuple[str, ...]) -> bool:
+    have = {axis.name: level for axis, level in zip(preset.axes, levels, strict=True)}
+    return any(all(have[axis] in out for axis, out in rule.items()) for rule in preset.skip)
+
+
+def _check(table: dict[str, Any], where: str) -> None:
+    try:
+        validate(table)
+    except FedgraftError as error:
+        raise FedgraftError(f"{where}: {error}") from None
 
 
 def level_of(preset: Preset, cell: Cell, axis: str) -> str:
@@ -226,6 +294,7 @@ def level_of(preset: Preset, cell: Cell, axis: str) -> str:
     return cell.levels[[a.name for a in preset.axes].index(axis)]
 
 
-def picked(preset: Preset, every: list[Cell], where: Mapping[str, str]) -> list[Cell]:
-    """The cells with these levels."""
-    return [cell for cell in every if all(level_of(preset, cell, axis) == level for axis, level in where.items())]
+def picked(preset: Preset, every: list[Cell], where: Mapping[str, str | list[str]]) -> list[Cell]:
+    """The cells with these levels, one or any of several on an axis."""
+    wanted = {axis: [levels] if isinstance(levels, str) else levels for axis, levels in where.items()}
+    return [cell for cell in every if all(level_of(preset, cell, axis) in levels for axis, levels in wanted.items())]

@@ -1,39 +1,33 @@
-"""One experiment of the documents: tune where asked, run what is missing, and collect the numbers.
-
-Runs are found by what they are, not by which preset asked for them: a finished run whose config means the same is never
-repeated, whatever its name. Missing ones go through `sweep.run_many`, which resumes what was interrupted.
-"""
+"""One experiment: tune where asked, run what is missing, and collect the numbers by seed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedgraft.config.load import Config, from_folder
+from fedgraft.config.load import Config
 from fedgraft.errors import FedgraftError
-from fedgraft.report.statistics import rounds_to
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.sweep import finished, folder_of, run_many, vary
 from reproduction.preset import Cell, Preset, cells, level_of
+from reproduction.runs import FinishedRuns, Report, Wanted, curve, measure_of, vary
+from reproduction.runs import carry_out as carry_out_runs
+from reproduction.statistics import Series
 
 TUNING_SEED = 0
-WIDENED = 2
+WIDENED = 3
 """How often a list of learning rates may grow because its best is at an end."""
 MEASURES = {
     "test": "test of the best round (%)", "best": "best validation (%)", "last": "validation, last round (%)",
     "personal": "mean client accuracy (%)", "finetuned": "mean client accuracy, fine-tuned (%)",
     "megabytes": "MB up and down", "spread": "variance of clients' mean steps", "rounds_to": "rounds to the target",
+    "seconds": "seconds", "seconds:combine": "seconds to combine", "balanced": "balanced accuracy (%)",
 }  # fmt: skip
 """Column titles by measure."""
 
-Report = Callable[[str], None]
 Tables = dict[str, tuple[str, list[dict[str, Any]]]]
 """Further tables of a study by heading: a sentence, and rows."""
-Wanted = Mapping[str, tuple[Config, bool]]
-"""Configs by label, and whether each is trained in one place."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,7 @@ class Work:
     processes: int = 2
     """0: one after the other in this process."""
     data: str | None = None
+    model: str | None = None
     report: Report = print
 
     @property
@@ -56,10 +51,16 @@ class Work:
         return self.preset.scales[self.scale].target  # type: ignore[index]
 
     @property
+    def cells(self) -> list[Cell]:
+        """Every setting that can be run."""
+        return cells(self.preset, self.scale, self.name, self.data, self.model)
+
+    @property
     def command(self) -> str:
-        """What repeats this."""
-        where = "" if self.scale == "tiny" else " --data FOLDER"
-        return f"fedgraft reproduce {self.name} --scale {self.scale} --seeds {len(self.seeds)}{where}"
+        """What repeats this; a part `q3-body` is repeated with its question."""
+        where = "" if self.scale == "tiny" else " DATA=FOLDER"
+        model = " MODEL=FOLDER" if self.model else ""
+        return f"make reproduce NAME={self.name.split('-')[0]} SCALE={self.scale}{where}{model}"
 
 
 @dataclass
@@ -69,111 +70,42 @@ class Found:
     work: Work
     cells: list[Cell]
     rates: dict[str, float] = field(default_factory=dict)
-    folders: dict[str, list[Path]] = field(default_factory=dict)
-    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    folders: dict[str, dict[int, Path]] = field(default_factory=dict)
+    values: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
     extra: Tables = field(default_factory=dict)
     titles: dict[str, str] = field(default_factory=dict)
     """What a study's values are called, where they are not what a run's would be."""
+    at_edge: list[str] = field(default_factory=list)
+    """Cells whose best learning rate stayed at an end of its list."""
 
     def title(self, measure: str) -> str:
         """What a measure is called in tables and figures."""
         return self.titles.get(measure) or MEASURES.get(measure, measure)
 
-    def measured(self, label: str, measure: str) -> list[float] | None:
-        """One number for each seed, percent for accuracies; None where there are none."""
+    def measured(self, label: str, measure: str) -> Series:
+        """A number by seed, percent for accuracies; None where a run is missing; empty where there is none at all."""
         if label in self.values:
-            return self.values[label].get(measure)
+            return self.values[label].get(measure, {})
         if label not in self.folders:
-            return None
-        found = [measure_of(folder, measure, self.work.target) for folder in self.folders[label]]
-        return None if any(value is None for value in found) else [float(value) for value in found if value is not None]
+            return {}
+        folders = self.folders[label]
+        found = {seed: measure_of(folders[seed], measure, self.work.target) if seed in folders else None
+                 for seed in self.work.seeds}  # fmt: skip
+        return found if any(value is not None for value in found.values()) else {}
+
+    def evaluations(self, label: str) -> int:
+        """The fewest evaluations of a run of this cell."""
+        return min((len(curve(folder)) for folder in self.folders.get(label, {}).values()), default=0)
 
 
-def measure_of(folder: Path, measure: str, target: float | None = None) -> float | None:
-    """One number of a finished run."""
-    run = RunFolder.open(folder)
-    summary = run.summary()
-    kind, _, phase = measure.partition(":")
-    if kind in {"test", "best"}:
-        split = "test" if kind == "test" else "validation"
-        return 100 * float(summary[split]["accuracy"]) if split in summary else None
-    if kind in {"personal", "finetuned"}:
-        value = summary.get("personal", {}).get("mean" if kind == "personal" else "finetuned_mean")
-        return None if value is None else 100 * float(value)
-    if kind == "megabytes":
-        return (summary["bytes_up"] + summary["bytes_down"]) / 1e6
-    lines = run.metrics()
-    if kind == "seconds":
-        spent = [line["seconds"][phase] for line in lines if phase in line.get("seconds", {})]
-        return sum(spent) / len(spent) if spent else None
-    if kind == "spread":  # of the clients' mean steps in round 1, where all settings start from the same model
-        drift = lines[0]["clients"]["drift"]
-        return sum(d * d for d in drift) / len(drift) / (from_folder(folder).local.steps or 4) ** 2
-    if kind == "loss":
-        losses = [float(line["loss"]) for line in lines if line.get("loss") is not None]
-        return losses[-1] if losses and math.isfinite(losses[-1]) else None
-    seen = [(line["round"], 100 * line["accuracy"]) for line in lines if line.get("accuracy") is not None]
-    if kind == "rounds_to":
-        return None if target is None else rounds_to([r for r, _ in seen], [a for _, a in seen], target)
-    return seen[-1][1] if seen else None
+def numbers(series: Series) -> list[float]:
+    """The numbers of the seeds that have one."""
+    return [value for value in series.values() if value is not None]
 
 
-class PersonalModels:
-    """The finished runs below a folder, by what their configs mean to today's code."""
-
-    def __init__(self, root: Path) -> None:
-        self.found: dict[tuple[str, bool], Path] = {}
-        for path in sorted(root.glob("*/config.toml")):
-            if finished(path.parent) is None:
-                continue
-            try:
-                key = from_folder(path.parent).digest, (path.parent / "centralized").exists()
-            except FedgraftError:  # an option that is gone: the run cannot be the wanted one
-                continue
-            self.found.setdefault(key, path.parent)
-
-    @staticmethod
-    def key(config: Config, central: bool) -> tuple[str, bool]:
-        """What a run is found by."""
-        from fedgraft.runs.centralized import as_central
-
-        return (as_central(config).digest if central else config.digest), central
-
-    def get(self, config: Config, central: bool) -> Path | None:
-        """The folder of this run, if it is finished."""
-        return self.found.get(self.key(config, central))
-
-
-def carry_out(work: Work, wanted: Wanted, personal_store: PersonalModels | None = None) -> dict[str, Path]:
-    """Run what is missing; the folder of each label."""
-    personal_store, seen = personal_store or PersonalModels(work.runs), set[tuple[str, bool]]()
-    todo: dict[str, tuple[Config, bool]] = {}
-    for label, (config, central) in wanted.items():
-        key = PersonalModels.key(config, central)
-        if key not in personal_store.found and key not in seen:
-            seen.add(key)
-            todo[label] = config, central
-    if todo:
-        check_data(next(iter(todo.values()))[0])
-    if work.processes:
-        inside = [label for label, (_, central) in todo.items() if central]
-        run_many({label: config for label, (config, _) in todo.items()}, work.runs, work.processes, inside, work.report)
-    else:
-        for config, central in todo.values():
-            _run_here(config, folder_of(config, work.runs), central)
-    if todo:  # hundreds of folders are read, so not in vain
-        personal_store = PersonalModels(work.runs)
-    return {
-        label: personal_store.found[PersonalModels.key(config, central)] for label, (config, central) in wanted.items()
-    }
-
-
-def _run_here(config: Config, folder: Path, central: bool) -> None:
-    from fedgraft.runs.centralized import run_centralized
-    from fedgraft.runs.run import run
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (run_centralized if central else run)(config, folder, console=False)
+def carry_out(work: Work, wanted: Wanted, known: FinishedRuns | None = None) -> dict[str, Path]:
+    """Run what is missing; the folder of each label that has one."""
+    return carry_out_runs(wanted, work.runs, work.processes, work.report, known)
 
 
 def reproduce(work: Work) -> Found:
@@ -182,10 +114,12 @@ def reproduce(work: Work) -> Found:
 
     if work.preset.study in studies.WHOLE:
         return studies.WHOLE[work.preset.study](work)
-    every = cells(work.preset, work.scale, work.name, work.data)
+    every = work.cells
+    for level, reason in work.preset.waiting.items():
+        work.report(f"{work.name}: {level} is left out, it waits for {reason}")
     if tries := _tries(work, every):
-        work.report(f"tuning {estimate(work, every, tries, PersonalModels(work.runs))}")
-    rates = tune(work, every)
+        work.report(f"tuning {estimate(work, every, tries, FinishedRuns(work.runs))}")
+    rates, at_edge = tune(work, every)
     if work.preset.study:
         every = studies.named(work.preset.study)(work, every, rates)
     wanted = {
@@ -193,30 +127,24 @@ def reproduce(work: Work) -> Found:
         for cell in every
         for seed in work.seeds
     }
-    personal_store = PersonalModels(work.runs)
-    work.report(estimate(work, every, wanted, personal_store))
-    done = carry_out(work, wanted, personal_store)
-    folders = {cell.label: [done[f"{cell.label} seed {seed}"] for seed in work.seeds] for cell in every}
-    found = Found(work, every, rates, folders)
+    known = FinishedRuns(work.runs)
+    work.report(estimate(work, every, wanted, known))
+    done = carry_out(work, wanted, known)
+    folders = {
+        cell.label: {seed: done[label] for seed in work.seeds if (label := f"{cell.label} seed {seed}") in done}
+        for cell in every
+    }
+    found = Found(work, every, rates, folders, at_edge=at_edge)
     return replace(found, extra=studies.against_controls(found))
 
 
-def check_data(config: Config) -> None:
-    """Open the data once, so that what is wrong with it is said once and not by every run."""
-    from fedgraft.runs.parts import open_data
-
-    try:
-        open_data(config)
-    except FedgraftError as error:
-        raise FedgraftError(f"{error} (--data says where it is)") from error
-
-
 def with_rate(config: Config, rate: float | None) -> Config:
+    """The config at this learning rate; None leaves it."""
     return config if rate is None else vary(config, local__lr=rate)
 
 
-def tune(work: Work, every: Sequence[Cell]) -> dict[str, float]:
-    """By cell the learning rate with the least validation loss after the last round.
+def tune(work: Work, every: Sequence[Cell]) -> tuple[dict[str, float], list[str]]:
+    """By cell the learning rate with the least validation loss after the last round; and the cells left at an end.
 
     The best round would not do: where training harms, that is the start, whatever the rate. Nor would accuracies,
     which differ by less than their noise in short runs, or test images, which these runs do not touch. A best rate at
@@ -224,21 +152,27 @@ def tune(work: Work, every: Sequence[Cell]) -> dict[str, float]:
     """
     tuning = work.preset.tuning
     if tuning is None:
-        return {}
+        return {}, []
     owner = {cell.label: _tuned_at(work, cell) for cell in every}
     tuned = {cell.label: cell for cell in every if owner[cell.label] == cell.label}
     rates = {label: _rates(work, cell) for label, cell in tuned.items()}
+    edge: list[str] = []
     for _ in range(1 + WIDENED):
         done = carry_out(work, _tries(work, every, rates))
-        losses = {
-            label: {rate: measure_of(done[f"{label} lr {rate:g}"], "loss") for rate in rates[label]} for label in tuned
-        }
-        best = {label: min(found, key=lambda rate: _order(found[rate])) for label, found in losses.items()}
+        best = {label: _least(label, rates[label], done) for label in tuned}
         wider = {label: widen(rates[label], best[label]) for label in tuned}
-        if wider == rates:
+        edge = [label for label in tuned if wider[label] != rates[label]]
+        if not edge:
             break
         rates = wider
-    return {label: best[at] for label, at in owner.items() if at in best}
+    return {label: best[at] for label, at in owner.items() if at in best}, edge
+
+
+def _least(label: str, rates: Sequence[float], done: Mapping[str, Path]) -> float:
+    """The rate with the least loss; a run that failed or diverged is worse than any."""
+    losses = {rate: measure_of(done[name], "loss") if (name := f"{label} lr {rate:g}") in done else None
+              for rate in rates}  # fmt: skip
+    return min(losses, key=lambda rate: math.inf if losses[rate] is None else losses[rate])  # type: ignore[return-value, arg-type]
 
 
 def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float]] | None = None) -> Wanted:
@@ -254,10 +188,6 @@ def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float
     }
 
 
-def _order(loss: float | None) -> float:
-    return math.inf if loss is None else loss
-
-
 def widen(rates: Sequence[float], best: float) -> list[float]:
     """One more rate beyond the best if that is the first or the last of several: the true best may lie outside."""
     if len(rates) > 1 and best == rates[-1]:
@@ -268,6 +198,7 @@ def widen(rates: Sequence[float], best: float) -> list[float]:
 
 
 def _tuned_at(work: Work, cell: Cell) -> str:
+    """The cell whose tuned rate this one uses."""
     assert work.preset.tuning is not None
     at, names = work.preset.tuning.at, [axis.name for axis in work.preset.axes]
     return "/".join(at.get(name, level) for name, level in zip(names, cell.levels, strict=True))
@@ -289,11 +220,11 @@ def _short(config: Config, rate: float, share: float) -> Config:
     return vary(config, local__lr=rate, rounds={"total": rounds, "evaluate_every": 0, "test": False})
 
 
-def estimate(work: Work, every: Sequence[Cell], wanted: Wanted, personal_store: PersonalModels) -> str:
-    """How much there is to do, from what the preset says three seeds cost with their tuning."""
-    known = sum(personal_store.get(config, central) is not None for config, central in wanted.values())
-    planned = 3 * len(every) + len(_tries(work, every))
-    minutes = work.preset.scales[work.scale].core_minutes / planned  # type: ignore[index]
-    left = (len(wanted) - known) * minutes / max(1, work.processes)
-    done = f", {known} of them finished" if known else ""
-    return f"{work.name}: about {len(wanted)} runs{done}, {left:.0f} minutes"
+def estimate(work: Work, every: Sequence[Cell], wanted: Wanted, known: FinishedRuns) -> str:
+    """How much there is to do, from what the preset says all its seeds cost with their tuning."""
+    done = sum(known.get(config, central) is not None for config, central in wanted.values())
+    planned = work.preset.seeds * len(every) + len(_tries(work, every))
+    minutes = work.preset.scales[work.scale].core_minutes / max(1, planned)  # type: ignore[index]
+    left = (len(wanted) - done) * minutes / max(1, work.processes)
+    already = f", {done} of them finished" if done else ""
+    return f"{work.name}: about {len(wanted)} runs{already}, {left:.0f} minutes"

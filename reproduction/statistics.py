@@ -150,7 +150,10 @@ def power(effect: float, spread: float, n: int, pairs: bool = True, alpha: float
         raise FedgraftError(f"power needs two seeds or more and a spread above zero, not {n} and {spread:g}")
     df, error = (n - 1, spread / n**0.5) if pairs else (2 * n - 2, spread * (2 / n) ** 0.5)
     edge, away = float(stdtrit(df, 1 - alpha)), abs(effect) / error
-    return float(2 - nctdtr(df, away, edge) - nctdtr(df, -away, edge))
+    other = float(
+        nctdtr(df, -away, edge)
+    )  # scipy gives NaN far out, where the effect is never seen the wrong way round
+    return float(2 - nctdtr(df, away, edge) - (1.0 if math.isnan(other) else other))
 
 
 def detectable(spread: float, n: int, chance: float = 0.8, pairs: bool = True, alpha: float = ALPHA) -> float:

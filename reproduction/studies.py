@@ -6,24 +6,28 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fedgraft.config.load import merge
 from fedgraft.errors import FedgraftError
-from fedgraft.report.statistics import gap_cells, paired, summarise
-from fedgraft.runs.files import write_text
-from fedgraft.runs.sweep import vary
-from reproduction.preset import Cell, cells
-from reproduction.reproduce import TUNING_SEED, Found, Tables, Work, carry_out
+from fedgraft.report.statistics import summarise
+from reproduction.preset import Cell
+from reproduction.reproduce import TUNING_SEED, Found, Tables, Work, carry_out, numbers
+from reproduction.runs import vary
+from reproduction.statistics import paired
 
 LIKE = "constant like "
 """Levels of this name are controls: one constant for all pairs, as large as that similarity is on average."""
-_LIARS = 0.2
-_PARTITIONS = ("stratified", "dirichlet:0.5")
+_ATTACKERS = 0.2
+_PARTITIONS = {"IID": "stratified", "Dirichlet 0.5": "dirichlet:0.5"}
 _DOOR = "backdoor success, the better of two (%)"
+_SAID = (
+    "20 % of the clients attack; one run for each cell and seed, measured after the last round. Which attack is the "
+    "worst is chosen with seed 0, which is not measured."
+)
 _TINY = {"attacks": ("scaling", "backdoor_boosted"), "rules": ("mean", "median")}
 
 
@@ -52,17 +56,12 @@ def _namesakes(every: Sequence[Cell]) -> dict[str, str]:
 
 def against_controls(found: Found) -> Tables:
     """Each similarity minus the constant of its size, paired by seed; nothing where there is no such control."""
-    gaps: dict[str, list[float]] = {}
+    measure, rows = found.work.preset.measure, []
     for control, namesake in _namesakes(found.cells).items():
-        ours, theirs = (found.measured(label, found.work.preset.measure) for label in (namesake, control))
-        if ours and theirs:
-            gaps[namesake] = [a - b for a, b in zip(ours, theirs, strict=True)]
-    if not gaps:
-        return {}
-    what = f"{found.title(found.work.preset.measure)}, minus the constant"
-    tested = paired([0.0] * len(found.work.seeds), gaps)
-    rows = [{"setting": gap.name, **gap_cells(what, gap)} for gap in tested]
-    return {"Similarity against a constant of its size": ("", rows)}
+        effect = paired(found.measured(namesake, measure), found.measured(control, measure))
+        if effect is not None:
+            rows.append({"setting": namesake, f"{found.title(measure)}, minus the constant": str(effect)})
+    return {"Similarity against a constant of its size": ("", rows)} if rows else {}
 
 
 def mean_similarity(folder: Path) -> float:
@@ -77,87 +76,82 @@ def mean_similarity(folder: Path) -> float:
 
 
 def attack(work: Work) -> Found:
-    """Every rule honestly and under every attack; a finished table is kept beside the runs and read again."""
+    """Every rule with benign clients and under every attack; a finished table is kept beside the runs and read again.
+
+    The worst attack on a rule is chosen with the tuning seed and measured with the others: the least of several means
+    over the same seeds would be too low.
+    """
     from fedgraft.engines.attackers import NAMES
     from fedgraft.runs.attack import RULES
 
     attacks, rules = (_TINY["attacks"], _TINY["rules"]) if work.scale == "tiny" else (NAMES, RULES)
-    start = cells(work.preset, work.scale, work.name, work.data)
+    start = work.cells
     kept = [rule for rule in rules if any(cell.levels[-1] == rule for cell in start)]
-    minutes = work.preset.scales[work.scale].core_minutes * len(work.seeds) / 3  # type: ignore[index]
-    work.report(
-        f"{work.name}: {len(work.seeds)} tables of {2 * len(kept) * (1 + len(attacks))} cells, {minutes:.0f} min"
-    )
-    found = [_attack_cells(work, start[0], seed, attacks, kept) for seed in work.seeds]
-    values: dict[str, dict[str, list[float]]] = {}
-    by_attack: dict[str, dict[str, list[float]]] = {}
+    seeds = (TUNING_SEED, *work.seeds)
+    count, minutes = 2 * len(kept) * (1 + len(attacks)), work.preset.scales[work.scale].core_minutes  # type: ignore[index]
+    work.report(f"{work.name}: {len(seeds)} tables of {count} cells, {minutes:.0f} core-minutes")
+    found = {seed: _attack_cells(work, start[0], seed, attacks, kept) for seed in seeds}
+    values: dict[str, dict[str, dict[int, float]]] = {}
+    rows: dict[str, list[dict[str, Any]]] = {"worst": [], "each": []}
     for cell in start:
-        partition = {"IID": _PARTITIONS[0], "Dirichlet 0.5": _PARTITIONS[1]}[cell.levels[0]]
-        mine = [
-            {c["attack"]: c for c in one if (c["partition"], c["rule"]) == (partition, cell.levels[-1])}
-            for one in found
-        ]
-        if mine and all(c["accuracy"] for one in mine for c in one.values()):
-            by_attack[cell.label] = {name: _percent(mine, name, "accuracy") for name in ("honest", *attacks)}
-            values[cell.label] = _attack_values(mine, attacks)
-    titles = {"test": "test, nobody lies (%)", "last": "test under the worst attack (%)", "best": _DOOR}
-    return Found(work, start, values=values, extra=_attack_tables(values, by_attack), titles=titles)
+        mine = {seed: _of_cell(cell, table) for seed, table in found.items()}
+        if all(one["accuracy"] for table in mine.values() for one in table.values()):
+            values[cell.label] = _attack_values(mine, attacks, rows, cell.label)
+    extra = {"Attackers": (_SAID, rows["worst"]), "Every attack": ("Test accuracy (%), mean over seeds.", rows["each"])}
+    titles = {"test": "test, nobody attacks (%)", "last": "test under the worst attack (%)", "best": _DOOR}
+    return Found(work, start, values=values, extra=extra, titles=titles)
+
+
+def _of_cell(cell: Cell, table: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The rows of one partition and rule, by attack."""
+    partition = _PARTITIONS[cell.levels[0]]
+    return {one["attack"]: one for one in table if (one["partition"], one["rule"]) == (partition, cell.levels[-1])}
 
 
 def _attack_cells(
     work: Work, cell: Cell, seed: int, attacks: Sequence[str], rules: Sequence[str]
-) -> list[dict[str, str]]:
-    from fedgraft.runs.attack import attack_table
+) -> list[dict[str, Any]]:
+    from fedgraft.runs.attack import AttackPlan, attack_table
 
     config = cell.config(seed=seed)
     key = hashlib.blake2b(repr((config.digest, tuple(attacks), tuple(rules))).encode(), digest_size=8).hexdigest()
-    path = work.runs / f"attack-{key}.json"
-    if not path.is_file():
-        made = attack_table(config, attacks, rules, _LIARS, _PARTITIONS, work.report)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps([asdict(one) for one in made]))
-    return list(json.loads(path.read_text()))
+    plan = AttackPlan(config, attacks, rules, _ATTACKERS, tuple(_PARTITIONS.values()), (seed,))
+    return [asdict(one) for one in attack_table(plan, work.runs / f"attack-{key}", work.report)]
 
 
 def _attack_values(
-    mine: Sequence[Mapping[str, Mapping[str, object]]], attacks: Sequence[str]
-) -> dict[str, list[float]]:
-    """Accuracy without liars, the accuracy under the worst attack (by its mean), and the backdoor's success."""
+    mine: Mapping[int, Mapping[str, Mapping[str, Any]]],
+    attacks: Sequence[str],
+    rows: dict[str, list[dict[str, Any]]],
+    label: str,
+) -> dict[str, dict[int, float]]:
+    """By seed the accuracy with benign clients, under the worst attack, and the backdoor's success."""
+    from fedgraft.runs.attacked import BENIGN
 
-    worst = _worst({name: _percent(mine, name, "accuracy") for name in attacks})
-    doors = [_percent(mine, name, "backdoor") for name in attacks if "backdoor" in name]
-    return {
-        "test": _percent(mine, "honest", "accuracy"), "last": _percent(mine, worst, "accuracy"),
-        "best": max(doors, key=lambda v: summarise(v).mean) if doors else _percent(mine, "honest", "backdoor"),
-    }  # fmt: skip
+    def percent(name: str, key: str) -> dict[int, float]:
+        return {seed: 100 * float(table[name][key]) for seed, table in mine.items() if seed != TUNING_SEED}
 
-
-def _worst(accuracies: Mapping[str, list[float]]) -> str:
-    """The attack that leaves the least, by its mean over seeds."""
-    return min(accuracies, key=lambda name: summarise(accuracies[name]).mean)
-
-
-def _percent(mine: Sequence[Mapping[str, Mapping[str, object]]], name: str, key: str) -> list[float]:
-    """One number of one attack, by seed."""
-    return [100 * float(str(one[name][key])) for one in mine]
-
-
-def _attack_tables(
-    values: Mapping[str, Mapping[str, list[float]]], by_attack: Mapping[str, Mapping[str, list[float]]]
-) -> Tables:
-    """The worst drop and the backdoor by rule, then every attack."""
-    worst = []
-    for label, v in values.items():
-        drops = [a - b for a, b in zip(v["test"], v["last"], strict=True)]
-        which = _worst({name: found for name, found in by_attack[label].items() if name != "honest"})
-        lost = {"points lost under the worst attack": str(summarise(drops)), "which": which}
-        worst.append({"deal and rule": label, **lost, _DOOR: str(summarise(v["best"]))})
-    each = [
-        {"deal and rule": label, **{name: f"{summarise(found).mean:.1f}" for name, found in v.items()}}
-        for label, v in by_attack.items()
-    ]
-    said = "20 % of the clients lie; one run for each cell and seed, measured after the last round: nothing is chosen."
-    return {"Liars": (said, worst), "Every attack": ("Test accuracy (%), mean over seeds.", each)}
+    chosen = mine[TUNING_SEED]
+    worst = min(attacks, key=lambda name: float(chosen[name]["accuracy"]))
+    doors = [name for name in attacks if "backdoor" in name]
+    door = max(doors, key=lambda name: float(chosen[name]["backdoor"])) if doors else BENIGN
+    values = {
+        "test": percent(BENIGN, "accuracy"),
+        "last": percent(worst, "accuracy"),
+        "best": percent(door, "backdoor"),
+    }
+    lost = str(paired(values["test"], values["last"]))
+    rows["worst"].append(
+        {
+            "partition and rule": label,
+            "points lost": lost,
+            "under": worst,
+            _DOOR: str(summarise(numbers(values["best"]))),
+        }
+    )
+    means = {name: f"{summarise(numbers(percent(name, 'accuracy'))).mean:.1f}" for name in (BENIGN, *attacks)}
+    rows["each"].append({"partition and rule": label, **means})
+    return values
 
 
 def settings(work: Work) -> Found:

@@ -193,10 +193,11 @@ def digest(arrays: dict[str, np.ndarray]) -> str:
 
 def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Data by split, each client's rows, the starting weights of what is drawn; and the trunk's folder."""
+    from fedgraft.runs.setup import Setup
+
     from fedgraft.config.load import Config
     from fedgraft.runs.head_init import install_head
     from fedgraft.runs.run import one_thread
-    from fedgraft.runs.setup import Setup
 
     if spec.model == "features":
         draw_features(folder / "features.npz", spec)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from fedgraft.runs.setup import Setup
 
 from benchmarks.reliability.outcome import Outcome, share
 from fedgraft import server
@@ -24,7 +25,6 @@ from fedgraft.local.evaluate import evaluate
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
 from fedgraft.runs.head_init import install_head
-from fedgraft.runs.setup import Setup
 
 CLIENTS, SEEDS = 10, (0, 1, 2)
 ATTACKS = ("sign_flip", "gaussian")

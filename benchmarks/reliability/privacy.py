@@ -26,9 +26,9 @@ from benchmarks.reliability.private_rounds import (
     private,
     quiet,
 )
-from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft import client, zoo
 from fedgraft import round as rounds
+from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithm import vary
 from fedgraft.errors import FedgraftError

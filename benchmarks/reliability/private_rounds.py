@@ -19,14 +19,14 @@ from torch import Tensor
 
 from fedgraft import client, zoo
 from fedgraft import round as rounds
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.privacy.protection import DifferentialPrivacy, Protection
 from fedgraft.aggregate.slots import uniform
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.collect import ServerContext
 from fedgraft.errors import FedgraftError
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply
 from fedgraft.privacy.dp import Mechanism, clip, sensitivity
-from fedgraft.collect import ServerContext
+from fedgraft.privacy.protection import DifferentialPrivacy, Protection
 from fedgraft.state import Federation, ServerState
 
 KEY = bytes(range(32))

@@ -24,15 +24,15 @@ from tests.unit.update.test_validation import EXPECTED, LENGTH, MALFORMED, Spoil
 from torch import Tensor
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.edit.sparse import Sparse
-from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft import round as rounds
 from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Answers, count_mean
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.collect import ServerContext
+from fedgraft.edit.sparse import Sparse
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply, pack_bits
-from fedgraft.collect import ServerContext
 from fedgraft.runs.attack import RULES
 from fedgraft.state import Federation, ServerState
 from fedgraft.update import validation as screening

@@ -19,17 +19,19 @@ import torch
 from protocol import Clock, Workload, given_folder, read
 
 if TYPE_CHECKING:
-    from fedgraft.protocols import Network
     from fedgraft.runs.setup import Setup
+
+    from fedgraft.protocols import Network
 
 SIDE, REPEATS, BLOCK, GROUP, IMAGES = 1024, 30, 32, 256, 768
 
 
 def opened(folder: Path) -> Setup:
     """The run's parts, as fedgraft makes them."""
+    from fedgraft.runs.setup import Setup
+
     from fedgraft.config.load import load
     from fedgraft.local.memory import keep_freed_memory
-    from fedgraft.runs.setup import Setup
 
     keep_freed_memory()  # the hardware does not need fresh pages either
     torch.set_num_threads(1)  # before any work, so that this process can be forked

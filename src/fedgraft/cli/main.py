@@ -189,10 +189,9 @@ def compare(
 ) -> None:
     """Compare runs: a table here, a page and a figure in a folder."""
     import rich
-    from reproduction.__main__ import figure_formats
 
     from fedgraft.report import display
-    from fedgraft.report.compare import compare_runs
+    from fedgraft.report.compare import compare_runs, figure_formats
 
     infos, written = compare_runs(runs, out, figure_formats(formats))
     display.runs_table(rich.get_console(), infos)

@@ -20,6 +20,7 @@ from fedgraft.runs.run_folder import RunFolder, RunInfo, describe, plain
 
 log = logging.getLogger(__name__)
 Configs = Mapping[str, Mapping[str, Any]]
+FORMATS = ("png", "pdf", "svg")
 _HOW = {"data.augment", "data.normalise", "data.cache_features"}  # how images are used, not which
 
 
@@ -134,3 +135,11 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
     """The shortest names that tell the runs apart."""
     short = [folder.path.name for folder in folders]
     return short if len(set(short)) == len(short) else [folder.path.as_posix() for folder in folders]
+
+
+def figure_formats(text: str) -> tuple[str, ...]:
+    """Formats separated by commas; PNG, which the pages show, is always among them."""
+    found = [word.strip().lower() for word in text.split(",")]
+    if strange := [word for word in found if word not in FORMATS]:
+        raise FedgraftError(f"--format takes {', '.join(FORMATS)}, separated by commas, not {strange[0]!r}.")
+    return tuple(dict.fromkeys(["png", *found]))

@@ -1,0 +1,141 @@
+"""Runs by what they are: found again when finished, carried out when missing, read for one number.
+
+This is the one file that knows how fedgraft makes and stores runs. A finished run whose config means the same is never
+repeated, whatever its name or which preset asked for it; what was interrupted is resumed. A run that fails is said and
+left out: it costs its own row a seed, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedgraft.config.load import Config, from_folder
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.sweep import finished, folder_of, run_many, vary
+
+__all__ = ["FinishedRuns", "Wanted", "carry_out", "check_data", "curve", "measure_of", "vary"]
+
+Report = Callable[[str], None]
+Wanted = Mapping[str, tuple[Config, bool]]
+"""Configs by label, and whether each is trained in one place."""
+
+
+class FinishedRuns:
+    """The finished runs below a folder, by what their configs mean to today's code."""
+
+    def __init__(self, root: Path) -> None:
+        self.found: dict[tuple[str, bool], Path] = {}
+        for path in sorted(root.glob("*/config.toml")):
+            if finished(path.parent) is None:
+                continue
+            try:
+                config = from_folder(path.parent)
+                key = config.digest, config.centralized.active
+            except FedgraftError:  # an option that is gone: the run cannot be the wanted one
+                continue
+            self.found.setdefault(key, path.parent)
+
+    @staticmethod
+    def key(config: Config, central: bool) -> tuple[str, bool]:
+        """What a run is found by."""
+        from fedgraft.runs.centralized import as_central
+
+        return (as_central(config).digest if central else config.digest), central
+
+    def get(self, config: Config, central: bool) -> Path | None:
+        """The folder of this run, if it is finished."""
+        return self.found.get(self.key(config, central))
+
+
+def carry_out(
+    wanted: Wanted, root: Path, processes: int, report: Report, known: FinishedRuns | None = None
+) -> dict[str, Path]:
+    """Run what is missing; the folder of each label that has one."""
+    known, todo = known or FinishedRuns(root), dict[tuple[str, bool], tuple[str, Config]]()
+    for label, (config, central) in wanted.items():
+        if (key := FinishedRuns.key(config, central)) not in known.found:
+            todo.setdefault(key, (label, config))
+    if todo:
+        check_data(next(iter(todo.values()))[1])
+        _run(todo, root, processes, report)
+        known = FinishedRuns(root)  # hundreds of folders are read, so only where something was added
+    found = {label: known.get(config, central) for label, (config, central) in wanted.items()}
+    return {label: folder for label, folder in found.items() if folder}
+
+
+def _run(todo: Mapping[tuple[str, bool], tuple[str, Config]], root: Path, processes: int, report: Report) -> None:
+    if not processes:
+        for (_, central), (_, config) in todo.items():
+            _run_here(config, folder_of(config, root), central)
+        return
+    inside = [label for (_, central), (label, _) in todo.items() if central]
+    try:
+        run_many(dict(todo.values()), root, processes, inside, report)
+    except FedgraftError as error:
+        report(f"left out: {error}")
+
+
+def _run_here(config: Config, folder: Path, central: bool) -> None:
+    from fedgraft.runs.centralized import run_centralized
+    from fedgraft.runs.run import run
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (run_centralized if central else run)(config, folder, console=False)
+
+
+def check_data(config: Config) -> None:
+    """Open the data once, so that what is wrong with it is said once and not by every run."""
+    from fedgraft.config.build import open_data
+
+    try:
+        open_data(config)
+    except FedgraftError as error:
+        raise FedgraftError(f"{error} (--data says where it is)") from error
+
+
+def measure_of(folder: Path, measure: str, target: float | None = None) -> float | None:
+    """One number of a finished run."""
+    run = RunFolder.open(folder)
+    summary = run.summary()
+    kind, _, phase = measure.partition(":")
+    if kind in {"test", "best"}:
+        split = "test" if kind == "test" else "validation"
+        return 100 * float(summary[split]["accuracy"]) if split in summary else None
+    if kind in {"personal", "finetuned"}:
+        value = summary.get("personal", {}).get("mean" if kind == "personal" else "finetuned_mean")
+        return None if value is None else 100 * float(value)
+    if kind == "balanced":
+        value = summary.get("test", {}).get("balanced_accuracy")
+        return None if value is None else 100 * float(value)
+    if kind == "megabytes":
+        return (summary["bytes_up"] + summary["bytes_down"]) / 1e6
+    if measure == "seconds":
+        return float(summary["seconds"])
+    lines = run.metrics()
+    if kind == "seconds":
+        spent = [line["seconds"][phase] for line in lines if phase in line.get("seconds", {})]
+        return sum(spent) / len(spent) if spent else None
+    if kind == "spread":  # of the clients' mean steps in round 1, where all settings start from the same model
+        drift = lines[0].get("clients", {}).get("drift") if lines else None
+        return drift and sum(d * d for d in drift) / len(drift) / (from_folder(folder).local.steps or 4) ** 2
+    if kind == "loss":
+        losses = list(_values(lines, "loss").values())
+        return losses[-1] if losses and math.isfinite(losses[-1]) else None
+    seen = curve(folder)
+    if kind == "rounds_to":
+        return next((float(r) for r, a in seen.items() if target is not None and a >= target), None)
+    return list(seen.values())[-1] if seen else None
+
+
+def curve(folder: Path, key: str = "accuracy") -> dict[int, float]:
+    """A metric by round, accuracies in percent."""
+    factor = 100 if key == "accuracy" else 1
+    return {r: factor * v for r, v in _values(RunFolder.open(folder).metrics(), key).items()}
+
+
+def _values(lines: list[dict[str, Any]], key: str) -> dict[int, float]:
+    return {line["round"]: float(line[key]) for line in lines if line.get(key) is not None}
