@@ -34,7 +34,7 @@ from fedgraft.aggregate.similarity import crsm
 from fedgraft.collect import ServerContext
 from fedgraft.context import ClientContext
 from fedgraft.data.examples import GivenExamples
-from fedgraft.edit.dense import head
+from fedgraft.edit import dense
 from fedgraft.edit.space import EditSpace, Part, select
 from fedgraft.engines.batched import Batched
 from fedgraft.local.optimizers import sgdm
@@ -60,7 +60,7 @@ def head(clients: int, cohort: int, width: int, rounds: int = 3) -> dict[str, fl
     network = load_network(f"features:width={width}", 100)
     draw = torch_stream(0, "scale")
     examples = GivenExamples(torch.randn(POOL, width, generator=draw), torch.arange(POOL) % 100, 0)
-    algorithm = fedavg(local=LocalTraining(4, 50), trainable=head())
+    algorithm = fedavg(local=LocalTraining(4, 50), trainable=dense.head())
     space = select(network, lambda name: name.startswith("head."))
     context = ClientContext(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)
     federation = Federation("scale", 0, clients, cohort, rounds, constant(0.05))

@@ -1,6 +1,6 @@
 """Malformed replies of every kind against every way of combining: only the offender goes, the rest keeps its bits.
 
-The kinds live in tests/unit/update/test_validation.py. Each round is a whole one of the server: five honest replies arrive
+The kinds live in tests/unit/update/test_validation.py. Each round is a whole one: five benign replies come
 in random order among the malformed ones of a sixth client; each of those must be dropped under that client's name, and
 the state after the round must equal, bit for bit, that of the round without the client. Some rounds have one malformed
 reply; most have one of every kind, in random order. Where such a crowd is not dropped whole, each of its replies gets a

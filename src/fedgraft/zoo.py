@@ -6,6 +6,7 @@ Read it as a table of papers. `ALGORITHMS` maps a name to a function of plain nu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.similarity import alignment_weights, crsm, null_corrected, null_level, random_weights_like
-from fedgraft.aggregate.slots import Answers, Mixing, Observe, Weighting, uniform
+from fedgraft.aggregate.slots import Answers, Mixing, Observe, Weighting, mean, uniform
 from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.edit.dense import body, everything
 from fedgraft.edit.trainable import is_head
@@ -202,7 +203,12 @@ def ditto(pull: float = 0.1, **slots: Any) -> Algorithm:
 
 def central(**slots: Any) -> Algorithm:
     """Plain training in one place, as a federation of one: its client keeps the optimizer's state between rounds."""
-    return vary(fedavg(**slots), name="central", client_state=ClientState(optimizer=True))
+    return vary(
+        fedavg(**slots),
+        name="central",
+        client_state=ClientState(optimizer=True),
+        aggregate=replace(mean(), shares=False),
+    )
 
 
 ALGORITHMS |= {

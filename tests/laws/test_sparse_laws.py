@@ -31,7 +31,8 @@ OVERRIDES = [
     "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=120",
     "partition.clients=3", "rounds.fraction=1.0", "rounds.total=3", "rounds.evaluate_every=1", "local.steps=3",
     "local.batch_size=16", "local.lr=0.02", "local.momentum=0.9", "local.weight_decay=0.01", "trainable.kind=sparse",
-    "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=48", "trainable.sparse.rounds=2", "personal.evaluate=always",
+    "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=48", "trainable.sparse.rounds=2",
+    "personal.evaluate=always",
     "personal.finetune_epochs=1", "workers=1",  # in this process, whose network can be looked at afterwards
 ]  # fmt: skip
 OPTIMIZERS = {

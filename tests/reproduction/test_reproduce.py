@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedgraft.runs.parts import partition_options
 from reproduction.__main__ import app
 from reproduction.claims import ANOTHER
 from reproduction.claims_rows import ROWS, of_kind
@@ -24,6 +23,7 @@ from reproduction.runs import FinishedRuns
 from reproduction.verdicts import CONTRADICTED, NO_RANGE, SUPPORTED, UNDECIDED
 from typer.testing import CliRunner
 
+from fedgraft.config.build import partition_options
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
 from fedgraft.zoo import ZOO

@@ -146,8 +146,9 @@ class Aggregator:
     """It can sum the update and nothing beside it."""
     of_trainable: bool = False
     """The trainable kind's own way to combine its updates."""
+    shares: bool = True
+    """False: everything stays in one place, so nothing is counted as sent."""
     personal = False
-    shares = True
     wants: tuple[Observe, ...] = ()
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:

@@ -336,7 +336,8 @@ def test_a_run_is_the_same_with_two_workers_and_none_is_left(tmp_path: Path, mon
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     overrides = [
         "data.source=digits", "data.limit=160", "partition.clients=4", "rounds.fraction=0.5", "rounds.total=2",
-        "local.steps=2", "local.batch_size=8", "trainable.kind=last_blocks", "trainable.blocks=1", "trainable.head_too=true",
+        "local.steps=2", "local.batch_size=8", "trainable.kind=last_blocks", "trainable.blocks=1",
+        "trainable.head_too=true",
         "algorithm.name=scaffold", "personal.evaluate=end",
     ]  # fmt: skip
     found = []
