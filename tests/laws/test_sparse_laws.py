@@ -11,29 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from fedgraft.runs.setup import Setup
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.config.load import Config, load
-from fedgraft.edit import lora
+from fedgraft.config.load import load, to_toml
+from fedgraft.edit import lora, sparse
 from fedgraft.edit.choose import STRATEGIES
 from fedgraft.edit.masks import Mask
-from fedgraft.edit.space import Bound, masked
+from fedgraft.edit.space import Bound, EditSpace, masked
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint
 from fedgraft.runs import run as running
-from fedgraft.runs import setup as build
+from fedgraft.runs.adapted import Adapted
 from fedgraft.runs.edit_files import base_of
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.head_init import install_head
+from fedgraft.runs.job import job_of
+from fedgraft.runs.opening import open_run
 from fedgraft.runs.run_folder import RunFolder
 
 OVERRIDES = [
     "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=120",
     "partition.clients=3", "rounds.fraction=1.0", "rounds.total=3", "rounds.evaluate_every=1", "local.steps=3",
     "local.batch_size=16", "local.lr=0.02", "local.momentum=0.9", "local.weight_decay=0.01", "trainable.kind=sparse",
-    "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=48", "trainable.sparse.rounds=2",
-    "personal.evaluate=always",
-    "personal.finetune_epochs=1", "workers=1",  # in this process, whose network can be looked at afterwards
+    "trainable.head_too=false", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=48",
+    "trainable.sparse.rounds=2", "personal.evaluate=always", "personal.finetune_epochs=1",
+    "workers=1",  # in this process, whose network can be looked at afterwards
 ]  # fmt: skip
 OPTIMIZERS = {
     "sgdm": ["local.optimizer=sgdm"],
@@ -44,26 +47,41 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def quiet_place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of the session's own; no figures and no report, which play no part here."""
+    """A cache of the session's own; no report, which plays no part here."""
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path_factory.getbasetemp() / "sparse-cache"))
     monkeypatch.setattr(running, "report_run", lambda *a, **k: None)
 
 
-def carry_out(folder: Path, *overrides: str) -> Setup:
+def carry_out(folder: Path, *overrides: str) -> Adapted:
     """A whole run; returns its parts, with the network as the run leaves it."""
-    kept: list[Setup] = []
-
-    def keeping(config: Config) -> Setup:
-        kept.append(Setup(config))
-        return kept[-1]
-
-    running.run(load(None, [*OVERRIDES, *overrides]), folder, console=False, build=keeping)
+    config = load(None, [*OVERRIDES, *overrides])
+    build = lambda: (job_of(config), None)  # noqa: E731
+    _, parts = running.run_job(build, folder, config.digest, to_toml(config), console=False)
+    assert parts is not None
+    job, opening, state = parts
     record = RunFolder.open(folder)
-    assert record.status == "finished" and not any(line["dropped"] for line in record.metrics())
-    (setup,) = kept
+    start, *lines = record.metrics()
+    assert record.status == "finished" and start["round"] == 0 and len(lines) == 3
+    assert not any(line["dropped"] for line in lines)
+    assert torch.equal(bits(state.vector), bits(final_vector(folder)))
     # The best model may be the start, and a pool trains elsewhere: look at the last one, in the network that lived on.
-    setup.space.scatter(final_vector(folder), setup.network)
-    return setup
+    opening.space.scatter(state.vector, job.task.network)
+    return Adapted(job, opening, state.vector)
+
+
+def open_only(*overrides: str) -> Adapted:
+    """A run that is ready for its first round: head made, edit space open."""
+    job = job_of(load(None, [*OVERRIDES, *overrides]))
+    engines = Engines(job)
+    install_head(job, engines)
+    opening = open_run(job, engines)
+    return Adapted(job, opening, opening.space.gather(job.task.network))
+
+
+def mask_of(found: Adapted) -> Mask:
+    """The coordinates that the run chose."""
+    assert found.opening.opened.mask is not None
+    return found.opening.opened.mask
 
 
 def final_vector(folder: Path) -> Tensor:
@@ -78,21 +96,22 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().view(torch.int32)
 
 
-def gradients(network: VisionNetwork, setup: Setup) -> dict[str, Tensor]:
+def gradients(network: VisionNetwork, found: Adapted) -> dict[str, Tensor]:
     """The gradient of the clients' mean loss by plain autograd."""
     network.eval().requires_grad_(True)
-    rows = setup.federated.train_rows
-    loss = cross_entropy(network(setup.eval_images.batch(rows)), setup.train_images.labels[rows])
+    task = found.job.task
+    rows = task.data.train_rows
+    loss = cross_entropy(network(task.eval_images.batch(rows)), task.train_images.labels[rows])
     names, parameters = zip(*network.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-def faults(setup: Setup, mask: Mapping[str, Tensor]) -> list[str]:
+def faults(run: Adapted) -> list[str]:
     """What is wrong after a run: tensors with a frozen coordinate that changed, and `unmoved` if too few moved."""
-    base = base_of(setup)
-    start, slope = dict(base.named_parameters()), gradients(base, setup)
+    base, mask = base_of(run), mask_of(run)
+    start, slope = dict(base.named_parameters()), gradients(base, run)
     found, moved, live = [], 0, 0
-    for name, tensor in setup.network.named_parameters():
+    for name, tensor in run.network.named_parameters():
         active = mask[name] if name in mask else torch.zeros(tensor.shape, dtype=torch.bool)
         same = bits(tensor) == bits(start[name])
         if not bool(same[~active].all()):
@@ -103,14 +122,15 @@ def faults(setup: Setup, mask: Mapping[str, Tensor]) -> list[str]:
     return found if moved >= 0.99 * live else [*found, "unmoved"]
 
 
-def same_output(setup: Setup) -> bool:
+def same_output(found: Adapted) -> bool:
     """Whether the opened and bound network computes, bit for bit, what the dense base does."""
-    base, images = base_of(setup).eval(), setup.eval_images.batch(setup.federated.train_rows[:32])
-    bound = setup.space.bind(setup.network)
-    bound.load(setup.space.gather(setup.network))
-    setup.network.eval()
+    task, space = found.job.task, found.opening.space
+    base, images = base_of(found).eval(), task.eval_images.batch(task.data.train_rows[:32])
+    bound = space.bind(found.network)
+    bound.load(space.gather(found.network))
+    found.network.eval()
     with torch.no_grad():
-        return torch.equal(setup.network(images), base(images))
+        return torch.equal(found.network(images), base(images))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -118,10 +138,10 @@ def same_output(setup: Setup) -> bool:
 def test_frozen_coordinates_keep_their_bits(strategy: str, optimizer: str, tmp_path: Path) -> None:
     overrides = [f"trainable.sparse.strategy={strategy}", *OPTIMIZERS[optimizer]]
     alone = carry_out(tmp_path / "alone", *overrides)
-    assert alone.mask is not None and alone.mask.count == round(0.1 * alone.mask.total)
-    assert faults(alone, alone.mask) == []
+    assert mask_of(alone).count == round(0.1 * mask_of(alone).total)
+    assert faults(alone) == []
     pool = carry_out(tmp_path / "pool", *overrides, "workers=2")
-    assert pool.mask == alone.mask and faults(pool, alone.mask) == []
+    assert mask_of(pool) == mask_of(alone) and faults(pool) == []
     # A leak inside a worker's own network would show here: clients would have trained something else.
     assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
 
@@ -130,18 +150,20 @@ def test_frozen_coordinates_keep_their_bits(strategy: str, optimizer: str, tmp_p
 @pytest.mark.parametrize("kind", ["per_client=true", "adaptive_start=0.5", "merge=vote", "merge=union"])
 def test_other_masks_keep_the_law(kind: str, head_too: bool, tmp_path: Path) -> None:
     overrides = [f"trainable.sparse.{kind}", f"trainable.head_too={str(head_too).lower()}"]
-    setup = carry_out(tmp_path / "alone", *overrides)
-    assert setup.mask is not None and faults(setup, setup.mask) == []
+    alone = carry_out(tmp_path / "alone", *overrides)
+    assert faults(alone) == []
     if head_too:
         carry_out(tmp_path / "pool", *overrides, "workers=2")
         assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
-    assert ("head.weight" in setup.mask) == head_too
+    assert ("head.weight" in mask_of(alone)) == head_too
 
 
-@pytest.mark.parametrize("overrides", [["trainable.freeze_blocks=1"], ["local.clip=0.1"], ["algorithm.name=fedadam"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [["trainable.freeze_blocks=1"], ["local.clip=0.1"], ["algorithm.name=fedadam"], ["trainable.head_too=true"]],
+)
 def test_options_keep_the_law(overrides: list[str], tmp_path: Path) -> None:
-    setup = carry_out(tmp_path, *overrides)
-    assert setup.mask is not None and faults(setup, setup.mask) == []
+    assert faults(carry_out(tmp_path, *overrides)) == []
 
 
 def test_low_rank_factors_respect_frozen_blocks(tmp_path: Path) -> None:
@@ -151,71 +173,67 @@ def test_low_rank_factors_respect_frozen_blocks(tmp_path: Path) -> None:
         "trainable.freeze_blocks=1",
         "personal.finetune_epochs=0",
     ]
-    setup = carry_out(tmp_path, *overrides, "local.lr=0.001")
-    assert len(lora.adapted(setup.network)) == 2 and setup.entry == 1  # Q and V of the second block
+    found = carry_out(tmp_path, *overrides, "local.lr=0.001")
+    assert len(lora.adapted(found.network)) == 2  # Q and V of the second block
+    assert found.opening.context.examples.entry == 1
 
 
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
 def test_low_rank_runs_leave_the_base_alone(mode: str, tmp_path: Path) -> None:
     overrides = ["trainable.kind=lora", "trainable.lora.rank=2", f"trainable.lora.aggregate={mode}", "local.lr=0.001"]
-    setup = carry_out(tmp_path / "alone", *overrides)
+    alone = carry_out(tmp_path / "alone", *overrides)
     carry_out(tmp_path / "pool", *overrides, "workers=2")
     assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
-    start = {name: bits(p) for name, p in base_of(setup).named_parameters()}
-    targets = {f"{name}.weight" for name in lora.adapted(setup.network)}
+    start = {name: bits(p) for name, p in base_of(alone).named_parameters()}
+    targets = {f"{name}.weight" for name in lora.adapted(alone.network)}
     assert len(targets) == 4  # Q and V of two blocks
     moved = set()
-    for name, tensor in setup.network.named_parameters():
+    for name, tensor in alone.network.named_parameters():
         if ".lora_" not in name:
             plain = name.replace(".base_layer.", ".")
             if not torch.equal(bits(tensor), start[plain]):
                 moved.add(plain)
     assert moved == (targets if mode in ("stack", "residual") else set())
-    factors = [p for n, p in setup.network.named_parameters() if ".lora_B." in n]
+    factors = [p for n, p in alone.network.named_parameters() if ".lora_B." in n]
     assert mode == "stack" or all(bool((p != 0).all()) for p in factors)  # stacking starts them anew
     if mode == "frozen_a":
-        fresh = Setup(setup.config)
-        fresh.open()
-        first = dict(fresh.network.named_parameters())
-        assert all(torch.equal(p, first[n]) for n, p in setup.network.named_parameters() if ".lora_A." in n)
+        first = dict(open_only(*overrides).network.named_parameters())
+        assert all(torch.equal(p, first[n]) for n, p in alone.network.named_parameters() if ".lora_A." in n)
 
 
 @pytest.mark.parametrize(
     "overrides", [[], ["trainable.sparse.strategy=random"], ["trainable.kind=lora"], ["trainable.sparse.soft=0.0"]]
 )
 def test_round_zero_is_the_dense_model(overrides: list[str]) -> None:
-    setup = Setup(load(None, [*OVERRIDES, *overrides]))
-    running.install_head(setup)
-    setup.open()
-    assert same_output(setup)
+    assert same_output(open_only(*overrides))
 
 
 # Bugs that really happened elsewhere, each planted into the running code. The check must find every one of them.
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def space_from(make: Callable[[VisionNetwork, Mask], Any]) -> Plant:
-    return lambda patch: patch.setattr(build, "masked_space", make)
+def space_from(make: Callable[[VisionNetwork, Mapping[str, Tensor]], EditSpace]) -> Plant:
+    return lambda patch: patch.setattr(sparse, "masked", make)
 
 
-def pruned(network: VisionNetwork, mask: Mask) -> Any:
+def pruned(network: VisionNetwork, mask: Mapping[str, Tensor]) -> EditSpace:
     """The mask multiplies weights instead of restricting the update."""
     with torch.no_grad():
         for name, chosen in mask.items():
             network.get_parameter(name).mul_(chosen)
-    return masked(network, dict(mask))
+    return masked(network, mask)
 
 
-def by_tensor(network: VisionNetwork, mask: Mask) -> Any:
+def by_tensor(network: VisionNetwork, mask: Mapping[str, Tensor]) -> EditSpace:
     """A tensor with one active coordinate is trained whole."""
     return masked(network, {name: torch.full_like(chosen, bool(chosen.any())) for name, chosen in mask.items()})
 
 
-def by_position(network: VisionNetwork, mask: Mask) -> Any:
+def by_position(network: VisionNetwork, mask: Mapping[str, Tensor]) -> EditSpace:
     """Masks are paired with parameters by a running number, which is off by one among equal shapes."""
     turned: dict[str, Tensor] = {}
-    for shape in set(mask.shapes.values()):
-        names = [name for name in mask if mask.shapes[name] == shape]
+    for shape in {chosen.shape for chosen in mask.values()}:
+        names = [name for name in mask if mask[name].shape == shape]
         turned |= {name: mask[names[i - 1]] for i, name in enumerate(names)}
     return masked(network, turned)
 
@@ -291,25 +309,19 @@ BUGS: dict[str, tuple[Plant, str]] = {
 def test_planted_bugs_are_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, sign = BUGS[bug]
     overrides = ["personal.evaluate=never"]
-    clean = carry_out(tmp_path / "clean", *overrides)
-    assert clean.mask is not None and faults(clean, clean.mask) == []
+    assert faults(carry_out(tmp_path / "clean", *overrides)) == []
     plant(monkeypatch)
-    setup = carry_out(tmp_path / "broken", *overrides)
-    assert setup.mask is not None
-    assert any(fault.startswith(sign) for fault in faults(setup, setup.mask))
+    assert any(fault.startswith(sign) for fault in faults(carry_out(tmp_path / "broken", *overrides)))
 
 
 def test_pruning_is_found_by_the_first_output(monkeypatch: pytest.MonkeyPatch) -> None:
     space_from(pruned)(monkeypatch)
-    setup = Setup(load(None, OVERRIDES))
-    running.install_head(setup)
-    setup.open()
-    setup.head_start = setup.network.head.weight.detach().clone(), setup.network.head.bias.detach().clone()
-    assert not same_output(setup)
+    assert not same_output(open_only())
 
 
 def test_base_is_built_apart_from_the_run(tmp_path: Path) -> None:
     """The check would see nothing if its base shared memory with the network that was trained."""
-    setup = carry_out(tmp_path)
-    theirs = {p.data_ptr() for p in setup.network.parameters()}
-    assert not theirs & {p.data_ptr() for p in base_of(setup).parameters()}
+    found = carry_out(tmp_path)
+    theirs = {p.data_ptr() for p in found.network.parameters()} | {found.opening.head.data_ptr()}
+    assert not theirs & {p.data_ptr() for p in base_of(found).parameters()}
+    assert found.opening.head.data_ptr() not in {p.data_ptr() for p in found.network.parameters()}

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fedgraft.runs.setup import Setup
 
 from fedgraft.config.load import Config, load
 from fedgraft.errors import FedgraftError
-from fedgraft.report import figures_plain
 from fedgraft.report import html as report
-from fedgraft.runs import reporting as report_run
+from fedgraft.runs import reporting
 from fedgraft.runs import run as running
+from fedgraft.runs.engines import Engines
 from fedgraft.runs.files import keep
+from fedgraft.runs.job import job_of
+from fedgraft.runs.opening import open_run
 from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
 from fedgraft.runs.warnings import warnings_for
 
@@ -42,10 +43,10 @@ def test_a_deadline_is_warned_of_by_the_engine_really_chosen(
 ) -> None:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
     for late, expected in ((["rounds.deadline=5"], warns), ([], False)):
-        config = load(None, [*SMALL, *overrides, *late])
-        setup = Setup(config)
-        setup.open()
-        assert any("cannot be late" in text for text in warnings_for(config, setup)) == expected
+        job = job_of(load(None, [*SMALL, *overrides, *late]))
+        engines = Engines(job)
+        told = warnings_for(job, open_run(job, engines), engines)
+        assert any("cannot be late" in text for text in told) == expected
 
 
 # ---- a full disk ----------------------------------------------------------------------------------------------------
@@ -85,18 +86,17 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Path
 
 
 def left(summary: dict[str, Any], folder: Path) -> list[Any]:
-    drawn = sorted(path.name for path in (folder / "figures").iterdir())
-    return [without_timing(read_metrics(folder)), summary["test"], drawn, (folder / "report.html").exists()]
+    return [without_timing(read_metrics(folder)), summary["test"], (folder / "report.html").exists()]
 
 
 PLACES: dict[str, tuple[Any, str, int, int, str]] = {
-    "metrics": (RunFolder, "append", 0, 2, r"metrics.jsonl could not be written.*resume the run"),
-    "half a line of metrics": (RunFolder, "append", 40, 1, r"metrics.jsonl could not be written.*resume the run"),
+    "metrics": (RunFolder, "append", 0, 3, r"metrics.jsonl could not be written.*resume the run"),
+    "half the first line": (RunFolder, "append", 40, 1, r"metrics.jsonl could not be written.*resume the run"),
+    "half a round's line": (RunFolder, "append", 200, 2, r"metrics.jsonl could not be written.*resume the run"),
     "first checkpoint": (RunFolder, "save_checkpoint", 500, 1, r"round 0 could not be written.*resume"),
     "last checkpoint": (RunFolder, "save_checkpoint", 500, 3, r"round 2 could not be written.*intact.*resume"),
     "results": (RunFolder, "finish", 0, 1, r"summary.json could not be written.*make room"),
-    "figures": (figures_plain, "curve", 0, 1, r"results are stored.*File too large.*run it again"),
-    "report": (report_run, "write_report", 100, 1, r"results are stored.*File too large.*run it again"),
+    "report": (reporting, "write_report", 100, 1, r"results are stored.*File too large.*run it again"),
 }
 
 
@@ -114,8 +114,9 @@ def test_a_full_disk_is_one_sentence_and_resuming_ends_as_if_nothing_had_been(
         with pytest.raises(FedgraftError, match=sentence):
             running.run(config, root / "run", console=False)
     assert "Traceback" not in capfd.readouterr().err
-    assert running.is_finished(root / "run") == (context in {"figures", "report"})
+    assert running.is_finished(root / "run") == (context == "report")
     assert not (root / "run" / "report.html").exists()
+    assert (root / "run" / "metrics.jsonl").read_bytes()[-1:] in {b"", b"\n"}  # no line is left torn
     assert left(running.run(config, root / "run", console=False), root / "run") == unbroken
 
 
@@ -126,7 +127,7 @@ def test_a_report_written_in_place_would_stay_torn(
     config, root, _ = small
     monkeypatch.setattr(report, "write_atomic", lambda path, chunks: path.write_bytes(b"".join(chunks)))
     with monkeypatch.context() as patch, full_disk(resource.RLIM_INFINITY):
-        patch.setattr(report_run, "write_report", fills(report_run.write_report, 100))
+        patch.setattr(reporting, "write_report", fills(reporting.write_report, 100))
         with pytest.raises(FedgraftError):
             running.run(config, root / "run", console=False)
     running.run(config, root / "run", console=False)

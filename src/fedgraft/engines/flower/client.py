@@ -47,7 +47,7 @@ class StateSlots(MutableMapping[str, bytes]):
 
 def request_of(message: Message, context: Context, settings: Mapping[str, Any]) -> Request:
     """What a message asks of this node, in a run with these settings."""
-    arrays, settings = take(message.content)
+    arrays, told = take(message.content)
     client = context.node_config.get("partition-id")
     if type(client) is not int or client < 0:
         raise FedgraftError("a node needs to know which client it is: start it with --node-config 'partition-id=0'.")
@@ -58,10 +58,10 @@ def request_of(message: Message, context: Context, settings: Mapping[str, Any]) 
         run=context.run_id,
         data=str(context.node_config.get("data", "")),
         source=str(context.node_config.get("source", "")),
-        after=whole_number(settings, "after", 0),
-        becomes=whole_number(settings, "becomes", 0),
-        digest=text(settings, "digest"),
-        classes=names(settings, "classes"),
+        after=whole_number(told, "after", 0),
+        becomes=whole_number(told, "becomes", 0),
+        digest=text(told, "digest"),
+        classes=names(told, "classes"),
         order=arrays.get("order", b""),
         opened=arrays.get("opened", b""),
     )
