@@ -26,9 +26,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from flower_local import LocalFederation
+from tests.support.flower_local import LocalFederation
 
 PROJECT = """\
 [project]

@@ -94,8 +94,8 @@ class Found:
         return found if any(value is not None for value in found.values()) else {}
 
     def evaluations(self, label: str) -> int:
-        """The fewest evaluations of a run of this cell."""
-        return min((len(curve(folder)) for folder in self.folders.get(label, {}).values()), default=0)
+        """The fewest evaluations of a run of this cell; the start is none, it shows no training."""
+        return min((sum(r > 0 for r in curve(folder)) for folder in self.folders.get(label, {}).values()), default=0)
 
 
 def numbers(series: Series) -> list[float]:

@@ -120,7 +120,8 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
         spent = [line["seconds"][phase] for line in lines if phase in line.get("seconds", {})]
         return sum(spent) / len(spent) if spent else None
     if kind == "spread":  # of the clients' mean steps in round 1, where all settings start from the same model
-        drift = lines[0].get("clients", {}).get("drift") if lines else None
+        first = next((line for line in lines if line["round"] == 1), {})
+        drift = first.get("clients", {}).get("drift")
         return drift and sum(d * d for d in drift) / len(drift) / (from_folder(folder).local.steps or 4) ** 2
     if kind == "loss":
         losses = list(_values(lines, "loss").values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -193,24 +194,24 @@ def digest(arrays: dict[str, np.ndarray]) -> str:
 
 def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Data by split, each client's rows, the starting weights of what is drawn; and the trunk's folder."""
-    from fedgraft.runs.setup import Setup
-
     from fedgraft.config.load import Config
+    from fedgraft.runs.engines import Engines
     from fedgraft.runs.head_init import install_head
+    from fedgraft.runs.job import job_of
     from fedgraft.runs.run import one_thread
 
     if spec.model == "features":
         draw_features(folder / "features.npz", spec)
     with one_thread():
-        setup = Setup(Config.model_validate(config_of(spec, spec.rounds, folder)))
-        install_head(setup)
-        setup.close()
-    network, federate = setup.network, setup.federated
-    train, test = federate.dataset.train, federate.dataset.test
+        job = job_of(Config.model_validate(config_of(spec, spec.rounds, folder)))
+        with closing(Engines(job)) as engines:
+            install_head(job, engines)
+    network, data = job.task.network, job.task.data
+    train, test = data.dataset.train, data.dataset.test
     kind = "features" if spec.task == "head" else "images"
     inputs = {"train": np.asarray(getattr(train, kind)), "test": np.asarray(getattr(test, kind))}
-    held = federate.validation_rows.numpy()
-    rows = [federate.rows(k).numpy() for k in range(spec.clients)]
+    held = data.validation_rows.numpy()
+    rows = [data.rows(k).numpy() for k in range(spec.clients)]
     least = min(map(len, rows))  # equal clients, for frameworks that want a rectangle
     arrays = {
         "train_x": inputs["train"], "train_y": train.labels, "rows": np.stack([one[:least] for one in rows]),

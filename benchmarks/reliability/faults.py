@@ -1,6 +1,7 @@
 """Faults that must lose nothing: runs killed at any moment, and checkpoints damaged in every way.
 
-The cases of killed runs and the naive writers live in tests/test_run_resume.py and tests/test_experiment_checkpoint.py.
+The cases of killed runs and the naive writers live in tests/runs/test_run_resume.py and
+tests/unit/runs/test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from unittest import mock
 
 import pytest
 import safetensors.torch
-import test_run_resume as resume
-from test_experiment_checkpoint import equal, state
+from tests.runs import test_run_resume as resume
+from tests.unit.runs.test_checkpoint import equal, state
 
 from benchmarks.reliability.outcome import Outcome, share
 from fedgraft.errors import FedgraftError

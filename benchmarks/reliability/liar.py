@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from fedgraft.runs.setup import Setup
 
 from benchmarks.reliability.outcome import Outcome, share
 from fedgraft import server
@@ -24,7 +23,10 @@ from fedgraft.engines.attackers import Attacked
 from fedgraft.local.evaluate import evaluate
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
+from fedgraft.runs.engines import Engines
 from fedgraft.runs.head_init import install_head
+from fedgraft.runs.job import job_of
+from fedgraft.runs.opening import open_run
 
 CLIENTS, SEEDS = 10, (0, 1, 2)
 ATTACKS = ("sign_flip", "gaussian")
@@ -56,32 +58,36 @@ class Boasting:
             yield reply
 
 
-def federation(align: str, attack: str, rounds: int, *words: str, examples: int | None = None) -> tuple[float, float]:
+def federation(
+    align: str, attack: str, rounds: int, *overrides: str, examples: int | None = None
+) -> tuple[float, float]:
     """(test accuracy, largest weight of the liar) of one run; `attack` is empty for an honest one."""
-    setup = Setup(load(None, [*OVERRIDES, f"algorithm.align={align}", f"rounds.total={rounds}", *words]))
-    with closing(setup):
-        install_head(setup)
-        setup.open()
-        state = server.start(setup.algorithm, setup.space.gather(setup.network), setup.space.trained)
-        engine = setup.engine()
+    job = job_of(load(None, [*OVERRIDES, f"algorithm.align={align}", f"rounds.total={rounds}", *overrides]))
+    network, tests = job.task.network, job.task.test_images
+    with closing(Engines(job)) as engines:
+        install_head(job, engines)
+        opening = open_run(job, engines)
+        algorithm, space = opening.algorithm, opening.space
+        state = server.start(algorithm, space.gather(network), space.trained)
+        engine = engines.training(algorithm, opening.context)
         if attack:
             engine = Boasting(Attacked(engine, frozenset({0}), attack), examples)  # type: ignore[arg-type, assignment]
         heaviest = 0.0
         for _ in range(rounds):
-            state, summary = run_round(setup.algorithm, setup.federation, state, engine, setup.server_context)
+            state, summary = run_round(algorithm, opening.federation, state, engine, opening.server_context)
             clients = summary.record.get("clients", {"ids": []})
             if 0 in clients["ids"]:
                 heaviest = max(heaviest, clients["weight"][clients["ids"].index(0)])
-        setup.space.scatter(state.vector, setup.network)
-        return evaluate(setup.network, setup.tests, torch.arange(len(setup.tests))).accuracy, heaviest
+        opening.context.show(state.vector)
+        return evaluate(network, tests, torch.arange(len(tests))).accuracy, heaviest
 
 
 def compare(
-    align: str, attack: str, rounds: int, benign: Sequence[float], *words: str, examples: int | None = None
+    align: str, attack: str, rounds: int, benign: Sequence[float], *overrides: str, examples: int | None = None
 ) -> dict[str, float]:
     """Over the seeds: the liar's largest weight, the mean accuracy, and the largest loss against the honest run."""
     runs = [
-        federation(align, attack, rounds, f"seed={seed}", *words, examples=examples)
+        federation(align, attack, rounds, f"seed={seed}", *overrides, examples=examples)
         for seed in SEEDS[: len(benign)]
     ]  # fmt: skip
     lost = max(100 * (fair - found) for fair, (found, _) in zip(benign, runs, strict=True))
@@ -93,7 +99,7 @@ def _said(one: dict[str, float]) -> str:
     return f"weight {one['weight']:.3f}, {one['accuracy']:.1f} %, at most {one['lost']:.1f} points lost"
 
 
-def attacker(scale: float) -> Outcome:
+def liar(scale: float) -> Outcome:
     """Scores by server and by client, honest and under each attack; and without the cap on a weight."""
     rounds, seeds = share(30, scale, 6), SEEDS if scale >= 1 else SEEDS[:1]
     with tempfile.TemporaryDirectory() as cache:

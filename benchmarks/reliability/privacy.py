@@ -26,14 +26,15 @@ from benchmarks.reliability.private_rounds import (
     private,
     quiet,
 )
-from fedgraft import client, zoo
-from fedgraft import round as rounds
+from fedgraft import zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithm import vary
 from fedgraft.errors import FedgraftError
+from fedgraft.privacy import protection
 from fedgraft.privacy.accounting import epsilon
 from fedgraft.privacy.dp import Mechanism, clip, gaussian, sensitivity
+from fedgraft.privacy.protection import DifferentialPrivacy
 
 KINDS: tuple[Kind, Kind] = ("clear", "secure")
 
@@ -75,11 +76,11 @@ def by_answers(self: Mechanism, total: Tensor, effective_steps: float, key: byte
     ).float()
 
 
-def all_counted(server_step: Callable[..., Any]) -> Callable[..., Any]:
+def all_counted(advance: Callable[..., Any]) -> Callable[..., Any]:
     """The planted bug: a secure sum counts everybody, though a cohort of one is not summed at all."""
 
-    def folded(algorithm: Any, state: Any, updates: Any, within: float, told: int, *rest: Any) -> Any:
-        return server_step(algorithm, state, [(told + 1) / max(1, told) * c for c in updates], within, told, *rest)
+    def folded(self: Any, step: Any, updates: Any, within: float, told: int, *rest: Any) -> Any:
+        return advance(self, step, [(told + 1) / max(1, told) * c for c in updates], within, told, *rest)
 
     return folded
 
@@ -136,9 +137,9 @@ def noise(scale: float) -> Outcome:
     refused, wrong = refusals()
     with mock.patch.object(Mechanism, "release", by_answers):
         planted = {kind: max(noise_case(seed, length, kind) for seed in range(2)) for kind in KINDS}
-    with mock.patch.object(client, "clip", lambda update, bound: (update, True)):
+    with mock.patch.object(protection, "clip", lambda update, bound: (update, True)):
         unclipped, _ = largest_shift(6, 2000, "secure")
-    with mock.patch.object(rounds, "fold_private", all_counted(rounds.step_private)):
+    with mock.patch.object(DifferentialPrivacy, "advance", all_counted(DifferentialPrivacy.advance)):
         both = pair_shift(2000)
     realised = shift(lambda total, n: total / max(n, 1))
     return Outcome(

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from fedgraft import client, zoo
-from fedgraft import round as rounds
-from fedgraft.aggregate.slots import uniform
+from fedgraft.aggregate.slots import Step, uniform
 from fedgraft.algorithm import Algorithm, vary
-from fedgraft.collect import ServerContext
+from fedgraft.collect import ServerContext, collect
 from fedgraft.errors import FedgraftError
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply
+from fedgraft.privacy import protection
 from fedgraft.privacy.dp import Mechanism, clip, sensitivity
-from fedgraft.privacy.protection import DifferentialPrivacy, Protection
+from fedgraft.round import advance
 from fedgraft.state import Federation, ServerState
 
 KEY = bytes(range(32))
@@ -37,8 +37,9 @@ STAGES = ("train", "secure.keys", "secure.shares", "secure.masked", "secure.cons
 
 def private(population: int, q: float, noise: float = NOISE, kind: Kind = "clear") -> Algorithm:
     """FedAvg under client-level privacy."""
-    privacy = DifferentialPrivacy(Mechanism(noise, q, population), BOUND, None, KEY)
-    return vary(zoo.fedavg(), weighting=uniform(), privacy=Protection(kind, dp=privacy))
+    dp = protection.DifferentialPrivacy(Mechanism(noise, q, population), BOUND, None, KEY)
+    algorithm = protection.private(vary(zoo.fedavg(), weighting=uniform()), dp)
+    return protection.secure(algorithm) if kind == "secure" else algorithm
 
 
 class Clients:
@@ -68,7 +69,7 @@ class Clients:
                     continue
             yield reply
 
-    def _fit(self, order: Order, context: Any, bound: Any, *rest: Any) -> Any:
+    def _fit(self, order: Order, algorithm: Algorithm, context: Any, bound: Any, *rest: Any) -> Any:
         assert order.vector is not None
         bound.values = order.vector + self.updates[order.client]
         return SimpleNamespace(closing=SimpleNamespace(memory={}, sums={}), effective_steps=1.0, loss=0.0, steps=1)
@@ -84,9 +85,9 @@ def released(
     state = ServerState(round_, torch.zeros(length), algorithm.server.init(length), clip=BOUND)
     settings = {"lr": 0.1, "clip": BOUND}
     orders = [Order("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(first, len(updates))]
-    carry = rounds._secure if algorithm.privacy.aggregation == "secure" else rounds._clear
-    engine = Clients(algorithm, updates, lost)
-    new, _, _, _ = carry(algorithm, federation, state, orders, engine, ServerContext("s", length, length, 4, 3))
+    engine, context = Clients(algorithm, updates, lost), ServerContext("s", length, length, 4, 3)
+    collected = collect(algorithm, federation, state, orders, engine, context)
+    new, _, _ = advance(algorithm, Step(federation, state, algorithm.server, 0.1), collected, context)
     return new.vector.double()
 
 

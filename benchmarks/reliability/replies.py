@@ -24,15 +24,16 @@ from tests.unit.update.test_validation import EXPECTED, LENGTH, MALFORMED, Spoil
 from torch import Tensor
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft import round as rounds
+from fedgraft import collect as collecting
 from fedgraft import zoo
 from fedgraft.aggregate.robust import robust_aggregator
-from fedgraft.aggregate.slots import Answers, count_mean
+from fedgraft.aggregate.slots import Answers, Step, count_mean
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext
 from fedgraft.edit.sparse import Sparse
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply, pack_bits
+from fedgraft.round import advance
 from fedgraft.runs.attack import RULES
 from fedgraft.state import Federation, ServerState
 from fedgraft.update import validation as screening
@@ -74,7 +75,7 @@ def schema(algorithm: Algorithm) -> Expectation:
     return EXPECT(algorithm, FEDERATION, _state(algorithm), range(6), _judge(algorithm))
 
 
-EXPECT = rounds.expectation
+EXPECT = collecting.expectation
 
 
 def widened(*args: Any) -> Expectation:
@@ -163,10 +164,11 @@ class Prepared:
 
 def after(algorithm: Algorithm, arrivals: Sequence[Any]) -> tuple[bytes, list[int]]:
     """The server's state after a round with these replies, as bytes, and who was dropped."""
-    state = _state(algorithm)
-    new, _, rejections, _ = rounds._clear(algorithm, FEDERATION, state, ORDERS, Prepared(arrivals), _judge(algorithm))
+    state, judge = _state(algorithm), _judge(algorithm)
+    collected = collecting.collect(algorithm, FEDERATION, state, ORDERS, Prepared(arrivals), judge)
+    new, _, _ = advance(algorithm, Step(FEDERATION, state, algorithm.server, 0.1), collected, judge)
     tensors = [new.vector, *(new.personal[k] for k in sorted(new.personal)), *(new.rule[k] for k in sorted(new.rule))]
-    return b"".join(map(_bytes, tensors)), [rejection.client for rejection in rejections]
+    return b"".join(map(_bytes, tensors)), [rejection.client for rejection in collected.rejections]
 
 
 def _bytes(vector: Tensor) -> bytes:
@@ -198,7 +200,7 @@ def fuzz(
 ) -> Counter[str]:
     """What became of each kind, `alone` times by itself and `crowds` times among the others, for each aggregator."""
     found = Counter[str]()
-    with mock.patch.object(rounds, "expectation", widened):
+    with mock.patch.object(collecting, "expectation", widened):
         for target in targets(names):
             chosen = list(kinds or target.spoilers)
             found["kinds"] += len(chosen)

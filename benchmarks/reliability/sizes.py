@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 from fedgraft.update import validation as screening
 from fedgraft.update.codecs import VALUES
 from dataclasses import replace
-from fedgraft.update.validation import Expectation, screen
+from fedgraft.update.validation import Expectation, validate_replies
 from fedgraft.messages import Reply, pack
 
 def resident(field):
@@ -44,12 +44,12 @@ for line in sys.stdin:
     if child == 0:
         # Pages of the payload and of the code are there before the peak is reset.
         sum(mapped[i] for i in range(0, len(mapped), 4096))
-        screen([(0, pack(warm))], replace(expected, length=100))
+        validate_replies([(0, pack(warm))], replace(expected, length=100))
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
         total = resident("VmRSS")
-        accepted, offences = screen([(0, memoryview(mapped))], expected)
-        print(resident("VmHWM") - total, len(accepted), len(offences), flush=True)
+        accepted, rejections = validate_replies([(0, memoryview(mapped))], expected)
+        print(resident("VmHWM") - total, len(accepted), len(rejections), flush=True)
         os._exit(0)
     os.waitpid(child, 0)
     mapped.close()

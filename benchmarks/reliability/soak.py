@@ -29,10 +29,10 @@ from fedgraft.runs import run as runs
 from fedgraft.config.load import load
 
 folder, rounds, leak = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "leak"
-words = ["data.source=digits", "model.name=nano", "engine=batched", "partition.clients=10", "rounds.fraction=0.5",
+overrides = ["data.source=digits", "model.name=nano", "engine=batched", "partition.clients=10", "rounds.fraction=0.5",
          "local.steps=2", "local.batch_size=16", f"rounds.total={rounds}", "rounds.evaluate_every=100",
          "rounds.checkpoint_every=100", "model.head=random"]
-runs.publish = lambda *a, **k: None  # figures come after the rounds, and are not what is measured
+runs.report_run = lambda *a, **k: None  # figures come after the rounds, and are not what is measured
 every = max(1, rounds // 200)
 kept = []
 
@@ -47,7 +47,7 @@ class Watch:
             size, files = pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
             print(json.dumps([line["round"], size, files]), flush=True)
 
-runs.run(load(None, words), folder, Watch(), console=False)
+runs.run(load(None, overrides), folder, Watch(), console=False)
 """
 
 

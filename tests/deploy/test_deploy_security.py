@@ -75,7 +75,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
             "no key": NodeChoice(server.address, fed.authority, make_node_key(root / "k", "k")[0], 0),
             "plaintext": NodeChoice(server.address, fed.authority, make_node_key(root / "p", "p")[0], 0),
         }.items():
-            overrides = choice.overrides()
+            overrides = choice.arguments()
             if name in {"no key", "plaintext"}:
                 overrides = without(overrides, "--auth-supernode-private-key")
             if name == "plaintext":

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgraft import round as rounds
 from fedgraft.algorithm import secure_segments, vary
 from fedgraft.config.load import load
 from fedgraft.messages import Order
 from fedgraft.privacy.dp import Mechanism, clip
+from fedgraft.privacy.protection import DifferentialPrivacy
 from fedgraft.runs import run as running
 from fedgraft.secure_round import SecureSession
 
@@ -63,7 +63,7 @@ def test_a_repeated_round_releases_the_same_bytes(
     """Rounds 1 to 3, death, rounds 3 and 4 from the checkpoint of round 2. Planted bug: the key is not kept."""
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     if broken:
-        monkeypatch.setattr(running._Run, "_secret_key", lambda self: None)
+        monkeypatch.setattr(running, "with_noise_key", lambda job, tensors: job)
     first = released(tmp_path / "run", monkeypatch, stop=3)
     again = released(tmp_path / "run", monkeypatch, stop=None)
     assert sorted(first) == [1, 2, 3] and sorted(again) == [3, 4]
@@ -82,7 +82,7 @@ def test_noise_does_not_cancel_where_a_round_is_repeated_over_other_answers(boun
     algorithm = private(20, 0.25)
     assert algorithm.privacy.dp is not None
     privacy = replace(algorithm.privacy.dp, bound=bound)
-    algorithm = vary(algorithm, privacy=replace(algorithm.privacy, privacy=privacy))
+    algorithm = vary(algorithm, privacy=replace(algorithm.privacy, dp=privacy))
     updates = [torch.full((400,), 0.01 * k) for k in range(4)]
     one, again, other = (one_round(algorithm, updates, lost) for lost in ({}, {}, {3: "train"}))
     assert torch.equal(one, again)
@@ -110,7 +110,7 @@ def test_a_sum_that_is_not_made_gets_the_same_noise(clients: int, monkeypatch: p
 def test_one_client_of_two_moves_a_hidden_sum_by_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cohort of one is not summed. Planted bug: with everybody counted, the second client brings two shares."""
     assert 0.99 < pair_shift(500) <= 1 + 1e-6
-    monkeypatch.setattr(rounds, "fold_private", all_counted(rounds.step_private))
+    monkeypatch.setattr(DifferentialPrivacy, "advance", all_counted(DifferentialPrivacy.advance))
     assert pair_shift(500) == pytest.approx(2, rel=0.01)
 
 
@@ -120,13 +120,13 @@ def test_a_client_does_not_move_how_the_others_are_rounded(broken: bool) -> None
     length, algorithm = 300, private(50, 0.1, kind="secure")
     stream = torch.Generator().manual_seed(0)
     updates = [torch.zeros(length), *(torch.randn(length, generator=stream) * 0.02 for _ in range(4))]
-    privacy = algorithm.privacy if not broken else replace(algorithm.privacy, privacy=None)
+    privacy = algorithm.privacy if not broken else replace(algorithm.privacy, dp=None)
 
-    def overrides(first: int) -> Tensor:
+    def words(first: int) -> Tensor:
         settings: dict[str, Any] = {"lr": 0.1, "clip": BOUND, "sums": "train", "largest": 5}
         orders = [Order("run", 0, k, "train", "s", torch.zeros(length), {}, settings) for k in range(first, 5)]
         session = SecureSession(privacy, orders, Clients(algorithm, updates, {}).exchange)
         found = session.total(secure_segments(algorithm, length, length))
-        return torch.from_numpy(found.overrides[:length].view("int32"))
+        return torch.from_numpy(found.words[:length].view("int32"))
 
-    assert torch.equal(overrides(0), overrides(1)) != broken
+    assert torch.equal(words(0), words(1)) != broken

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,23 +20,21 @@ import torch
 from protocol import Clock, Workload, given_folder, read
 
 if TYPE_CHECKING:
-    from fedgraft.runs.setup import Setup
-
-    from fedgraft.protocols import Network
+    from fedgraft.protocols import Examples, Network
+    from fedgraft.runs.job import Job
 
 SIDE, REPEATS, BLOCK, GROUP, IMAGES = 1024, 30, 32, 256, 768
 
 
-def opened(folder: Path) -> Setup:
+def opened(folder: Path) -> Job:
     """The run's parts, as fedgraft makes them."""
-    from fedgraft.runs.setup import Setup
-
     from fedgraft.config.load import load
     from fedgraft.local.memory import keep_freed_memory
+    from fedgraft.runs.job import job_of
 
     keep_freed_memory()  # the hardware does not need fresh pages either
     torch.set_num_threads(1)  # before any work, so that this process can be forked
-    return Setup(load(folder / "config.toml"))
+    return job_of(load(folder / "config.toml"))
 
 
 def products(workload: Workload, width: int) -> list[float]:
@@ -52,15 +51,15 @@ def products(workload: Workload, width: int) -> list[float]:
     return times
 
 
-def extraction(setup: Setup, images: int) -> dict[str, float]:
+def extraction(job: Job, images: int) -> dict[str, float]:
     """Seconds per image of bare forward passes over blocks and of fedgraft's extraction, in turn, the best of each.
 
     A run extracts groups of `GROUP` images at a time, each by one worker, block by block; so does this.
     """
     from fedgraft.data.feature_cache import CachedExamples
 
-    network, train_images = setup.network, setup.eval_images
-    kept = setup.at_entry(train_images, network.depth)
+    network, train_images = job.task.network, job.task.eval_images
+    kept = job.task.at_entry(train_images, network.depth)
     assert isinstance(kept, CachedExamples)
     bare, own = [], []
     size = min(GROUP, images // 3 // BLOCK * BLOCK)
@@ -78,10 +77,9 @@ def extraction(setup: Setup, images: int) -> dict[str, float]:
     return {"bare_image": min(bare), "extract_image": min(own)}
 
 
-def passes(network: Network, setup: Setup, count: int, entry: int) -> float:
-    """Seconds of so many forward and backward passes over one batch."""
-    size = setup.config.local.batch_size
-    inputs, labels = setup.eval_images.batch(torch.arange(size)), setup.eval_images.labels[:size]
+def passes(network: Network, images: Examples, size: int, count: int, entry: int) -> float:
+    """Seconds of so many forward and backward passes over one batch of this size."""
+    inputs, labels = images.batch(torch.arange(size)), images.labels[:size]
     network.train()
     if entry:
         with torch.no_grad():
@@ -93,23 +91,31 @@ def passes(network: Network, setup: Setup, count: int, entry: int) -> float:
     return time.perf_counter() - began
 
 
-def _worker(setup: Setup, count: int, rounds: int, gate: object, found: object) -> None:
-    passes(setup.network, setup, 1, setup.entry)
+def _worker(work: Callable[[int], float], count: int, rounds: int, gate: object, found: object) -> None:
+    work(1)
     for _ in range(rounds):
         gate.wait()  # type: ignore[attr-defined]
-        found.put(passes(setup.network, setup, count, setup.entry))  # type: ignore[attr-defined]
+        found.put(work(count))  # type: ignore[attr-defined]
 
 
-def training(workload: Workload, setup: Setup) -> list[float]:
+def training(workload: Workload, job: Job) -> list[float]:
     """Seconds of a round's passes, shared by one process per core."""
-    setup.open()
-    moved = {part.name for part in setup.space.parts}
-    for name, parameter in setup.network.named_parameters():
+    from fedgraft.runs.engines import Engines
+    from fedgraft.runs.opening import open_run
+
+    opening, network, size = open_run(job, Engines(job)), job.task.network, job.config.local.batch_size
+    moved = {part.name for part in opening.space.parts}
+    for name, parameter in network.named_parameters():
         parameter.requires_grad = name in moved
+    images, entry = job.task.eval_images, opening.context.examples.entry
+
+    def work(count: int) -> float:
+        return passes(network, images, size, count, entry)
+
     context = multiprocessing.get_context("fork")
     gate, found = context.Barrier(workload.cores), context.Queue()
     share, rounds = workload.per_round * workload.steps // workload.cores, max(3, workload.rounds)
-    workers = [context.Process(target=_worker, args=(setup, share, rounds, gate, found)) for _ in range(workload.cores)]
+    workers = [context.Process(target=_worker, args=(work, share, rounds, gate, found)) for _ in range(workload.cores)]
     for worker in workers:
         worker.start()
     times = [found.get() for _ in range(rounds * workload.cores)]

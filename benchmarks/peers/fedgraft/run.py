@@ -34,7 +34,9 @@ def main() -> None:
 def write(folder: Path, run: Path, marks: list[float]) -> None:
     """Turn the run's own record into a result; the time between two lines of it is a round, all included."""
     overrides = json.loads((folder / "workload.json").read_text())
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # Line 0 is the model before training: no peer measures it, and its time is not a round's.
+    lines, marks = [line for line in every if line["round"]], marks[len(every) - every[-1]["round"] :]
     summary = json.loads((run / "summary.json").read_text())
     clock = Clock(from_words(overrides))
     evaluating = [line["seconds"].get("evaluate", 0.0) for line in lines]

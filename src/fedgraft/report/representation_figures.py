@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.config.load import Config
+from fedgraft.errors import FedgraftError
 from fedgraft.round import RoundSummary
 from fedgraft.runs.checkpoint import write_atomic
 
@@ -51,8 +52,11 @@ def keep_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
     ids = torch.tensor(summary.record["clients"]["ids"])
     tensors = {"mixing": summary.extra["mixing"].float().contiguous(), "clients": ids}
     path = _mixing_file(run, number)
-    path.parent.mkdir(exist_ok=True)
-    write_atomic(path, [safetensors.torch.save(tensors)])
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, [safetensors.torch.save(tensors)])
+    except OSError as error:
+        raise FedgraftError(f"{path} could not be written ({error.strerror}); make room and resume the run.") from error
 
 
 def _mixing_file(run: Path, number: int) -> Path:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedgraft.errors import FedgraftError
 from fedgraft.runs.checkpoint import BadCheckpoint, listing
 
 _NAME = re.compile(r"round-(\d{8,})\.f32")
@@ -119,25 +120,30 @@ class PersonalStore(Mapping[int, Tensor]):
     ) -> PersonalStore:
         """The store after this round: `pieces` are columns of the clients' new rows (m, k); the others stay, or with
         keep=False have none."""
-        personal_store = self._shelf
-        path = personal_store.path(round)
+        files = self._shelf
+        path = files.path(round)
         temporary = path.with_name(f".{path.name}.tmp")
         # Written, not mapped: fresh pages of a map cost four times as much. `digest` waits for the disk, if need be.
-        with temporary.open("wb") as file:
-            file.truncate(4 * len(clients) * personal_store.length)
-            for piece, values in pieces:
-                for context, row in enumerate(values.numpy()):
-                    _write(
-                        file.fileno(), memoryview(row).cast("B"), 4 * (context * personal_store.length + piece.start)
-                    )
-        temporary.replace(path)
-        personal_store.digests.pop(round, None)
+        try:
+            with temporary.open("wb") as file:
+                file.truncate(4 * len(clients) * files.length)
+                for piece, values in pieces:
+                    for place, row in enumerate(values.numpy()):
+                        _write(file.fileno(), memoryview(row).cast("B"), 4 * (place * files.length + piece.start))
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise FedgraftError(
+                f"the clients' models of round {round} could not be written to {path.parent} ({error.strerror}); "
+                "earlier checkpoints are intact, so make room there and resume."
+            ) from error
+        files.digests.pop(round, None)
         table = {**(self._table if keep else {}), **{k: (round, i) for i, k in enumerate(clients)}}
         used = {r for r, _ in table.values()}
-        files = {r: f for r, f in self._files.items() if r in used and r != round} | {round: personal_store.open(round)}
+        opened = {r: f for r, f in self._files.items() if r in used and r != round} | {round: files.open(round)}
         # The present store may still be saved (an interrupt), so what it names stays for one more round.
-        personal_store.sweep(used | {r for r, _ in self._table.values()})
-        return PersonalStore(personal_store, table, files)
+        files.sweep(used | {r for r, _ in self._table.values()})
+        return PersonalStore(files, table, opened)
 
     def sealed(self) -> dict[str, Any]:
         """What a checkpoint must hold of this store; its files are on the disk when this returns."""

@@ -204,6 +204,12 @@ class _Run:
         self.progress.update(line)
         for callback in self.callbacks:
             callback.on_round_end(line, new)
+        reasons = [rejection.reason for rejection in summary.rejections]
+        if line.get("skipped") and reasons and all("finite" in reason for reason in reasons):
+            raise FedgraftError(
+                f"training diverged in round {new.round}: every client's update is infinite or not a number; lower "
+                "local.lr (fedgraft find-lr finds one) or set local.clip."
+            )
         return new
 
     def _noted(self, summary: RoundSummary, round: int) -> dict[str, Any]:
@@ -213,11 +219,6 @@ class _Run:
         line = dict(summary.record)
         if line.get("skipped"):
             log.warning("round %d: too few usable answers, so nothing changed", round)
-            if summary.rejections and all("finite" in one.reason for one in summary.rejections):
-                raise FedgraftError(
-                    f"training diverged in round {round}: every client's update is infinite or not a number; lower "
-                    "local.lr (fedgraft find-lr finds one) or set local.clip."
-                )
         return line
 
     def _traffic(self, before: Mapping[str, int] | None = None) -> dict[str, int]:

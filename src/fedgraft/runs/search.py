@@ -219,7 +219,7 @@ class Search:
         if summary := finished(cell.folder):
             trial.summaries[cell.config.seed] = summary
             text = f"validation {100 * summary['validation']['accuracy']:.2f} %"
-        elif trial.pruned:
+        elif trial.pruned or self._stops(cell):
             text = f"pruned: {trial.pruned}"
         else:
             trial.failed, text = last, "failed"

@@ -90,7 +90,6 @@ def test_the_file_of_a_config_builds_the_same_algorithm(words: list[str]) -> Non
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
-        ("data.source=mnist", ("data.source", "'digits'", "'mnist'")),
         ("data.validation=1", ("data.validation", "less than 1")),
         ("data.validation=-0.1", ("data.validation", "greater than or equal to 0")),
         ("data.augment=[\"twist\"]", ("data.augment", "'twist'")),

@@ -64,7 +64,7 @@ def test_without_sites_and_groups_it_is_the_split_and_the_partition_as_they_are(
     assert clients.partition.digest == plain.digest and clients.validation_rows.tolist() == held.tolist()
     assert clients.total == len(train) and clients.largest == plain.sizes().max() and clients.classes == 4
     assert clients.histogram().tolist() == plain.histogram().tolist() and clients.client_names == tuple("01234")
-    assert clients.identity == [data.train.digest, plain.digest]
+    assert clients.identity[:3] == [data.train.digest, data.test.digest, plain.digest]
 
 
 def test_every_way_has_a_function_of_its_own() -> None:

@@ -460,7 +460,7 @@ def test_synthetic_classes_can_be_learnt() -> None:
 @pytest.mark.parametrize(
     ("arguments", "overrides"),
     [
-        ({"source": "mnist"}, "no data source 'mnist'; choose one of digits"),
+        ({"source": "mnist"}, "no data source 'mnist'; the nearest one"),
         ({"source": "folder"}, "needs path="),
         ({"source": "digits", "path": "here"}, "takes no path"),
         ({"source": "digits", "limit": 0}, "positive"),
