@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 EXTENSIONS = {".jpeg", ".jpg", ".png", ".bmp", ".webp"}
 CHUNK = 320
+GRID = 5
 
 
 def list_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
@@ -86,27 +88,30 @@ def normalise(images: Tensor) -> Tensor:
     return images.float().div_(255).sub_(mean).div_(std)
 
 
-class PooledResNet(nn.Module):
-    """A ``transformers`` ResNet reduced to pooled features, batch norm folded into the convolutions."""
+class TeacherTokens(nn.Module):
+    """A ``transformers`` ViT classifier reduced to what a student is shown of it.
 
-    def __init__(self, folder: Path) -> None:
+    First the class token after the final norm, which the classifier reads.  Then the patch tokens that the
+    last block attends to (their own way through the last block is never trained), averaged to ``GRID`` x ``GRID``.
+    """
+
+    def __init__(self, folder: Path, side: int) -> None:
         super().__init__()
-        from torch.nn.utils.fusion import fuse_conv_bn_eval
-        from transformers import ResNetModel
+        from transformers import ViTForImageClassification
 
-        net = ResNetModel.from_pretrained(folder, dtype=torch.float32).eval()
-        for module in list(net.modules()):
-            if hasattr(module, "convolution") and hasattr(module, "normalization"):
-                module.convolution = fuse_conv_bn_eval(module.convolution, module.normalization)
-                module.normalization = nn.Identity()
-        self.embedder = net.embedder
-        self.stages = net.encoder.stages
+        self.vit = ViTForImageClassification.from_pretrained(folder, dtype=torch.float32).eval().vit
+        self.side = side
+        look = json.loads((folder / "preprocessor_config.json").read_text())
+        self.register_buffer("mean", torch.tensor(look["image_mean"]).view(1, 3, 1, 1))
+        self.register_buffer("std", torch.tensor(look["image_std"]).view(1, 3, 1, 1))
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        hidden = self.embedder(pixels)
-        for stage in self.stages:
-            hidden = stage(hidden)
-        return hidden.mean(dim=(2, 3))
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = F.interpolate(images.float().div(255), size=self.side, mode="bicubic").clamp(0, 1)
+        seen = self.vit((pixels - self.mean) / self.std, interpolate_pos_encoding=True, output_hidden_states=True)
+        patches = seen.hidden_states[-2][:, 1:].transpose(1, 2)  # (B, C, n * n)
+        square = patches.unflatten(2, (math.isqrt(patches.shape[2]), -1))
+        pooled = F.adaptive_avg_pool2d(square, GRID).flatten(2).transpose(1, 2)  # (B, GRID * GRID, C)
+        return torch.cat([seen.last_hidden_state[:, :1], pooled], dim=1)
 
 
 def open_features(store: Path, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +121,7 @@ def open_features(store: Path, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fill_features(
-    store: Path, teacher: Path, side: int = 128, batch: int = 32, worker: int = 0, workers: int = 1
+    store: Path, teacher: Path, side: int = 128, batch: int = 16, worker: int = 0, workers: int = 1
 ) -> None:
     """Compute the teacher's pooled features of every stored image, continuing where an earlier run stopped.
 
@@ -129,28 +134,22 @@ def fill_features(
     while worker and not flags.exists():  # the first worker makes the files
         time.sleep(1)
     if not flags.exists():
-        width = int(json.loads((teacher / "config.json").read_text())["hidden_sizes"][-1])
-        np.lib.format.open_memmap(rows, mode="w+", dtype=np.float16, shape=(total, width)).flush()
+        width = int(json.loads((teacher / "config.json").read_text())["hidden_size"])
+        shape = (total, 1 + GRID * GRID, width)
+        np.lib.format.open_memmap(rows, mode="w+", dtype=np.float16, shape=shape).flush()
         np.save(flags, np.zeros(chunks, dtype=np.uint8))
     features, done = open_features(store, side)
     todo = [c for c in range(worker, chunks, workers) if not done[c]]
     if not todo:
         return
-    import torch._inductor.config as inductor
-
-    inductor.freezing = True
-    run = torch.compile(PooledResNet(teacher).to(memory_format=torch.channels_last))
+    run = TeacherTokens(teacher, side)
     begin = time.monotonic()
     for position, chunk in enumerate(todo):
         stop = min((chunk + 1) * CHUNK, total)
         for start in range(chunk * CHUNK, stop, batch):
             end = min(start + batch, stop)
-            with torch.no_grad():
-                pixels = F.interpolate(normalise(images[start:end]), size=side, mode="bicubic")
-                if end - start < batch:  # one shape only: the last rows are padded
-                    pixels = F.pad(pixels, (0, 0, 0, 0, 0, 0, 0, batch - (end - start)))
-                output = run(pixels.contiguous(memory_format=torch.channels_last))
-            features[start:end] = output[: end - start].numpy().astype(np.float16)
+            with torch.inference_mode():
+                features[start:end] = run(images[start:end]).half().numpy()
         features.flush()
         done[chunk] = 1
         done.flush()
