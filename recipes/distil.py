@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from image_store import CHUNK, GRID, normalise, open_features
+from image_store import CHUNK, GRID, normalise, open_tokens
 from safetensors.torch import safe_open
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
@@ -66,7 +66,7 @@ class Teacher:
     @classmethod
     def open(cls, store: Path, folder: Path, side: int) -> Teacher:
         """Class token and patches are standardised apart, by a sample of rows: plenty for per-column figures."""
-        tokens, done = open_features(store, side)
+        tokens, done = open_tokens(store, side)
         ready = np.repeat(done, CHUNK)[: len(tokens)].nonzero()[0][:5000]
         sample = torch.from_numpy(tokens[ready].astype(np.float32))
         parts = [sample[:, :1].flatten(0, 1), sample[:, 1:].flatten(0, 1)]

@@ -1,13 +1,13 @@
-"""Images decoded once, and a teacher's features computed once.
+"""Images decoded once, and a teacher's tokens computed once.
 
 Decoding JPEGs and running a teacher in every pass would cost more than the student itself.  Both are
 done one time here and kept as plain ``.npy`` arrays that are memory-mapped afterwards.
 
-Run alone to fill the feature cache with several one-thread workers, which on a few cores is faster than
+Run alone to fill the token cache with several one-thread workers, which on a few cores is faster than
 one worker with several threads::
 
-    python recipes/image_store.py --images train --store work/train --teacher resnet50 --worker 0 --workers 2 &
-    python recipes/image_store.py --images train --store work/train --teacher resnet50 --worker 1 --workers 2
+    python recipes/image_store.py --images train --store work/train --teacher vit-tiny --worker 0 --workers 2 &
+    python recipes/image_store.py --images train --store work/train --teacher vit-tiny --worker 1 --workers 2
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def list_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
 def build_store(root: Path, store: Path, size: int = 64, seed: int = 0) -> None:
     """Decode every image to ``size`` pixels, in a shuffled order, into ``store``.
 
-    The order is shuffled so that any prefix is a fair sample: a half-finished feature cache is usable.
+    The order is shuffled so that any prefix is a fair sample: a half-finished token cache is usable.
     The metadata is written last, so its presence means that the arrays are complete.
     """
     if (store / "store.json").exists():
@@ -114,19 +114,19 @@ class TeacherTokens(nn.Module):
         return torch.cat([seen.last_hidden_state[:, :1], pooled], dim=1)
 
 
-def open_features(store: Path, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the memory-mapped features and the flags of the finished chunks; both follow running workers."""
+def open_tokens(store: Path, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the memory-mapped tokens and the flags of the finished chunks; both follow running workers."""
     names = store / f"teacher{side}.npy", store / f"teacher{side}.done.npy"
     return np.load(names[0], mmap_mode="r+"), np.load(names[1], mmap_mode="r+")
 
 
-def fill_features(
-    store: Path, teacher: Path, side: int = 128, batch: int = 16, worker: int = 0, workers: int = 1
+def fill_tokens(
+    store: Path, teacher: Path, side: int = 160, batch: int = 16, worker: int = 0, workers: int = 1
 ) -> None:
-    """Compute the teacher's pooled features of every stored image, continuing where an earlier run stopped.
+    """Compute the teacher's tokens of every stored image, continuing where an earlier run stopped.
 
     Each chunk has a flag which is set after its rows are written.  Workers take every ``workers``-th chunk,
-    so they never write the same rows.  The network is compiled, which on CPU gives 15-40 % more speed.
+    so they never write the same rows.
     """
     images, _, _ = open_store(store)
     total, chunks = len(images), -(-len(images) // CHUNK)
@@ -138,7 +138,7 @@ def fill_features(
         shape = (total, 1 + GRID * GRID, width)
         np.lib.format.open_memmap(rows, mode="w+", dtype=np.float16, shape=shape).flush()
         np.save(flags, np.zeros(chunks, dtype=np.uint8))
-    features, done = open_features(store, side)
+    tokens, done = open_tokens(store, side)
     todo = [c for c in range(worker, chunks, workers) if not done[c]]
     if not todo:
         return
@@ -149,8 +149,8 @@ def fill_features(
         for start in range(chunk * CHUNK, stop, batch):
             end = min(start + batch, stop)
             with torch.inference_mode():
-                features[start:end] = run(images[start:end]).half().numpy()
-        features.flush()
+                tokens[start:end] = run(images[start:end]).half().numpy()
+        tokens.flush()
         done[chunk] = 1
         done.flush()
         if position % 10 == 0:
@@ -159,13 +159,13 @@ def fill_features(
 
 
 def main() -> None:
-    """Fill the store and, with ``--teacher``, this worker's share of the feature cache."""
+    """Fill the store and, with ``--teacher``, this worker's share of the token cache."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--images", type=Path, required=True, help="folder with one directory per class")
     parser.add_argument("--store", type=Path, required=True, help="folder for the decoded arrays")
     parser.add_argument("--size", type=int, default=64, help="stored side in pixels")
-    parser.add_argument("--teacher", type=Path, help="folder of a transformers ResNet")
-    parser.add_argument("--teacher-side", type=int, default=128, help="side the teacher sees")
+    parser.add_argument("--teacher", type=Path, help="folder of a transformers ViTForImageClassification")
+    parser.add_argument("--teacher-side", type=int, default=160, help="side the teacher sees")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -174,7 +174,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     build_store(args.images, args.store, args.size)
     if args.teacher:
-        fill_features(args.store, args.teacher, args.teacher_side, worker=args.worker, workers=args.workers)
+        fill_tokens(args.store, args.teacher, args.teacher_side, worker=args.worker, workers=args.workers)
 
 
 if __name__ == "__main__":

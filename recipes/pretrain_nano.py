@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 from distil import LOSSES, SIDE, Student, Teacher, cut, losses, nano_config, random_crops, whole_images
-from image_store import build_store, fill_features, open_store
+from image_store import build_store, fill_tokens, open_store
 from muon import optimisers
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor, nn
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.val_images:
         build_store(args.val_images, args.work / "val")
     if not args.partial_teacher:
-        fill_features(args.work / "train", args.teacher, args.teacher_side)
+        fill_tokens(args.work / "train", args.teacher, args.teacher_side)
     teacher = Teacher.open(args.work / "train", args.teacher, args.teacher_side)
     run = train(args, teacher)
     export(run.ema.vit, args.out)

@@ -65,7 +65,7 @@ def test_a_few_steps_make_a_model_that_loads_and_a_run_that_goes_on(recipe: Modu
 
 def test_the_student_is_shown_the_teachers_tokens_where_the_crop_lies(recipe: ModuleType, made: Path) -> None:
     recipe.build_store(made / "images", made / "work" / "train")
-    recipe.fill_features(made / "work" / "train", made / "teacher", 40)
+    recipe.fill_tokens(made / "work" / "train", made / "teacher", 40)
     images, _, _ = recipe.open_store(made / "work" / "train")
     teacher = recipe.Teacher.open(made / "work" / "train", made / "teacher", 40)
     whole = ViTForImageClassification.from_pretrained(made / "teacher").eval()
