@@ -3,7 +3,7 @@
 Images go in as one directory per class; a ``transformers`` ``ViTModel`` folder with a card comes out::
 
     python recipes/pretrain_nano.py --images tiny/train --val-images tiny/val --work work \\
-        --teacher vit-tiny --minutes 100 --out nano
+        --teacher vit-tiny --init earlier-nano --minutes 92 --out nano
 
 The same command with ``--resume`` continues after an interruption.  The teacher is a larger ViT classifier.  It
 sees every whole image once, and what it saw is kept (``image_store.py``).  The student sees crops and learns:
@@ -215,15 +215,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--teacher-side", type=int, default=160, help="side in pixels the teacher sees")
     add("--partial-teacher", action="store_true", help="only use images whose tokens are there by now")
     add("--init", type=Path, help="folder of an earlier ViTModel to start from")
-    add("--minutes", type=float, default=100.0, help="wall-clock budget; the schedule follows it")
+    add("--minutes", type=float, default=92.0, help="wall-clock budget; the schedule follows it")
     add("--steps", type=int, default=0, help="end after this many steps if that comes first (0: only the clock)")
     add("--batch", type=int, default=256, help="images per step")
-    add("--lr", type=float, default=1e-3)
+    add("--lr", type=float, default=3e-3)
     add("--decay", type=float, default=0.05)
     add("--warmup", type=float, default=0.03, help="share of the budget")
     add("--weights", type=float, nargs=4, default=[0.2, 1.0, 5.0, 5.0], help=f"of the losses: {', '.join(LOSSES)}")
     add("--temperature", type=float, default=1.0, help="softens the teacher's class scores")
-    add("--smallest-crop", type=float, default=0.4, help="smallest share of the area in a crop")
+    add("--smallest-crop", type=float, default=0.5, help="smallest share of the area in a crop")
     add("--ema", type=float, default=0.998)
     add("--clip", type=float, default=1.0)
     add("--seed", type=int, default=0)
