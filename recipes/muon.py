@@ -1,7 +1,7 @@
 """AdamW, and Muon for the matrices of the blocks: https://kellerjordan.github.io/posts/muon.
 
 Muon replaces a matrix's averaged gradient by the nearest matrix with equal singular values, found by a few
-Newton-Schulz steps.  It learns more from each image than AdamW does, for about a tenth more time at this size.
+Newton-Schulz steps.  Its authors report fewer steps than AdamW needs; the two were not compared for nano.
 Updates are scaled to the usual size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so both share one rate.
 """
 
