@@ -1,8 +1,7 @@
 """Sums whose summands the server never sees: the stages of the secure sum as orders and replies of an engine.
 
-A round's changes, the statistics of step 0 and the scores of a mask all go this way. The server keeps the sum over
-those who stay. `Sums` asks for sums outside the rounds, hidden or in the clear. The zero-sum scheme of the documents
-is here too, for comparison. It is INSECURE.
+A round's updates, the statistics of head initialisation and the scores of a mask all go this way. The server keeps the
+sum over those who stay. `Sums` asks for sums outside the rounds, hidden or in the clear.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def secure_sum(
         result = session.total(secure_segments(algorithm, length, trained))
         update, sums, scalars = weighted_mean(result)
     except SecureAbort as error:
-        log.warning("round %d: the secure sum was given up, nothing of it is used: %s", orders[0].round, error)
+        log.warning("round %d: the secure sum was aborted, nothing of it is used: %s", orders[0].round, error)
         return HiddenSum(lost=session.lost, bytes_up=session.up, bytes_down=session.down, asked=True)
     return HiddenSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down, True)
 
@@ -171,7 +170,7 @@ class Sums:
         try:
             result = session.total(sum_segments(action, self.network, orders[0].settings))
         except SecureAbort as error:
-            raise FedgraftError(f"the secure sum of {action} was given up and nothing was revealed: {error}") from error
+            raise FedgraftError(f"the secure sum of {action} was aborted and nothing was revealed: {error}") from error
         shapes = {name: s.shape for name, s in summands(action, self.network, orders[0].settings).items()}
         # Whoever fell silent after its summand was in stays in the sum, and may be there again next time.
         lost = {k: f"lost at stage {stage!r}" for k, stage in session.lost.items() if k not in result.survivors}

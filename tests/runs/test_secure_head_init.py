@@ -303,7 +303,7 @@ def test_too_few_give_a_sentence_and_no_sum() -> None:
     toy = Toy(zoo.fedavg())
     inner = toy.engine.exchange
     sums = Sums(lambda o: [r for r in inner(o) if r.client < 2], "toy", CLIENTS, toy.network, SECURE)
-    with pytest.raises(FedgraftError, match="was given up and nothing was revealed"):
+    with pytest.raises(FedgraftError, match="was aborted and nothing was revealed"):
         sums.ask("statistics")
     with pytest.raises(FedgraftError, match="at least two clients"):
         secured(toy, [1]).ask("statistics")

@@ -68,7 +68,7 @@ def partition_options(config: Config) -> dict[str, object]:
 
 
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
-    """The pretrained trunk with a head for the classes of this data; given features bring their width along."""
+    """The pretrained backbone with a head for the classes of this data; given features bring their width along."""
     m, classes = config.model, len(dataset.classes)
     name = f"features:width={dataset.train.width}" if isinstance(dataset.train, FeatureStore) else m.name
     return load_network(name, classes, config.data.image_size, m.dropout, config.seed)

@@ -1,9 +1,9 @@
-"""Low-rank adaptation (LoRA): W = W0 + (alpha / rank) * B A on chosen linear layers of the trunk.
+"""Low-rank adaptation (LoRA): W = W0 + (alpha / rank) * B A on chosen linear layers of the backbone.
 
 A (rank, in) starts Kaiming-uniform from a derived stream, B (out, rank) starts at zero, so a freshly adapted
 network computes exactly what it did before. The layers are `peft`'s, put into the network in place: it stays
 the same object with the same methods, and `merge` gives back plain weights under the old names. How the factors
-of several clients become one model is in `lora_combine`.
+of several clients become one model is in `lora_aggregate`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attach(
     dropout: float = 0.0,
     first_block: int = 0,
 ) -> Network:
-    """Adapt the trunk's linear layers that `targets` names (keywords or globs), in place; returns the network.
+    """Adapt the backbone's linear layers that `targets` names (keywords or globs), in place; returns the network.
 
     Blocks before `first_block`, and what lies before them, stay as they are.
     """
@@ -93,7 +93,7 @@ def initial_a(shape: tuple[int, ...], seed: int, *where: int | str) -> Tensor:
 
 
 def target_layers(network: Network, targets: Sequence[str], first_block: int = 0) -> list[str]:
-    """Names of the trunk's linear layers that the targets stand for; a target that matches nothing is refused."""
+    """Names of the backbone's linear layers that the targets stand for; a target that matches nothing is refused."""
     modules = cast(nn.Module, network).named_modules()
     linear = [name for name, module in modules if isinstance(module, nn.Linear) and name.startswith("backbone.")]
     if first_block:
@@ -103,7 +103,7 @@ def target_layers(network: Network, targets: Sequence[str], first_block: int = 0
         hits = {name for name in linear if _matches(name, target)}
         if not hits:
             raise FedgraftError(
-                f"the LoRA target {target!r} matches no linear layer of the trunk; use one of "
+                f"the LoRA target {target!r} matches no linear layer of the backbone; use one of "
                 f"{', '.join(KEYWORDS)} or a glob over names such as {linear[0] if linear else 'backbone.*'!r}"
             )
         found |= hits

@@ -10,7 +10,7 @@ from fedgraft.messages import Order, Reply
 
 
 class InProcess:
-    """Carries out orders with one workplace. `memory` is what each client keeps; it belongs to the checkpoint."""
+    """Carries out orders with one context. `memory` is what each client keeps; it belongs to the checkpoint."""
 
     def __init__(self, algorithm: Algorithm, context: ClientContext) -> None:
         self.algorithm = algorithm

@@ -1,8 +1,8 @@
 """Edits as files: what a run did to its base, saved small, and what can be done with such files.
 
-An edit that leaves the head alone is bound to the trunk only (scope `backbone.`), so it fits any network with that
-trunk, whatever its head. One that moves the head is bound to the whole base: the trunk with the head of step 0. A
-base is a network by name or folder, or a run folder, which stands for what that run began with.
+An edit that leaves the head alone is bound to the backbone only (scope `backbone.`), so it fits any network with that
+backbone, whatever its head. One that moves the head is bound to the whole base, the head included. A base is a network by
+name or folder, or a run folder, which stands for what that run began with.
 """
 
 from __future__ import annotations

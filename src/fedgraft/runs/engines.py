@@ -68,8 +68,7 @@ class Engines:
     def choice(self, algorithm: Algorithm, context: ClientContext, preparing: bool = False) -> Choice:
         """How orders in this context are carried out."""
         config, job = self.job.config, self.job
-        reference = preparing or config.engine == "flower-sim"
-        wanted: Wanted = "reference" if reference or config.engine == "flower-sim" else config.engine
+        wanted: Wanted = "reference" if preparing or config.engine == "flower-sim" else config.engine
         obstacle = applies(algorithm, context) if wanted != "reference" else None
         on_cpu = job.task.network.head.weight.device.type == "cpu"
         work = math.inf if preparing else self._work(algorithm, context)
