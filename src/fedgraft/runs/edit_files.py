@@ -1,7 +1,7 @@
 """Edits as files: what a run did to its base, saved small, and what can be done with such files.
 
 An edit that leaves the head alone is bound to the backbone only (scope `backbone.`), so it fits any network with that
-backbone, whatever its head. One that moves the head is bound to the whole base, the head included. A base is a network by
+backbone, whatever its head. One that moves the head is bound to the whole base, head included. A base is a network by
 name or folder, or a run folder, which stands for what that run began with.
 """
 
