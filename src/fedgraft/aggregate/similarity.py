@@ -36,9 +36,12 @@ class Score:
 def svcca_basis(x: Tensor, keep: int | float = 50) -> Tensor:
     """Orthonormal basis (n, p) float64 of the leading directions of x (n, d), centred over rows.
 
-    `keep` is a number of directions, or a share of the variance when it is a float below 1.
+    `keep` is a number of directions, or a share of the variance when it is a float below 1. What is not finite has no
+    direction: an attacker's weights may overflow a layer, and that must not end the run.
     """
     x = x.to(torch.float64)
+    if not torch.isfinite(x).all():
+        return x.new_zeros(len(x), 0)
     x = x - x.mean(0)
     if x.shape[1] > x.shape[0]:  # wide: the left singular vectors are the eigenvectors of the n x n Gram matrix
         squares, left = torch.linalg.eigh(x @ x.T)

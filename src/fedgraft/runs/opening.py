@@ -174,7 +174,9 @@ def align(job: Job, context: ClientContext, answers: Answers) -> Tensor:
     for update in answers.updates:
         after = bases(answers.start + update)
         scores.append([svcca_of_bases(x, y, int(a["top"])).value for x, y in zip(after, before, strict=True)])
-    return torch.tensor(scores, dtype=torch.float64)
+    found = torch.tensor(scores, dtype=torch.float64)
+    # A layer without direction is aligned with nothing; where that is the common model's, nobody can be told apart.
+    return torch.ones_like(found) if found.isnan().all() else found.nan_to_num(0.0)
 
 
 def norm_ratio(network: VisionNetwork, space: EditSpace, examples: Examples, rows: Tensor) -> float:
