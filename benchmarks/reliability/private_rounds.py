@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft import client, zoo
+from fedgraft import client, client_train, zoo
 from fedgraft.aggregate.slots import Step, uniform
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext, collect
@@ -61,7 +61,7 @@ class Clients:
             k = order.client
             if STAGES.index(order.action) >= STAGES.index(self.lost.get(k, STAGES[-1])) and k in self.lost:
                 continue
-            with mock.patch.object(client, "_fit", self._fit):
+            with mock.patch.object(client_train, "_fit", self._fit):
                 try:
                     reply, self.memory[k] = client.handle(order, self.algorithm, self.context, self.memory[k])
                 except FedgraftError as error:  # as engines do: a client that cannot go on is silent

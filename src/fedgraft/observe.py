@@ -253,3 +253,9 @@ OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str
     "probe_representation": _probe_representation,
     "labels": _labels,
 }
+SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {
+    "statistics": statistics,
+    "head_gradient": head_gradient,
+    "fisher_scores": fisher_scores,
+}
+"""Answers that are sums, so that they can be given under secure aggregation too."""

@@ -655,7 +655,7 @@ def test_frozen_notices_fine_tuning_that_is_not_undone(monkeypatch: pytest.Monke
             context.network.head.weight.add_(0.1)
         return client.evaluate(context.network, context.tests, rows)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(client, "_finetuned", careless)
+    monkeypatch.setattr(client, "finetuned", careless)
     with pytest.raises(AssertionError, match="moved"):
         frozen_bits_stay(Row(named("fedbabu")))
 

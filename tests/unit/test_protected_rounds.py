@@ -114,7 +114,7 @@ def test_one_client_alone_is_not_asked() -> None:
 
 
 def test_a_plan_of_another_round_is_refused() -> None:
-    from fedgraft.client import check_plan
+    from fedgraft.client_secure import check_plan
     from fedgraft.privacy.secagg.secure_sum import Plan, SecureRefusal, weighted_segments
 
     toy = Toy(secure(zoo.fedavg()))

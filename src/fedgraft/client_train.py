@@ -1,0 +1,162 @@
+"""How a client trains: the shared part, with a private part, a second model of its own, or only some coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from fedgraft.algorithm import Algorithm
+from fedgraft.context import ClientContext, ClientMemory, vector_of
+from fedgraft.edit.space import Bound, EditSpace, select
+from fedgraft.local.corrections import Correction, proximal
+from fedgraft.local.evaluate import Evaluation, evaluate
+from fedgraft.local.train import LocalTraining, Trained, train
+from fedgraft.messages import Order, unpack_bits
+from fedgraft.observe import OBSERVATIONS
+from fedgraft.randomness import torch_stream
+from fedgraft.update.transforms import Sending, run_chain
+
+
+def _fit(
+    order: Order, algorithm: Algorithm, context: ClientContext, bound: Bound, memory: ClientMemory, purpose: str
+) -> Trained:
+    """Train what is bound on this client's rows, with generators that belong to (round, client, purpose)."""
+    where = (purpose, order.round, order.client)
+    lr = float(order.settings["lr"])
+    return train(
+        context.network, bound, context.examples, context.rows(order.client), algorithm.local, lambda step: lr,
+        torch_stream(context.seed, "shuffle", *where), torch_stream(context.seed, "augment", *where),
+        algorithm.loss, order.auxiliary, memory, _optimizer_state(algorithm, memory),
+    )  # fmt: skip
+
+
+def _optimizer_state(algorithm: Algorithm, memory: ClientMemory) -> dict[str, Tensor] | None:
+    """The optimizer's state of the round before, where clients keep it; a copy, because steps change it in place."""
+    if not algorithm.client_state.optimizer:
+        return None
+    return {n.removeprefix("optimizer/"): t.clone() for n, t in memory.items() if n.startswith("optimizer/")}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What local training gives, before it is encoded in one way or the other."""
+
+    update: Tensor
+    result: Trained
+    scalars: Mapping[str, float]
+    evidence: Mapping[str, Tensor]
+    memory: dict[str, Tensor]
+
+
+def outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Outcome:
+    """Train locally from the order's vector and make the observations that were asked for."""
+    start = vector_of(order)
+    kept = dict(memory)
+    if context.private is not None:
+        values, result = _train_with_private_part(order, algorithm, context, kept)
+        update = values - start
+    elif "active" in order.auxiliary:
+        update, result = _train_active(order, algorithm, context, memory)
+    else:
+        bound = context.bind(context.space)
+        bound.load(start)
+        result = _fit(order, algorithm, context, bound, memory, "train")
+        update = (bound.values.cpu() - start)[: context.sent]
+    kept |= result.closing.memory
+    if algorithm.client_state.optimizer:
+        kept |= {f"optimizer/{name}": tensor.cpu() for name, tensor in result.state.items()}
+    scalars: dict[str, float] = {}
+    evidence: dict[str, Tensor] = {}
+    for wanted in algorithm.wants:
+        numbers, tensors = OBSERVATIONS[wanted.name](wanted, order, context)
+        scalars |= numbers
+        evidence |= tensors
+    if algorithm.client_state.second_model is not None:
+        kept["personal"] = _train_personal(order, algorithm, context, memory)
+    sending = Sending(result.effective_steps, order.settings, context.space.trained)
+    update, reported = run_chain(algorithm.update, update, sending)
+    return Outcome(update, result, scalars | reported, evidence, kept)
+
+
+def _train_active(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Tensor, Trained]:
+    """Train only the coordinates that the order marks as active; the change covers just these."""
+    active = unpack_bits(order.auxiliary["active"], context.space.trained)
+    context.release()
+    context.space.scatter(vector_of(order), context.network)
+    bound = context.bind(context.space.restrict(active))
+    start = bound.values.clone()
+    result = _fit(order, algorithm, context, bound, memory, "train")
+    return (bound.values - start).cpu(), result
+
+
+def _train_with_private_part(
+    order: Order, algorithm: Algorithm, context: ClientContext, kept: dict[str, Tensor]
+) -> tuple[Tensor, Trained]:
+    """FedPer trains the shared and the private part together; FedRep the private part first, then the shared one."""
+    assert context.private is not None
+    context.space.scatter(vector_of(order), context.network)
+    own = kept.get("private", context.private_start)
+    assert own is not None
+    context.private.scatter(own, context.network)
+    if algorithm.client_state.alternate:
+        bound = context.bind(context.private)
+        bound.load(own)
+        _fit(order, algorithm, context, bound, {}, "private")
+        kept["private"] = bound.values.clone().cpu()
+        bound = context.bind(context.space)
+        bound.load(vector_of(order))
+        result = _fit(order, algorithm, context, bound, kept, "train")
+        return bound.values.cpu(), result
+    joint = EditSpace(
+        (*context.space.parts, *context.private.parts), (*context.space.buffers, *context.private.buffers)
+    )
+    values = joint.gather(context.network)
+    bound = context.bind(joint)
+    bound.load(values)
+    result = _fit(order, algorithm, context, bound, kept, "train")
+    kept["private"] = context.private.gather(context.network)
+    return context.space.gather(context.network), result
+
+
+def _train_personal(order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Tensor:
+    """Ditto: a second model of one's own, pulled towards the common one with strength λ."""
+    common = vector_of(order)
+    bound = context.bind(context.space)
+    bound.load(memory.get("personal", common))
+    rule = replace(
+        algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.client_state.second_model or 0.0)
+    )
+    _fit(order, replace(algorithm, local=rule), context, bound, {}, "personal")
+    return bound.values.clone().cpu()
+
+
+def proximal_to(anchor: Tensor, pull: float) -> Correction:
+    """The proximal correction with a given anchor instead of the starting point."""
+    correction = proximal(pull)
+    return replace(correction, prepare=lambda start, auxiliary, memory: {"start": anchor})
+
+
+def finetuned(order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Evaluation:
+    """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
+    part = str(order.settings.get("finetune_part", "both"))
+    network = context.network
+    wanted = {
+        "head": lambda name: network.block_of(name) > network.depth,
+        "body": lambda name: network.block_of(name) <= network.depth,
+        "both": lambda name: True,
+    }
+    space = select(network, wanted[part])
+    saved = space.gather(network)
+    bound = context.bind(space)
+    epochs, batch = int(order.settings["finetune_epochs"]), int(order.settings.get("finetune_batch", 50))
+    plain = Algorithm("finetune", loss=algorithm.loss, local=LocalTraining(epochs=epochs, batch_size=batch))
+    order = replace(order, settings={**order.settings, "lr": order.settings.get("finetune_lr", 1e-3)}, auxiliary={})
+    _fit(order, plain, context, bound, {}, "finetune")
+    assert context.tests is not None
+    result = evaluate(network, context.tests, rows)
+    space.scatter(saved, network)
+    return result
