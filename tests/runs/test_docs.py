@@ -32,12 +32,15 @@ NOT_RUN = {
     "npm": "fetches a package",
     "fedgraft deploy local": "starts real Flower processes: tests/deploy/test_deploy_local.py runs it",
     "python -m reproduction": "belongs to no installed package: tests/reproduction runs it",
+    "fedgraft run privacy.dp.epsilon": "looks for its noise for a minute; tests/unit/test_protected_rounds.py runs one",
+    "fedgraft watch": "is a live view: tests/unit/report/test_watch.py looks at it",
+    "fedgraft attack": "runs a table of attacks: tests/runs/test_attack.py",
     "examples/": "is one of the examples, which tests/runs/test_examples.py runs as they are",
 }
 """What is not run, by how it begins, and why. A command that begins in no such way is run."""
-TRAINING = ("run", "centralized", "find-lr", "sweep", "attack", "partition")
+TRAINING = ("run", "centralized", "find-lr", "sweep", "partition")
 SMALL = [
-    "model.name=tiny", "model.ridge=1.0", "data.image_size=16", "data.limit=150", "partition.clients=3",
+    "model.name=tiny", "model.head=random", "data.image_size=16", "data.limit=150", "partition.clients=3",
     "rounds.total=2", "local.steps=8", "local.batch_size=16", "centralized.epochs=1", "workers=1",
 ]  # fmt: skip
 
