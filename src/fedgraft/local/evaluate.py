@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft.local.transfer import onto
+from fedgraft.progress import phase
 from fedgraft.protocols import Examples, Network
 
 
@@ -41,11 +42,18 @@ def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int
     """
     network.eval()
     parts = rows.split(batch_size)
-    if min(threads, len(parts)) > 1:
-        with ThreadPoolExecutor(threads) as team:
-            found = list(team.map(lambda picked: _measure(network, examples, picked), parts))
-    else:
-        found = [_measure(network, examples, picked) for picked in parts]
+    with phase("evaluation", len(rows), "images") as told:
+
+        def measure(picked: Tensor) -> tuple[float, int, int]:
+            found = _measure(network, examples, picked)
+            told.advance(len(picked))
+            return found
+
+        if min(threads, len(parts)) > 1:
+            with ThreadPoolExecutor(threads) as team:
+                found = list(team.map(measure, parts))
+        else:
+            found = [measure(picked) for picked in parts]
     n = max(1, len(rows))
     loss, right, near = (sum(numbers) / n for numbers in zip(*found, strict=True))
     return Evaluation(loss, right, near, len(rows))
