@@ -22,6 +22,7 @@ from fedgraft.data.images.pixel_store import open_pixels, pixels_digest
 from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.images.store import store_of
 from fedgraft.errors import FedgraftError
+from fedgraft.progress import Phase, open_phases
 
 RULE = PixelRule(16, "crop", 18)
 COUNT = 10
@@ -63,7 +64,7 @@ def entry_of(cache: Path) -> Path:
 def test_made_once_and_opened_again(files: list[Path], tmp_path: Path) -> None:
     told: list[Phase] = []
     originals, asked = counted(from_files(files))
-    told_by = replace(originals, read=lambda *rows: told.extend(open_phases()) or originals.read(*rows))
+    told_by = replace(originals, read=lambda *rows: told.extend(open_phases()) or originals.read(*rows))  # type: ignore[func-returns-value]
     made = open_pixels(told_by, RULE, tmp_path)
     assert np.array_equal(made.images, expected(files)) and made.bad == {}
     assert isinstance(made.images, np.memmap) and not made.images.flags.writeable
