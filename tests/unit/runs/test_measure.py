@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from fedgraft.local.evaluate import Evaluation
 from fedgraft.messages import Order
 from fedgraft.runs import head_init
-from fedgraft.runs.measure import Measure
+from fedgraft.runs.measure import Found, Measure
 from fedgraft.runs.run import run
 
 
@@ -33,7 +33,7 @@ def test_validation_is_measured_on_rows_that_no_client_trains_on() -> None:
     trained = {int(row) for k in range(3) for row in found.data.rows(k)}
     assert len(held) and not trained & set(held.tolist())
     vector = found.space.gather(found.network)
-    measured = Measure(found.job, found.opening, found.engine()).validation(vector, 0)
+    measured = Measure(found.job, found.opening, found.engine()).validation(vector, 0).plain
     logits = found.network(task.eval_images.batch(held)).detach()
     labels = task.eval_images.labels[held]
     assert measured.count == len(held)
@@ -76,13 +76,13 @@ class Judged:
         self.shown: dict[int, Tensor] = {}
         self.tested: list[Tensor] = []
 
-        def validation(measure: Measure, vector: Tensor, round: int) -> Evaluation:
+        def validation(measure: Measure, vector: Tensor, round: int) -> Found:
             self.shown[round] = vector.clone()
-            return Evaluation(1.0, accuracies[round], 1.0, 10)
+            return Found(Evaluation(1.0, accuracies[round], 1.0, 10), {})
 
-        def test(measure: Measure, vector: Tensor, round: int) -> Evaluation:
+        def test(measure: Measure, vector: Tensor, round: int) -> Found:
             self.tested.append(vector.clone())
-            return Evaluation(1.0, 0.5, 1.0, 10)
+            return Found(Evaluation(1.0, 0.5, 1.0, 10), {})
 
         patch.setattr(Measure, "validation", validation)
         patch.setattr(Measure, "test", test)
