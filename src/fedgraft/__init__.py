@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from fedgraft.state import Federation as Federation
     from fedgraft.state import ServerState as ServerState
     from fedgraft.zoo import ditto as ditto
+    from fedgraft.zoo import fed3r as fed3r
     from fedgraft.zoo import fedadagrad as fedadagrad
     from fedgraft.zoo import fedadam as fedadam
     from fedgraft.zoo import fedala as fedala
@@ -86,11 +87,14 @@ if TYPE_CHECKING:
     from fedgraft.zoo import fedavgm as fedavgm
     from fedgraft.zoo import fedbabu as fedbabu
     from fedgraft.zoo import fedbn as fedbn
+    from fedgraft.zoo import fedcof as fedcof
     from fedgraft.zoo import feddyn as feddyn
     from fedgraft.zoo import fedgma as fedgma
     from fedgraft.zoo import fedlc as fedlc
+    from fedgraft.zoo import fedncm as fedncm
     from fedgraft.zoo import fednova as fednova
     from fedgraft.zoo import fedper as fedper
+    from fedgraft.zoo import fedprobe as fedprobe
     from fedgraft.zoo import fedprox as fedprox
     from fedgraft.zoo import fedrep as fedrep
     from fedgraft.zoo import fedsa_lora as fedsa_lora
@@ -104,6 +108,10 @@ if TYPE_CHECKING:
     from fedgraft.zoo import scaffold as scaffold
 
 _HOMES = {
+    "fedcof": "zoo",
+    "fedncm": "zoo",
+    "fedprobe": "zoo",
+    "fed3r": "zoo",
     "ifca": "zoo",
     "fedala": "zoo",
     "fedsa_lora": "zoo",

@@ -73,6 +73,8 @@ class Algorithm:
     privacy: Protection = CLEAR
     fixed_head: bool = False
     """The head stays at its start, as in FedBABU: a kind that trains it contradicts the algorithm."""
+    closed_form: str = ""
+    """The whole algorithm is this way to make a head (a value of model.head) in one exchange; no round is trained."""
 
     def __post_init__(self) -> None:
         for wrong, why in _illegal(self):
@@ -121,6 +123,11 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             a.fixed_head and not a.trainable.trains_body,
             f"nothing would train: the head stays at its start and trainable.kind={a.trainable.kind!r} has no body.",
+        ),
+        (
+            bool(a.closed_form) and a.trainable.trains_body,
+            f"this is a head on the untouched backbone, and trainable.kind={a.trainable.kind!r} would train more; "
+            f"leave it out, or start another algorithm from this head (model.head={a.closed_form!r}).",
         ),
         (
             hidden and not a.aggregate.linear,

@@ -52,6 +52,8 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
 
     if action == "statistics":
         return {"gram": linear(side, side), "cross": linear(side, classes)}
+    if action == "class_sums":
+        return {"cross": linear(side, classes)}
     if action == "head_gradient":
         return {"gradient": linear(classes, side), "loss": linear(1), "count": linear(1)}
     if action == "fisher_scores":
@@ -82,6 +84,16 @@ def statistics(
         cross.index_add_(1, labels, z.T)
     network.eval()
     return replace(answer(order, context), sums={"gram": gram, "cross": cross}), memory
+
+
+def class_sums(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """Summed features by class with their counts, (width+1, classes): what class means need, and nothing more."""
+    cross = torch.zeros(context.network.width + 1, context.network.classes, dtype=torch.float64)
+    for z, labels in features(context, context.rows(order.client)):
+        cross.index_add_(1, labels, torch.cat([z.double(), torch.ones(len(z), 1, dtype=torch.float64)], 1).T)
+    return replace(answer(order, context), sums={"cross": cross}), memory
 
 
 def head_gradient(
@@ -255,6 +267,7 @@ OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str
 }
 SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {
     "statistics": statistics,
+    "class_sums": class_sums,
     "head_gradient": head_gradient,
     "fisher_scores": fisher_scores,
 }

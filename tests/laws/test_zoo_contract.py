@@ -556,6 +556,10 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
         equal_to_fedavg(named("ifca", clusters=1), **FULL),
         ifca_finds_the_two_kinds_of_clients,
     ],
+    **{  # were they trained, they would be FedAvg of the head; what they are is in tests/unit/runs/test_closed_form.py
+        name: [equal_to_fedavg(lambda: vary(named("fedavg")(), trainable=head()), name)]
+        for name in ("fed3r", "fedprobe", "fedncm", "fedcof")
+    },
     "ditto": [ditto_leaves_the_common_model_alone],
     "central": [central_is_torch_training],
 }

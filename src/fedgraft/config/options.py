@@ -80,7 +80,9 @@ class Model(Section):
         "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "random"] = Field("ridge", description="step 0: how the head starts")
+    head: Literal["ridge", "probe", "ncm", "cof", "random"] = Field(
+        "ridge", description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, at random"
+    )
     ridge: float | None = Field(
         None,
         gt=0,

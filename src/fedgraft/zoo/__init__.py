@@ -9,6 +9,7 @@ from typing import Any
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.registry import ALGORITHMS
+from fedgraft.zoo.heads import fed3r, fedcof, fedncm, fedprobe
 from fedgraft.zoo.mean import (
     central,
     fedadagrad,
@@ -43,7 +44,7 @@ from fedgraft.zoo.weighted import fedalign
 TABLE = (
     fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad, fedalign,
     fedlc, moon, fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedsa_lora, fedala, ifca, ditto,
-    central,
+    fed3r, fedprobe, fedncm, fedcof, central,
 )  # fmt: skip
 ALGORITHMS |= {make.__name__: make for make in TABLE}
 __all__ = ["ALGORITHMS", "TABLE", "named", *(make.__name__ for make in TABLE)]
