@@ -98,9 +98,12 @@ if TYPE_CHECKING:
     from fedgraft.zoo import fedprox as fedprox
     from fedgraft.zoo import fedrep as fedrep
     from fedgraft.zoo import fedsa_lora as fedsa_lora
+    from fedgraft.zoo import fedsb as fedsb
     from fedgraft.zoo import fedsgd as fedsgd
     from fedgraft.zoo import fedshibu as fedshibu
     from fedgraft.zoo import fedyogi as fedyogi
+    from fedgraft.zoo import flasc as flasc
+    from fedgraft.zoo import flexlora as flexlora
     from fedgraft.zoo import ifca as ifca
     from fedgraft.zoo import local_only as local_only
     from fedgraft.zoo import moon as moon
@@ -108,6 +111,9 @@ if TYPE_CHECKING:
     from fedgraft.zoo import scaffold as scaffold
 
 _HOMES = {
+    "flexlora": "zoo",
+    "flasc": "zoo",
+    "fedsb": "zoo",
     "fedcof": "zoo",
     "fedncm": "zoo",
     "fedprobe": "zoo",

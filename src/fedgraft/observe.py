@@ -56,6 +56,10 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
         return {"cross": linear(side, classes)}
     if action == "head_gradient":
         return {"gradient": linear(classes, side), "loss": linear(1), "count": linear(1)}
+    if action == "gradient":
+        names = set(str(settings["names"]).split("\n"))
+        size = sum(p.numel() for name, p in network.named_parameters() if name in names)
+        return {"gradient": Summand((size,), torch.float32, 2.0**23, 2.0**-40)}
     if action == "fisher_scores":
         names = set(str(settings["names"]).split("\n"))
         size = sum(p.numel() for name, p in network.named_parameters() if name in names)
@@ -158,6 +162,36 @@ def fisher_scores(
     return replace(answer(order, context), sums={"scores": scores.vector()}), memory
 
 
+def gradient(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """The summed gradient of the named weights over a share of this client's examples, at the order's weights."""
+    network, names = context.network, set(str(order.settings["names"]).split("\n"))
+    picked, _ = _share(order, context, "gradient")
+    whole = select(network, lambda name: True, buffers=False)
+    before = whole.gather(network)
+    context.release()
+    whole.scatter(vector_of(order), network)
+    bound = select(network, lambda name: name in names, buffers=False).bind(network)
+    network.eval()
+    total, device = torch.zeros(bound.trained), next(network.parameters()).device
+    for part in picked.split(64):
+        logits = network(context.examples.batch(part).to(device), context.examples.entry)
+        labels = context.examples.labels[part].to(device)
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        total += bound.gradient().cpu()
+    whole.scatter(before, network)
+    return replace(answer(order, context), sums={"gradient": total}), memory
+
+
+def _share(order: Order, context: ClientContext, purpose: str) -> tuple[Tensor, torch.Generator]:
+    """A drawn share of the client's rows, sorted, and the stream it was drawn from."""
+    rows = context.rows(order.client)
+    stream = torch_stream(context.seed, purpose, str(order.settings["draw"]), order.client)
+    count = max(1, round(float(order.settings["share"]) * len(rows)))
+    return rows[torch.randperm(len(rows), generator=stream)[:count]].sort().values, stream
+
+
 def own_mask(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
@@ -180,10 +214,7 @@ def own_mask(
 def _scores(order: Order, context: ClientContext) -> Scores:
     """Score with the order's weights; the network gets its own back, bit for bit."""
     s = order.settings
-    rows = context.rows(order.client)
-    stream = torch_stream(context.seed, "fisher_scores", str(s["draw"]), order.client)
-    count = max(1, round(float(s["share"]) * len(rows)))
-    picked = rows[torch.randperm(len(rows), generator=stream)[:count]].sort().values
+    picked, stream = _share(order, context, "fisher_scores")
     space = select(context.network, lambda name: True, buffers=False)
     before = space.gather(context.network)
     context.release()
@@ -270,5 +301,6 @@ SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[
     "class_sums": class_sums,
     "head_gradient": head_gradient,
     "fisher_scores": fisher_scores,
+    "gradient": gradient,
 }
 """Answers that are sums, so that they can be given under secure aggregation too."""

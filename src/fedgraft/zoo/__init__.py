@@ -10,6 +10,7 @@ from typing import Any
 from fedgraft.algorithm import Algorithm
 from fedgraft.registry import ALGORITHMS
 from fedgraft.zoo.heads import fed3r, fedcof, fedncm, fedprobe
+from fedgraft.zoo.low_rank import fedsa_lora, fedsb, flasc, flexlora
 from fedgraft.zoo.mean import (
     central,
     fedadagrad,
@@ -34,7 +35,6 @@ from fedgraft.zoo.personal import (
     fedbn,
     fedper,
     fedrep,
-    fedsa_lora,
     fedshibu,
     ifca,
     local_only,
@@ -42,8 +42,10 @@ from fedgraft.zoo.personal import (
 from fedgraft.zoo.weighted import fedalign
 
 TABLE = (
-    fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad, fedalign,
-    fedlc, moon, fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedsa_lora, fedala, ifca, ditto,
+    fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad,
+    fedlc, moon, fedalign,
+    fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedala, ifca, ditto,
+    fedsa_lora, fedsb, flexlora, flasc,
     fed3r, fedprobe, fedncm, fedcof, central,
 )  # fmt: skip
 ALGORITHMS |= {make.__name__: make for make in TABLE}
