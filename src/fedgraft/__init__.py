@@ -85,10 +85,13 @@ if TYPE_CHECKING:
     from fedgraft.zoo import fedavg as fedavg
     from fedgraft.zoo import fedavg_crsm as fedavg_crsm
     from fedgraft.zoo import fedavgm as fedavgm
+    from fedgraft.zoo import fedawa as fedawa
     from fedgraft.zoo import fedbabu as fedbabu
     from fedgraft.zoo import fedbn as fedbn
     from fedgraft.zoo import fedcof as fedcof
+    from fedgraft.zoo import feddare as feddare
     from fedgraft.zoo import feddyn as feddyn
+    from fedgraft.zoo import fedfisher as fedfisher
     from fedgraft.zoo import fedgma as fedgma
     from fedgraft.zoo import fedlc as fedlc
     from fedgraft.zoo import fedncm as fedncm
@@ -101,6 +104,7 @@ if TYPE_CHECKING:
     from fedgraft.zoo import fedsb as fedsb
     from fedgraft.zoo import fedsgd as fedsgd
     from fedgraft.zoo import fedshibu as fedshibu
+    from fedgraft.zoo import fedties as fedties
     from fedgraft.zoo import fedyogi as fedyogi
     from fedgraft.zoo import flasc as flasc
     from fedgraft.zoo import flexlora as flexlora
@@ -111,6 +115,10 @@ if TYPE_CHECKING:
     from fedgraft.zoo import scaffold as scaffold
 
 _HOMES = {
+    "fedfisher": "zoo",
+    "feddare": "zoo",
+    "fedties": "zoo",
+    "fedawa": "zoo",
     "flexlora": "zoo",
     "flasc": "zoo",
     "fedsb": "zoo",

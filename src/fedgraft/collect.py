@@ -162,7 +162,7 @@ def expectation(
     algorithm: Algorithm, federation: Federation, state: ServerState, cohort: Sequence[int], context: ServerContext
 ) -> Expectation:
     """What a well-formed training reply of this round looks like."""
-    sizes = {"width": context.width, "classes": context.classes}
+    sizes = {"width": context.width, "classes": context.classes, "trained": context.trained}
     evidence = {
         name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape))
         for wanted in algorithm.wants
@@ -202,6 +202,7 @@ def read(accepted: Sequence[Accepted], state: ServerState, context: ServerContex
         state.vector,
         state.round,
         sums=[a.reply.sums for a in accepted],
+        trained=context.trained,
     )
 
 

@@ -19,7 +19,7 @@ from fedgraft.algorithm import Algorithm
 from fedgraft.context import ClientContext, ClientMemory, answer, features, vector_of
 from fedgraft.edit.calibrate import Calibration
 from fedgraft.edit.fisher import ESTIMATORS, Scores
-from fedgraft.edit.space import select
+from fedgraft.edit.space import Bound, select
 from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import evaluate
 from fedgraft.local.features import features as look_through
@@ -275,6 +275,25 @@ def _probe_representation(
     return {}, {"probe_representation": torch.cat([z for _, z in batches])}
 
 
+def _fisher(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The mean squared gradient of single images at the trained model, by trained coordinate."""
+    rows, bound = context.rows(order.client), context.bind(context.space)
+    stream = torch_stream(context.seed, "fisher_merge", order.round, order.client)
+    picked = rows[torch.randperm(len(rows), generator=stream)[: int(wanted.options["samples"])]]
+    return {}, {"fisher": squared_gradients(context.network, bound, context.examples, picked)}
+
+
+def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: Tensor) -> Tensor:
+    """The mean over these rows of the squared gradient of each one's loss, (trained,); the model keeps its bits."""
+    network.eval()
+    total, device = torch.zeros(bound.trained, dtype=torch.float64), bound.values.device
+    for row in rows.split(1):
+        logits = network(examples.batch(row).to(device), examples.entry)
+        torch.nn.functional.cross_entropy(logits, examples.labels[row].to(device)).backward()
+        total += bound.gradient().cpu().double().square()
+    return (total / max(1, len(rows))).float()
+
+
 def _labels(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The client's label histogram: an oracle that a private federation would not give away."""
     labels = context.examples.labels[context.rows(order.client)]
@@ -295,6 +314,7 @@ OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str
     "representation": _representation,
     "probe_representation": _probe_representation,
     "labels": _labels,
+    "fisher": _fisher,
 }
 SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {
     "statistics": statistics,

@@ -95,6 +95,7 @@ NORMED = {
     "fedavg/batch norm, head": batch_norm("fedavg", trainable=head()),  # statistics outside the space
     "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
     **{f"{name}/batch norm": batch_norm(name) for name in ("fedlc", "moon", "fedbn", "fedala", "ifca")},
+    **{f"{name}/batch norm": batch_norm(name) for name in ("fedawa", "fedties", "feddare", "fedfisher")},
     **{f"{name}/batch norm": batch_norm(name) for name in ("fedsa_lora", "fedsb", "flexlora", "flasc", "fedncm")},
 }
 SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
@@ -593,6 +594,12 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "fedsb": [fedsb_at_full_rank_trains_as_the_dense_layers],
     "flexlora": [flexlora_of_one_client_is_its_own_training],  # against the dense product: test_low_rank_rules.py
     "flasc": [lambda: same_vector(named("flasc", down=1.0, up=1.0)(), lora())],
+    "fedawa": [equal_to_fedavg(named("fedawa", steps=0))],
+    "fedties": [
+        close_to_fedavg(named("fedties", keep=1.0), clients=1, per_round=1),  # TIES of one
+    ],
+    "feddare": [equal_to_fedavg(named("feddare", drop=0.0))],
+    "fedfisher": [close_to_fedavg(named("fedfisher"), clients=1, per_round=1)],
     "fedala": [equal_to_fedavg(named("fedala", rate=0.0), **FULL)],
     "ifca": [
         equal_to_fedavg(named("ifca", clusters=1)),

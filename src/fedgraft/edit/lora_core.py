@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from fedgraft.edit.lora import adapted
 from fedgraft.edit.space import EditSpace, Part, select
 from fedgraft.edit.trainable import Ask
+from fedgraft.messages import Scalar
 from fedgraft.protocols import Network
 
 CORE_SUFFIX = ".lora_B.default.parametrizations.weight.original"
@@ -27,6 +28,7 @@ class _Left(nn.Module):
 
     def __init__(self, left: Tensor) -> None:
         super().__init__()
+        self.left: Tensor
         self.register_buffer("left", left, persistent=False)
 
     def forward(self, core: Tensor) -> Tensor:
@@ -44,7 +46,11 @@ def gradient_directions(network: Network, names: list[str], ask: Ask, rank: int,
     """The top directions of the clients' summed gradient in each named layer; sums, so they may be hidden."""
     whole = select(network, lambda name: True, buffers=False)
     weights = {f"{name}.weight" for name in names}
-    settings = {"names": "\n".join(sorted(weights)), "share": min(1.0, images / max(1, ask.examples)), "draw": 0}
+    settings: dict[str, Scalar] = {
+        "names": "\n".join(sorted(weights)),
+        "share": min(1.0, images / max(1, ask.examples)),
+        "draw": 0,
+    }
     flat = ask.sums("gradient", whole.gather(network), settings)["gradient"]
     shapes = {n: tuple(p.shape) for n, p in network.named_parameters() if n in weights}
     parts = dict(zip(shapes, flat.split([torch.Size(s).numel() for s in shapes.values()]), strict=True))

@@ -39,11 +39,11 @@ from fedgraft.zoo.personal import (
     ifca,
     local_only,
 )  # fmt: skip
-from fedgraft.zoo.weighted import fedalign
+from fedgraft.zoo.weighted import fedalign, fedawa, feddare, fedfisher, fedties
 
 TABLE = (
     fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad,
-    fedlc, moon, fedalign,
+    fedlc, moon, fedalign, fedawa, fedties, feddare, fedfisher,
     fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedala, ifca, ditto,
     fedsa_lora, fedsb, flexlora, flasc,
     fed3r, fedprobe, fedncm, fedcof, central,
