@@ -187,6 +187,10 @@ class Local(Section):
     decoupled: bool = Field(False, description="sgdm: decay the weights instead of the gradient")
     clip: float | None = Field(None, gt=0, description="largest norm of the gradient on what may move")
     momentum_correction: bool = Field(False, description="divide the rate by the momentum's gain over J steps")
+    sampling: Literal["uniform", "balanced", "federation"] = Field(
+        "uniform",
+        description="balanced: draw every class of the client as often; federation: by its rarity among all clients",
+    )
     amp: Literal["float16", "bfloat16"] | None = Field(None, description="mixed precision; for GPUs")
 
     @model_validator(mode="after")
@@ -202,6 +206,9 @@ class Loss(Section):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     name: str = Field("cross_entropy", description="cross_entropy, or a registered name with options of its own")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    class_weights: Literal["own", "federation"] | None = Field(
+        None, description="rare classes weigh more: by the client's own counts, or by the sum over all clients"
+    )
 
 
 class Schedule(Section):
@@ -431,9 +438,10 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
-        if self.rounds.deadline is None:  # says nothing, so runs from before there was one keep their identity
-            kept["rounds"].pop("deadline")
-        for name in ("metrics", "select"):  # the same of what is not asked for
-            if getattr(self, name) == type(self).model_fields[name].default:
-                kept.pop(name)
+        later = [(self, "metrics"), (self, "select"), (self.local, "sampling"), (self.loss, "class_weights"),
+                 (self.rounds, "deadline")]  # fmt: skip
+        tables = {id(self): kept, id(self.local): kept["local"], id(self.loss): kept["loss"]}
+        for section, name in later:  # at its default it says nothing, so runs from before it keep their identity
+            if getattr(section, name) == type(section).model_fields[name].default:
+                tables.get(id(section), kept["rounds"]).pop(name)
         return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import Closing, Correction, none
-from fedgraft.local.losses import Loss, LossSetting, cross_entropy
+from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
 from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
 from fedgraft.local.transfer import onto
 from fedgraft.protocols import Examples, Network
@@ -31,6 +31,7 @@ class Flat(Protocol):
         ...
 
     def training_mode(self) -> None: ...
+    def load(self, vector: Tensor) -> None: ...
     def gradient(self) -> Tensor: ...
     def push(self) -> None: ...
     def pull_buffers(self) -> None: ...
@@ -52,12 +53,24 @@ class LocalTraining:
     """The head's rate as a multiple of the others'; None: the same. One rate rarely serves both."""
     momentum_correction: bool = False
     """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
+    sampling: str = "uniform"
+    """`balanced`: every class of the client as often; `federation`: as its share in the federation is small."""
     amp: str | None = None
     """Autocast type, `float16` or `bfloat16`; None trains in float32."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
             raise FedgraftError("local training is so many steps or so many epochs; give one of the two.")
+
+    @property
+    def evenly(self) -> bool:
+        """Whether every image is met as often as any other."""
+        return self.sampling == "uniform"
+
+    @property
+    def federation_counts(self) -> bool:
+        """Whether it needs the class counts of all clients together."""
+        return self.sampling == "federation"
 
     def steps_for(self, examples: int) -> int:
         """Optimizer steps for a client with this many examples."""
@@ -84,17 +97,24 @@ class Trained:
     closing: Closing
 
 
-def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator) -> Tensor:
-    """The rows of one round in the order they are met: J steps from an endless reshuffled stream, or E whole epochs."""
+def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None) -> Tensor:
+    """The rows of one round in the order they are met: J steps from an endless reshuffled stream, or E whole epochs.
+
+    With `chances` (n,) rows are drawn by them, with replacement, as many as there would be.
+    """
     n, size = len(rows), min(rule.batch_size, len(rows))
     wanted = rule.steps_for(n) * size if rule.epochs is None else rule.epochs * n
+    if chances is not None:
+        return rows[torch.multinomial(chances, wanted, replacement=True, generator=generator)]
     passes = [torch.randperm(n, generator=generator) for _ in range(math.ceil(wanted / n))]
     return rows[torch.cat(passes)[:wanted]]
 
 
-def batches(rows: Tensor, rule: LocalTraining, generator: torch.Generator) -> Iterator[Tensor]:
+def batches(
+    rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None
+) -> Iterator[Tensor]:
     """Row batches of one round; the last of an epoch may be smaller."""
-    order, size = drawn(rows, rule, generator), min(rule.batch_size, len(rows))
+    order, size = drawn(rows, rule, generator, chances), min(rule.batch_size, len(rows))
     for part in [order] if rule.epochs is None else order.split(len(rows)):
         yield from part.split(size)
 
@@ -112,6 +132,7 @@ def train(
     auxiliary: Mapping[str, Tensor] | None = None,
     memory: Mapping[str, Tensor] | None = None,
     state: State | None = None,
+    counts: Tensor | None = None,
 ) -> Trained:
     """Train the flat vector on these rows; the network follows it. Buffers are read back at the end."""
     flat.training_mode()
@@ -121,10 +142,13 @@ def train(
     kept = move(memory or {}, device)
     context = rule.correction.prepare(values.clone(), move(auxiliary or {}, device), kept)
     aim = loss or cross_entropy()
-    value = aim.begin(LossSetting(network, onto(examples.labels[rows], device), network.classes, kept))
+    labels = onto(examples.labels[rows], device)
+    seen = LossContext(network, labels, network.classes, kept, flat.values, _look(network, flat), counts)
+    chances = None if rule.evenly else balancing(known_counts(seen, rule.federation_counts))[labels].double().cpu()
+    value = aim.begin(seen)
     losses, rates = [], []
     scale = 2.0**16 if rule.amp == "float16" else 1.0
-    for step, picked in enumerate(batches(rows, rule, shuffle)):
+    for step, picked in enumerate(batches(rows, rule, shuffle, chances)):
         inputs, labels = onto(examples.batch(picked, augment), device), onto(examples.labels[picked], device)
         with torch.autocast(inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None):
             found = value(network, inputs, labels, examples.entry)
@@ -147,9 +171,27 @@ def train(
     flat.pull_buffers()
     effective_steps = _effective_steps(rule, rates)
     closing = rule.correction.finish(values, context, effective_steps)
-    closing = Closing(move({**closing.memory, **aim.finish(network)}, "cpu"), move(closing.sums, "cpu"))
+    closing = Closing(move({**closing.memory, **aim.finish(seen)}, "cpu"), move(closing.sums, "cpu"))
     after = {f"{i}/{name}": tensor for i, (_, _, own) in enumerate(steppers) for name, tensor in own.items()}
     return Trained(after, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
+
+
+def _look(network: Network, flat: Flat) -> Look:
+    """How a loss sees inputs through other models of the same space."""
+
+    @torch.no_grad()
+    def look(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> list[Tensor]:
+        flat.pull_buffers()  # statistics of this moment, so that they come back with the values
+        now, found = flat.values.clone(), []
+        network.eval()
+        for vector in vectors:
+            flat.load(vector)
+            found.append(network.features(inputs, entry))
+        flat.load(now)
+        flat.training_mode()
+        return found
+
+    return look
 
 
 def _steppers(rule: LocalTraining, flat: Flat, state: State) -> list[tuple[slice, float, State]]:

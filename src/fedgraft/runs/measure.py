@@ -83,7 +83,8 @@ class Measure:
         wanted = config.personal.evaluate != "never"
         if not wanted and (not config.metrics or a.privacy.hidden or not config.rounds.test):
             return {}
-        if config.metrics and not a.aggregate.personal and a.client_state.empty:
+        common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
+        if config.metrics and common:
             state = replace(state, vector=best)  # the delivered model is what clients get
         spread, each = self.personal(state)
         return ({"personal": spread} if wanted else {}) | ({"clients": each} if each else {})
@@ -136,7 +137,8 @@ class Measure:
         }  # fmt: skip
         settings |= {"scores": True} if self.job.config.metrics else {}
         clients = [k for k in range(f.clients) if len(self.job.task.data.test_rows(k))]
-        orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), {}, settings) for k in clients]
+        given = self.opening.algorithm.aggregate.gives(state)
+        orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients]
         replies = [r for r in self.engine.exchange(orders) if isinstance(r, Reply) and r.metrics.get("count")]
         return _spread(replies), self._each(replies) if self.job.config.metrics else {}
 
