@@ -16,6 +16,7 @@ from fedgraft.config.load import Config
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition import federate as divide
 from fedgraft.data.sources import Dataset, load_dataset
+from fedgraft.data.sources.class_map import check_names, renamed
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit.dense import head
 from fedgraft.edit.trainable import Trainable
@@ -33,14 +34,17 @@ from fedgraft.state import Federation
 from fedgraft.update.codecs import codec
 
 
-def open_data(config: Config) -> Dataset:
-    """The data that a config names."""
+def open_data(config: Config, check: bool = True) -> Dataset:
+    """The data that a config names; class names that look like one are refused, unless nobody trains on them yet."""
     d = config.data
     made = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
     options = {**(made if d.source == "synthetic" else {}), **(d.model_extra or {})}
     if d.unreadable is not None:
         options["unreadable"] = d.unreadable
-    return load_dataset(d.source, d.path, **options)
+    found = renamed(load_dataset(d.source, d.path, **options), d.class_map)
+    if check:
+        check_names(found.classes)
+    return found
 
 
 def federate(config: Config) -> FederatedData:
