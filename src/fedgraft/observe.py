@@ -65,6 +65,8 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
         names = set(str(settings["names"]).split("\n"))
         size = sum(p.numel() for name, p in network.named_parameters() if name in names)
         return {"scores": Summand((size + 1,), torch.float32, 2.0**23, 2.0**-50)}
+    if action == "class_counts":
+        return {"counts": Summand((classes,), torch.float64, 2.0**24, 1.0)}
     if action == "scores":
         return {name: Summand(s.shape, torch.float64, s.limit, s.step) for name, s in scores.shapes(classes).items()}
     raise FedgraftError(f"the answers to {action!r} are not sums")
@@ -118,6 +120,15 @@ def head_gradient(
         gradient += error.T @ z
     count = torch.full((1,), float(len(rows)), dtype=head.dtype)
     return replace(answer(order, context), sums={"gradient": gradient, "loss": loss, "count": count}), memory
+
+
+def class_counts(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """How many training images of each class the client has."""
+    labels = context.examples.labels[context.rows(order.client)]
+    counts = torch.bincount(labels, minlength=context.network.classes).double()
+    return replace(answer(order, context), sums={"counts": counts}), memory
 
 
 def count(
@@ -340,5 +351,6 @@ SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[
     "fisher_scores": fisher_scores,
     "scores": score_sums,
     "gradient": gradient,
+    "class_counts": class_counts,
 }
 """Answers that are sums, so that they can be given under secure aggregation too."""
