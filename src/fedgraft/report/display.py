@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fedgraft.progress import Phase
-from fedgraft.report.values import NONE, accuracy, clock, label, metric, percent, size
+from fedgraft.report.values import NONE, accuracy, cell, clock, label, metric, percent, size
 
 if TYPE_CHECKING:
     from fedgraft.runs.run_folder import RunInfo
@@ -128,8 +128,9 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
         )
         rows["test top-5"] = percent(test.get("top5"))
         rows["test loss"] = f"{test['loss']:.4f}" if test.get("loss") is not None else NONE
-    best = percent((summary.get("validation") or {}).get("accuracy"))
-    rows["validation accuracy"] = f"{best} (round {summary.get('best_round')} of {summary.get('rounds')})"
+    for key, value in (summary.get("validation") or {}).items():
+        at = f" (round {summary.get('best_round')} of {summary.get('rounds')})"
+        rows[f"validation {label(key)}"] = (percent(value) if key.endswith("accuracy") else f"{value:.4f}") + at
     if edited := summary.get("edited"):
         rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
     rows["sent up / down"] = f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"
@@ -142,6 +143,18 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     table = Table(title=escape(title), show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
+    _print(console, table)
+    _clients(console, summary.get("clients") or {})
+
+
+def _clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None:
+    """One row for each client: its metrics on its own test images; those of single classes are in the report."""
+    keys = dict.fromkeys(key for found in clients.values() for key in found if ":" not in key)
+    if not keys:
+        return
+    table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, found in list(clients.items())[:40]:
+        table.add_row(escape(name), *(cell(found[key]) if found.get(key) else NONE for key in keys))
     _print(console, table)
 
 

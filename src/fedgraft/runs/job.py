@@ -24,6 +24,7 @@ from fedgraft.engines.pool import prepare_features
 from fedgraft.models.network import VisionNetwork
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples
+from fedgraft.report.metrics import check_metric
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
 from fedgraft.server import sample
@@ -44,6 +45,15 @@ class Job:
     """The parts came from Python: the folder's config.toml alone cannot build them again."""
     wrap: Callable[[Job, Any, Any], Any] | None = None
     """`wrap(job, opening, engine)` puts something between the server and its clients, such as attackers."""
+
+    def __post_init__(self) -> None:
+        """Refuse a choice of metrics that these classes do not have."""
+        check_metric(self.config.select, self.task.data.dataset.classes)
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """What the clients are called: their sites, or their numbers."""
+        return self.task.data.client_names
 
     @property
     def cohort(self) -> list[int]:
