@@ -1,4 +1,4 @@
-"""The examples run as they are, the README shows one of them, and the public names exist and cost nothing."""
+"""The examples run as they are, and the public names exist and cost nothing."""
 
 from __future__ import annotations
 
@@ -41,38 +41,6 @@ def test_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
 
 def test_every_example_is_tested() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(ENDINGS)
-
-
-def main_of(source: str) -> str:
-    """The body of `main` without its docstring, as plain statements."""
-    tree = ast.parse(source)
-    main = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"), None)
-    body = tree.body if main is None else main.body
-    kept = [n for n in body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
-    overrides = [n for n in tree.body if isinstance(n, ast.Assign)] if main is not None else []
-    return "\n".join(ast.unparse(n) for n in [*overrides, *kept] if not isinstance(n, ast.Import | ast.ImportFrom))
-
-
-def shown(readme: str) -> list[str]:
-    """The Python blocks of a README."""
-    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-
-
-def test_the_readme_shows_the_example() -> None:
-    example = main_of((ROOT / "examples" / "one_round.py").read_text())
-    blocks = shown((ROOT / "README.md").read_text())
-    assert example in [main_of(block) for block in blocks]
-    stale = [block.replace("fedgraft.install_head(job, engines)", "pass") for block in blocks]
-    assert example not in [main_of(block) for block in stale]  # a stale README is noticed
-
-
-@pytest.mark.slow
-def test_the_first_block_of_the_readme_runs_as_it_is(tmp_path: Path) -> None:
-    first = shown((ROOT / "README.md").read_text())[0]
-    done = python("-c", first, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "validation" in done.stdout and (tmp_path / "adapted" / "config.json").is_file()
-    assert python("-c", first.replace("fg.run(", "fg.ran("), cwd=tmp_path).returncode != 0  # what is stale fails
 
 
 def test_public_names_exist_and_say_what_they_are() -> None:

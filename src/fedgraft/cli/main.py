@@ -211,7 +211,7 @@ def partition(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="where the heat map goes (png, svg, pdf)")] = None,
 ) -> None:
-    """Show how the data is dealt to clients: statistics and the client x class heat map."""
+    """Show how the data is divided among clients: statistics and the client x class heat map."""
     import rich
 
     from fedgraft.report.partition_view import show_partition

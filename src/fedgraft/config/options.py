@@ -52,7 +52,7 @@ class Data(Section):
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
-    cache_features: bool = Field(True, description="keep the frozen trunk's outputs; equal within 1e-6, much faster")
+    cache_features: bool = Field(True, description="keep the frozen backbone's outputs; equal within 1e-6, much faster")
 
     @field_validator("class_map", mode="before")
     @classmethod
@@ -66,7 +66,7 @@ class Data(Section):
 
 
 class Partition(Section):
-    """How the training images are dealt to clients."""
+    """How the training images are divided among clients."""
 
     kind: Literal[
         "iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"
@@ -288,7 +288,7 @@ class AlgorithmChoice(Section):
         description="how updates are combined: mean, median, trimmed_mean, krum, multi_krum, bulyan, geometric_median, "
         "norm_clip, or a registered rule",
     )
-    attackers: int = Field(0, ge=0, description="robust rules: liars to withstand in a cohort")
+    attackers: int = Field(0, ge=0, description="robust rules: attackers to withstand in a cohort")
     neighbours: bool = Field(False, description="nearest-neighbour mixing before the robust rule")
     clip_norm: float | None = Field(None, gt=0, description="clip every change to this norm before combining")
 
@@ -433,7 +433,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _given_features(self) -> Config:
         if (self.data.source == "features") != (self.model.name == "features"):
-            raise ValueError("given features need no trunk: set data.source=features and model.name=features together")
+            raise ValueError(
+                "given features need no backbone: set data.source=features and model.name=features together"
+            )
         if self.data.source == "features" and (self.data.augment or self.data.image_size):
             raise ValueError("given features are no images: leave data.augment and data.image_size out")
         return self
