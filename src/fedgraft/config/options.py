@@ -35,6 +35,9 @@ class Data(Section):
     resize: Literal["model", "crop", "squash"] = Field(
         "model", description="how images get the network's size; default: as the network was trained, else crop"
     )
+    grey_window: tuple[float, float] | None = Field(
+        None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
+    )
     unreadable: Literal["refuse", "skip"] | None = Field(
         None, description="images that cannot be read: refuse the data (the default), or leave them out and say so"
     )
@@ -407,6 +410,8 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
+        if self.data.grey_window is None:
+            kept["data"].pop("grey_window")
         if self.rounds.deadline is None:  # says nothing, so runs from before there was one keep their identity
             kept["rounds"].pop("deadline")
         return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -17,8 +17,7 @@ from fedgraft.config.options import Config
 from fedgraft.context import ClientContext
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.transforms import STATISTICS, Transform
+from fedgraft.data.images.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.models.network import VisionNetwork
@@ -43,6 +42,16 @@ class Job:
     """The parts came from Python: the folder's config.toml alone cannot build them again."""
     wrap: Callable[[Job, Any, Any], Any] | None = None
     """`wrap(job, opening, engine)` puts something between the server and its clients, such as attackers."""
+
+    @property
+    def model(self) -> VisionNetwork:
+        """The network, with a head for the data's classes."""
+        return self.task.network
+
+    @property
+    def clients(self) -> FederatedData:
+        """The data, divided."""
+        return self.task.data
 
     @property
     def cohort(self) -> list[int]:
@@ -94,8 +103,6 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
 def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:
     """How images reach this network: by its own preprocessing where its folder names one, else cropped."""
     d, own = config.data, (network.mean, network.std)
-    rule = PixelRule(network.image_size, "squash" if d.resize == "squash" else "crop")
-    if d.resize == "model" and network.preprocessor is not None:
-        rule = PixelRule.from_preprocessor(network.preprocessor, network.image_size)
+    rule = rule_for(network, d.resize, d.grey_window)
     mean, std = STATISTICS.get(d.normalise, own)
     return Transform(rule, tuple(d.augment if augment is None else augment), tuple(mean), tuple(std))  # type: ignore[arg-type]

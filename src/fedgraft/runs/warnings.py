@@ -10,7 +10,12 @@ from fedgraft.runs.opening import Opening
 def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
     """All that holds for this run."""
     config, data, algorithm, found = job.config, job.task.data, opening.algorithm, list[str]()
-    m, stats = job.federation.per_round, data.partition.statistics()
+    m, stats, skipped = job.federation.per_round, data.partition.statistics(), data.dataset.skipped
+    found += [f"the network: {note}" for note in job.task.network.notes]
+    if skipped:
+        named = "; ".join(f"{place} ({why})" for place, why in skipped[:3])
+        more = f"; and {len(skipped) - 3} more, in skipped.txt of the run" if len(skipped) > 3 else ""
+        found.append(f"{len(skipped)} images cannot be read and are left out: {named}{more}")
     if m == 1 and job.federation.clients > 1:
         found.append("one client per round: every weighting rule is the same; raise rounds.fraction")
     missing = stats["uncovered"]
