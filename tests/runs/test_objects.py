@@ -207,7 +207,7 @@ def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
     for path in (tmp_path / "mine.toml", str(tmp_path / "mine.toml")):
         job = fg.load(path, ["local.lr=0.02"])
         assert isinstance(job, fg.Job) and job.algorithm.local.lr == 0.02
-        found = fg.run_loaded(job, tmp_path / "run")  # the second time it is finished, and opened again
+        found = fg.run(job, folder=tmp_path / "run")  # the second time it is finished, and opened again
         assert same_bits(tensors_of(tmp_path / "run"), tensors_of(result.folder))
         assert found.evaluate() == result.evaluate()
 

@@ -59,6 +59,7 @@ class Partition(Section):
     kind: Literal[
         "iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"
     ] = Field("stratified", description="by_site: one client per owner, as the data's site column says")  # fmt: skip
+    column: str = Field("site", description="kind=by_site: the column of the data that says whose each row is")
     clients: int = Field(10, ge=1, description="K, the number of clients")
     classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")
     shards_per_client: int = Field(2, ge=1, description="kind=shards: s")
@@ -410,6 +411,8 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
+        if self.partition.column == "site":
+            kept["partition"].pop("column")
         if self.data.grey_window is None:
             kept["data"].pop("grey_window")
         if self.rounds.deadline is None:  # says nothing, so runs from before there was one keep their identity

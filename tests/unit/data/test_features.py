@@ -19,7 +19,7 @@ from fedgraft.data.sources.features import load_features, make_feature_store
 from fedgraft.errors import FedgraftError
 from fedgraft.models.backbones import load_network
 from fedgraft.models.export import export
-from fedgraft.runs.adapted import evaluate_run
+from fedgraft.runs.predict import evaluate_run
 from fedgraft.runs.run import run
 
 
