@@ -59,6 +59,11 @@ class Result:
         return self.found.network
 
     @property
+    def task(self) -> Task:
+        """What was learned: network, data and the transform between them."""
+        return self.found.job.task
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the outputs."""
         return self.found.classes
@@ -71,7 +76,7 @@ class Result:
     @property
     def predictor(self) -> Predictor:
         """The adapted model with its classes and its preprocessing."""
-        return Predictor(self.network, self.classes, self.found.job.task.transform)
+        return Predictor(self.network, self.classes, self.task.transform)
 
     def predict(self, images: str | Path | Iterable[str | Path]) -> list[Prediction]:
         """Labels and scores for files, folders or patterns such as "new/*.png"."""
@@ -80,7 +85,7 @@ class Result:
     def evaluate(self, data: Dataset | str | Path | None = None) -> Measured:
         """The delivered model on labelled images; on the test images again where none are given."""
         return (
-            self.predictor.measure(self.found.job.task.test_images) if data is None else self.predictor.evaluate(data)
+            self.predictor.measure(self.task.test_images) if data is None else self.predictor.evaluate(data)
         )
 
     def save_pretrained(self, folder: str | Path, kind: str = "merged") -> Path:

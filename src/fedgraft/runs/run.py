@@ -28,6 +28,7 @@ from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.measure import Measure
 from fedgraft.runs.opening import Opening, open_run
 from fedgraft.runs.personal_store import PersonalStore
+from fedgraft.runs.plan import check
 from fedgraft.runs.reporting import describe, facts_of, keep_phases, keep_skipped, note_of, report_run
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.saving import Best, account_of, pack_run, saved_edit, with_noise_key
@@ -75,6 +76,8 @@ def run_job(
         # Everything that can be refused is refused before a folder exists.
         done = is_finished(folder)
         made = None if done and (folder / "report.html").exists() else build()
+        if made is not None and not done:
+            check(made[0])
         record = RunFolder.create(folder, text, identity)
         if made is None or done:
             log.info("%s is already finished", folder)

@@ -25,8 +25,8 @@ def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
     batch, least = algorithm.local.batch_size, int(min(data.partition.sizes(), default=0))
     if data.rows_known and least < batch and algorithm.local.epochs is None:
         found.append(
-            f"local.batch_size is {batch} and the smallest client holds {least} images: its batches are its whole "
-            "data, smaller than the others'"
+            f"local.batch_size is {batch} and {sum(data.partition.sizes() < batch)} of {data.clients} clients hold "
+            f"fewer images, the smallest {least}: a batch there is the client's whole data, each step the same images"
         )
     here = config.rounds.deadline is not None and engines.remote is None
     if here and (mode := engines.choice(algorithm, opening.context).mode) != "pool":
