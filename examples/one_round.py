@@ -1,7 +1,5 @@
 """One round of federated averaging, step by step: clients adapt the embedded ViT to handwritten digits."""
 
-from __future__ import annotations
-
 import fedgraft
 
 OVERRIDES = [

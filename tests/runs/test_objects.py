@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.tiny import same_bits, tensors_of, without_pictures
@@ -15,6 +16,7 @@ from tests.support.tiny import same_bits, tensors_of, without_pictures
 import fedgraft as fg
 from fedgraft import client
 from fedgraft.config.load import load, to_toml
+from fedgraft.identity import digest
 from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
 
 CONFIG = [

@@ -84,9 +84,7 @@ class Result:
 
     def evaluate(self, data: Dataset | str | Path | None = None) -> Measured:
         """The delivered model on labelled images; on the test images again where none are given."""
-        return (
-            self.predictor.measure(self.task.test_images) if data is None else self.predictor.evaluate(data)
-        )
+        return self.predictor.measure(self.task.test_images) if data is None else self.predictor.evaluate(data)
 
     def save_pretrained(self, folder: str | Path, kind: str = "merged") -> Path:
         """A folder that `transformers` loads, with the preprocessing that was trained; or an "adapter" or "edit"."""
@@ -236,6 +234,7 @@ def _config(
                 f"the option {name!r} is the algorithm's or the data's to say: give it to the object, for example "
                 "fg.secure(algorithm) or fg.fedavg(trainable=...)."
             )
+    config = validate(merge(base, tables))
     for table, (own, instead) in _OBJECTS.items():
         if strange := sorted(set(tables.get(table, {})) - own):
             raise FedgraftError(f"{table}.{strange[0]} is {instead}.")
@@ -244,7 +243,7 @@ def _config(
             "engine='flower-sim' builds everything anew in other processes, which objects cannot be: put the run in a "
             "config file, then fg.run(fg.load('mine.toml', ['engine=flower-sim']))."
         )
-    return validate(merge(base, tables))
+    return config
 
 
 _OBJECTS = {

@@ -25,7 +25,7 @@ def check(job: Job) -> None:
     data = job.task.data
     check_probe(job)
     if data.classes < 2:
-        raise FedgraftError(f"the data has one class only, {data.dataset.classes[0]!r}; there is nothing to tell apart.")
+        raise FedgraftError(f"the data has one class only ({data.dataset.classes[0]}); there is nothing to tell apart.")
     for _ in (job.task.train_images, job.task.test_images):  # makes the pixels, and refuses files that give none
         pass
 
