@@ -14,7 +14,7 @@ from fedgraft.client_secure import secure_stage
 from fedgraft.client_train import finetuned, outcome, with_chosen_model
 from fedgraft.context import ClientContext, ClientMemory, answer, give_stream, vector_of
 from fedgraft.errors import FedgraftError
-from fedgraft.local.evaluate import evaluate
+from fedgraft.local.evaluate import counted
 from fedgraft.messages import Order, Reply
 from fedgraft.observe import SUMS, count, own_mask
 from fedgraft.privacy.secagg.secure_sum import STAGES
@@ -30,9 +30,19 @@ def handle(
     action = ACTIONS.get(order.action)
     if action is None:
         raise FedgraftError(f"client {order.client} was asked for {order.action!r}; it knows {sorted(ACTIONS)}")
+    if "moved/indices" in order.auxiliary:
+        order = filled(order, context)
     what = str(order.settings.get("sums", order.action))  # a secure sum draws what the same work in the clear draws
     give_stream(context.network, torch_stream(context.seed, "layers", what, order.round, order.client))
     return action(order, algorithm, context, memory)
+
+
+def filled(order: Order, context: ClientContext) -> Order:
+    """An order that carries what has moved, with the whole model: the rest is as the run began."""
+    assert context.origin is not None
+    rest = {name: t for name, t in order.auxiliary.items() if not name.startswith("moved/")}
+    where, values = order.auxiliary["moved/indices"].long(), order.auxiliary["moved/values"]
+    return replace(order, vector=context.origin.index_put((where,), values), auxiliary=rest)
 
 
 def _train(
@@ -64,12 +74,14 @@ def _evaluate(
     rows = context.test_rows(order.client)
     order, _ = with_chosen_model(order, algorithm, context)
     context.show(algorithm.client_state.own_model(vector_of(order), memory), memory.get("private"))
-    before = evaluate(context.network, context.tests, rows)
+    wanted = bool(order.settings.get("scores"))
+    before, sums = counted(context.network, context.tests, rows, scores=wanted)
     metrics = {"loss": before.loss, "accuracy": before.accuracy, "count": float(len(rows))}
     if order.settings.get("finetune_epochs"):
-        after = finetuned(order, algorithm, context, rows)
+        after, more = finetuned(order, algorithm, context, rows)
         metrics |= {"finetuned_loss": after.loss, "finetuned_accuracy": after.accuracy}
-    return replace(answer(order, context), metrics=metrics), memory
+        sums |= {f"finetuned/{name}": tensor for name, tensor in more.items()}
+    return replace(answer(order, context), metrics=metrics, sums=sums), memory
 
 
 ACTIONS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {

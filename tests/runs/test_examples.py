@@ -22,7 +22,7 @@ ENDINGS = {
     "numpy_arrays": r"of the test images are right; the digit 8: \d+ % \(\d+ of \d+; \d+-\d+\)",
     "torch_dataset": r"validation \d+\.\d % -> \d+\.\d %",
     "hf_datasets": r"\('east', 'north', 'south'\) 0\.\d+",
-    "folder_per_owner": r"taken for \d(.|\n)*\['README.md', 'config.json', 'model.safetensors', 'preprocessor_config.json'\]",
+    "folder_per_owner": r"taken for \d(.|\n)*\['README.md', 'config.json', 'model.safetensors'",
     "own_module": r"Net is yours again",
     "transformers_model": r"adapter \['README.md', 'adapter_config.json'(.|\n)*merged \['README.md', 'config.json'",
     "own_loss": r"cross_entropy: 0\.\d+\nfocal: 0\.\d+",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -47,10 +49,23 @@ class Data(Section):
     normalise: Literal["model", "imagenet", "cifar100"] = Field(
         "model", description="one normalisation for all splits; default: what the network was trained with"
     )
+    class_map: dict[str, str] | None = Field(
+        None, description="other names for classes, as a table or a TOML file: what is left stands for what is right"
+    )
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
     cache_features: bool = Field(True, description="keep the frozen trunk's outputs; equal within 1e-6, much faster")
+
+    @field_validator("class_map", mode="before")
+    @classmethod
+    def _read_map(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return tomllib.loads(Path(value).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"the file {value} is no map of class names ({error})") from None
 
 
 class Partition(Section):
@@ -84,7 +99,9 @@ class Model(Section):
         "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "random"] = Field("ridge", description="step 0: how the head starts")
+    head: Literal["ridge", "probe", "ncm", "cof", "random"] = Field(
+        "ridge", description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, at random"
+    )
     ridge: float | None = Field(
         None,
         gt=0,
@@ -150,7 +167,12 @@ class Lora(Section):
     alpha: float = Field(16.0, gt=0)
     targets: tuple[str, ...] = ("q", "v")
     dropout: float = Field(0.0, ge=0, lt=1)
-    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual"] = "mean"
+    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "core"] = Field(
+        "mean", description="svd: FlexLoRA; core: Fed-SB, only an r x r matrix between fixed factors trains"
+    )
+    ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="svd: ranks of the clients, dealt in turn")
+    core_from: Literal["gradient", "weights"] = Field("gradient", description="core: what the fixed factors follow")
+    core_images: int = Field(1024, ge=1, description="core_from=gradient: images to take it on, over all clients")
 
 
 class Trainable(Section):
@@ -191,6 +213,10 @@ class Local(Section):
     decoupled: bool = Field(False, description="sgdm: decay the weights instead of the gradient")
     clip: float | None = Field(None, gt=0, description="largest norm of the gradient on what may move")
     momentum_correction: bool = Field(False, description="divide the rate by the momentum's gain over J steps")
+    sampling: Literal["uniform", "balanced", "federation"] = Field(
+        "uniform",
+        description="balanced: draw every class of the client as often; federation: by its rarity among all clients",
+    )
     amp: Literal["float16", "bfloat16"] | None = Field(None, description="mixed precision; for GPUs")
 
     @model_validator(mode="after")
@@ -206,6 +232,9 @@ class Loss(Section):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     name: str = Field("cross_entropy", description="cross_entropy, or a registered name with options of its own")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    class_weights: Literal["own", "federation"] | None = Field(
+        None, description="rare classes weigh more: by the client's own counts, or by the sum over all clients"
+    )
 
 
 class Schedule(Section):
@@ -349,11 +378,23 @@ class Track(Section):
     )
 
 
+MetricName = Literal[
+    "accuracy", "top5", "balanced_accuracy", "sensitivity", "specificity", "f1", "auroc", "calibration_error",
+    "log_loss", "confusion",
+]  # fmt: skip
+
+
 class Config(Section):
     """One run."""
 
     name: str = Field("run", min_length=1, max_length=80, pattern=r"^[A-Za-z0-9._-]+$")
     seed: int = Field(0, ge=0)
+    metrics: tuple[MetricName, ...] = Field(
+        (), description="what is measured at the end, by class and client, each with a 95 % interval (docs/metrics.md)"
+    )
+    select: str = Field(
+        "accuracy", description="the metric on validation images that chooses the best round; of one class: f1:CLASS"
+    )
     device: str = Field("cpu", description="cpu, cuda, cuda:0")
     engine: Literal["auto", "reference", "batched", "flower-sim"] = Field(
         "auto",
@@ -380,6 +421,18 @@ class Config(Section):
     privacy: Privacy = Privacy()
     centralized: Centralized = Centralized()
     track: Track = Track()
+
+    @field_validator("select")
+    @classmethod
+    def _selectable(cls, value: str) -> str:
+        name, _, of = value.partition(":")
+        known = [one for one in get_args(MetricName) if one != "confusion"]
+        if name not in known or (name in ("sensitivity", "specificity") and not of):
+            raise ValueError(
+                f"select is one of {', '.join(known)}, sensitivity and specificity of a class (sensitivity:CLASS), "
+                f"not {value!r}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _given_features(self) -> Config:
@@ -411,10 +464,11 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
-        if self.partition.column == "site":
-            kept["partition"].pop("column")
-        if self.data.grey_window is None:
-            kept["data"].pop("grey_window")
-        if self.rounds.deadline is None:  # says nothing, so runs from before there was one keep their identity
-            kept["rounds"].pop("deadline")
+        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "rounds": ("deadline",),
+                 "data": ("class_map", "grey_window"), "partition": ("column",)}  # fmt: skip
+        for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
+            options, table = (getattr(self, section), kept[section]) if section else (self, kept)
+            for name in names:
+                if getattr(options, name) == type(options).model_fields[name].default:
+                    table.pop(name)
         return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()

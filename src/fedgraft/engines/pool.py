@@ -19,9 +19,7 @@ from fedgraft.client import ClientContext, ClientMemory, handle
 from fedgraft.engines.shared_memory import Parts, Work, Workers
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, pack, unpack
-
-ALIGNED = 256
-"""Rows that one worker prepares at a time; a multiple of the feature cache's block, so that no block is made twice."""
+from fedgraft.progress import EXTRACTION, asking, phase
 
 
 class Pool:
@@ -48,10 +46,10 @@ class Pool:
         """
         if len({order.client for order in orders}) < len(orders):
             raise FedgraftError("a client can carry out only one order at a time; send its orders one after another.")
+        name = lambda o: f"client {o.client} in round {o.round}"  # noqa: E731
         try:
-            answers = self._ready().map(
-                orders, self._send, _receive, lambda o: f"client {o.client} in round {o.round}", self.deadline
-            )
+            with asking(orders) as asked:
+                answers = self._ready().map(orders, self._send, _receive, name, self.deadline, asked.advance)
         except BaseException:
             self.close()
             raise
@@ -103,8 +101,8 @@ def _receive(order: Order, parts: Parts) -> tuple[Reply, ClientMemory]:
 class Preparable(Protocol):
     """Examples that keep what they compute in a file all processes share."""
 
-    def lacking(self, rows: Tensor) -> Tensor:
-        """The rows that still have to be computed."""
+    def portions(self, rows: Tensor) -> list[Tensor]:
+        """The rows that still have to be computed, cut so that nothing is computed in two of the parts."""
         ...
 
     def prepare(self, rows: Tensor | None = None) -> None:
@@ -114,18 +112,21 @@ class Preparable(Protocol):
 
 def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
     """Fill the feature cache for these rows with so many processes; the stored bytes do not depend on their number."""
-    rows = examples.lacking(rows)
-    if not len(rows):
-        return
-    ordered = rows.unique()  # sorted
-    groups = ordered.split(torch.unique_consecutive(ordered // ALIGNED, return_counts=True)[1].tolist())
-    if workers == 1 or len(groups) < 2:
-        examples.prepare(rows)
+    parts_of = examples.portions(rows)
+    if workers == 1 or len(parts_of) < 2:
+        if parts_of:
+            examples.prepare(torch.cat(parts_of))
         return
 
     def work(parts: Parts) -> list[bytes]:
         examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
         return []
 
-    with Workers(work, min(workers, len(groups))) as team:
-        team.map(groups, lambda g: [g.numpy().tobytes()], lambda g, parts: None, lambda g: f"rows from {int(g[0])} on")
+    total = sum(map(len, parts_of))
+    with Workers(work, min(workers, len(parts_of))) as team, phase(EXTRACTION, total, "images") as told:
+        team.map(
+            parts_of,
+            lambda g: [g.numpy().tobytes()],
+            lambda g, parts: told.advance(len(g)),
+            lambda g: f"rows from {int(g[0])} on",
+        )

@@ -12,10 +12,12 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import rich
 from torch import Tensor, nn
 
 import fedgraft.models
@@ -30,11 +32,12 @@ from fedgraft.errors import FedgraftError
 from fedgraft.identity import digest
 from fedgraft.models import original
 from fedgraft.models.network import VisionNetwork
+from fedgraft.report.display import LiveProgress
 from fedgraft.runs import checkpoint
 from fedgraft.runs.adapted import Adapted, reopened
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.deliver import deliver
-from fedgraft.runs.job import Job, job_of, transform_for
+from fedgraft.runs.job import Job, head_only, job_of, transform_for
 from fedgraft.runs.predict import Measured, Prediction, Predictor, files_of
 from fedgraft.runs.run import run_job
 from fedgraft.runs.run_folder import RunFolder
@@ -153,7 +156,7 @@ def run(
         place = Path(folder) if folder is not None else Path("runs") / f"{job.config.name}-{job.config.digest}"
     else:
         data, network = _clients(clients), fedgraft.models.model(model, seed=seed)
-        config = _config(algorithm, data, rounds, seed, engine, workers, options)
+        config = head_only(_config(algorithm, data, rounds, seed, engine, workers, options), algorithm)
         made = lambda: network.with_head(data.classes, seed)  # noqa: E731
         job = _job(algorithm, network if network.classes == data.classes else made(), data, config, augment)
         place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="fedgraft-")) / "run"
@@ -192,14 +195,15 @@ def _finished(
     callbacks: Sequence[Callback],
     made: Callable[[], VisionNetwork] | None,
 ) -> Result:
-    if job.config.engine == "flower-sim":
-        from fedgraft.deploy.flower_apps import simulate
+    with nullcontext(progress) if progress is not None else LiveProgress(rich.get_console()) as shown:
+        if job.config.engine == "flower-sim":
+            from fedgraft.deploy.flower_apps import simulate
 
-        summary, done = simulate(job.config, folder, progress), None
-    else:
-        summary, done = run_job(
-            lambda: (job, None), folder, job.identity, to_toml(job.config), progress, progress is None, callbacks
-        )
+            summary, done = simulate(job.config, folder, shown), None
+        else:
+            summary, done = run_job(
+                lambda: (job, None), folder, job.identity, to_toml(job.config), shown, progress is None, callbacks
+            )
     record = RunFolder.open(folder)
     found = checkpoint.load_latest(record.checkpoints, job.identity)
     if found is None:

@@ -10,6 +10,7 @@ from fedgraft.edit import edit_file
 from fedgraft.errors import FedgraftError
 from fedgraft.models.card import Card
 from fedgraft.models.export import appearing, export, write_labels
+from fedgraft.progress import phase
 from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.edit_files import edit_of
 from fedgraft.runs.run_folder import RunFolder
@@ -28,7 +29,8 @@ def deliver(found: Adapted, summary: Summary, to: Path | str, kind: str = "merge
     """What was trained, in a new folder: the whole model (merged), an adapter, or the edit alone."""
     if kind not in KINDS:
         raise FedgraftError(f"a model cannot be exported as {kind!r}; choose {', '.join(KINDS)}.")
-    return KINDS[kind](found, card_of(found, summary), Path(to), name)
+    with phase("export"):
+        return KINDS[kind](found, card_of(found, summary), Path(to), name)
 
 
 def _merged(found: Adapted, card: Card, to: Path, name: str) -> Path:

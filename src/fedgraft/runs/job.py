@@ -20,8 +20,11 @@ from fedgraft.data.federated import FederatedData
 from fedgraft.data.images.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
+from fedgraft.errors import FedgraftError
 from fedgraft.models.network import VisionNetwork
+from fedgraft.progress import phase
 from fedgraft.protocols import Examples
+from fedgraft.report.metrics import check_metric
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
 from fedgraft.server import sample
@@ -42,6 +45,15 @@ class Job:
     """The parts came from Python: the folder's config.toml alone cannot build them again."""
     wrap: Callable[[Job, Any, Any], Any] | None = None
     """`wrap(job, opening, engine)` puts something between the server and its clients, such as attackers."""
+
+    def __post_init__(self) -> None:
+        """Refuse a choice of metrics that these classes do not have."""
+        check_metric(self.config.select, self.task.data.dataset.classes)
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """What the clients are called: their sites, or their numbers."""
+        return self.task.data.client_names
 
     @property
     def model(self) -> VisionNetwork:
@@ -88,16 +100,32 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
-    data = federate(config) if data is None else data
+    config = head_only(config, algorithm)
+    with phase("reading the data"):
+        data = federate(config) if data is None else data
     if data.clients != config.partition.clients:  # the data says who its owners are
         config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
         algorithm = build_algorithm(config)
-    network = build_network(config, data.dataset).to(device_named(config.device))
+    with phase("loading the network"):
+        network = build_network(config, data.dataset).to(device_named(config.device))
     algorithm.trainable.check(network)
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
     federation = replace(build_federation(config, data.largest), run=identity)
     return Job(config, algorithm, task, federation, identity)
+
+
+def head_only(config: Config, algorithm: Algorithm) -> Config:
+    """The config of an algorithm that is a head in one exchange: its way to make the head, and no round."""
+    made = algorithm.closed_form
+    if not made:
+        return config
+    if "head" in config.model.model_fields_set and config.model.head != made:
+        raise FedgraftError(
+            f"{algorithm.name} is the head model.head={made!r} itself, and model.head={config.model.head!r} is "
+            "another; leave one of the two out."
+        )
+    return validate(merge(config.table, {"model": {"head": made}, "rounds": {"total": 0}}))
 
 
 def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:

@@ -136,7 +136,7 @@ class Predictor:
                 f"model does not know: {', '.join(known)[:200]}"
             )
         skipped: list[tuple[str, str]] = list(opened.skipped)
-        examples = examples_of(readable(whole, skipped, rule=self.transform.rule), self.transform)
+        examples = examples_of(readable(whole, skipped, self.transform.rule), self.transform)
         places = torch.tensor([known.get(name, -1) for name in whole.classes])
         examples.labels = places[examples.labels]
         return self.measure(examples, skipped)

@@ -30,7 +30,8 @@ def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
 def report_run(record: RunFolder, job: Job) -> None:
     """The report of a finished run."""
     try:
-        write_report(record.path, partition=job.task.data.histogram(), classes=job.task.data.dataset.classes)
+        data = job.task.data
+        write_report(record.path, partition=data.histogram(), classes=data.dataset.classes, clients=data.client_names)
     except OSError as error:
         raise FedgraftError(
             f"the run is finished and its results are stored, but its report could not be written "
@@ -65,7 +66,7 @@ def keep_skipped(folder: Path, data: FederatedData) -> None:
 
 def note_of(start: float | None, best: Best, rounds: int, private: bool) -> dict[str, str]:
     """A sentence for the first line of the result where no round beat the start; nothing where one did."""
-    if not rounds or start is None or best.round < 0 or best.accuracy > start:
+    if not rounds or start is None or not (best.round == 0 or (private and 0 <= best.accuracy <= start)):
         return {}
     told = f"no round beat the model that the run began with ({100 * start:.1f} % on validation images)"
     then = "so that one is delivered"

@@ -174,7 +174,7 @@ def test_parquet_with_any_column_names_sites_and_groups(tmp_path: Path) -> None:
     check(parquet(tmp_path / "d", **told, site="hospital", group="patient"), sites=True)
     plain = parquet(tmp_path / "d", **told)
     assert set(plain.train.columns) == {"hospital", "patient"} and plain.train.sites is None
-    with pytest.raises(FedgraftError, match="no column clinic; .*: hospital, patient"):
+    with pytest.raises(FedgraftError, match=r"no column clinic; .*: hospital, patient"):
         parquet(tmp_path / "d", **told, site="clinic")
     with pytest.raises(FedgraftError, match="columns scan, diagnosis, hospital, patient"):
         parquet(tmp_path / "d")

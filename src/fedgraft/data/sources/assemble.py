@@ -9,7 +9,6 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from fedgraft.data.images.originals import Originals
-from fedgraft.data.images.pixel_store import Progress
 from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.images.store import ImageStore, store_of
 from fedgraft.data.labelled import check_columns, numbered_parts
@@ -42,7 +41,6 @@ class Making(TypedDict, total=False):
     test_share: float  # of a source without a test set, stratified; no group is separated
     seed: int  # of that cut
     unreadable: Literal["refuse", "skip"]
-    progress: Progress | None  # told how far the search for unreadable images is
 
 
 @dataclass(frozen=True)
@@ -69,19 +67,14 @@ def assemble(
 
 
 def finish(
-    name: str,
-    stores: Sequence[Store],
-    test_share: float = 0.2,
-    seed: int = 0,
-    unreadable: str = "refuse",
-    progress: Progress | None = None,
+    name: str, stores: Sequence[Store], test_share: float = 0.2, seed: int = 0, unreadable: str = "refuse"
 ) -> Dataset:
     """The dataset of one or two stores: unreadable images left out on request, a test set cut if there is none."""
     skipped: list[tuple[str, str]] = []
     if unreadable not in ("refuse", "skip"):
         raise FedgraftError(f"unreadable images can be met by 'refuse' or 'skip', not by {unreadable!r}.")
     if unreadable == "skip":
-        stores = [readable(store, skipped, progress) for store in stores]
+        stores = [readable(store, skipped) for store in stores]
     train, test = stores if len(stores) == 2 else cut(stores[0], test_share, seed)
     return Dataset(name, train, test, tuple(skipped))
 
@@ -102,11 +95,9 @@ def strata(store: Store) -> np.ndarray:
     return site.reshape(-1) * len(store.classes) + store.labels
 
 
-def readable(
-    store: Store, skipped: list[tuple[str, str]], progress: Progress | None = None, rule: PixelRule | None = None
-) -> Store:
+def readable(store: Store, skipped: list[tuple[str, str]], rule: PixelRule | None = None) -> Store:
     """The rows that can be read; where the others are, and why they cannot, is added to `skipped`."""
-    if not isinstance(store, ImageStore) or not (bad := store.unreadable(progress, rule)):
+    if not isinstance(store, ImageStore) or not (bad := store.unreadable(rule)):
         return store
     if len(bad) == len(store):
         raise FedgraftError(
