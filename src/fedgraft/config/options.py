@@ -37,6 +37,9 @@ class Data(Section):
     resize: Literal["model", "crop", "squash"] = Field(
         "model", description="how images get the network's size; default: as the network was trained, else crop"
     )
+    grey_window: tuple[float, float] | None = Field(
+        None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
+    )
     unreadable: Literal["refuse", "skip"] | None = Field(
         None, description="images that cannot be read: refuse the data (the default), or leave them out and say so"
     )
@@ -71,6 +74,7 @@ class Partition(Section):
     kind: Literal[
         "iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"
     ] = Field("stratified", description="by_site: one client per owner, as the data's site column says")  # fmt: skip
+    column: str = Field("site", description="kind=by_site: the column of the data that says whose each row is")
     clients: int = Field(10, ge=1, description="K, the number of clients")
     classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")
     shards_per_client: int = Field(2, ge=1, description="kind=shards: s")
@@ -462,8 +466,8 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
-        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "data": ("class_map",),
-                 "rounds": ("deadline",)}  # fmt: skip
+        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "rounds": ("deadline",),
+                 "data": ("class_map", "grey_window"), "partition": ("column",)}  # fmt: skip
         for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
             options, table = (getattr(self, section), kept[section]) if section else (self, kept)
             for name in names:

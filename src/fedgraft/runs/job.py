@@ -17,8 +17,7 @@ from fedgraft.config.options import Config
 from fedgraft.context import ClientContext
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.transforms import STATISTICS, Transform
+from fedgraft.data.images.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.errors import FedgraftError
@@ -55,6 +54,16 @@ class Job:
     def client_names(self) -> tuple[str, ...]:
         """What the clients are called: their sites, or their numbers."""
         return self.task.data.client_names
+
+    @property
+    def model(self) -> VisionNetwork:
+        """The network, with a head for the data's classes."""
+        return self.task.network
+
+    @property
+    def clients(self) -> FederatedData:
+        """The data, divided."""
+        return self.task.data
 
     @property
     def cohort(self) -> list[int]:
@@ -122,8 +131,6 @@ def head_only(config: Config, algorithm: Algorithm) -> Config:
 def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:
     """How images reach this network: by its own preprocessing where its folder names one, else cropped."""
     d, own = config.data, (network.mean, network.std)
-    rule = PixelRule(network.image_size, "squash" if d.resize == "squash" else "crop")
-    if d.resize == "model" and network.preprocessor is not None:
-        rule = PixelRule.from_preprocessor(network.preprocessor, network.image_size)
+    rule = rule_for(network, d.resize, d.grey_window)
     mean, std = STATISTICS.get(d.normalise, own)
     return Transform(rule, tuple(d.augment if augment is None else augment), tuple(mean), tuple(std))  # type: ignore[arg-type]
