@@ -9,7 +9,7 @@ from typing import Any
 from fedgraft.aggregate.server_rules import ServerRule, plain
 from fedgraft.aggregate.slots import Aggregator, Mixing, Observe, Weighting, by_examples, mean
 from fedgraft.edit.dense import everything
-from fedgraft.edit.trainable import Trainable
+from fedgraft.edit.trainable import HEAD, Trainable
 from fedgraft.errors import FedgraftError
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.train import LocalTraining
@@ -66,6 +66,23 @@ class Algorithm:
                 raise FedgraftError(f"{self.name}: {why}")
 
     @property
+    def lr(self) -> float:
+        """The learning rate: as given, else the one that suits what trains."""
+        own = self.trainable.rates
+        return self.local.lr or (own.adamw if self.local.optimizer.adaptive else own.sgdm)
+
+    @property
+    def leaves_head_rate(self) -> bool:
+        """The head trains, and nobody said at which rate."""
+        open_ended = self.local.lr is None or (self.trainable.rates.small and self.trainable.trains_body)
+        return self.trainable.trains_head and open_ended and self.local.head_lr is None
+
+    @property
+    def divides_by_steps(self) -> bool:
+        """Updates are divided by one number of effective steps for all weights."""
+        return self.local.correction.needs_effective_steps or any(link.needs_effective_steps for link in self.update)
+
+    @property
     def wants(self) -> tuple[Observe, ...]:
         """Every observation clients are asked for."""
         return (*self.weighting.wants, *self.aggregate.wants)
@@ -90,6 +107,21 @@ def vary(algorithm: Algorithm, **slots: Any) -> Algorithm:
     if local:
         slots["local"] = replace(slots.get("local", algorithm.local), **local)
     return replace(algorithm, **slots)
+
+
+def settled(algorithm: Algorithm, curvature: float | None = None) -> Algorithm:
+    """The algorithm with its learning rates written out: what was left open gets what suits the trainable kind.
+
+    The head's rate is a fifth of the inverse of its `curvature`; where that is unknown, or steps are adaptive, a
+    constant. Normalised updates and control variates divide by one number of steps for all weights: one rate.
+    """
+    local, kind, lr = algorithm.local, algorithm.trainable, algorithm.lr
+    adaptive = local.optimizer.adaptive
+    head = 0.001 if adaptive else HEAD if curvature is None else 0.2 / curvature
+    if not kind.trains_body:
+        return vary(algorithm, lr=local.lr or head)
+    own = algorithm.leaves_head_rate and not algorithm.divides_by_steps
+    return vary(algorithm, lr=lr, head_lr=head / lr if own else local.head_lr)
 
 
 def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
@@ -151,8 +183,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             f"{a.local.optimizer.name} with these options does not say; use sgdm without dampening.",
         ),
         (
-            a.local.head_lr is not None
-            and (correction.needs_effective_steps or any(link.needs_effective_steps for link in a.update)),
+            a.local.head_lr is not None and a.divides_by_steps,
             "normalised updates and control variates divide by one number of steps for all weights, and the head has a "
             "rate of its own; leave local.head_lr out.",
         ),

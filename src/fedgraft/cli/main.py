@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli import advise as cli_advise
 from fedgraft.cli import attack as cli_attack
 from fedgraft.cli import deploy as cli_deploy
 from fedgraft.cli import edit as cli_edit
@@ -271,6 +272,7 @@ def options() -> None:
         typer.echo(line)
 
 
+app.command()(cli_advise.advise)
 app.command()(cli_attack.attack)
 app.command("find-lr")(cli_sweep.find_lr)
 app.command()(cli_predict.predict)

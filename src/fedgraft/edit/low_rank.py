@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.edit.lora import attach
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
-from fedgraft.edit.trainable import Ask, Opened, check_blocks, is_head
+from fedgraft.edit.trainable import Ask, Opened, Rates, check_blocks, is_head
 from fedgraft.messages import pack_bits
 from fedgraft.protocols import Network
 from fedgraft.registry import TRAINABLES
@@ -31,6 +31,7 @@ class LowRank:
     freeze_blocks: int = 0
     seed: int = 0
     kind = "lora"
+    rates = Rates(0.05, 0.003, small=True)
     trains_body = True
     scores_data = False
 

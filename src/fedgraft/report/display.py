@@ -53,7 +53,9 @@ class LiveProgress:
 
 
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
-    """The final table of a run; what it did not measure is left out."""
+    """The final table of a run; what it did not measure is left out. Where nothing was gained, that comes first."""
+    if note := summary.get("note"):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     test, found = summary.get("test") or {}, summary.get("metrics") or {}
     rows = {f"test {label(key)}": " - ".join(metric(value)) for key, value in found.items() if value and ":" not in key}
     if test.get("accuracy") is not None and "test accuracy" not in rows:

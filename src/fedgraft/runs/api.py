@@ -147,7 +147,7 @@ def run(
     transform = transform_for(network, config, augment)
     task = Task(network, clients, transform, "objects")
     identity = "objects-" + _digest([config.digest, digest(network), *clients.identity, transform.digest, algorithm])
-    federation = replace(build_federation(config, clients.largest), run=identity)
+    federation = replace(build_federation(config, algorithm.lr, clients.largest), run=identity)
     job = Job(config, algorithm, task, federation, identity, from_objects=True)
     place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="fedgraft-")) / "run"
     return _finished(job, place, progress, callbacks)
@@ -189,7 +189,8 @@ def _config(
     options: Mapping[str, Any],
 ) -> Config:
     """The options of a run as a config; the three objects stand beside it."""
-    local = {"lr": algorithm.local.lr, "batch_size": algorithm.local.batch_size}
+    given = {"lr": algorithm.local.lr, "batch_size": algorithm.local.batch_size}
+    local = {key: value for key, value in given.items() if value is not None}
     base = {
         "seed": seed, "engine": engine, "workers": workers, "local": local,
         "partition": {"clients": clients.clients}, "rounds": {"total": rounds},

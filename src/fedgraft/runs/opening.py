@@ -16,13 +16,15 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
 from fedgraft.aggregate.slots import Answers
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.algorithm import Algorithm, settled, vary
 from fedgraft.collect import ServerContext
+from fedgraft.config.build import schedule
 from fedgraft.context import ClientContext, shared_and_private
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.trainable import Opened
 from fedgraft.errors import FedgraftError
+from fedgraft.local.features import features
 from fedgraft.messages import Order, Reply, Scalar
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
@@ -71,6 +73,10 @@ def open_run(
     """Open the job's edit space. Without engines nobody is asked, so `saved` must hold what the kind needs."""
     task, config, network = job.task, job.config, job.task.network
     head = torch.cat([network.head.weight.detach(), network.head.bias.detach()[:, None]], 1).cpu().clone()
+    algorithm, federation, factor = job.algorithm, job.federation, 1.0
+    if engines is not None:  # only who trains needs rates
+        algorithm = settled(algorithm, head_curvature(job))
+        federation = replace(federation, schedule=schedule(config, algorithm.lr))
     ask = None if engines is None else FederationAsk(job, engines)
     opened = job.algorithm.trainable.open(network, ask, saved)
     for note in opened.notes:
@@ -80,14 +86,15 @@ def open_run(
     space, private = shared_and_private(job.algorithm, network, opened.space)
     if job.algorithm.privacy.dp is not None:  # noise would make variances negative: statistics stay as they are
         space = EditSpace(space.parts)
-    algorithm = job.algorithm if opened.aggregate is None else vary(job.algorithm, aggregate=opened.aggregate)
-    federation, factor = job.federation, 1.0
+    algorithm = algorithm if opened.aggregate is None else vary(algorithm, aggregate=opened.aggregate)
     if config.trainable.match_norm is not None:
         rows = task.judging_rows[:256]
         factor = min(config.trainable.match_norm, norm_ratio(network, space, task.eval_images, rows))
         log.info("update-norm matching: the learning rate is raised %.2f times", factor)
         old = federation.schedule
         federation = replace(federation, schedule=lambda t, total, history: factor * old(t, total, history))
+        if algorithm.local.head_lr is not None:  # the head has its own rate, which is not raised
+            algorithm = vary(algorithm, head_lr=algorithm.local.head_lr / factor)
     entry = task.entry_for(space, config, algorithm)
     held = task.data.validation_rows
     context = ClientContext(
@@ -102,6 +109,19 @@ def open_run(
         lambda answers: align(job, context, answers),
     )  # fmt: skip
     return Opening(algorithm, federation, opened, context, server_context, head, factor)
+
+
+def head_curvature(job: Job, count: int = 128) -> float | None:
+    """The largest second derivative of a linear head's loss at even predictions: λ_max(E[x xᵀ]) over the classes.
+
+    From some validation images; None where the server has none.
+    """
+    rows, task = job.task.data.validation_rows[:count], job.task
+    if not len(rows) or not job.algorithm.leaves_head_rate:
+        return None
+    found = torch.cat([x for _, x in features(task.network, task.eval_images, rows)])  # (n, width)
+    largest = float(torch.linalg.matrix_norm(found.double(), 2)) ** 2 / len(found)
+    return largest / task.network.classes or None
 
 
 class FederationAsk:

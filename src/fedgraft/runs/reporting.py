@@ -44,5 +44,11 @@ def describe(job: Job, opening: Opening) -> str:
     kind = "one model per client" if opening.algorithm.aggregate.personal else "one model"
     return (
         f"{opening.algorithm.name}: {space.trained:,} of {total:,} weights train, "
-        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}"
+        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}, {rates(opening)}"
     )
+
+
+def rates(opening: Opening) -> str:
+    """The learning rates as they are, whoever chose them."""
+    lr, head = opening.algorithm.lr * opening.rate_factor, opening.algorithm.local.head_lr
+    return f"rate {lr:.3g}" if head is None else f"rate {lr:.3g}, the head's {lr * head:.3g}"
