@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.client_secure import secure_stage
-from fedgraft.client_train import finetuned, outcome
+from fedgraft.client_train import finetuned, outcome, with_chosen_model
 from fedgraft.context import ClientContext, ClientMemory, answer, give_stream, vector_of
 from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import evaluate
@@ -62,10 +62,8 @@ def _evaluate(
     if context.tests is None or context.test_rows is None:
         raise FedgraftError(f"client {order.client} has no test rows of its own to evaluate on")
     rows = context.test_rows(order.client)
-    vector = vector_of(order)
-    if algorithm.client_state.second_model is not None:
-        vector = memory.get("personal", vector)
-    context.show(vector, memory.get("private"))
+    order, _ = with_chosen_model(order, algorithm, context)
+    context.show(algorithm.client_state.own_model(vector_of(order), memory), memory.get("private"))
     before = evaluate(context.network, context.tests, rows)
     metrics = {"loss": before.loss, "accuracy": before.accuracy, "count": float(len(rows))}
     if order.settings.get("finetune_epochs"):

@@ -59,7 +59,8 @@ class Measure:
             "finetune_lr": p.finetune_lr, "finetune_batch": p.finetune_batch, "lr": p.finetune_lr,
         }  # fmt: skip
         clients = [k for k in range(f.clients) if len(self.job.task.data.test_rows(k))]
-        orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), {}, settings) for k in clients]
+        given = self.opening.algorithm.aggregate.gives(state)
+        orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients]
         replies = [r for r in self.engine.exchange(orders) if isinstance(r, Reply)]
         found: dict[str, float] = {}
         for key in ("accuracy", "finetuned_accuracy"):
