@@ -12,7 +12,7 @@ from fedgraft.edit.trainable import HEAD, Ask, Opened, Rates, check_blocks, froz
 from fedgraft.protocols import Network
 from fedgraft.registry import TRAINABLES
 
-PLAIN, DEEP = Rates(), Rates(0.002, 0.0001)
+PLAIN, DEEP = Rates(), Rates(0.001, 0.0001)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def last_blocks(blocks: int = 2, head: bool = True) -> Dense:
     def wanted(network: Network, name: str) -> bool:
         return head if is_head(network, name) else network.block_of(name) >= network.depth - blocks
 
-    return Dense("last_blocks", wanted, head, True, blocks=blocks, rates=Rates(0.003, 0.0003))
+    return Dense("last_blocks", wanted, head, True, blocks=blocks, rates=Rates(0.001, 0.0003))
 
 
 TRAINABLES |= {"everything": everything, "head": head, "body": body, "last_blocks": last_blocks}

@@ -31,7 +31,7 @@ class LowRank:
     freeze_blocks: int = 0
     seed: int = 0
     kind = "lora"
-    rates = Rates(0.05, 0.003, small=True)
+    rates = Rates(0.03, 0.003, small=True)
     trains_body = True
     scores_data = False
 

@@ -60,7 +60,7 @@ class Sparse:
     freeze_blocks: int = 0
     seed: int = 0
     kind = "sparse"
-    rates = Rates(0.2, 0.001, small=True)  # what matters little has to move far
+    rates = Rates(0.1, 0.001, small=True)  # what matters little has to move far
     trains_body = True
 
     @property
