@@ -12,7 +12,7 @@ from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.server_rules import ServerRule, plain
 from fedgraft.aggregate.slots import Aggregator, Mixing, Observe, Weighting, by_examples, mean
 from fedgraft.edit.dense import everything
-from fedgraft.edit.trainable import HEAD, Trainable
+from fedgraft.edit.trainable import Trainable
 from fedgraft.errors import FedgraftError
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.losses import Loss, cross_entropy
@@ -73,6 +73,12 @@ class Algorithm:
     privacy: Protection = CLEAR
     fixed_head: bool = False
     """The head stays at its start, as in FedBABU: a kind that trains it contradicts the algorithm."""
+    download: float | None = None
+    """Share of the coordinates that orders carry: those farthest from the run's start, which clients know (FLASC)."""
+    own_kind: bool = False
+    """What trains is part of the algorithm (Fed-SB: low-rank cores), so a config that says nothing keeps it."""
+    closed_form: str = ""
+    """The whole algorithm is this way to make a head (a value of model.head) in one exchange; no round is trained."""
 
     def __post_init__(self) -> None:
         for wrong, why in _illegal(self):
@@ -95,6 +101,11 @@ class Algorithm:
     def divides_by_steps(self) -> bool:
         """Updates are divided by one number of effective steps for all weights."""
         return self.local.correction.needs_effective_steps or any(link.needs_effective_steps for link in self.update)
+
+    @property
+    def federation_counts(self) -> bool:
+        """Clients need the class counts of all of them together."""
+        return self.loss.federation_counts or self.local.federation_counts
 
     @property
     def wants(self) -> tuple[Observe, ...]:
@@ -124,21 +135,6 @@ def vary(algorithm: Algorithm, **slots: Any) -> Algorithm:
     return replace(algorithm, **slots)
 
 
-def settled(algorithm: Algorithm, curvature: float | None = None) -> Algorithm:
-    """The algorithm with its learning rates written out: what was left open gets what suits the trainable kind.
-
-    The head's rate is a fifth of the inverse of its `curvature`; where that is unknown, or steps are adaptive, a
-    constant. Normalised updates and control variates divide by one number of steps for all weights: one rate.
-    """
-    local, kind, lr = algorithm.local, algorithm.trainable, algorithm.lr
-    adaptive = local.optimizer.adaptive
-    head = 0.001 if adaptive else HEAD if curvature is None else 0.2 / curvature
-    if not kind.trains_body:
-        return vary(algorithm, lr=local.lr or head)
-    own = algorithm.leaves_head_rate and not algorithm.divides_by_steps
-    return vary(algorithm, lr=lr, head_lr=head / lr if own else local.head_lr)
-
-
 def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
     """Each rule: is it broken, and one sentence why it is one."""
     hidden, private = a.privacy.hidden, a.privacy.dp is not None
@@ -153,6 +149,15 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             a.fixed_head and not a.trainable.trains_body,
             f"nothing would train: the head stays at its start and trainable.kind={a.trainable.kind!r} has no body.",
+        ),
+        (
+            bool(a.closed_form) and a.trainable.trains_body,
+            f"this is a head on the untouched backbone, and trainable.kind={a.trainable.kind!r} would train more; "
+            f"leave it out, or start another algorithm from this head (model.head={a.closed_form!r}).",
+        ),
+        (
+            a.download is not None and (a.trainable.partial or a.aggregate.personal or a.aggregate.several or kept),
+            "orders that carry only the farthest coordinates need one common model that every client starts from.",
         ),
         (
             hidden and not a.aggregate.linear,
@@ -259,6 +264,11 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             bool(a.trainable.needs_each)
             and (hidden or a.aggregate.personal or not a.server.memoryless or _other_rule(a.aggregate)),
             f"{a.trainable.needs_each}.",
+        ),
+        (
+            private and a.federation_counts,
+            "the privacy account does not cover the class counts of the federation; use loss.class_weights='own' or "
+            "local.sampling='balanced'.",
         ),
         (
             private and not a.aggregate.is_mean,

@@ -1,4 +1,4 @@
-"""Statistics of batch norm outside the edit: one checkpoint tests the same whoever opens it, with any number of workers."""
+"""Statistics of batch norm outside the edit: one checkpoint tests the same, with any number of workers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SPARSE = ["trainable.kind=sparse", "trainable.sparse.samples=16", "trainable.spa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["trainable.kind=head"], ["trainable.kind=last_blocks", "trainable.blocks=1"], SPARSE])
+@pytest.mark.parametrize(
+    "words", [["trainable.kind=head"], ["trainable.kind=last_blocks", "trainable.blocks=1"], SPARSE]
+)
 def test_a_checkpoint_tests_the_same_with_one_and_two_workers(words: list[str], tmp_path: Path) -> None:
     with without_pictures():
-        found = [
-            run(load(None, [*RESNET, *words, f"workers={n}"]), tmp_path / str(n), console=False) for n in (1, 2)
-        ]
+        found = [run(load(None, [*RESNET, *words, f"workers={n}"]), tmp_path / str(n), console=False) for n in (1, 2)]
     assert found[0]["test"] == found[1]["test"]
     ours, theirs = (tensors_of(tmp_path / str(n)) for n in (1, 2))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

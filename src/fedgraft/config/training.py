@@ -66,7 +66,12 @@ class Lora(Section):
     alpha: float = Field(16.0, gt=0)
     targets: tuple[str, ...] = ("q", "v")
     dropout: float = Field(0.0, ge=0, lt=1)
-    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual"] = "mean"
+    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "core"] = Field(
+        "mean", description="svd: FlexLoRA; core: Fed-SB, only an r x r matrix between fixed factors trains"
+    )
+    ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="svd: ranks of the clients, dealt in turn")
+    core_from: Literal["gradient", "weights"] = Field("gradient", description="core: what the fixed factors follow")
+    core_images: int = Field(1024, ge=1, description="core_from=gradient: images to take it on, over all clients")
 
 
 class Trainable(Section):
@@ -111,6 +116,10 @@ class Local(Section):
     decoupled: bool = Field(False, description="sgdm: decay the weights instead of the gradient")
     clip: float | None = Field(None, gt=0, description="largest norm of the gradient on what may move")
     momentum_correction: bool = Field(False, description="divide the rate by the momentum's gain over J steps")
+    sampling: Literal["uniform", "balanced", "federation"] = Field(
+        "uniform",
+        description="balanced: draw every class of the client as often; federation: by its rarity among all clients",
+    )
     amp: Literal["float16", "bfloat16"] | None = Field(None, description="mixed precision; for GPUs")
 
     @field_validator("lr", "head_lr", mode="before")
@@ -131,6 +140,9 @@ class Loss(Section):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     name: str = Field("cross_entropy", description="cross_entropy, or a registered name with options of its own")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    class_weights: Literal["own", "federation"] | None = Field(
+        None, description="rare classes weigh more: by the client's own counts, or by the sum over all clients"
+    )
 
 
 class Schedule(Section):

@@ -64,7 +64,7 @@ class Opened:
     """Sentences for the log."""
 
 
-HEAD = 0.003  # of a linear head where nothing is known of its features; else `algorithm.settled` says it
+HEAD = 0.003  # of a linear head where nothing is known of its features; else `runs/rates.py` says it
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
 from fedgraft.aggregate.slots import Answers
-from fedgraft.algorithm import Algorithm, settled, vary
+from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext
 from fedgraft.config.build import schedule
 from fedgraft.context import ClientContext, shared_and_private
@@ -24,7 +24,6 @@ from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.trainable import Opened
 from fedgraft.errors import FedgraftError
-from fedgraft.local.features import features
 from fedgraft.messages import Order, Reply, Scalar
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
@@ -34,9 +33,11 @@ from fedgraft.randomness import torch_stream
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.kept import kept_tensors
+from fedgraft.runs.rates import head_curvature, settled
 from fedgraft.state import Federation
 
 log = logging.getLogger("fedgraft")
+COUNTS = "class_counts"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,10 @@ def open_run(
         algorithm = settled(algorithm, head_curvature(job))
         federation = replace(federation, schedule=schedule(config, algorithm.lr))
     ask = None if engines is None else FederationAsk(job, engines)
+    counts, saved = _class_counts(job, engines, saved)
     opened = job.algorithm.trainable.open(network, ask, saved)
+    if counts is not None:
+        opened = replace(opened, stored={**opened.stored, COUNTS: counts})
     for note in opened.notes:
         log.info(note)
     if engines is not None:
@@ -102,26 +106,29 @@ def open_run(
         task.at_entry(task.test_images, entry), task.data.test_rows, private,
         None if private is None else private.gather(network),
         make_probe(job) if probe is None else probe,
-        sends_buffers=opened.sends_buffers, held=lambda client: held,
+        origin=space.gather(network) if algorithm.download is not None else None,
+        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts,
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
-        lambda answers: align(job, context, answers),
+        context.origin, lambda answers: align(job, context, answers),
     )  # fmt: skip
     return Opening(algorithm, federation, opened, context, server_context, head, factor)
 
 
-def head_curvature(job: Job, count: int = 128) -> float | None:
-    """The largest second derivative of a linear head's loss at even predictions: λ_max(E[x xᵀ]) over the classes.
+def _class_counts(
+    job: Job, engines: Engines | None, saved: Mapping[str, Tensor] | None
+) -> tuple[Tensor | None, Mapping[str, Tensor] | None]:
+    """The federation's class counts, where clients need them: asked for, or as saved; and the rest of what was saved.
 
-    From some validation images; None where the server has none.
+    Under secure aggregation only their sum is opened.
     """
-    rows, task = job.task.data.validation_rows[:count], job.task
-    if not len(rows) or not job.algorithm.leaves_head_rate:
-        return None
-    found = torch.cat([x for _, x in features(task.network, task.eval_images, rows)])  # (n, width)
-    largest = float(torch.linalg.matrix_norm(found.double(), 2)) ** 2 / len(found)
-    return largest / task.network.classes or None
+    if not job.algorithm.federation_counts:
+        return None, saved
+    if saved is not None:
+        return saved[COUNTS], {name: tensor for name, tensor in saved.items() if name != COUNTS}
+    assert engines is not None
+    return engines.sums(job.scoring_context).ask("class_counts")["counts"], None
 
 
 class FederationAsk:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedgraft import server, zoo
-from fedgraft.algorithm import settled, vary
+from fedgraft.algorithm import vary
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import load
 from fedgraft.edit.dense import DEEP
@@ -20,6 +20,7 @@ from fedgraft.local.train import LocalTraining
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import open_run
+from fedgraft.runs.rates import settled
 from fedgraft.runs.reporting import describe
 
 OWN = {"fedbabu": "body", "fedshibu": "body", "fedper": "everything", "fedrep": "everything"}
