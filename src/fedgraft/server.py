@@ -46,6 +46,8 @@ def instruct(
 ) -> list[Order]:
     """One training order per client of the cohort; `origin` is the model the run began with."""
     settings: dict[str, Scalar] = {"lr": rate(federation, state)}
+    if algorithm.local.head_lr is not None:
+        settings["head_lr"] = algorithm.local.head_lr
     if algorithm.privacy.dp is not None:
         settings["clip"] = state.clip
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli import advise as cli_advise
 from fedgraft.cli import attack as cli_attack
 from fedgraft.cli import consortium as cli_consortium
 from fedgraft.cli import deploy as cli_deploy
@@ -219,6 +220,7 @@ def options() -> None:
         typer.echo(line)
 
 
+app.command()(cli_advise.advise)
 app.command()(cli_attack.attack)
 app.command()(cli_predict.evaluate)
 app.command()(cli_predict.export)

@@ -111,7 +111,7 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     algorithm.trainable.check(network)
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
-    federation = replace(build_federation(config, data.largest), run=identity)
+    federation = replace(build_federation(config, algorithm.lr, data.largest), run=identity)
     return Job(config, algorithm, task, federation, identity)
 
 
