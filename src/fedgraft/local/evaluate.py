@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.local.scores import count, merge
 from fedgraft.local.transfer import onto
+from fedgraft.progress import phase
 from fedgraft.protocols import Examples, Network
 
 
@@ -50,11 +51,18 @@ def counted(
     """The same, and the sums of `local.scores` unless they are not wanted."""
     network.eval()
     parts = rows.split(batch_size)
-    if min(threads, len(parts)) > 1:
-        with ThreadPoolExecutor(threads) as team:
-            found = list(team.map(lambda picked: _measure(network, examples, picked, scores), parts))
-    else:
-        found = [_measure(network, examples, picked, scores) for picked in parts]
+    with phase("evaluation", len(rows), "images") as told:
+
+        def measure(picked: Tensor) -> tuple[tuple[float, int, int], dict[str, Tensor]]:
+            found = _measure(network, examples, picked, scores)
+            told.advance(len(picked))
+            return found
+
+        if min(threads, len(parts)) > 1:
+            with ThreadPoolExecutor(threads) as team:
+                found = list(team.map(measure, parts))
+        else:
+            found = [measure(picked) for picked in parts]
     n = max(1, len(rows))
     loss, right, near = (sum(numbers) / n for numbers in zip(*(numbers for numbers, _ in found), strict=True))
     sums = merge([part for _, part in found], network.classes) if scores else {}

@@ -22,6 +22,7 @@ from fedgraft.data.images.transforms import STATISTICS, Transform
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.models.network import VisionNetwork
+from fedgraft.progress import phase
 from fedgraft.protocols import Examples
 from fedgraft.report.metrics import check_metric
 from fedgraft.runs.task import Task
@@ -89,11 +90,13 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
-    data = federate(config) if data is None else data
+    with phase("reading the data"):
+        data = federate(config) if data is None else data
     if data.clients != config.partition.clients:  # the data says who its owners are
         config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
         algorithm = build_algorithm(config)
-    network = build_network(config, data.dataset).to(device_named(config.device))
+    with phase("loading the network"):
+        network = build_network(config, data.dataset).to(device_named(config.device))
     algorithm.trainable.check(network)
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)

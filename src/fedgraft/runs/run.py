@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fedgraft.config.build import budget
 from fedgraft.config.load import Config, to_toml
 from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import keep_freed_memory
+from fedgraft.progress import phase, shown_by, watching
 from fedgraft.report import representation_figures
 from fedgraft.round import RoundSummary, run_round
 from fedgraft.runs.callbacks import Callback
@@ -31,7 +32,7 @@ from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.reporting import describe, keep_phases, report_run
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.saving import Best, account_of, pack_run, saved_edit, selected, with_noise_key
-from fedgraft.runs.tracking import Progress, Silent, Tracking
+from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, Silent, Tracking
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.state import ServerState, from_tensors
 
@@ -71,7 +72,8 @@ def run_job(
     callbacks: Sequence[Callback] = (),
 ) -> tuple[dict[str, Any], tuple[Job, Opening, ServerState] | None]:
     """Run a job in its folder; the summary, and the open job with its last state where this call computed it."""
-    with one_thread():
+    seen = nullcontext() if progress is None or progress.look is None else shown_by(progress.look)
+    with one_thread(), seen:
         # Everything that can be refused is refused before a folder exists.
         done = is_finished(folder)
         made = None if done and (folder / "report.html").exists() else build()
@@ -82,11 +84,13 @@ def run_job(
                 report_run(record, made[0])
             return record.summary(), None
         job, remote = made
-        with record.writing(console=console), closing(Engines(job, remote)) as engines:  # no worker outlives the run
+        told = watching(PhaseLog(), PhaseFile(folder))
+        with record.writing(console=console), told, closing(Engines(job, remote)) as engines:  # no worker outlives it
             work = _Run(job, engines, record, progress or Silent(), callbacks)
             summary = work.go()
         began = time.perf_counter()
-        report_run(record, job)
+        with phase("figures and report"):
+            report_run(record, job)
         keep_phases(folder, {**work.phases, "figures and report": time.perf_counter() - began})
         return summary, (job, work.opening, work.state)
 
