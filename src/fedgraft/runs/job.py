@@ -21,6 +21,7 @@ from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.images.transforms import STATISTICS, Transform
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
+from fedgraft.errors import FedgraftError
 from fedgraft.models.network import VisionNetwork
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples
@@ -54,6 +55,11 @@ class Job:
     def client_names(self) -> tuple[str, ...]:
         """What the clients are called: their sites, or their numbers."""
         return self.task.data.client_names
+
+    @property
+    def left_out(self) -> list[str]:
+        """Who never takes part, as words of an identity."""
+        return [f"without {k}" for k in sorted(self.federation.without)]
 
     @property
     def cohort(self) -> list[int]:
@@ -100,8 +106,21 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     algorithm.trainable.check(network)
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
-    federation = replace(build_federation(config, data.largest), run=identity)
+    federation = replace(build_federation(config, data.largest), run=identity, without=left_out(config, data))
     return Job(config, algorithm, task, federation, identity)
+
+
+def left_out(config: Config, data: FederatedData) -> frozenset[int]:
+    """The numbers of the clients that a config leaves out."""
+    known = {name: k for k, name in enumerate(data.client_names)} | {str(k): k for k in range(data.clients)}
+    if strange := [name for name in config.partition.without if name not in known]:
+        raise FedgraftError(
+            f"partition.without names {strange[0]!r}, and the clients are {', '.join(data.client_names)[:300]}."
+        )
+    found = frozenset(known[name] for name in config.partition.without)
+    if len(found) >= data.clients:
+        raise FedgraftError("partition.without leaves nobody; keep at least one client.")
+    return found
 
 
 def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:
