@@ -39,6 +39,8 @@ class ClientContext:
     """The same inputs on every client, row by row, for comparing representations."""
     reference: tuple[object, list[Tensor]] | None = None
     """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
+    origin: Tensor | None = None
+    """The shared part as the run began with it, for orders that carry only what has moved since."""
     sends_buffers: bool = True
     """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     held: Callable[[int], Tensor] | None = None

@@ -45,6 +45,8 @@ def telling(shape: tuple[int | str, ...] = ("classes",)) -> Weighting:
 CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (lambda: zoo.fedbabu(trainable=everything()), "'everything' would train it"),
     (lambda: zoo.fedbabu(trainable=NOTHING), "has no body"),
+    (lambda: vary(zoo.flasc(), client_state=ClientState(is_head)), "need one common model"),
+    (lambda: zoo.fed3r(trainable=everything()), "on the untouched backbone"),
     (
         lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("median"), privacy=SECURE),
         "median needs each client's",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -171,13 +172,16 @@ def build_algorithm(config: Config) -> Algorithm:
     loss = LOSSES.build(aim.name, options, label_smoothing=aim.label_smoothing)
     common = {"name", "weighting", "robust", "attackers", "neighbours", "clip_norm"}
     chosen = {key: getattr(a, key) for key in a.model_fields_set - common if getattr(a, key) is not None}
-    made: Algorithm = ALGORITHMS.build(
-        a.name, {**chosen, **(a.model_extra or {})}, local=build_local(config), loss=loss, seed=config.seed
-    )
+    build = partial(
+        ALGORITHMS.build, a.name, {**chosen, **(a.model_extra or {})},
+        local=build_local(config), loss=loss, seed=config.seed,
+    )  # fmt: skip
+    made: Algorithm = build()
     needs_body = made.weighting.needs_moving_body or made.loss.needs_moving_body
-    brings_own = made.fixed_head or made.client_state.private is not None or needs_body
+    brings_own = made.fixed_head or made.client_state.private is not None or made.own_kind or needs_body
     if config.trainable.kind is not None:
-        made = vary(made, trainable=build_trainable(config, made.fixed_head))
+        kind = build_trainable(config, made.fixed_head)
+        made = build(trainable=kind) if made.own_kind else vary(made, trainable=kind)
     elif idle := sorted(config.trainable.model_fields_set - {"kind", "match_norm"}):
         raise FedgraftError(f"trainable.{idle[0]} says how something trains, and trainable.kind does not say what.")
     elif not brings_own:
@@ -185,7 +189,8 @@ def build_algorithm(config: Config) -> Algorithm:
     if a.weighting != "default":
         made = vary(made, weighting=by_examples() if a.weighting == "examples" else uniform())
     name = f"top_k:{config.compression.fraction!r}" if config.compression.codec == "top_k" else config.compression.codec
-    made = vary(made, compression=codec(name))
+    if name != "values":
+        made = vary(made, compression=codec(name))
     if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
         if made.aggregate.personal or made.aggregate.several:
             raise FedgraftError(f"{a.name} has more than one model; the robust rule {a.robust} has no place in it.")

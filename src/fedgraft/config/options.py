@@ -98,7 +98,9 @@ class Model(Section):
         "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "random"] = Field("ridge", description="step 0: how the head starts")
+    head: Literal["ridge", "probe", "ncm", "cof", "random"] = Field(
+        "ridge", description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, at random"
+    )
     ridge: float | None = Field(
         None,
         gt=0,
@@ -164,7 +166,12 @@ class Lora(Section):
     alpha: float = Field(16.0, gt=0)
     targets: tuple[str, ...] = ("q", "v")
     dropout: float = Field(0.0, ge=0, lt=1)
-    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual"] = "mean"
+    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "core"] = Field(
+        "mean", description="svd: FlexLoRA; core: Fed-SB, only an r x r matrix between fixed factors trains"
+    )
+    ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="svd: ranks of the clients, dealt in turn")
+    core_from: Literal["gradient", "weights"] = Field("gradient", description="core: what the fixed factors follow")
+    core_images: int = Field(1024, ge=1, description="core_from=gradient: images to take it on, over all clients")
 
 
 class Trainable(Section):

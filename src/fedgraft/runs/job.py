@@ -96,6 +96,7 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
+    config = head_only(config, algorithm)
     with phase("reading the data"):
         data = federate(config) if data is None else data
     if data.clients != config.partition.clients:  # the data says who its owners are
@@ -121,6 +122,19 @@ def left_out(config: Config, data: FederatedData) -> frozenset[int]:
     if len(found) >= data.clients:
         raise FedgraftError("partition.without leaves nobody; keep at least one client.")
     return found
+
+
+def head_only(config: Config, algorithm: Algorithm) -> Config:
+    """The config of an algorithm that is a head in one exchange: its way to make the head, and no round."""
+    made = algorithm.closed_form
+    if not made:
+        return config
+    if "head" in config.model.model_fields_set and config.model.head != made:
+        raise FedgraftError(
+            f"{algorithm.name} is the head model.head={made!r} itself, and model.head={config.model.head!r} is "
+            "another; leave one of the two out."
+        )
+    return validate(merge(config.table, {"model": {"head": made}, "rounds": {"total": 0}}))
 
 
 def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:

@@ -99,11 +99,12 @@ def open_run(
         task.at_entry(task.test_images, entry), task.data.test_rows, private,
         None if private is None else private.gather(network),
         make_probe(job) if probe is None else probe,
+        origin=space.gather(network) if algorithm.download is not None else None,
         sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts,
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
-        lambda answers: align(job, context, answers),
+        context.origin, lambda answers: align(job, context, answers),
     )  # fmt: skip
     return Opening(algorithm, federation, opened, context, server_context, head, factor)
 
