@@ -81,6 +81,9 @@ class Partition(Section):
     groups: tuple[tuple[int, ...], ...] = Field((), description="kind=groups: the labels of each group of clients")
     allow_uncovered: bool = Field(False, description="allow classes that nobody holds")
     test: Literal["shard", "all_of_my_classes"] = Field("shard", description="each client's own test images")
+    without: tuple[str, ...] = Field(
+        (), description="clients, by name or number, that never take part; all others keep their numbers and streams"
+    )
 
     @model_validator(mode="after")
     def _named_groups(self) -> Partition:
@@ -277,7 +280,7 @@ class Config(Section):
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
         later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "rounds": ("deadline",),
-                 "data": ("class_map", "grey_window"), "partition": ("column",)}  # fmt: skip
+                 "data": ("class_map", "grey_window"), "partition": ("column", "without")}  # fmt: skip
         for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
             options, table = (getattr(self, section), kept[section]) if section else (self, kept)
             for name in names:

@@ -66,6 +66,11 @@ class Job:
         return self.task.data
 
     @property
+    def left_out(self) -> list[str]:
+        """Who never takes part, as words of an identity."""
+        return [f"without {k}" for k in sorted(self.federation.without)]
+
+    @property
     def cohort(self) -> list[int]:
         """The clients of the first round."""
         return sample(self.federation, 0)
@@ -111,8 +116,23 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     algorithm.trainable.check(network)
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
-    federation = replace(build_federation(config, algorithm.lr, data.largest), run=identity)
+    federation = replace(
+        build_federation(config, algorithm.lr, data.largest), run=identity, without=left_out(config, data)
+    )
     return Job(config, algorithm, task, federation, identity)
+
+
+def left_out(config: Config, data: FederatedData) -> frozenset[int]:
+    """The numbers of the clients that a config leaves out."""
+    known = {name: k for k, name in enumerate(data.client_names)} | {str(k): k for k in range(data.clients)}
+    if strange := [name for name in config.partition.without if name not in known]:
+        raise FedgraftError(
+            f"partition.without names {strange[0]!r}, and the clients are {', '.join(data.client_names)[:300]}."
+        )
+    found = frozenset(known[name] for name in config.partition.without)
+    if len(found) >= data.clients:
+        raise FedgraftError("partition.without leaves nobody; keep at least one client.")
+    return found
 
 
 def head_only(config: Config, algorithm: Algorithm) -> Config:

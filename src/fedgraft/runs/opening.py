@@ -157,7 +157,7 @@ class FederationAsk:
 def identity_of(job: Job) -> list[str]:
     """What a result of the clients' data and the whole network depends on."""
     task = job.task
-    hidden = ["secure"] if job.algorithm.privacy.hidden else []  # rounded sums give other last bits
+    hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
     return [digest(task.network), *task.data.identity, task.transform.digest, str(job.config.seed), *hidden]
 
 
