@@ -8,7 +8,7 @@ OVERRIDES ?= demo --fresh
 # More words for pip, for example where to find the CPU build of torch (see the README).
 PIP_ARGS ?=
 
-.PHONY: docs dist run test test-deploy check lint bench reliability reproduce test-reproduction setup clean
+.PHONY: docs dist run test test-deploy check lint mutants bench reliability reproduce test-reproduction setup clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,10 @@ test: lint
 # More of real servers and nodes than the gate's few cases: every algorithm, faults, Ray.
 test-deploy: $(STAMP)
 	$(BIN)/python -m pytest tests/deploy -m deploy
+
+# Small bugs, one at a time, against the tests that should notice them: docs/mutants.md. MUTANTS names some of them.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --jobs 2 $(MUTANTS)
 
 # BENCH names some of them, for example `make bench BENCH=peers`; all take about fifty minutes.
 bench: $(STAMP)

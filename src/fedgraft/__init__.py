@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fedgraft.runs.run_folder import RunFolder as RunFolder
     from fedgraft.runs.run_folder import list_runs as list_runs
     from fedgraft.runs.task import Task as Task
+    from fedgraft.runs.tracking import Silent as Silent
     from fedgraft.server import start as start
     from fedgraft.state import Federation as Federation
     from fedgraft.state import ServerState as ServerState
@@ -163,6 +164,7 @@ _HOMES = {
     "ServerContext": "collect",
     "ServerRule": "aggregate.server_rules",
     "ServerState": "state",
+    "Silent": "runs.tracking",
     "Task": "runs.task",
     "Weighting": "aggregate.slots",
     "adapted": "runs.adapted",

@@ -14,7 +14,7 @@ from fedgraft.context import ClientContext, ClientMemory, vector_of
 from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.corrections import Correction, proximal
-from fedgraft.local.evaluate import Evaluation, evaluate
+from fedgraft.local.evaluate import Evaluation, counted, evaluate
 from fedgraft.local.train import LocalTraining, Trained, train
 from fedgraft.messages import Order, unpack_bits
 from fedgraft.observe import OBSERVATIONS
@@ -183,7 +183,9 @@ def proximal_to(anchor: Tensor, pull: float) -> Correction:
     return replace(correction, prepare=lambda start, auxiliary, memory: {"start": anchor})
 
 
-def finetuned(order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Evaluation:
+def finetuned(
+    order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor
+) -> tuple[Evaluation, dict[str, Tensor]]:
     """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
     part = str(order.settings.get("finetune_part", "both"))
     network = context.network
@@ -200,6 +202,6 @@ def finetuned(order: Order, algorithm: Algorithm, context: ClientContext, rows: 
     order = replace(order, settings={**order.settings, "lr": order.settings.get("finetune_lr", 1e-3)}, auxiliary={})
     _fit(order, plain, context, bound, {}, "finetune")
     assert context.tests is not None
-    result = evaluate(network, context.tests, rows)
+    result = counted(network, context.tests, rows, scores=bool(order.settings.get("scores")))
     space.scatter(saved, network)
     return result

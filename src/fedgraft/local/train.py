@@ -15,6 +15,7 @@ from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.losses import Look, Loss, LossContext, cross_entropy
 from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
 from fedgraft.local.transfer import onto
+from fedgraft.progress import counted
 from fedgraft.protocols import Examples, Network
 
 
@@ -127,7 +128,8 @@ def train(
     value = aim.begin(seen)
     losses, rates = [], []
     scale = 2.0**16 if rule.amp == "float16" else 1.0
-    for step, picked in enumerate(batches(rows, rule, shuffle)):
+    steps = counted("training", batches(rows, rule, shuffle), rule.steps_for(len(rows)), "steps")
+    for step, picked in enumerate(steps):
         inputs, labels = onto(examples.batch(picked, augment), device), onto(examples.labels[picked], device)
         with torch.autocast(inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None):
             found = value(network, inputs, labels, examples.entry)
