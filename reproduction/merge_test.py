@@ -33,13 +33,13 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "pacs": ("partition.kind=by_site", "partition.clients=4", "data.source=parquet"),
     "halves": (
         "partition.kind=groups", f"partition.groups=[{list(range(50))},{list(range(50, 100))}]",
-        "partition.clients=2", "data.source=cifar100",
+        "partition.clients=2", "data.source=cifar100", "partition.test=all_of_my_classes",
     ),
     "digits": ("partition.kind=groups", "partition.groups=[[0,1,2,3,4],[5,6,7,8,9]]", "partition.clients=2"),
 }  # fmt: skip
 BASE = (
     "algorithm.name=local_only", "trainable.kind=sparse", "trainable.head_too=false", "trainable.match_norm=100",
-    "rounds.fraction=1.0", "rounds.evaluate_every=0", "rounds.test=false", "partition.test=all_of_my_classes",
+    "rounds.fraction=1.0", "rounds.evaluate_every=0", "rounds.test=false",
 )  # fmt: skip
 
 
