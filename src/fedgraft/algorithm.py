@@ -86,6 +86,11 @@ class Algorithm:
                 raise FedgraftError(f"{self.name}: {why}")
 
     @property
+    def federation_counts(self) -> bool:
+        """Clients need the class counts of all of them together."""
+        return self.loss.federation_counts or self.local.federation_counts
+
+    @property
     def wants(self) -> tuple[Observe, ...]:
         """Every observation clients are asked for."""
         return (*self.weighting.wants, *self.aggregate.wants)
@@ -243,6 +248,11 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             bool(a.trainable.needs_each)
             and (hidden or a.aggregate.personal or not a.server.memoryless or _other_rule(a.aggregate)),
             f"{a.trainable.needs_each}.",
+        ),
+        (
+            private and a.federation_counts,
+            "the privacy account does not cover the class counts of the federation; use loss.class_weights='own' or "
+            "local.sampling='balanced'.",
         ),
         (
             private and not a.aggregate.is_mean,

@@ -45,6 +45,8 @@ class ClientContext:
     """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     held: Callable[[int], Tensor] | None = None
     """Rows of `examples` that a client trains on never: those it measures the common model on."""
+    class_counts: Tensor | None = None
+    """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)
     _active: str = ""
 

@@ -65,6 +65,8 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
         names = set(str(settings["names"]).split("\n"))
         size = sum(p.numel() for name, p in network.named_parameters() if name in names)
         return {"scores": Summand((size + 1,), torch.float32, 2.0**23, 2.0**-50)}
+    if action == "class_counts":
+        return {"counts": Summand((classes,), torch.float64, 2.0**24, 1.0)}
     if action == "scores":
         return {name: Summand(s.shape, torch.float64, s.limit, s.step) for name, s in scores.shapes(classes).items()}
     raise FedgraftError(f"the answers to {action!r} are not sums")
@@ -118,6 +120,15 @@ def head_gradient(
         gradient += error.T @ z
     count = torch.full((1,), float(len(rows)), dtype=head.dtype)
     return replace(answer(order, context), sums={"gradient": gradient, "loss": loss, "count": count}), memory
+
+
+def class_counts(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """How many training images of each class the client has."""
+    labels = context.examples.labels[context.rows(order.client)]
+    counts = torch.bincount(labels, minlength=context.network.classes).double()
+    return replace(answer(order, context), sums={"counts": counts}), memory
 
 
 def count(
@@ -257,7 +268,18 @@ def _representation(
     stream = torch_stream(context.seed, "representation", order.round, order.client)
     n = int(wanted.options["samples"])
     picks = torch.cat([torch.randperm(len(rows), generator=stream) for _ in range(-(-n // len(rows)))])[:n]
-    return {}, {"representation": torch.cat([z for z, _ in features(context, rows[picks])])}
+    shown = torch.cat([z for z, _ in features(context, rows[picks])])
+    return {}, {"representation": _noised(shown, wanted, order, context)}
+
+
+def _noised(shown: Tensor, wanted: Observe, order: Order, context: ClientContext) -> Tensor:
+    """Rows of length one with Gaussian noise of the asked-for size in every entry; as they are without noise."""
+    noise = float(wanted.options.get("noise", 0.0))
+    if noise == 0:
+        return shown
+    stream = torch_stream(context.seed, "shown_noise", order.round, order.client)
+    rows = torch.nn.functional.normalize(shown.cpu(), dim=1)
+    return rows + noise * torch.randn(rows.shape, generator=stream)
 
 
 def _probe(context: ClientContext) -> Examples:
@@ -289,7 +311,8 @@ def _probe_representation(
     """Pooled features of the shared probe, after training."""
     probe = _probe(context)
     batches = look_through(context.network, probe, torch.arange(len(probe)), size=256)
-    return {}, {"probe_representation": torch.cat([z for _, z in batches])}
+    shown = torch.cat([z for _, z in batches])
+    return {}, {"probe_representation": _noised(shown, wanted, order, context)}
 
 
 def _fisher(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -338,7 +361,8 @@ SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[
     "class_sums": class_sums,
     "head_gradient": head_gradient,
     "fisher_scores": fisher_scores,
-    "gradient": gradient,
     "scores": score_sums,
+    "gradient": gradient,
+    "class_counts": class_counts,
 }
 """Answers that are sums, so that they can be given under secure aggregation too."""

@@ -17,6 +17,7 @@ from fedgraft.config.load import Config
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition import federate as divide
 from fedgraft.data.sources import Dataset, load_dataset
+from fedgraft.data.sources.class_map import check_names, renamed
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit.dense import head
 from fedgraft.edit.trainable import Trainable
@@ -34,14 +35,17 @@ from fedgraft.state import Federation
 from fedgraft.update.codecs import codec
 
 
-def open_data(config: Config) -> Dataset:
-    """The data that a config names."""
+def open_data(config: Config, check: bool = True) -> Dataset:
+    """The data that a config names; class names that look like one are refused, unless nobody trains on them yet."""
     d = config.data
     made = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
     options = {**(made if d.source == "synthetic" else {}), **(d.model_extra or {})}
     if d.unreadable is not None:
         options["unreadable"] = d.unreadable
-    return load_dataset(d.source, d.path, **options)
+    found = renamed(load_dataset(d.source, d.path, **options), d.class_map)
+    if check:
+        check_names(found.classes)
+    return found
 
 
 def federate(config: Config) -> FederatedData:
@@ -145,6 +149,7 @@ def build_local(config: Config) -> LocalTraining:
         clip=c.clip,
         head_lr=None if c.head_lr is None else c.head_lr / c.lr,
         momentum_correction=c.momentum_correction,
+        sampling=c.sampling,
         amp=c.amp,
     )
 
@@ -163,7 +168,8 @@ def build_trainable(config: Config, fixed_head: bool) -> Trainable:
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of the config: a name of the registry, with the slots that were asked for."""
     a, aim = config.algorithm, config.loss
-    loss = LOSSES.build(aim.name, aim.model_extra or {}, label_smoothing=aim.label_smoothing)
+    options = {**(aim.model_extra or {}), **({"class_weights": aim.class_weights} if aim.class_weights else {})}
+    loss = LOSSES.build(aim.name, options, label_smoothing=aim.label_smoothing)
     common = {"name", "weighting", "robust", "attackers", "neighbours", "clip_norm"}
     chosen = {key: getattr(a, key) for key in a.model_fields_set - common if getattr(a, key) is not None}
     build = partial(
