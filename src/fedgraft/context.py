@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.edit.space import Bound, EditSpace, select
-from fedgraft.errors import FedgraftError
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.features import features as look_through
 from fedgraft.messages import Order, Reply
+from fedgraft.policy import Policy, implied
 from fedgraft.protocols import Examples, Network
 
 ClientMemory = Mapping[str, Tensor]
@@ -43,6 +44,10 @@ class ClientContext:
     """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     held: Callable[[int], Tensor] | None = None
     """Rows of `examples` that a client trains on never: those it measures the common model on."""
+    policies: tuple[Policy, ...] = ()
+    """Rules that every order must keep; none: those that the algorithm implies."""
+    replays: bool = False
+    """Whether clients keep what they answered in secure sums, so that a server that lost it may ask again."""
     _bound: dict[str, Bound] = field(default_factory=dict)
     _active: str = ""
 
@@ -50,6 +55,10 @@ class ClientContext:
     def sent(self) -> int:
         """Coordinates of an update."""
         return self.space.size if self.sends_buffers else self.space.trained
+
+    def rules(self, algorithm: Algorithm) -> tuple[Policy, ...]:
+        """The policies that hold here."""
+        return self.policies or (implied(algorithm),)
 
     def release(self) -> None:
         """Forget what is bound, because the network is about to be written from outside."""
@@ -101,7 +110,7 @@ def answer(order: Order, context: ClientContext) -> Reply:
 def vector_of(order: Order) -> Tensor:
     """The model that the order carries."""
     if order.vector is None:
-        raise FedgraftError(f"client {order.client}, round {order.round}: the order carries no model")
+        raise Refused(f"client {order.client}, round {order.round}: the order carries no model")
     return order.vector
 
 

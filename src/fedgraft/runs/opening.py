@@ -95,7 +95,7 @@ def open_run(
         task.at_entry(task.test_images, entry), task.data.test_rows, private,
         None if private is None else private.gather(network),
         make_probe(job) if probe is None else probe,
-        sends_buffers=opened.sends_buffers, held=lambda client: held,
+        sends_buffers=opened.sends_buffers, held=lambda client: held, policies=job.policies,
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
