@@ -56,7 +56,7 @@ def fits(order: Order, algorithm: Algorithm, context: ClientContext) -> None:
         _numbers(order, {"lr": float, **({"clip": float} if algorithm.privacy.dp is not None else {})})
         _numbers(order, {"largest": float} if order.action in HIDES else {})
         _receives(order, algorithm, context)
-    if what in {"train", "evaluate"} or (what == "count" and "heads" not in order.auxiliary):
+    if what in {"train", "evaluate", "scores"} or (what == "count" and "heads" not in order.auxiliary):
         _vector("the model", vector_of(order), (context.space.size,))
     if what in {"fisher_scores", "own_mask"}:
         _numbers(order, _SCORING)
@@ -80,6 +80,10 @@ def _receives(order: Order, algorithm: Algorithm, context: ClientContext) -> Non
     for name in algorithm.local.correction.receives:
         tensor = order.auxiliary.get(name)
         _vector(name, tensor, (context.space.trained if tensor is None else min(len(tensor), context.space.size),))
+
+    clusters = order.auxiliary.get("clusters")
+    if clusters is not None:
+        _vector("the clusters", clusters, (len(clusters), context.space.size))
 
 
 def _numbers(order: Order, wanted: Mapping[str, type]) -> None:

@@ -195,9 +195,14 @@ def _heads(*shape: int) -> dict[str, Any]:
     return {"action": "count", "vector": None, "auxiliary": {"heads": torch.zeros(shape, dtype=torch.float64)}}
 
 
-def _all_drew_the_victim(drawn: torch.Tensor) -> torch.Tensor:
-    """As if everybody had chosen the victim to hold their shares."""
-    return torch.stack([torch.tensor(sorted({VICTIM, max(row.tolist())})) for row in drawn + (drawn == VICTIM)])
+def _forged_draws(world: World, order: Order) -> Order:
+    """As if everybody had drawn other holders, the victim among them: what a server would choose for itself."""
+    ids, drawn = order.auxiliary["data:ids"].tolist(), order.auxiliary["data:drawn"].tolist()
+    forged = []
+    for client, row in zip(ids, drawn, strict=True):
+        others = [v for v in CLIENTS if v not in (client, VICTIM)]
+        forged.append(next(sorted((VICTIM, v)) for v in others if sorted((VICTIM, v)) != row))
+    return replace(order, auxiliary={**order.auxiliary, "data:drawn": torch.tensor(forged)})
 
 
 def _other_model(world: World, order: Order) -> Order:
@@ -333,7 +338,7 @@ LIES: dict[str, Lie] = {
     ),
     # the graph
     "holders that a peer did not draw": Lie(
-        "secure sum", _aux("shares", "data:drawn", _all_drew_the_victim), HIDDEN, "graph", degree=2
+        "secure sum", _in("shares", _forged_draws), HIDDEN, "graph", degree=2
     ),
     "a tie that nobody drew": Lie("secure sum", lambda w: _strange_tie(w), HIDDEN, "graph", degree=2),
     "keys exchanged on the way": Lie("secure sum", _aux("shares", "data:adverts", lambda t: t.flip(0)), HIDDEN, "keys"),
@@ -370,17 +375,15 @@ def _late(world: World, stage: str) -> Order:
 
 def _strange_tie(world: World) -> Any:
     """The victim is shown the keys of somebody who drew others and whom it did not draw."""
-    honest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for client in (c for c in CLIENTS if c != VICTIM):  # everybody's keys, as the server knows them
-        honest[client] = (torch.zeros(160, dtype=torch.uint8), torch.tensor([0, 2]))
 
     def add(w: World, order: Order) -> Order:
         ids = order.auxiliary["data:ids"].tolist()
-        new = next(c for c in (*CLIENTS, 0) if c != VICTIM and c not in ids) if len(ids) < 4 else ids[0]
-        rows = sorted({*ids, new})
+        strangers = [c for c in CLIENTS if c != VICTIM and c not in ids]
+        if not strangers:  # all are tied to it this time
+            return _forged_draws(w, order)
+        rows = sorted([*ids, strangers[0]])
         adverts = torch.stack([_row(order, "adverts", ids, v) for v in rows])
-        drawn = torch.stack([_row(order, "drawn", ids, v) if v in ids else torch.tensor([0, 2]) for v in rows])
-        drawn = drawn if new not in ids or len(ids) < 4 else drawn.flip(0)
+        drawn = torch.stack([_row(order, "drawn", ids, v) for v in rows])
         told = {"data:ids": torch.tensor(rows), "data:adverts": adverts, "data:drawn": drawn}
         return replace(order, auxiliary={**order.auxiliary, **told})
 
@@ -409,3 +412,11 @@ def outcome(name: str, protection: str) -> tuple[bool, str]:
     after = [wire_size(answer) for answer in mine[first:] if isinstance(answer, Reply)]
     named = str(mine[first]).startswith(f"refused by the rule '{lie.rule}'")
     return named and not after, f"{mine[first]}; {sum(after)} bytes after it"
+
+
+def as_plan(nodes: Any, run: str) -> dict[str, torch.Tensor]:
+    """The plan of round 0 over two of three clients, as a server would make it for a node's open run."""
+    (node,) = nodes.nodes.values()
+    context, algorithm = node.opening.context, node.opening.algorithm
+    segments = secure_segments(algorithm, context.sent, context.space.trained)
+    return {"plan": as_tensor(Plan(run, 0, (0, 1), segments).to_bytes())}

@@ -1,4 +1,4 @@
-"""A hostile server against clients with a policy: every lie is refused by name, nothing leaves; broken variants fail."""
+"""A hostile server against clients with a policy: every lie is refused by name; broken variants fail."""
 
 from __future__ import annotations
 

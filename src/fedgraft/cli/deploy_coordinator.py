@@ -143,6 +143,7 @@ def status(fed: Fed) -> None:
     """Coordinator: who is connected and how the latest run stands, as the server says. Exit code 1: the run died."""
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.server import control_of, server_of, state_of
+    from fedgraft.runs.tracking import present
 
     found = open_federation(fed)
     running = server_of(found)
@@ -162,6 +163,8 @@ def status(fed: Fed) -> None:
     state, reason = state_of(found, runs[0].id)
     folder = next((Path(r["folder"]) for r in found.runs() if r["id"] == str(state.id)), None)
     typer.echo(f"run {state.id}: {state.status}{_rounds(found, folder)}")
+    for line in () if folder is None or state.over else present(folder):
+        typer.echo(f"now: {line}")
     if folder is not None:
         typer.echo(f"folder: {folder}")
     if reason:  # failed, or stopped by something that nobody asked for

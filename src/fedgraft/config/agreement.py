@@ -26,9 +26,10 @@ def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     """Every action that an honest run of this config asks for; counts only where images are held out."""
     head, sparse = config.model.head, config.trainable.kind == "sparse"
     held = config.data.validation > 0 and (config.rounds.evaluate_every > 0 or config.rounds.test)
+    summed = held and algorithm.privacy.hidden and (bool(config.metrics) or config.select != "accuracy")
     asked = {
         "train": config.rounds.total > 0, "statistics": head in {"ridge", "probe"}, "head_gradient": head == "probe",
-        "fisher_scores": sparse, "count": held,
+        "fisher_scores": sparse, "count": held and not summed, "scores": summed,
     }  # fmt: skip
     return (*(name for name, wanted in asked.items() if wanted), *(a for a in shown(config) if a != "count"))
 
@@ -46,6 +47,7 @@ def safe_for(config: Config, algorithm: Algorithm) -> Policy:
     sums = (500 if config.model.head == "probe" else 1) + (
         config.trainable.sparse.rounds if config.trainable.kind == "sparse" else 0
     )
+    sums = max(sums, 2 * rounds + 2) if "scores" in wanted else sums
     rates = [config.local.lr * (config.trainable.match_norm or 1.0)]
     rates += [config.personal.finetune_lr] if "evaluate" in wanted else []
     ranges = {"lr": (0.0, max(rates))}

@@ -33,6 +33,7 @@ from fedgraft.errors import Refused
 from fedgraft.local.optimizers import Optimizer
 from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.messages import Order, Reply
+from fedgraft.progress import Phase, asking
 from fedgraft.randomness import torch_stream
 
 CHUNK = 5
@@ -166,13 +167,15 @@ class Batched:
         together = [i for i, o in enumerate(orders) if able and o.action == "train" and not o.auxiliary]
         together = [i for i in together if self._admitted(orders[i])]
         found: dict[int, Reply | tuple[int, str]] = {}
-        found |= zip(together, self._train([orders[i] for i in together]), strict=True)
-        for i, order in enumerate(orders):
-            if i not in found:
-                reply, kept = carry_out(order, self.algorithm, self.context, self.memory.get(order.client, {}))
-                found[i] = (order.client, reply) if isinstance(reply, str) else reply
-                if kept:
-                    self.memory[order.client] = kept
+        with asking(orders) as asked:
+            found |= zip(together, self._train([orders[i] for i in together], asked), strict=True)
+            for i, order in enumerate(orders):
+                if i not in found:
+                    reply, kept = carry_out(order, self.algorithm, self.context, self.memory.get(order.client, {}))
+                    found[i] = (order.client, reply) if isinstance(reply, str) else reply
+                    asked.advance()
+                    if kept:
+                        self.memory[order.client] = kept
         return [found[i] for i in range(len(orders))]
 
     def _admitted(self, order: Order) -> bool:
@@ -186,7 +189,7 @@ class Batched:
             self.memory[order.client] = kept
         return True
 
-    def _train(self, orders: Sequence[Order]) -> list[Reply]:
+    def _train(self, orders: Sequence[Order], asked: Phase) -> list[Reply]:
         """Replies in the order of the orders; clients of equal steps and about equal batches share a chunk."""
         if not orders:
             return []
@@ -205,6 +208,7 @@ class Batched:
         def work() -> None:
             for place, chunk in waiting:  # shared: whoever is free takes the next one
                 found[place] = self._chunk(chunk)
+                asked.advance(len(chunk))
 
         if helpers := min(self.threads, len(chunks)) - 1:
             self._threads = self._threads or ThreadPoolExecutor(self.threads - 1)  # kept: a new thread is slow at first

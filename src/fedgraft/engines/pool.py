@@ -19,6 +19,7 @@ from fedgraft.client import ClientContext, ClientMemory, carry_out
 from fedgraft.engines.shared_memory import Parts, Work, Workers
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, pack, unpack
+from fedgraft.progress import EXTRACTION, asking, phase
 
 _REFUSED = b"refused "  # no message begins so: its first bytes are a length
 ALIGNED = 256
@@ -49,10 +50,10 @@ class Pool:
         """
         if len({order.client for order in orders}) < len(orders):
             raise FedgraftError("a client can carry out only one order at a time; send its orders one after another.")
+        name = lambda o: f"client {o.client} in round {o.round}"  # noqa: E731
         try:
-            answers = self._ready().map(
-                orders, self._send, _receive, lambda o: f"client {o.client} in round {o.round}", self.deadline
-            )
+            with asking(orders) as asked:
+                answers = self._ready().map(orders, self._send, _receive, name, self.deadline, asked.advance)
         except BaseException:
             self.close()
             raise
@@ -127,10 +128,16 @@ def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
     if workers == 1 or len(groups) < 2:
         examples.prepare(rows)
         return
+    total = len(ordered)
 
     def work(parts: Parts) -> list[bytes]:
         examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
         return []
 
-    with Workers(work, min(workers, len(groups))) as team:
-        team.map(groups, lambda g: [g.numpy().tobytes()], lambda g, parts: None, lambda g: f"rows from {int(g[0])} on")
+    with Workers(work, min(workers, len(groups))) as team, phase(EXTRACTION, total, "images") as told:
+        team.map(
+            groups,
+            lambda g: [g.numpy().tobytes()],
+            lambda g, parts: told.advance(len(g)),
+            lambda g: f"rows from {int(g[0])} on",
+        )
