@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.context import ClientContext, ClientMemory, vector_of
+from fedgraft.context import ClientContext, ClientMemory, filled, vector_of
 from fedgraft.edit.fisher import ESTIMATORS
 from fedgraft.errors import Refused
 from fedgraft.messages import Order, as_bytes
@@ -45,7 +45,7 @@ def _images(order: Order, context: ClientContext) -> int:
 
 def fits(order: Order, algorithm: Algorithm, context: ClientContext) -> None:
     """Refuse an order that this client could not carry out, or that another network's would be."""
-    what = purpose(order)
+    what, order = purpose(order), filled(order, context)
     if order.action in HIDES:
         if what != "train" and what not in SUMS:
             raise Refused(f"{what[:40]!r} is not a secure sum", "sums")

@@ -14,7 +14,7 @@ from fedgraft.admission import admit
 from fedgraft.algorithm import Algorithm
 from fedgraft.client_secure import secure_stage
 from fedgraft.client_train import finetuned, outcome, with_chosen_model
-from fedgraft.context import ClientContext, ClientMemory, answer, give_stream, vector_of
+from fedgraft.context import ClientContext, ClientMemory, answer, filled, give_stream, vector_of
 from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.evaluate import counted
 from fedgraft.messages import Order, Reply
@@ -35,6 +35,7 @@ def handle(
     if action is None:
         told = f"client {order.client} was asked for {order.action[:40]!r}; it knows {sorted(ACTIONS)}"
         raise Refused(told, "actions")
+    order = filled(order, context) if order.action == "train" else order
     memory = admit(order, algorithm, context, memory)
     what = str(order.settings.get("sums", order.action))  # a secure sum draws what the same work in the clear draws
     give_stream(context.network, torch_stream(context.seed, "layers", what, order.round, order.client))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, secure_segments
 from fedgraft.client_train import outcome
-from fedgraft.context import ClientContext, ClientMemory
+from fedgraft.context import ClientContext, ClientMemory, filled
 from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order, Reply, as_bytes
 from fedgraft.observe import SUMS, sum_segments
@@ -54,7 +54,7 @@ def secure_stage(
         def masked_words() -> np.ndarray:
             if binding(order) != peer.plan.binds:
                 raise SecureRefusal("the order is not the one that the plan of the secure sum binds", "binding")
-            values, after = _summand(order, algorithm, context, memory)
+            values, after = _summand(filled(order, context), algorithm, context, memory)
             kept.update({name: t for name, t in after.items() if not name.startswith(SECURE)})
             stream = torch_stream(context.seed, "secure rounding", order.round, order.client)
             return peer.plan.ring.encode(values, stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class ClientContext:
     """The same inputs on every client, row by row, for comparing representations."""
     reference: tuple[object, list[Tensor]] | None = None
     """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
+    origin: Tensor | None = None
+    """The shared part as the run began with it, for orders that carry only what has moved since."""
     sends_buffers: bool = True
     """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     held: Callable[[int], Tensor] | None = None
@@ -48,6 +50,8 @@ class ClientContext:
     """Rules that every order must keep; none: those that the algorithm implies."""
     replays: bool = False
     """Whether clients keep what they answered in secure sums, so that a server that lost it may ask again."""
+    class_counts: Tensor | None = None
+    """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)
     _active: str = ""
 
@@ -110,6 +114,20 @@ def give_stream(network: Network, generator: torch.Generator) -> None:
 def answer(order: Order, context: ClientContext) -> Reply:
     """An empty reply to this order."""
     return Reply(order.run, order.round, order.client, order.space, len(context.rows(order.client)))
+
+
+def filled(order: Order, context: ClientContext) -> Order:
+    """An order that carries what has moved, with the whole model: the rest is as the run began."""
+    if "moved/indices" not in order.auxiliary:
+        return order
+    where, values = order.auxiliary["moved/indices"].long().view(-1), order.auxiliary.get("moved/values")
+    origin = context.origin
+    if origin is None or values is None or values.dtype != origin.dtype or values.shape != where.shape:
+        raise Refused("what has moved of the model cannot be put into it here")
+    if len(where) and not 0 <= int(where.min()) <= int(where.max()) < len(origin):
+        raise Refused("what has moved of the model lies outside it")
+    rest = {name: t for name, t in order.auxiliary.items() if not name.startswith("moved/")}
+    return replace(order, vector=origin.index_put((where,), values), auxiliary=rest)
 
 
 def vector_of(order: Order) -> Tensor:

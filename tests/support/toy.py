@@ -125,7 +125,8 @@ class Toy:
         self.context = ClientContext(
             self.network, self.space, self.examples, client_rows, 7,
             self.tests, lambda k: torch.arange(k, 60, 6), private, private_start,
-            probe=ToyExamples(64, seed=3), sends_buffers=opened.sends_buffers, held=lambda k: torch.arange(k, 120, 40),
+            probe=ToyExamples(64, seed=3), origin=self.space.gather(self.network),
+            sends_buffers=opened.sends_buffers, held=lambda k: torch.arange(k, 120, 40),
         )  # fmt: skip
         self.algorithm = algorithm
         options: dict[str, Any] = {
@@ -139,7 +140,13 @@ class Toy:
         self.engine = InProcess(algorithm, self.context)
         self.state = start(algorithm, self.space.gather(self.network), self.space.trained)
         self.server_context = ServerContext(
-            self.space.digest, self.context.sent, self.space.trained, WIDTH, CLASSES, opened.active
+            self.space.digest,
+            self.context.sent,
+            self.space.trained,
+            WIDTH,
+            CLASSES,
+            opened.active,
+            self.context.origin,
         )
 
     def run(self, rounds: int = 3) -> ServerState:

@@ -29,6 +29,8 @@ def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     summed = held and algorithm.privacy.hidden and (bool(config.metrics) or config.select != "accuracy")
     asked = {
         "train": config.rounds.total > 0, "statistics": head in {"ridge", "probe"}, "head_gradient": head == "probe",
+        "class_sums": head in {"ncm", "cof"}, "class_counts": algorithm.federation_counts,
+        "gradient": config.trainable.kind == "lora" and config.trainable.lora.aggregate == "core",
         "fisher_scores": sparse, "count": held and not summed, "scores": summed,
     }  # fmt: skip
     return (*(name for name, wanted in asked.items() if wanted), *(a for a in shown(config) if a != "count"))

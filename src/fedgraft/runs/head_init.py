@@ -24,6 +24,7 @@ from fedgraft.messages import Order, Reply
 from fedgraft.models.identity import digest
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples, Network
+from fedgraft.runs.closed_form import check_clear, client_class_sums, cof_heads, ncm_head
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.kept import kept_tensors
@@ -206,6 +207,7 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     m, network, data, f = job.config.model, job.task.network, job.task.data, job.federation
     if m.head == "random":
         return None
+    check_clear(m.head == "cof" and job.algorithm.privacy.hidden)
     context = job.backbone_context
     judge: Judge
     if data.blind:
@@ -233,6 +235,11 @@ def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
     m = job.config.model
     if m.head == "probe":
         return probe_head(sums, m.probe_steps)
+    if m.head == "ncm":
+        return tempered(ncm_head(sums), judge)
+    if m.head == "cof":
+        head, penalty = strongest(cof_heads(client_class_sums(sums), GRID if m.ridge is None else (m.ridge,)), judge)
+        return tempered(head, judge)
     head, penalty = ridge_head(sums, m.ridge, judge)
     log.info("head initialisation: ridge penalty %g", penalty)
     return tempered(head, judge)

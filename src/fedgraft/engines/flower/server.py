@@ -31,7 +31,7 @@ log = logging.getLogger("fedgraft")
 
 Arrival = Reply | tuple[int, bytes | str]
 _EXPIRED = (3, 4)  # Flower's codes of an order or an answer that is over its time to live, which is our deadline
-_SUMS = frozenset({"statistics", "head_gradient", "fisher_scores"})
+_SUMS = frozenset({"statistics", "head_gradient", "fisher_scores", "class_counts"})
 
 
 @dataclass(frozen=True)
