@@ -27,7 +27,7 @@ CHECKS: dict[str, Check] = {
     ),
     "hostile": Check("hostile server", "100 % refused by clients", "servers", 5),
     "orders": Check(
-        "a server that lies in its orders, under every protection", "0 leaks, 0 crashes, each refused by name", "orders", 2
+        "a server that lies in its orders, all protections", "0 leaks, 0 crashes, each refused by name", "orders", 2
     ),
     "cost": Check(
         "secure sum, 10 clients x 1M coordinates, 20 % lost",
