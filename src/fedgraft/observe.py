@@ -268,7 +268,18 @@ def _representation(
     stream = torch_stream(context.seed, "representation", order.round, order.client)
     n = int(wanted.options["samples"])
     picks = torch.cat([torch.randperm(len(rows), generator=stream) for _ in range(-(-n // len(rows)))])[:n]
-    return {}, {"representation": torch.cat([z for z, _ in features(context, rows[picks])])}
+    shown = torch.cat([z for z, _ in features(context, rows[picks])])
+    return {}, {"representation": _noised(shown, wanted, order, context)}
+
+
+def _noised(shown: Tensor, wanted: Observe, order: Order, context: ClientContext) -> Tensor:
+    """Rows of length one with Gaussian noise of the asked-for size in every entry; as they are without noise."""
+    noise = float(wanted.options.get("noise", 0.0))
+    if noise == 0:
+        return shown
+    stream = torch_stream(context.seed, "shown_noise", order.round, order.client)
+    rows = torch.nn.functional.normalize(shown.cpu(), dim=1)
+    return rows + noise * torch.randn(rows.shape, generator=stream)
 
 
 def _probe(context: ClientContext) -> Examples:
@@ -300,7 +311,8 @@ def _probe_representation(
     """Pooled features of the shared probe, after training."""
     probe = _probe(context)
     batches = look_through(context.network, probe, torch.arange(len(probe)), size=256)
-    return {}, {"probe_representation": torch.cat([z for _, z in batches])}
+    shown = torch.cat([z for _, z in batches])
+    return {}, {"probe_representation": _noised(shown, wanted, order, context)}
 
 
 def _fisher(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
