@@ -61,7 +61,7 @@ def partition_options(config: Config) -> dict[str, object]:
     """What `make_partition` is told about this kind of partition."""
     p = config.partition
     own: dict[str, dict[str, object]] = {
-        "by_site": {"allow_uncovered": p.allow_uncovered},
+        "by_site": {"column": p.column, "allow_uncovered": p.allow_uncovered},
         "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
         "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
         "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},

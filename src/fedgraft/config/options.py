@@ -34,6 +34,9 @@ class Data(Section):
     resize: Literal["model", "crop", "squash"] = Field(
         "model", description="how images get the network's size; default: as the network was trained, else crop"
     )
+    grey_window: tuple[float, float] | None = Field(
+        None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
+    )
     unreadable: Literal["refuse", "skip"] | None = Field(
         None, description="images that cannot be read: refuse the data (the default), or leave them out and say so"
     )
@@ -49,7 +52,7 @@ class Data(Section):
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
-    cache_features: bool = Field(True, description="keep the frozen trunk's outputs; equal within 1e-6, much faster")
+    cache_features: bool = Field(True, description="keep the frozen backbone's outputs; equal within 1e-6, much faster")
 
     @field_validator("class_map", mode="before")
     @classmethod
@@ -63,11 +66,12 @@ class Data(Section):
 
 
 class Partition(Section):
-    """How the training images are dealt to clients."""
+    """How the training images are divided among clients."""
 
     kind: Literal[
         "iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"
     ] = Field("stratified", description="by_site: one client per owner, as the data's site column says")  # fmt: skip
+    column: str = Field("site", description="kind=by_site: the column of the data that says whose each row is")
     clients: int = Field(10, ge=1, description="K, the number of clients")
     classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")
     shards_per_client: int = Field(2, ge=1, description="kind=shards: s")
@@ -77,6 +81,9 @@ class Partition(Section):
     groups: tuple[tuple[int, ...], ...] = Field((), description="kind=groups: the labels of each group of clients")
     allow_uncovered: bool = Field(False, description="allow classes that nobody holds")
     test: Literal["shard", "all_of_my_classes"] = Field("shard", description="each client's own test images")
+    without: tuple[str, ...] = Field(
+        (), description="clients, by name or number, that never take part; all others keep their numbers and streams"
+    )
 
     @model_validator(mode="after")
     def _named_groups(self) -> Partition:
@@ -243,7 +250,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _given_features(self) -> Config:
         if (self.data.source == "features") != (self.model.name == "features"):
-            raise ValueError("given features need no trunk: set data.source=features and model.name=features together")
+            raise ValueError(
+                "given features need no backbone: set data.source=features and model.name=features together"
+            )
         if self.data.source == "features" and (self.data.augment or self.data.image_size):
             raise ValueError("given features are no images: leave data.augment and data.image_size out")
         return self
@@ -270,8 +279,8 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
-        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "data": ("class_map",),
-                 "rounds": ("deadline",)}  # fmt: skip
+        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "rounds": ("deadline",),
+                 "data": ("class_map", "grey_window"), "partition": ("column", "without")}  # fmt: skip
         for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
             options, table = (getattr(self, section), kept[section]) if section else (self, kept)
             for name in names:

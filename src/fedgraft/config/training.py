@@ -200,6 +200,6 @@ class AlgorithmChoice(Section):
         description="how updates are combined: mean, median, trimmed_mean, krum, multi_krum, bulyan, geometric_median, "
         "norm_clip, or a registered rule",
     )
-    attackers: int = Field(0, ge=0, description="robust rules: liars to withstand in a cohort")
+    attackers: int = Field(0, ge=0, description="robust rules: attackers to withstand in a cohort")
     neighbours: bool = Field(False, description="nearest-neighbour mixing before the robust rule")
     clip_norm: float | None = Field(None, gt=0, description="clip every change to this norm before combining")

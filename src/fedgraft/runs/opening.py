@@ -6,6 +6,7 @@ is whole: no part of it works only later.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from fedgraft.protocols import Examples
 from fedgraft.randomness import torch_stream
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
-from fedgraft.runs.kept import kept_tensors
+from fedgraft.runs.kept import PartialSum, kept_tensors
 from fedgraft.runs.rates import head_curvature, settled
 from fedgraft.state import Federation
 
@@ -138,10 +139,16 @@ class FederationAsk:
         self.job, self.engines = job, engines
         self.seed, self.clients, self.examples = job.config.seed, job.federation.clients, job.task.data.total
         self._sums = engines.sums(job.scoring_context)
+        self._begun: list[PartialSum] = []
 
     def sums(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[str, Tensor]:
         """The clients' answers, added up by name; hidden where the run hides them."""
-        return self._sums.ask(action, vector, settings)
+        begun = None
+        if self.job.task.data.rows_known:  # else nobody here knows whether the clients' data is still the same
+            told = json.dumps([self.job.federation.clients, action, dict(settings)], sort_keys=True)
+            begun = PartialSum("edits", [*identity_of(self.job), told], vector)
+            self._begun.append(begun)
+        return self._sums.ask(action, vector, settings, begun)
 
     def each(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[int, Mapping[str, Tensor]]:
         """What every client answers by itself."""
@@ -151,13 +158,16 @@ class FederationAsk:
 
     def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What this machine kept from making the same for the same network and data, else what `make` gives now."""
-        return kept_tensors("edits", [*identity_of(self.job), *recipe], make, lambda: not self._sums.lost)
+        found = kept_tensors("edits", [*identity_of(self.job), *recipe], make, lambda: not self._sums.lost)
+        for begun in self._begun:
+            begun.forget()
+        return found
 
 
 def identity_of(job: Job) -> list[str]:
     """What a result of the clients' data and the whole network depends on."""
     task = job.task
-    hidden = ["secure"] if job.algorithm.privacy.hidden else []  # rounded sums give other last bits
+    hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
     return [digest(task.network), *task.data.identity, task.transform.digest, str(job.config.seed), *hidden]
 
 

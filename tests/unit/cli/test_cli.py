@@ -189,7 +189,7 @@ def test_evaluate_on_a_folder_of_ones_own(finished: Path, fedgraft: Command, tmp
     said = fedgraft("evaluate", finished, "--data", good)
     assert said.code == 0 and "(6 images)" in said.out
     strange = images(tmp_path / "strange", ["0", "eleven"])
-    assert "'eleven', which the run does not know" in refused(fedgraft("evaluate", finished, "--data", strange))
+    assert "'eleven', which the model does not know" in refused(fedgraft("evaluate", finished, "--data", strange))
     refused(fedgraft("evaluate", finished, "--data", tmp_path / "nowhere"))
 
 
