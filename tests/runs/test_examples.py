@@ -116,7 +116,10 @@ def test_commands_named_in_the_documents_exist() -> None:
     known = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}
     known |= {group.name for group in app.registered_groups if isinstance(group.name, str)}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    named = {word for page in pages for word in re.findall(r"^fedgraft ([a-z-]+)", page.read_text(), re.MULTILINE)}
+    blocks = [
+        block for page in pages for block in re.findall(r"^```.*?^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    named = {word for block in blocks for word in re.findall(r"^fedgraft ([a-z-]+)", block, re.MULTILINE)}
     assert named and named <= known, named - known
 
 
@@ -162,7 +165,9 @@ def strange_words(text: str) -> list[str]:
         w for w in overrides if w.endswith(".py") and (list(ROOT.glob(w)) or any(list(root.rglob(w)) for root in roots))
     ]
     files = [w for w in overrides if w.endswith(".py") and w not in there]
-    dotted = [w for w in overrides if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", w) and not w.endswith((".py", ".md"))]
+    dotted = [
+        w for w in overrides if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", w) and not w.endswith((".py", ".md", ".jsonl"))
+    ]
     return files + [w for w in dotted if w.partition(".")[0] in keys and w not in keys]
 
 

@@ -6,35 +6,33 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.tiny import tiny
-from typer.testing import CliRunner
+from tests.support.tiny import tiny, without_pictures
 
-from fedgraft.cli.main import app
 from fedgraft.errors import FedgraftError
 from fedgraft.report.metrics import Metric
 from fedgraft.runs.run import run
-from fedgraft.runs.worth import Site, comparisons, summary_line
+from fedgraft.runs.tracking import Silent
+from fedgraft.runs.worth import Site, compare, comparisons, make_missing, summary_line, write
 
 OPTIONS = ("partition.kind=dirichlet", "partition.minimum=8", 'metrics=["accuracy"]')
 
 
 @pytest.mark.slow
 def test_the_page_holds_what_the_runs_themselves_measured(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    summary = run(tiny(*OPTIONS), folder, console=False)
-    done = CliRunner().invoke(app, ["worth", str(folder), "--metric", "accuracy"])
-    assert done.exit_code == 0, done.output
-    told = json.loads((folder / "worth" / "worth.json").read_text())
+    folder, ran = tmp_path / "run", list[str]()
+    with without_pictures():
+        summary = run(tiny(*OPTIONS), folder, console=False)
+        places = make_missing(folder, {}, Silent, ran.append)
+        assert len(ran) == 2 and make_missing(folder, {}, Silent, ran.append) == places and len(ran) == 2  # not again
+    sites = compare(places, "accuracy", draws=20)
+    write(tmp_path / "page", sites, "accuracy", "run")
+    told = json.loads((tmp_path / "page" / "worth.json").read_text())
     for site in told["sites"]:
         own = summary["clients"][site["name"]]["accuracy"]
         assert site["models"]["federated"]["value"] == pytest.approx(own["value"]) and site["images"] == own["n"]
         gap = site["models"]["federated"]["value"] - site["models"]["alone"]["value"]
         assert site["gain"]["value"] == pytest.approx(gap)  # paired on the same images
-    assert {"worth.html", "worth.md", "worth.png"} <= {p.name for p in (folder / "worth").iterdir()}
-    before = {p: p.stat().st_mtime_ns for p in (folder / "worth").rglob("summary.json")}
-    assert len(before) == 2  # alone and pooled
-    CliRunner().invoke(app, ["worth", str(folder), "--metric", "accuracy"])
-    assert before == {p: p.stat().st_mtime_ns for p in (folder / "worth").rglob("summary.json")}  # not run again
+    assert {"worth.html", "worth.md", "worth.png"} <= {p.name for p in (tmp_path / "page").iterdir()}
 
 
 def site(name: str, low: float, high: float) -> Site:

@@ -66,7 +66,7 @@ def test_nothing_of_one_client_reaches_the_server_in_the_clear() -> None:
             for reply in inner(orders):
                 if leak and "masked" in reply.evidence:
                     order = next(o for o in orders if o.client == reply.client)
-                    plain, _ = handle(replace(order, action="train", auxiliary={}), toy.algorithm, toy.context, {})
+                    plain, _ = handle(replace(order, action="train", auxiliary={}), zoo.fedavg(), toy.context, {})
                     assert plain.update is not None
                     reply = replace(reply, evidence={**reply.evidence, "extra": plain.update.arrays["values"]})
                 seen.append(reply)

@@ -166,7 +166,7 @@ class Privacy(Section):
 
     limit: float = Field(1.0, gt=0, description="secure: largest change of one coordinate; what is beyond is cut")
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
-    degree: int | None = Field(None, ge=2, description="secure: neighbours of a client in large cohorts (even)")
+    degree: int | None = Field(None, ge=2, description="secure: others that hold a client's shares, in large cohorts")
     dp: DifferentialPrivacy | None = Field(None, description="client-level differential privacy; a table of its own")
     aggregation: Literal["clear", "secure", "zero_sum_demo"] = Field(
         "clear", description="zero_sum_demo is INSECURE, for comparison"

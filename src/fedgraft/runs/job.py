@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
+from fedgraft.config.agreement import implied_by
 from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named, federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
@@ -22,6 +23,7 @@ from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.errors import FedgraftError
 from fedgraft.models.network import VisionNetwork
+from fedgraft.policy import Policy
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples
 from fedgraft.report.metrics import check_metric
@@ -93,12 +95,17 @@ class Job:
         task = self.task
         cached = task.at_entry(task.eval_images, task.network.depth)
         self.ready(cached, torch.cat([task.data.train_rows, task.data.validation_rows]))
-        return task.whole(cached, self.config.seed)
+        return replace(task.whole(cached, self.config.seed), policies=self.policies)
 
     @cached_property
     def scoring_context(self) -> ClientContext:
         """The context in which clients score weights for a mask."""
-        return self.task.whole(self.task.eval_images, self.config.seed)
+        return replace(self.task.whole(self.task.eval_images, self.config.seed), policies=self.policies)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The rules that clients hold orders against: those that the config implies; of objects, the algorithm."""
+        return () if self.from_objects else (implied_by(self.config, self.algorithm),)
 
 
 def job_of(config: Config, data: FederatedData | None = None) -> Job:

@@ -108,7 +108,7 @@ def open_run(
         None if private is None else private.gather(network),
         make_probe(job) if probe is None else probe,
         origin=space.gather(network) if algorithm.download is not None else None,
-        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts,
+        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts, policies=job.policies,
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
