@@ -120,8 +120,9 @@ def _summand(
         return dict(reply.sums), after
     done = outcome(order, algorithm, context, memory)
     assert algorithm.weighting.own is not None
-    share = min(1.0, len(context.rows(order.client)) / float(order.settings["largest"]))
-    weight = min(1.0, max(0.0, algorithm.weighting.own(share, done.scalars)))
+    largest = float(order.settings["largest"])
+    held = min(largest, float(len(context.rows(order.client))))
+    weight = min(1.0, max(0.0, algorithm.weighting.own(held, done.scalars, largest)))
     sent = {name: done.scalars[name] for name in algorithm.reports}
     return weighted_input(done.update, weight, done.result.closing.sums, sent), done.memory
 

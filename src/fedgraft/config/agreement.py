@@ -50,7 +50,8 @@ def safe_for(config: Config, algorithm: Algorithm) -> Policy:
         config.trainable.sparse.rounds if config.trainable.kind == "sparse" else 0
     )
     sums = max(sums, 2 * rounds + 2) if "scores" in wanted else sums
-    rates = [config.local.lr * (config.trainable.match_norm or 1.0)]
+    room = 1.0 if config.local.lr is not None else 100.0  # a rate left open is found when the run begins
+    rates = [algorithm.lr * room * (config.trainable.match_norm or 1.0)]
     rates += [config.personal.finetune_lr] if "evaluate" in wanted else []
     ranges = {"lr": (0.0, max(rates))}
     if dp is not None:
@@ -94,7 +95,7 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
     steps = config.local.steps
     note("steps", (steps or 4) > (policy.steps or math.inf), f"a client takes {steps} steps a round")
     low, high = policy.ranges.get("lr", (0.0, math.inf))
-    note("ranges.lr", not low <= config.local.lr <= high, f"the learning rate is {config.local.lr:g}")
+    note("ranges.lr", not low <= algorithm.lr <= high, f"the learning rate is {algorithm.lr:g}")
     clip = algorithm.privacy.dp.clip if algorithm.privacy.dp is not None else None
     low, high = policy.ranges.get("clip", (0.0, math.inf))
     note("ranges.clip", clip is not None and not low <= clip <= high, f"updates are clipped at {clip}")
