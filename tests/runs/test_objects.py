@@ -222,7 +222,7 @@ def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
     [
         (["algorithm.name=fedprox", "algorithm.muu=0.5"], "mu"),
         (["algorithm.mu=0.5"], "takes none"),  # fedavg has no mu
-        (["loss.temperature=2"], "label_smoothing|class_weights|takes none"),
+        (["loss.temperature=2"], "no option 'temperature'"),
         (["trainable.kind=sparse", "trainable.spars=0.5"], "sparsity"),
         (["trainable.knd=sparse"], "kind"),
         (["trainable.freeze_blocks=1"], "kind"),  # nothing would read it

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli import advise as cli_advise
 from fedgraft.cli import attack as cli_attack
 from fedgraft.cli import consortium as cli_consortium
 from fedgraft.cli import deploy as cli_deploy
@@ -179,7 +180,7 @@ def partition(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="where the heat map goes (png, svg, pdf)")] = None,
 ) -> None:
-    """Show how the data is dealt to clients: statistics and the client x class heat map."""
+    """Show how the data is divided among clients: statistics and the client x class heat map."""
     import rich
 
     from fedgraft.report.partition_view import show_partition
@@ -219,6 +220,7 @@ def options() -> None:
         typer.echo(line)
 
 
+app.command()(cli_advise.advise)
 app.command()(cli_attack.attack)
 app.command()(cli_predict.evaluate)
 app.command()(cli_predict.export)
@@ -226,6 +228,8 @@ app.command("find-lr")(cli_sweep.find_lr)
 app.command("list")(cli_runs.list_)
 app.command()(cli_predict.predict)
 app.command()(cli_consortium.preflight)
+app.command()(cli_consortium.unlearn)
+app.command()(cli_consortium.worth)
 app.command()(cli_profile.profile)
 app.command()(cli_runs.show)
 app.command()(cli_sweep.sweep)

@@ -184,7 +184,7 @@ def _job(
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
     identity = "objects-" + _digest([config.digest, digest(network), *data.identity, transform.digest, algorithm])
-    federation = replace(build_federation(config, data.largest), run=identity)
+    federation = replace(build_federation(config, algorithm.lr, data.largest), run=identity)
     return Job(config, algorithm, Task(network, data, transform, "objects"), federation, identity, from_objects=True)
 
 
@@ -226,7 +226,8 @@ def _config(
     options: Mapping[str, Any],
 ) -> Config:
     """The options of a run as a config; the three objects stand beside it."""
-    local = {"lr": algorithm.local.lr, "batch_size": algorithm.local.batch_size}
+    given = {"lr": algorithm.local.lr, "batch_size": algorithm.local.batch_size}
+    local = {key: value for key, value in given.items() if value is not None}
     base = {
         "seed": seed, "engine": engine, "workers": workers, "local": local,
         "partition": {"clients": clients.clients}, "rounds": {"total": rounds},

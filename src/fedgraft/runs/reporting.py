@@ -48,7 +48,7 @@ def describe(job: Job, opening: Opening) -> str:
     kind = "one model per client" if opening.algorithm.aggregate.personal else "one model"
     return (
         f"{opening.algorithm.name}: {space.trained:,} of {total:,} weights train, "
-        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}"
+        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}, {rates(opening)}"
     )
 
 
@@ -74,3 +74,9 @@ def note_of(start: float | None, best: Best, rounds: int, private: bool) -> dict
         then = f"which private training did not make, so the model after round {best.round} is delivered"
     hint = "try another learning rate (fedgraft find-lr), more rounds, or a head that trains along"
     return {"note": f"{told}, {then}; {hint}."}
+
+
+def rates(opening: Opening) -> str:
+    """The learning rates as they are, whoever chose them."""
+    lr, head = opening.algorithm.lr * opening.rate_factor, opening.algorithm.local.head_lr
+    return f"rate {lr:.3g}" if head is None else f"rate {lr:.3g}, the head's {lr * head:.3g}"
