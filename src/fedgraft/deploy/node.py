@@ -32,7 +32,7 @@ from fedgraft.engines.flower.node_link import Answer, Request, serve
 from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.messages import BadMessage, Order, pack, unpack
-from fedgraft.runs.checkpoint import write_atomic
+from fedgraft.runs.files import write_atomic
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import Opening, open_run
