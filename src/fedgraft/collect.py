@@ -182,6 +182,7 @@ def expectation(
         scalars=[*(name for wanted in algorithm.wants for name in wanted.scalars), *algorithm.reports],
         evidence=evidence,
         norm_bound=federation.norm_bound,
+        max_examples=federation.largest if federation.largest > 1 else None,  # as inside a secure sum
     )
 
 

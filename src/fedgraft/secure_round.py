@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, secure_segments
+from fedgraft.client_secure import binding
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
 from fedgraft.observe import sum_segments, summands
@@ -32,7 +33,7 @@ log = logging.getLogger("fedgraft")
 
 Exchange = Callable[[Sequence[Order]], Iterable[object]]
 ANSWERS: Mapping[str, set[str]] = {
-    "keys": {"advert"}, "shares": {"boxes", "commitment"}, "masked": {"masked"}, "consistency": {"signature"},
+    "keys": {"advert", "drawn"}, "shares": {"boxes", "commitment"}, "masked": {"masked"}, "consistency": {"signature"},
     "unmask": {"shares"},
 }  # fmt: skip
 """The tensors of a reply by stage. No two are alike, so an answer to an earlier stage is not taken for one to this."""
@@ -72,7 +73,8 @@ class SecureSession:
         # Under privacy the step must not depend on who was sampled, or one client would move everybody's rounding.
         private = self.privacy.dp if first.settings["sums"] == "train" else None
         room = private.mechanism.population if private else None
-        server = SecureServer(Plan(name, first.round, clients, segments, degree, self.privacy.threshold, room))
+        threshold, bound = self.privacy.threshold, binding(first)
+        server = SecureServer(Plan(name, first.round, clients, segments, degree, threshold, room, bound))
         try:
             return drive(server, partial(self._ask, server))
         finally:

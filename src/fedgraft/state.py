@@ -34,6 +34,13 @@ class Federation:
     norm_bound: float | None = None
     largest: int = 1
     """Most examples a client may count for; the unit of weights inside secure aggregation."""
+    without: frozenset[int] = frozenset()
+    """Clients that are never asked for anything; the numbers and streams of the others stay as they are."""
+
+    @property
+    def members(self) -> list[int]:
+        """The clients that may be asked."""
+        return [k for k in range(self.clients) if k not in self.without]
 
 
 @dataclass(frozen=True)

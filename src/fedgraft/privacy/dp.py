@@ -23,7 +23,7 @@ from torch import Tensor
 from fedgraft.errors import FedgraftError
 
 NOT_COVERED = (
-    "step 0: the head made from the clients' summed statistics, unless it starts at random",
+    "head initialisation: a head made from the clients' summed statistics, unless it starts at random",
     "masks and sensitivity scores computed from private data",
     "the numbers of examples and the cohort's membership, where they are sent in the clear",
     "representations and other evidence that clients report by themselves",

@@ -88,7 +88,7 @@ class Engines:
         """What asks this run's clients for sums before the first round, hidden where the run hides them."""
         f, job = self.job.federation, self.job
         exchange = self.preparing(context).exchange
-        return Sums(exchange, f.run, range(f.clients), job.task.network, job.algorithm.privacy)
+        return Sums(exchange, f.run, f.members, job.task.network, job.algorithm.privacy)
 
     def close(self) -> None:
         """End the worker processes that are left."""

@@ -19,6 +19,7 @@ from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
 from fedgraft.aggregate.slots import Answers
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext
+from fedgraft.config.build import schedule
 from fedgraft.context import ClientContext, shared_and_private
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.space import EditSpace, select
@@ -33,6 +34,7 @@ from fedgraft.randomness import torch_stream
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.kept import PartialSum, kept_tensors
+from fedgraft.runs.rates import head_curvature, settled
 from fedgraft.state import Federation
 
 log = logging.getLogger("fedgraft")
@@ -73,6 +75,10 @@ def open_run(
     """Open the job's edit space. Without engines nobody is asked, so `saved` must hold what the kind needs."""
     task, config, network = job.task, job.config, job.task.network
     head = torch.cat([network.head.weight.detach(), network.head.bias.detach()[:, None]], 1).cpu().clone()
+    algorithm, federation, factor = job.algorithm, job.federation, 1.0
+    if engines is not None:  # only who trains needs rates
+        algorithm = settled(algorithm, head_curvature(job))
+        federation = replace(federation, schedule=schedule(config, algorithm.lr))
     ask = None if engines is None else FederationAsk(job, engines)
     counts, saved = _class_counts(job, engines, saved)
     opened = job.algorithm.trainable.open(network, ask, saved)
@@ -85,14 +91,15 @@ def open_run(
     space, private = shared_and_private(job.algorithm, network, opened.space)
     if job.algorithm.privacy.dp is not None:  # noise would make variances negative: statistics stay as they are
         space = EditSpace(space.parts)
-    algorithm = job.algorithm if opened.aggregate is None else vary(job.algorithm, aggregate=opened.aggregate)
-    federation, factor = job.federation, 1.0
+    algorithm = algorithm if opened.aggregate is None else vary(algorithm, aggregate=opened.aggregate)
     if config.trainable.match_norm is not None:
         rows = task.judging_rows[:256]
         factor = min(config.trainable.match_norm, norm_ratio(network, space, task.eval_images, rows))
         log.info("update-norm matching: the learning rate is raised %.2f times", factor)
         old = federation.schedule
         federation = replace(federation, schedule=lambda t, total, history: factor * old(t, total, history))
+        if algorithm.local.head_lr is not None:  # the head has its own rate, which is not raised
+            algorithm = vary(algorithm, head_lr=algorithm.local.head_lr / factor)
     entry = task.entry_for(space, config, algorithm)
     held = task.data.validation_rows
     context = ClientContext(
@@ -101,7 +108,7 @@ def open_run(
         None if private is None else private.gather(network),
         make_probe(job) if probe is None else probe,
         origin=space.gather(network) if algorithm.download is not None else None,
-        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts,
+        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts, policies=job.policies,
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
@@ -160,7 +167,7 @@ class FederationAsk:
 def identity_of(job: Job) -> list[str]:
     """What a result of the clients' data and the whole network depends on."""
     task = job.task
-    hidden = ["secure"] if job.algorithm.privacy.hidden else []  # rounded sums give other last bits
+    hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
     return [digest(task.network), *task.data.identity, task.transform.digest, str(job.config.seed), *hidden]
 
 
