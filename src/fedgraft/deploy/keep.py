@@ -27,7 +27,7 @@ from fedgraft.messages import BadMessage, Order, as_bytes, pack, unpack
 from fedgraft.policy import Policy, parse
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity
-from fedgraft.runs.checkpoint import write_atomic
+from fedgraft.runs.files import write_atomic
 
 
 def lasts(name: str) -> bool:

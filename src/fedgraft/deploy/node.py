@@ -39,7 +39,7 @@ from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.messages import BadMessage, Order, pack, unpack
 from fedgraft.policy import Policy
-from fedgraft.runs.checkpoint import write_atomic
+from fedgraft.runs.files import write_atomic
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import Opening, open_run

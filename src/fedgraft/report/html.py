@@ -20,7 +20,7 @@ from typing import Any
 
 from fedgraft.report.charts import compare_charts
 from fedgraft.report.values import show
-from fedgraft.runs.checkpoint import write_atomic
+from fedgraft.runs.files import write_atomic
 from fedgraft.runs.run_folder import plain
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}

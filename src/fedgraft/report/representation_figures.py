@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import safetensors.torch
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from fedgraft.config.load import Config
 from fedgraft.errors import FedgraftError
-from fedgraft.round import RoundSummary
-from fedgraft.runs.checkpoint import write_atomic
+from fedgraft.runs.files import write_atomic
+
+if TYPE_CHECKING:  # a page that shows no matrix needs no torch
+    from torch import Tensor
+
+    from fedgraft.round import RoundSummary
 
 _MOST_CLIENTS = 200  # a larger matrix is a picture of nothing
 
@@ -49,6 +49,9 @@ def keep_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
     number = summary.round + 1
     if "mixing" not in summary.extra or number not in shown_rounds(config):
         return
+    import safetensors.torch
+    import torch
+
     ids = torch.tensor(summary.record["clients"]["ids"])
     tensors = {"mixing": summary.extra["mixing"].float().contiguous(), "clients": ids}
     path = _mixing_file(run, number)
@@ -67,6 +70,9 @@ def read_mixing(run: Path, clients: int) -> dict[str, Tensor]:
     """The kept matrices by round. Cohorts differ from round to round, so each is shown among all clients, with gaps."""
     found = {}
     for path in sorted((run / "figures").glob("crsm-round-*.safetensors")):
+        import safetensors.torch
+        import torch
+
         tensors = safetensors.torch.load(path.read_bytes())
         matrix, ids = tensors["mixing"], tensors["clients"]
         every = max(clients, int(ids.max()) + 1)

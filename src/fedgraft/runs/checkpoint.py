@@ -7,11 +7,9 @@ the one before; since a run derives its randomness from (seed, round, client), a
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedgraft.errors import FedgraftError
+from fedgraft.runs.files import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -125,36 +124,6 @@ def listing(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=lambda p: (_round(p), p.name))
-
-
-def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Put a file in its place whole or not at all; an `OSError` or an interrupt leaves nothing behind."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        try:
-            for chunk in chunks:
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)  # noqa: PTH105 - one spelling for all steps of the write
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable: it lives in the folder, not in the file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _encode(

@@ -15,13 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from fedgraft.errors import FedgraftError
-from fedgraft.runs import checkpoint, environment
-from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.files import (
     TIMING,
     is_locked,
@@ -34,17 +30,14 @@ from fedgraft.runs.files import (
     write_text,
 )  # fmt: skip
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedgraft.runs.checkpoint import Checkpoint
+
 __all__ = [
-    "TIMING",
-    "RunFolder",
-    "RunInfo",
-    "describe",
-    "list_runs",
-    "logging_to",
-    "plain",
-    "read_metrics",
-    "without_timing",
-]
+    "TIMING", "RunFolder", "RunInfo", "describe", "list_runs", "logging_to", "plain", "read_metrics", "without_timing",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -205,10 +198,14 @@ class RunFolder:
         """Store the state after a round, the metrics up to it first, bound to this folder's config."""
         self.sync()
         bound = {**meta, "config_digest": self.config_digest}
+        from fedgraft.runs import checkpoint  # torch is not needed to look at a run
+
         return checkpoint.save(self.checkpoints, round, tensors, bound, best=best)
 
     def resume(self, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
         """The newest good checkpoint, with the metrics cut back to its round; None means from the beginning."""
+        from fedgraft.runs import checkpoint
+
         found = checkpoint.load_latest(self.checkpoints, self.config_digest, check)
         self.rewind(None if found is None else found.round)
         return found
@@ -250,6 +247,8 @@ class RunFolder:
             os.close(descriptor)
 
     def _note_environment(self) -> None:
+        from fedgraft.runs import environment
+
         now, before = environment.facts(), self.environment()
         if before:
             before["resumed"] = [*before.get("resumed", []), now]

@@ -157,7 +157,7 @@ def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(Batched, "_gather", unweighted(Batched._gather))
         assert difference(fedavg(batch_size=17), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
-        patch.setattr(batched._Stack, "step", forgetful(batched._Stack.step))
+        patch.setattr(batched.Stack, "step", forgetful(batched.Stack.step))
         assert difference(fedavg(**SETTINGS["momentum"]), rounds=1) > 1e-4
 
 
@@ -170,7 +170,7 @@ def test_the_written_out_gradient_is_that_of_autograd(smoothing: float, scale: f
     inputs = torch.randn(c, b, d, generator=g, dtype=torch.float64)
     labels = torch.randint(0, k, (c, 1, b), generator=g)
     weights = torch.rand(c, 1, b, generator=g, dtype=torch.float64)
-    stack = batched._Stack(values.clone(), torch.zeros_like(values), (c, k, d), sgdm(0.0))
+    stack = batched.Stack(values.clone(), torch.zeros_like(values), (c, k, d), sgdm(0.0))
     room = torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2))
     error, found = batched._error(room, labels, smoothing)
     losses = -(found * weights).sum((1, 2))

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from fedgraft.errors import FedgraftError
-from fedgraft.runs import environment
-from fedgraft.runs import run_folder as record
+from fedgraft.runs import checkpoint, environment
 from fedgraft.runs.checkpoint import load_best
 from fedgraft.runs.run_folder import RunFolder, describe, list_runs, plain, read_metrics, without_timing
 
@@ -198,7 +197,7 @@ def test_full_disk_is_one_sentence(run: RunFolder, monkeypatch: pytest.MonkeyPat
 def test_metrics_reach_the_disk_before_the_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     monkeypatch.setattr(run, "sync", lambda: steps.append("metrics"))
-    monkeypatch.setattr(record.checkpoint, "save", lambda *a, **k: steps.append("checkpoint"))
+    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: steps.append("checkpoint"))
     run.save_checkpoint(1, {}, {})
     assert steps == ["metrics", "checkpoint"]
 
