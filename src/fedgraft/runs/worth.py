@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, from_folder, merge, validate
 from fedgraft.errors import FedgraftError
 from fedgraft.local.transfer import onto
@@ -62,7 +63,7 @@ def comparisons(config: Config) -> dict[str, Config]:
     trainable = {k: v for k, v in table["trainable"].items() if k != "head_too"}
     same = {**table, "trainable": trainable, "compression": {}, "privacy": {}}
     alone = validate({**same, "algorithm": {"name": "local_only"}})
-    deep = config.trainable.kind not in (None, "head")
+    deep = build_algorithm(config).trainable.trains_body
     central = merge(same, {"centralized": {"kind": "finetune" if deep else "probe", "epochs": _epochs(config)}})
     return {ALONE: alone, POOLED: as_central(validate({**central, "algorithm": {"name": "fedavg"}}))}
 
