@@ -2,7 +2,7 @@
 
 import fedgraft
 
-OVERRIDES = "partition.clients=4 trainable.kind=last_blocks trainable.blocks=1 local.lr=0.002 local.clip=1".split()
+OVERRIDES = ["partition.clients=4", "trainable.kind=last_blocks", "trainable.blocks=1", "local.lr=0.002"]
 
 
 def main() -> None:
