@@ -32,7 +32,7 @@ def sample(federation: Federation, round: int) -> list[int]:
 
 def rate(federation: Federation, state: ServerState) -> float:
     """The learning rate of the coming round."""
-    return federation.schedule(state.round, federation.rounds, state.losses)
+    return federation.rate(state)
 
 
 def instruct(

@@ -116,8 +116,9 @@ def build_federation(config: Config, largest: int = 1) -> Federation:
         rounds=r.total,
         schedule=schedule(config),
         sampling=r.sampling,
-        minimum_answers=r.minimum_answers,
+        minimum_answers=r.minimum_answers or 1,
         norm_bound=r.norm_bound,
+        norm_factor=r.norm_factor,
         largest=largest,
     )
 

@@ -275,13 +275,18 @@ class Rounds(Section):
     patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy (0: never)")
     min_delta: float = Field(1e-3, ge=0, description="what counts as better")
     checkpoint_every: int = Field(5, ge=1)
-    minimum_answers: int = Field(1, ge=1, description="fewer good answers: the round is skipped")
+    minimum_answers: int | None = Field(
+        None, ge=1, description="fewer good answers: the round is skipped (default: 1; on other machines 2)"
+    )
     deadline: float | None = Field(
         None,
         gt=0,
         description="seconds that clients have for one order; later answers do not count (default: no limit)",
     )
     norm_bound: float | None = Field(None, gt=0, description="refuse changes of a larger norm")
+    norm_factor: float = Field(
+        30.0, ge=0, description="refuse changes longer than so many times the usual (median) length; 0: none"
+    )
     personal_memory_mb: float = Field(
         2000, ge=0, description="mixtures: keep the clients' models on disk when they need more; same results"
     )

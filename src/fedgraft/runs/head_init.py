@@ -26,7 +26,10 @@ from fedgraft.protocols import Examples, Network
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.kept import kept_tensors
+from fedgraft.runs.opening import claims_of
 from fedgraft.secure_round import Sums
+from fedgraft.update.claims import Claims
+from fedgraft.update.expected import counted, counts, replies_to
 
 log = logging.getLogger("fedgraft")
 
@@ -56,13 +59,6 @@ def install(network: Network, head: Tensor) -> None:
     with torch.no_grad():
         network.head.weight.copy_(head[:, :-1])
         network.head.bias.copy_(head[:, -1])
-
-
-def ask(engine: Engine, run: str, clients: Sequence[int], action: str, **auxiliary: Tensor) -> list[Reply]:
-    """Send one action to all clients; answers in client order."""
-    orders = [Order(run, -1, k, action, auxiliary=auxiliary) for k in clients]
-    replies = [r for r in engine.exchange(orders) if isinstance(r, Reply)]
-    return sorted(replies, key=lambda reply: reply.client)
 
 
 def ridge_head(sums: Sums, penalty: float | None, judge: Judge) -> tuple[Tensor, float]:
@@ -152,34 +148,26 @@ class Judgement:
 class Elsewhere:
     """Accuracy and loss of heads on images that the clients hold out; only counts and sums of losses come back."""
 
-    def __init__(self, engine: Engine, run: str, clients: Sequence[int]) -> None:
-        self.ask = lambda heads: summed_counts(ask(engine, run, clients, "count", heads=heads), len(heads))
-        self.count = 1
+    def __init__(self, engine: Engine, run: str, clients: Sequence[int], claims: Claims) -> None:
+        self.engine, self.run, self.clients, self.claims, self.count = engine, run, clients, claims, 1
 
     def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
         """(accuracy, loss) of each, over the images of all clients."""
-        measured = self.ask(torch.stack(list(heads)).double())
+        models = {"heads": torch.stack(list(heads)).double()}
+        orders = [Order(self.run, -1, k, "count", auxiliary=models) for k in self.clients]
+        expected = counts(orders, len(heads), self.claims, "validation")
+        measured = summed_counts(replies_to(self.engine.exchange, orders, expected), self.claims, "validation")
         self.count = max(1, measured[0].count)
         return [(one.accuracy, one.loss) for one in measured]
 
 
-def summed_counts(replies: Sequence[Reply], models: int) -> list[Evaluation]:
+def summed_counts(replies: Sequence[Reply], claims: Claims, split: str) -> list[Evaluation]:
     """What clients counted, (models, 4) each: right, among the first five, sum of losses, images; summed over them."""
-    total = torch.zeros(models, 4, dtype=torch.float64)
-    for reply in replies:
-        counts = reply.sums.get("counts")
-        if counts is None or counts.shape != total.shape or counts.dtype != torch.float64 or not _plausible(counts):
-            raise FedgraftError(f"client {reply.client} counted what cannot be: its node runs other software.")
-        total += counts
+    weights = counted(replies, claims, split)
+    total = sum((reply.sums["counts"] * weights[reply.client] for reply in replies), torch.zeros(1, 4).double())
     if not total[0, 3]:
-        raise FedgraftError("no client holds out images to measure the model on; raise data.validation.")
+        raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
     return [Evaluation(float(s / n), float(a / n), float(b / n), int(n)) for a, b, s, n in total]
-
-
-def _plausible(counts: Tensor) -> bool:
-    right, near, loss, images = counts.unbind(1)
-    ordered = (right >= 0) & (right <= near) & (near <= images) & (loss >= 0) & (images < 2**40)
-    return bool(torch.isfinite(counts).all() and ordered.all())
 
 
 def tempered(head: Tensor, judge: Judge) -> Tensor:
@@ -205,7 +193,7 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     context = job.backbone_context
     judge: Judge
     if data.blind:
-        judge = Elsewhere(engines.preparing(context), f.run, range(f.clients))
+        judge = Elsewhere(engines.preparing(context), f.run, range(f.clients), claims_of(data))
     else:
         rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
         judge = Judgement(features_of(network, context.examples, rows), job.task.train_images.labels[rows])

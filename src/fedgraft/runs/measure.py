@@ -9,12 +9,14 @@ from torch import Tensor
 
 from fedgraft.collect import Engine
 from fedgraft.local.evaluate import Evaluation, evaluate
-from fedgraft.messages import Order, Reply, Scalar
+from fedgraft.messages import Order, Scalar
 from fedgraft.protocols import Examples
 from fedgraft.runs.head_init import summed_counts
 from fedgraft.runs.job import Job
 from fedgraft.runs.opening import Opening
 from fedgraft.state import ServerState
+from fedgraft.update.claims import Claims
+from fedgraft.update.expected import counts, evaluation, replies_to
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class Measure:
     job: Job
     opening: Opening
     engine: Engine
+
+    @property
+    def claims(self) -> Claims:
+        """What clients said of themselves so far."""
+        return self.opening.server_context.claims
 
     def validation(self, vector: Tensor, round: int) -> Evaluation:
         """The common model on the validation images (on the clients' training images where there are none)."""
@@ -48,8 +55,8 @@ class Measure:
         """The common model on images that the clients hold; they send counts and sums of losses, nothing else."""
         f, space = self.job.federation, self.opening.space.digest
         orders = [Order(f.run, round, k, "count", space, vector, {}, {"split": split}) for k in range(f.clients)]
-        replies = [r for r in self.engine.exchange(orders) if isinstance(r, Reply)]
-        return summed_counts(sorted(replies, key=lambda r: r.client), 1)[0]
+        replies = replies_to(self.engine.exchange, orders, counts(orders, 1, self.claims, split))
+        return summed_counts(replies, self.claims, split)[0]
 
     def personal(self, state: ServerState) -> dict[str, float]:
         """Every client's accuracy on its own test images: mean, spread, before and after fine-tuning."""
@@ -60,7 +67,11 @@ class Measure:
         }  # fmt: skip
         clients = [k for k in range(f.clients) if len(self.job.task.data.test_rows(k))]
         orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), {}, settings) for k in clients]
-        replies = [r for r in self.engine.exchange(orders) if isinstance(r, Reply)]
+        if self.job.task.data.rows_known:
+            for k in clients:
+                self.claims.note(k, {"test images": len(self.job.task.data.test_rows(k))})
+        expected = [evaluation(orders, self.claims, bool(p.finetune_epochs))] if orders else []
+        replies = replies_to(self.engine.exchange, orders, expected[0]) if expected else []
         found: dict[str, float] = {}
         for key in ("accuracy", "finetuned_accuracy"):
             values = torch.tensor([r.metrics[key] for r in replies if key in r.metrics], dtype=torch.float64)

@@ -218,7 +218,7 @@ class _Run:
             log.warning("round %d: client %d dropped: %s", round, rejection.client, rejection.reason)
         line = dict(summary.record)
         if line.get("skipped"):
-            log.warning("round %d: too few usable answers, so nothing changed", round)
+            log.warning("round %d: nothing changed: %s", round, line.get("refused", "too few usable answers"))
         return line
 
     def _traffic(self, before: Mapping[str, int] | None = None) -> dict[str, int]:
