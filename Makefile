@@ -2,24 +2,34 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LIBRARY := $(VENV)/.library
 STAMP := $(VENV)/.ready
 OVERRIDES ?= demo --fresh
 # More words for pip, for example where to find the CPU build of torch (see the README).
 PIP_ARGS ?=
 
-.PHONY: run test test-deploy check lint bench reliability reproduce test-reproduction setup clean
+.PHONY: docs dist run test test-deploy check lint mutants bench reliability reproduce test-reproduction setup clean
 
 setup: $(STAMP)
 
-# The full pinned set comes from constraints.txt; bytecode is compiled now so that the first start is quick.
-$(STAMP): pyproject.toml constraints.txt
+# The full pinned set comes from constraints.txt; bytecode is compiled now so that the first start is quick (a few files of
+# other packages are for other Pythons and do not compile). `make run` needs the library alone, everything else the tools.
+define install
 	@command -v $(PYTHON) >/dev/null || { echo "fedgraft needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
-	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib src >/dev/null 2>&1
-	touch $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '$(1)'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib src >/dev/null 2>&1 || true
+	touch $@
+endef
 
-run: $(STAMP)
+$(LIBRARY): pyproject.toml constraints.txt
+	$(call install,.)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,.[dev])
+	touch $(LIBRARY)
+
+run: $(LIBRARY)
 	$(BIN)/fedgraft run $(OVERRIDES)
 
 lint: $(STAMP)
@@ -41,6 +51,10 @@ test: lint
 test-deploy: $(STAMP)
 	$(BIN)/python -m pytest tests/deploy -m deploy
 
+# Small bugs, one at a time, against the tests that should notice them: docs/mutants.md. MUTANTS names some of them.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --jobs 2 $(MUTANTS)
+
 # BENCH names some of them, for example `make bench BENCH=peers`; all take about fifty minutes.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)
@@ -57,5 +71,14 @@ reproduce: $(STAMP)
 test-reproduction: $(STAMP)
 	ALL_PRESETS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal tests/reproduction/test_reproduce.py
 
+# The documentation site in site/, links checked; it opens without a server and without a network.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# The wheel and the source archive in dist/.
+dist: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m hatchling build -t sdist -d dist
+
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) runs site dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

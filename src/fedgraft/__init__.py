@@ -73,31 +73,44 @@ if TYPE_CHECKING:
     from fedgraft.runs.run_folder import RunFolder as RunFolder
     from fedgraft.runs.run_folder import list_runs as list_runs
     from fedgraft.runs.task import Task as Task
+    from fedgraft.runs.tracking import Silent as Silent
     from fedgraft.server import start as start
     from fedgraft.state import Federation as Federation
     from fedgraft.state import ServerState as ServerState
     from fedgraft.zoo import ditto as ditto
     from fedgraft.zoo import fedadagrad as fedadagrad
     from fedgraft.zoo import fedadam as fedadam
+    from fedgraft.zoo import fedala as fedala
     from fedgraft.zoo import fedalign as fedalign
     from fedgraft.zoo import fedavg as fedavg
     from fedgraft.zoo import fedavg_crsm as fedavg_crsm
     from fedgraft.zoo import fedavgm as fedavgm
     from fedgraft.zoo import fedbabu as fedbabu
+    from fedgraft.zoo import fedbn as fedbn
     from fedgraft.zoo import feddyn as feddyn
     from fedgraft.zoo import fedgma as fedgma
+    from fedgraft.zoo import fedlc as fedlc
     from fedgraft.zoo import fednova as fednova
     from fedgraft.zoo import fedper as fedper
     from fedgraft.zoo import fedprox as fedprox
     from fedgraft.zoo import fedrep as fedrep
+    from fedgraft.zoo import fedsa_lora as fedsa_lora
     from fedgraft.zoo import fedsgd as fedsgd
     from fedgraft.zoo import fedshibu as fedshibu
     from fedgraft.zoo import fedyogi as fedyogi
+    from fedgraft.zoo import ifca as ifca
     from fedgraft.zoo import local_only as local_only
+    from fedgraft.zoo import moon as moon
     from fedgraft.zoo import named as named
     from fedgraft.zoo import scaffold as scaffold
 
 _HOMES = {
+    "ifca": "zoo",
+    "fedala": "zoo",
+    "fedsa_lora": "zoo",
+    "fedbn": "zoo",
+    "moon": "zoo",
+    "fedlc": "zoo",
     "Engines": "runs.engines",
     "install_head": "runs.head_init",
     "open_run": "runs.opening",
@@ -129,6 +142,7 @@ _HOMES = {
     "ServerContext": "collect",
     "ServerRule": "aggregate.server_rules",
     "ServerState": "state",
+    "Silent": "runs.tracking",
     "Task": "runs.task",
     "Weighting": "aggregate.slots",
     "adapted": "runs.adapted",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
+from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.server_rules import ServerRule, plain
 from fedgraft.aggregate.slots import Aggregator, Mixing, Observe, Weighting, by_examples, mean
 from fedgraft.edit.dense import everything
 from fedgraft.edit.trainable import Trainable
 from fedgraft.errors import FedgraftError
+from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.protection import CLEAR, Protection
@@ -27,19 +31,29 @@ class ClientState:
 
     `private(network, name)` picks parameters that each client trains and never shares: trained together with the
     shared ones (FedPer, FedBN) or before them (`alternate`, FedRep). `second_model` is the strength with which a model
-    of one's own is pulled towards the common one (Ditto).
+    of one's own is pulled towards the common one (Ditto). `start` blends the common model with the client's last one
+    before it trains (FedALA).
     """
 
     private: Callable[[Network, str], bool] | None = None
+    within: bool = False
+    """Only what the trainable kind opened is picked; else the part is trained by the client whatever the kind."""
     alternate: bool = False
     second_model: float | None = None
     optimizer: bool = False
     """Momentum and moments go on from round to round, as in training in one place."""
+    start: AdaptiveStart | None = None
 
     @property
     def empty(self) -> bool:
         """Whether clients keep nothing."""
-        return self.private is None and self.second_model is None and not self.optimizer
+        return self.private is None and self.second_model is None and not self.optimizer and self.start is None
+
+    def own_model(self, common: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
+        """The model a client uses: the common one, or what it made of it."""
+        if self.second_model is not None:
+            return memory.get("personal", common)
+        return common if self.start is None else self.start.blend(common, memory)
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Algorithm:
     update: tuple[UpdateLink, ...] = ()
     compression: Codec = VALUES
     weighting: Weighting = field(default_factory=by_examples)
-    aggregate: Aggregator | Mixing = field(default_factory=mean)
+    aggregate: Aggregator | Mixing | Clusters = field(default_factory=mean)
     server: ServerRule = field(default_factory=plain)
     client_state: ClientState = field(default_factory=ClientState)
     privacy: Protection = CLEAR
@@ -73,7 +87,8 @@ class Algorithm:
     @property
     def reports(self) -> dict[str, float]:
         """The numbers that come with every update, and the largest value of each."""
-        return {name: most for link in self.update for name, most in link.scalars.items()}
+        links = {name: most for link in self.update for name, most in link.scalars.items()}
+        return {**links, **self.aggregate.reports}
 
 
 def secure_segments(algorithm: Algorithm, length: int, trained: int) -> tuple[Segment, ...]:
@@ -170,9 +185,32 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             f"with one model per client there is no common step for the server rule {a.server.name}; use plain.",
         ),
         (
-            a.client_state.private is not None and not a.trainable.trains_body,
+            a.client_state.private is not None and not a.client_state.within and not a.trainable.trains_body,
             "the head cannot be both the part that is shared and the part that each client keeps; "
             "set trainable.kind='body'.",
+        ),
+        (
+            a.loss.needs_moving_body and not a.trainable.trains_body,
+            f"the loss {a.loss.name} compares features, which a frozen body does not change; let the body move "
+            "(trainable.kind='everything') or use cross_entropy.",
+        ),
+        (
+            a.trainable.partial and a.loss.remembers,
+            f"the loss {a.loss.name} remembers a model over one fixed set of coordinates; here it changes.",
+        ),
+        (
+            bool(a.trainable.needs_each) and a.client_state.private is not None,
+            "clients that keep a part of the model cannot stack or exactly average low-rank factors; "
+            "set trainable.lora.aggregate='mean'.",
+        ),
+        (
+            a.aggregate.several and (kept or a.trainable.partial or correction.remembers or not a.server.memoryless),
+            f"{a.aggregate.name} has several common models, so there is no one model for private parts, masks of "
+            "one's own, control variates or a server rule with a memory.",
+        ),
+        (
+            a.client_state.start is not None and (a.client_state.private is not None or a.aggregate.personal),
+            "an adaptive start blends the client's last model with one common one; leave private parts and mixing out.",
         ),
         (
             a.aggregate.personal and bool(correction.receives),
@@ -207,7 +245,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
     ]
 
 
-def _other_rule(aggregate: Aggregator | Mixing) -> bool:
+def _other_rule(aggregate: Aggregator | Mixing | Clusters) -> bool:
     """A rule that looks at each update, and is not the trainable kind's own."""
     return not aggregate.linear and not aggregate.of_trainable
 

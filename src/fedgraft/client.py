@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.client_secure import secure_stage
-from fedgraft.client_train import finetuned, outcome
+from fedgraft.client_train import finetuned, outcome, with_chosen_model
 from fedgraft.context import ClientContext, ClientMemory, answer, give_stream, vector_of
 from fedgraft.errors import FedgraftError
-from fedgraft.local.evaluate import evaluate
+from fedgraft.local.evaluate import counted
 from fedgraft.messages import Order, Reply
 from fedgraft.observe import SUMS, count, own_mask
 from fedgraft.privacy.secagg.secure_sum import STAGES
@@ -62,16 +62,16 @@ def _evaluate(
     if context.tests is None or context.test_rows is None:
         raise FedgraftError(f"client {order.client} has no test rows of its own to evaluate on")
     rows = context.test_rows(order.client)
-    vector = vector_of(order)
-    if algorithm.client_state.second_model is not None:
-        vector = memory.get("personal", vector)
-    context.show(vector, memory.get("private"))
-    before = evaluate(context.network, context.tests, rows)
+    order, _ = with_chosen_model(order, algorithm, context)
+    context.show(algorithm.client_state.own_model(vector_of(order), memory), memory.get("private"))
+    wanted = bool(order.settings.get("scores"))
+    before, sums = counted(context.network, context.tests, rows, scores=wanted)
     metrics = {"loss": before.loss, "accuracy": before.accuracy, "count": float(len(rows))}
     if order.settings.get("finetune_epochs"):
-        after = finetuned(order, algorithm, context, rows)
+        after, more = finetuned(order, algorithm, context, rows)
         metrics |= {"finetuned_loss": after.loss, "finetuned_accuracy": after.accuracy}
-    return replace(answer(order, context), metrics=metrics), memory
+        sums |= {f"finetuned/{name}": tensor for name, tensor in more.items()}
+    return replace(answer(order, context), metrics=metrics, sums=sums), memory
 
 
 ACTIONS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.context import ClientContext, ClientMemory, vector_of
 from fedgraft.edit.space import Bound, EditSpace, select
+from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.corrections import Correction, proximal
-from fedgraft.local.evaluate import Evaluation, evaluate
+from fedgraft.local.evaluate import Evaluation, counted, evaluate
 from fedgraft.local.train import LocalTraining, Trained, train
 from fedgraft.messages import Order, unpack_bits
 from fedgraft.observe import OBSERVATIONS
@@ -52,6 +55,7 @@ class Outcome:
 
 def outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Outcome:
     """Train locally from the order's vector and make the observations that were asked for."""
+    order, choice = with_chosen_model(order, algorithm, context)
     start = vector_of(order)
     kept = dict(memory)
     if context.private is not None:
@@ -62,8 +66,12 @@ def outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory: 
     else:
         bound = context.bind(context.space)
         bound.load(start)
+        if algorithm.client_state.start is not None:
+            kept |= _adapt(order, algorithm.client_state.start, context, bound, memory)
+            bound.load(algorithm.client_state.start.blend(start, kept))
         result = _fit(order, algorithm, context, bound, memory, "train")
         update = (bound.values.cpu() - start)[: context.sent]
+        kept |= {"previous_model": bound.values.clone().cpu()} if algorithm.client_state.start is not None else {}
     kept |= result.closing.memory
     if algorithm.client_state.optimizer:
         kept |= {f"optimizer/{name}": tensor.cpu() for name, tensor in result.state.items()}
@@ -77,7 +85,42 @@ def outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory: 
         kept["personal"] = _train_personal(order, algorithm, context, memory)
     sending = Sending(result.effective_steps, order.settings, context.space.trained)
     update, reported = run_chain(algorithm.update, update, sending)
-    return Outcome(update, result, scalars | reported, evidence, kept)
+    return Outcome(update, result, scalars | choice | reported, evidence, kept)
+
+
+def with_chosen_model(order: Order, algorithm: Algorithm, context: ClientContext) -> tuple[Order, dict[str, float]]:
+    """Where there are several common models: the order with the one that fits this client's images best, and which.
+
+    While all are still equal, the choice is drawn: clusters have to begin somewhere.
+    """
+    if not algorithm.aggregate.several:
+        return order, {}
+    if "clusters" not in order.auxiliary:
+        stream = torch_stream(context.seed, "cluster", order.client)
+        draw = torch.rand(1, generator=stream).item() * (algorithm.aggregate.reports["cluster"] + 1)
+        return order, {"cluster": float(int(draw))}
+    rows, vector, losses = context.rows(order.client), vector_of(order), []
+    for offset in order.auxiliary["clusters"]:
+        context.show(vector + offset)
+        losses.append(evaluate(context.network, context.examples, rows).loss)
+    best = min(range(len(losses)), key=lambda c: (math.isnan(losses[c]), losses[c]))
+    rest = {name: t for name, t in order.auxiliary.items() if name != "clusters"}
+    return replace(order, vector=vector + order.auxiliary["clusters"][best], auxiliary=rest), {"cluster": float(best)}
+
+
+def _adapt(
+    order: Order, rule: AdaptiveStart, context: ClientContext, bound: Bound, memory: ClientMemory
+) -> dict[str, Tensor]:
+    """FedALA: how much of its last model this client keeps, coordinate by coordinate; nothing in its first round."""
+    if "previous_model" not in memory:
+        return {}
+    network, where = context.network, torch.zeros(bound.trained, dtype=torch.bool)
+    for part, begin, end in context.space.ranges[: len(context.space.parts)]:
+        where[begin:end] = network.block_of(part.name) >= network.depth - rule.blocks
+    stream = torch_stream(context.seed, "adaptive_start", order.round, order.client)
+    rows = context.rows(order.client)
+    keep = rule.learned(network, bound, where.to(bound.values.device), context.examples, rows, memory, stream)
+    return {"keep": keep}
 
 
 def _train_active(
@@ -140,7 +183,9 @@ def proximal_to(anchor: Tensor, pull: float) -> Correction:
     return replace(correction, prepare=lambda start, auxiliary, memory: {"start": anchor})
 
 
-def finetuned(order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Evaluation:
+def finetuned(
+    order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor
+) -> tuple[Evaluation, dict[str, Tensor]]:
     """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
     part = str(order.settings.get("finetune_part", "both"))
     network = context.network
@@ -157,6 +202,6 @@ def finetuned(order: Order, algorithm: Algorithm, context: ClientContext, rows: 
     order = replace(order, settings={**order.settings, "lr": order.settings.get("finetune_lr", 1e-3)}, auxiliary={})
     _fit(order, plain, context, bound, {}, "finetune")
     assert context.tests is not None
-    result = evaluate(network, context.tests, rows)
+    result = counted(network, context.tests, rows, scores=bool(order.settings.get("scores")))
     space.scatter(saved, network)
     return result

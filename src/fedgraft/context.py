@@ -75,15 +75,20 @@ def shared_and_private(algorithm: Algorithm, network: Network, space: EditSpace)
     picks = algorithm.client_state.private
     if picks is None:
         return space, None
+    kept = EditSpace(
+        *(tuple(part for part in parts if picks(network, part.name)) for parts in (space.parts, space.buffers))
+    )
+    if algorithm.client_state.within and not kept.parts:  # FedBN without normalisation layers is FedAvg
+        return space, None
     shared = space.without(lambda name: picks(network, name))
     if not shared.parts:
         raise FedgraftError(
             f"{algorithm.name}: everything that trains would stay with the clients and nothing be shared; "
             "let the body train too (trainable.kind='everything')."
         )
-    if not any(picks(network, name) for name, _ in network.named_parameters()):  # FedBN without normalisation layers
+    if not any(picks(network, name) for name, _ in network.named_parameters()):
         return space, None
-    return shared, select(network, lambda name: picks(network, name))
+    return shared, kept if algorithm.client_state.within else select(network, lambda name: picks(network, name))
 
 
 def give_stream(network: Network, generator: torch.Generator) -> None:

@@ -21,7 +21,8 @@ from fedgraft.edit.calibrate import Calibration
 from fedgraft.edit.fisher import ESTIMATORS, Scores
 from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
-from fedgraft.local.evaluate import evaluate
+from fedgraft.local import scores
+from fedgraft.local.evaluate import counted
 from fedgraft.local.features import features as look_through
 from fedgraft.local.features import hidden as hidden
 from fedgraft.messages import Order, Reply, Scalar
@@ -58,6 +59,8 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
         names = set(str(settings["names"]).split("\n"))
         size = sum(p.numel() for name, p in network.named_parameters() if name in names)
         return {"scores": Summand((size + 1,), torch.float32, 2.0**23, 2.0**-50)}
+    if action == "scores":
+        return {name: Summand(s.shape, torch.float64, s.limit, s.step) for name, s in scores.shapes(classes).items()}
     raise FedgraftError(f"the answers to {action!r} are not sums")
 
 
@@ -121,22 +124,37 @@ def count(
 ) -> tuple[Reply, ClientMemory]:
     """How models do on images the client holds out or tests on: right, among the first five, sum of losses, images.
 
-    The models are the order's, or heads (n, classes, width+1) on the untouched trunk. Only these numbers leave.
+    The models are the order's, or heads (n, classes, width+1) on the untouched trunk. Only these numbers leave, and the
+    sums of `local.scores` where the order asks for `scores`.
     """
-    test = order.settings.get("split") == "test"
-    examples = context.tests if test else context.examples
-    of = context.test_rows if test else context.held
-    rows = of(order.client) if of is not None else torch.empty(0, dtype=torch.int64)
+    examples, rows = _held(order, context)
+    more: dict[str, Tensor] = {}
     if "heads" in order.auxiliary:
         counts = _count_heads(order.auxiliary["heads"], context, rows)
     else:
         context.show(vector_of(order))
-        assert examples is not None
-        found = evaluate(context.network, examples, rows)
+        found, more = counted(context.network, examples, rows, scores=bool(order.settings.get("scores")))
         numbers = [found.accuracy, found.top5, found.loss, 1.0]
         counts = torch.tensor([numbers], dtype=torch.float64) * len(rows)
         counts[:, :2] = counts[:, :2].round()
-    return replace(answer(order, context), sums={"counts": counts}), memory
+    return replace(answer(order, context), sums={"counts": counts, **more}), memory
+
+
+def _held(order: Order, context: ClientContext) -> tuple[Examples, Tensor]:
+    """The images that an order's split names, and which of them are this client's."""
+    test = order.settings.get("split") == "test"
+    of, none = context.test_rows if test else context.held, torch.empty(0, dtype=torch.int64)
+    examples = context.tests if test and context.tests is not None else context.examples
+    return examples, none if of is None else of(order.client)
+
+
+def score_sums(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """The sums of `local.scores` of the order's model on images the client holds out or tests on."""
+    context.show(vector_of(order))
+    _, sums = counted(context.network, *_held(order, context))
+    return replace(answer(order, context), sums=sums), memory
 
 
 def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
@@ -157,8 +175,7 @@ def fisher_scores(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
     """The sums of squared gradients over a share of this client's examples, for the order's weights."""
-    scores = _scores(order, context)
-    return replace(answer(order, context), sums={"scores": scores.vector()}), memory
+    return replace(answer(order, context), sums={"scores": _scores(order, context).vector()}), memory
 
 
 def own_mask(
@@ -232,10 +249,10 @@ def _alignment(wanted: Observe, order: Order, context: ClientContext) -> tuple[d
         before = [svcca_basis(x, keep) for x in hidden(context.network, layers, _probe(context))]
         context.space.scatter(values, context.network)
         context.reference = (key, before)
-    scores = [
+    found = [
         svcca_of_bases(svcca_basis(x, keep), q, top).value for x, q in zip(after, context.reference[1], strict=True)
     ]
-    return dict(zip(wanted.scalars, scores, strict=True)), {}
+    return dict(zip(wanted.scalars, found, strict=True)), {}
 
 
 def _probe_representation(
@@ -272,5 +289,6 @@ SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[
     "statistics": statistics,
     "head_gradient": head_gradient,
     "fisher_scores": fisher_scores,
+    "scores": score_sums,
 }
 """Answers that are sums, so that they can be given under secure aggregation too."""

@@ -43,6 +43,7 @@ def instruct(
     if algorithm.privacy.dp is not None:
         settings["clip"] = state.clip
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}
+    common |= algorithm.aggregate.gives(state)
     made = []
     for k in cohort:
         active = state.active_of(k)

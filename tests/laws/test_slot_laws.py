@@ -23,7 +23,7 @@ from fedgraft.edit.trainable import is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.local import corrections
 from fedgraft.local.corrections import Correction, control_variates, dynamic, none, proximal
-from fedgraft.local.losses import Loss, LossSetting, cross_entropy
+from fedgraft.local.losses import Loss, LossContext, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalTraining
@@ -171,7 +171,7 @@ def doubled() -> Loss:
 def near_the_last(pull: float = 0.5) -> Loss:
     """Cross-entropy and a pull to the head that this client ended its last round with."""
 
-    def begin(setting: LossSetting) -> Any:
+    def begin(setting: LossContext) -> Any:
         before = setting.memory.get("last_head")
 
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
@@ -180,7 +180,7 @@ def near_the_last(pull: float = 0.5) -> Loss:
 
         return value
 
-    return Loss("near_the_last", begin, lambda network: {"last_head": network.head.weight.detach().clone()})
+    return Loss("near_the_last", begin, lambda context: {"last_head": context.network.head.weight.detach().clone()})
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_a_loss_remembers_by_client(outside: None) -> None:
     toy.run(1)
     first = to_tensors(toy.state, toy.engine.memory)[0]
     assert {f"memory/{k}/last_head" for k in range(5)} <= first.keys()
-    forgetful = replace(loss, finish=lambda network: {})
+    forgetful = replace(loss, finish=lambda context: {})
     for rounds, equal in ((1, True), (2, False)):
         vectors = [outcome(made("fedavg", loss=one), rounds, per_round=5)["vector"] for one in (loss, forgetful)]
         assert torch.equal(*vectors) == equal

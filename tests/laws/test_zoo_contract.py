@@ -23,10 +23,11 @@ from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain
 from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
-from fedgraft.algorithm import Algorithm, ClientState, vary
+from fedgraft.algorithm import Algorithm, vary
 from fedgraft.client import handle
 from fedgraft.context import ClientContext
 from fedgraft.edit.dense import head, last_blocks
+from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.space import Bound, masked, select
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
@@ -36,7 +37,6 @@ from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalTraining, batches, train
 from fedgraft.messages import Order, Reply, pack, pack_bits, unpack
-from fedgraft.protocols import Network
 from fedgraft.randomness import torch_stream
 from fedgraft.runs import checkpoint
 from fedgraft.state import ServerState, from_tensors, to_tensors
@@ -47,6 +47,7 @@ SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, na
     "fedalign": {"keep": 3, "top": 3, "probe": 64},
     "fedshibu": {"samples": 12},
     "fedavg_crsm": {"samples": 12},
+    "fedsa_lora": {"trainable": LowRank(2, 4.0, ("1",))},
     "fedadam": {"server_lr": 0.05},
     "fedyogi": {"server_lr": 0.05},
     "fedadagrad": {"server_lr": 0.05},
@@ -79,11 +80,6 @@ def varied(name: str = "fedavg", **updates: Any) -> Row:
     return Row(lambda: vary(named(name)(), **updates))
 
 
-def is_norm(network: Network, name: str) -> bool:
-    """Batch normalisation of the toy's blocks, weights and statistics alike."""
-    return "layers" in name and name.split(".")[3] == "0"
-
-
 def batch_norm(name: str, **updates: Any) -> Row:
     return replace(varied(name, **updates), network=batch_norm_network)
 
@@ -95,7 +91,7 @@ NORMED = {
     },
     "fedavg/batch norm, head": batch_norm("fedavg", trainable=head()),  # statistics outside the space
     "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
-    "fedbn": batch_norm("fedavg", client_state=ClientState(is_norm)),  # Li et al. 2021: statistics of one's own
+    **{f"{name}/batch norm": batch_norm(name) for name in ("fedlc", "moon", "fedbn", "fedala", "ifca")},
 }
 SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip")
@@ -122,6 +118,8 @@ ROWS: dict[str, Row] = {
     "fedavg/poisson": Row(named("fedavg"), {"sampling": "poisson"}),
     **NORMED,
 }
+for name in ("fedlc", "fedlc/batch norm"):  # a client of one class learns nothing from calibrated logits
+    ROWS[name] = replace(ROWS[name], toy={"clients": 7, "per_round": 7, "mixed": True})
 ROWS["fedalign/server"] = replace(ROWS["fedalign/server"], toy={"align": True})
 for aggregator in (mean(), count_mean()):  # each client may move half of the coordinates, another half each round
     part = varied(trainable=Sparse(adaptive_start=0.5), aggregate=aggregator)
@@ -469,6 +467,59 @@ def central_is_torch_training() -> None:
     assert not torch.allclose(toy.state.vector, sgd_alone(named("fedavg")(), 0, 3), rtol=1e-3)  # each round at rest
 
 
+def mixed(algorithm: Algorithm) -> Toy:
+    """Three rounds in which every client has as many images of each class."""
+    toy = Toy(algorithm, **FULL)
+    toy.context.rows = lambda k: torch.arange(30 * k % 120, 30 * k % 120 + 30)
+    toy.run(3)
+    return toy
+
+
+def fedlc_with_equal_counts_is_fedavg() -> None:
+    """Bit for bit: the margins are equal, so their smallest is taken off and nothing is left. Else it is not."""
+    assert torch.equal(mixed(named("fedlc")()).state.vector, mixed(named("fedavg")()).state.vector)
+    assert not torch.equal(run(named("fedlc")()).state.vector, run(named("fedavg")()).state.vector)
+
+
+def fedbn_keeps_normalisation_at_home() -> None:
+    """Nothing of a norm travels; where the space has none, it is FedAvg, bit for bit."""
+    toy = run(named("fedbn")(), network=batch_norm_network)
+    assert not [part.name for part in (*toy.space.parts, *toy.space.buffers) if ".0." in part.name[18:]]
+    assert toy.context.private is not None and len(toy.context.private.buffers) == 4
+    bare = lambda: select(ToyNetwork(), lambda name: "head" in name or "stem" in name)  # noqa: E731
+    ours, theirs = (run(named(name)(), space=bare()) for name in ("fedbn", "fedavg"))
+    assert ours.context.private is None and torch.equal(ours.state.vector, theirs.state.vector)
+
+
+def fedsa_lora_of_one_client_is_lora() -> None:
+    """One client that keeps B and shares A trains both; with others, only A and the head travel."""
+    lora = SMALL["fedsa_lora"]["trainable"]
+    toy = run(named("fedsa_lora")(), 2, clients=1, per_round=1)
+    joined = dict(
+        zip((p.name for p in toy.space.parts), toy.state.vector.split([p.size for p in toy.space.parts]), strict=True)
+    )
+    assert toy.context.private is not None
+    sizes = [p.size for p in toy.context.private.parts]
+    joined |= dict(
+        zip((p.name for p in toy.context.private.parts), toy.engine.memory[0]["private"].split(sizes), strict=True)
+    )
+    plain = run(named("fedavg", trainable=lora)(), 2, clients=1, per_round=1)
+    for part, begin, end in plain.space.ranges:
+        torch.testing.assert_close(joined[part.name], plain.state.vector[begin:end], rtol=1e-5, atol=1e-6)
+    assert all("lora_B" in part.name for part in toy.context.private.parts)
+    assert not [part.name for part in toy.space.parts if "lora_B" in part.name]
+
+
+def ifca_finds_the_two_kinds_of_clients() -> None:
+    """Labels turned round on half of the clients: they part, and each half has a model that fits."""
+    toy = Toy(named("ifca", clusters=2)(), clients=6, per_round=6)
+    toy.context.rows = lambda k: torch.arange(20 * k, 20 * k + 20)
+    toy.examples.labels = torch.where(torch.arange(120) < 60, toy.examples.labels, (toy.examples.labels + 1) % 3)
+    toy.run(12)
+    told = toy.summary.extra["clusters"].tolist()
+    assert len(set(told[:3])) == len(set(told[3:])) == 1 and told[0] != told[3]
+
+
 FULL: dict[str, Any] = {"clients": 5, "per_round": 5}
 HUGE: dict[str, Any] = {"server_lr": 1e6, "tau": 1e6, "beta1": 0.0}
 DEGENERATE: dict[str, list[Callable[[], None]]] = {
@@ -495,6 +546,16 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "local_only": [local_only_is_every_client_alone],
     "fedper": [fedper_of_one_client_is_fedavg],
     "fedrep": [fedrep_trains_the_head_then_the_body],
+    "fedlc": [fedlc_with_equal_counts_is_fedavg],
+    "moon": [equal_to_fedavg(named("moon", weight=0.0)), close_to_fedavg(named("moon", weight=1e-9), **FULL)],
+    "fedbn": [fedbn_keeps_normalisation_at_home],
+    "fedsa_lora": [fedsa_lora_of_one_client_is_lora],
+    "fedala": [equal_to_fedavg(named("fedala", rate=0.0), **FULL)],
+    "ifca": [
+        equal_to_fedavg(named("ifca", clusters=1)),
+        equal_to_fedavg(named("ifca", clusters=1), **FULL),
+        ifca_finds_the_two_kinds_of_clients,
+    ],
     "ditto": [ditto_leaves_the_common_model_alone],
     "central": [central_is_torch_training],
 }
@@ -712,6 +773,11 @@ def test_round_trip_notices_a_wire_that_rounds() -> None:
         ("scaffold", {"forget": "rule"}),
         ("fedshibu", {"forget": "personal"}),
         ("central", {"forget": "memory"}),
+        ("moon", {"forget": "memory"}),
+        ("fedala", {"forget": "memory"}),
+        ("fedbn", {"forget": "memory"}),
+        ("fedsa_lora", {"forget": "memory"}),
+        ("ifca", {"forget": "rule"}),
         ("fedavg", {"lose_round": True}),
         ("fedavg/own masks, mean", {"forget": "drifts"}),
     ],

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedgraft.algorithm import Algorithm
+from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext
 from fedgraft.context import ClientContext, shared_and_private
-from fedgraft.edit.dense import Dense
 from fedgraft.edit.space import EditSpace, select
+from fedgraft.edit.trainable import Opened
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.schedules import constant
 from fedgraft.round import run_round
@@ -99,10 +99,10 @@ def client_rows(k: int) -> Tensor:
     return torch.arange(120)[k::6][: 20 - 2 * k]
 
 
-def everything_of(algorithm: Algorithm, network: ToyNetwork) -> EditSpace:
+def opened_by(algorithm: Algorithm, network: ToyNetwork) -> Opened:
     """What the algorithm trains, where that needs nobody to be asked; else all weights."""
     kind = algorithm.trainable
-    return kind.open(network, None).space if isinstance(kind, Dense) else select(network, lambda n: True)
+    return Opened(select(network, lambda n: True)) if kind.scores_data else kind.open(network, None)
 
 
 class Toy:
@@ -118,14 +118,15 @@ class Toy:
         **federation: Any,
     ) -> None:
         self.network = network()
-        opened = space or everything_of(algorithm, self.network)
-        self.space, private = shared_and_private(algorithm, self.network, opened)
+        opened = opened_by(algorithm, self.network) if space is None else Opened(space)
+        algorithm = algorithm if opened.aggregate is None else vary(algorithm, aggregate=opened.aggregate)
+        self.space, private = shared_and_private(algorithm, self.network, opened.space)
         self.examples, self.tests = ToyExamples(), ToyExamples(60, seed=2)
         private_start = None if private is None else private.gather(self.network)
         self.context = ClientContext(
             self.network, self.space, self.examples, client_rows, 7,
             self.tests, lambda k: torch.arange(k, 60, 6), private, private_start,
-            probe=ToyExamples(64, seed=3),
+            probe=ToyExamples(64, seed=3), sends_buffers=opened.sends_buffers, held=lambda k: torch.arange(k, 120, 40),
         )  # fmt: skip
         self.algorithm = algorithm
         options: dict[str, Any] = {
@@ -139,8 +140,8 @@ class Toy:
         self.engine = InProcess(algorithm, self.context)
         self.state = start(algorithm, self.space.gather(self.network), self.space.trained)
         claims = Claims({k: len(client_rows(k)) for k in range(clients)} if clients <= 6 else None)
-        sizes = self.space.size, self.space.trained, WIDTH, CLASSES
-        self.server_context = ServerContext(self.space.digest, *sizes, claims=claims)
+        sizes = self.context.sent, self.space.trained, WIDTH, CLASSES
+        self.server_context = ServerContext(self.space.digest, *sizes, opened.active, claims=claims)
 
     def run(self, rounds: int = 3) -> ServerState:
         """So many rounds; returns the state."""

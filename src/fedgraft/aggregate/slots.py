@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -151,7 +151,13 @@ class Aggregator:
     shares: bool = True
     """False: everything stays in one place, so nothing is counted as sent."""
     personal = False
+    several = False
     wants: tuple[Observe, ...] = ()
+    reports: ClassVar[Mapping[str, float]] = {}
+
+    def gives(self, state: ServerState) -> Mapping[str, Tensor]:
+        """What orders carry beside the model."""
+        return {}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
         """Combine the updates and step."""
@@ -205,6 +211,12 @@ class Mixing:
     one_vector = False
     of_trainable = False
     personal = True
+    several = False
+    reports: ClassVar[Mapping[str, float]] = {}
+
+    def gives(self, state: ServerState) -> Mapping[str, Tensor]:
+        """What orders carry beside the model."""
+        return {}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
         """Each answering client's model becomes its row's mixture of all of them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,9 +22,13 @@ from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.errors import FedgraftError
+from fedgraft.progress import Phase, phase, shown_by
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
+    from fedgraft.report.display import LiveProgress
+
+_display: LiveProgress | None = None
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -115,14 +120,15 @@ def _import_the_library() -> None:
 
 def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
     """Run with a live display, then the final table; Ctrl-C has saved the state by the time it gets here."""
-    _import_the_library()
     import rich
-
-    from fedgraft.report import display
-    from fedgraft.runs.run_folder import RunFolder
 
     console = rich.get_console()
     console.quiet = quiet
+    with phase("loading the library"):
+        _import_the_library()
+    from fedgraft.report import display
+    from fedgraft.runs.run_folder import RunFolder
+
     known = RunFolder.open(folder) if (folder / "run.json").exists() else None
     if known is not None and known.status == "finished" and known.config_digest == config.digest:
         console.print("this config was run before; --fresh runs it again.")
@@ -281,11 +287,25 @@ app.add_typer(cli_edit.app, name="edit")
 app.add_typer(cli_deploy.app, name="deploy")
 
 
+def _screen(phases: Sequence[Phase]) -> None:
+    """Show what any command is at once it lasts; what is quick imports nothing for it."""
+    global _display
+    if _display is None and any(one.seconds > 1 for one in phases):
+        import rich
+
+        from fedgraft.report.display import LiveProgress
+
+        _display = LiveProgress(rich.get_console())
+    if _display is not None:
+        _display.look(phases)
+
+
 def main() -> None:
     """The entry point: errors meant for people are one sentence on stderr and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        app(standalone_mode=True)
+        with shown_by(_screen):
+            app(standalone_mode=True)
     except FedgraftError as error:
         typer.echo(f"fedgraft: {error}", err=True)
         sys.exit(2)

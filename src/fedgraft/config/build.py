@@ -169,7 +169,8 @@ def build_algorithm(config: Config) -> Algorithm:
     made: Algorithm = ALGORITHMS.build(
         a.name, {**chosen, **(a.model_extra or {})}, local=build_local(config), loss=loss, seed=config.seed
     )
-    brings_own = made.fixed_head or made.client_state.private is not None or made.weighting.needs_moving_body
+    needs_body = made.weighting.needs_moving_body or made.loss.needs_moving_body
+    brings_own = made.fixed_head or made.client_state.private is not None or needs_body
     if config.trainable.kind is not None:
         made = vary(made, trainable=build_trainable(config, made.fixed_head))
     elif idle := sorted(config.trainable.model_fields_set - {"kind", "match_norm"}):
@@ -181,8 +182,8 @@ def build_algorithm(config: Config) -> Algorithm:
     name = f"top_k:{config.compression.fraction!r}" if config.compression.codec == "top_k" else config.compression.codec
     made = vary(made, compression=codec(name))
     if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
-        if made.aggregate.personal:
-            raise FedgraftError(f"{a.name} mixes models by similarity; the robust rule {a.robust} has no place in it.")
+        if made.aggregate.personal or made.aggregate.several:
+            raise FedgraftError(f"{a.name} has more than one model; the robust rule {a.robust} has no place in it.")
         made = vary(made, aggregate=robust_aggregator(a.robust, a.attackers, a.neighbours, a.clip_norm))
     return protect(config, made)
 

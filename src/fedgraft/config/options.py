@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -350,11 +350,23 @@ class Track(Section):
     )
 
 
+MetricName = Literal[
+    "accuracy", "top5", "balanced_accuracy", "sensitivity", "specificity", "f1", "auroc", "calibration_error",
+    "log_loss", "confusion",
+]  # fmt: skip
+
+
 class Config(Section):
     """One run."""
 
     name: str = Field("run", min_length=1, max_length=80, pattern=r"^[A-Za-z0-9._-]+$")
     seed: int = Field(0, ge=0)
+    metrics: tuple[MetricName, ...] = Field(
+        (), description="what is measured at the end, by class and client, each with a 95 % interval (docs/metrics.md)"
+    )
+    select: str = Field(
+        "accuracy", description="the metric on validation images that chooses the best round; of one class: f1:CLASS"
+    )
     device: str = Field("cpu", description="cpu, cuda, cuda:0")
     engine: Literal["auto", "reference", "batched", "flower-sim"] = Field(
         "auto",
@@ -381,6 +393,18 @@ class Config(Section):
     privacy: Privacy = Privacy()
     centralized: Centralized = Centralized()
     track: Track = Track()
+
+    @field_validator("select")
+    @classmethod
+    def _selectable(cls, value: str) -> str:
+        name, _, of = value.partition(":")
+        known = [one for one in get_args(MetricName) if one != "confusion"]
+        if name not in known or (name in ("sensitivity", "specificity") and not of):
+            raise ValueError(
+                f"select is one of {', '.join(known)}, sensitivity and specificity of a class (sensitivity:CLASS), "
+                f"not {value!r}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _given_features(self) -> Config:
@@ -414,4 +438,7 @@ class Config(Section):
         kept["rounds"].pop("personal_memory_mb")
         if self.rounds.deadline is None:  # says nothing, so runs from before there was one keep their identity
             kept["rounds"].pop("deadline")
+        for name in ("metrics", "select"):  # the same of what is not asked for
+            if getattr(self, name) == type(self).model_fields[name].default:
+                kept.pop(name)
         return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from fedgraft.data.images.pixel_store import Progress
 from fedgraft.data.images.store import ImageStore
 from fedgraft.data.images.transforms import Transform
 from fedgraft.data.sources.features import FeatureStore
@@ -17,9 +16,9 @@ class ImageExamples:
 
     entry = 0
 
-    def __init__(self, store: ImageStore, transform: Transform, progress: Progress | None = None) -> None:
+    def __init__(self, store: ImageStore, transform: Transform) -> None:
         self.store, self.transform = store, transform
-        self.opened = store.open(transform.rule, progress)
+        self.opened = store.open(transform.rule)
         self.labels = torch.from_numpy(store.labels.copy())
 
     def __len__(self) -> int:
@@ -59,15 +58,13 @@ class GivenExamples(FeatureExamples):
         torch.index_select(self.features, 0, rows, out=out)
 
 
-def examples_of(
-    store: ImageStore | FeatureStore, transform: Transform, progress: Progress | None = None
-) -> ImageExamples | FeatureExamples:
+def examples_of(store: ImageStore | FeatureStore, transform: Transform) -> ImageExamples | FeatureExamples:
     """The examples of a store where they enter a network: images through the transform, given features as they are.
 
-    Pixels that are not in the cache are made now; `progress(done, total)` is told how far that is.
+    Pixels that are not in the cache are made now.
     """
     if isinstance(store, ImageStore):
-        return ImageExamples(store, transform, progress)
+        return ImageExamples(store, transform)
     return GivenExamples(torch.from_numpy(store.features), torch.from_numpy(store.labels.copy()), 0)
 
 

@@ -28,6 +28,7 @@ from fedgraft.data.images.augment import draw_flips
 from fedgraft.errors import FedgraftError
 from fedgraft.identity import digest
 from fedgraft.local.features import look
+from fedgraft.progress import EXTRACTION, phase
 from fedgraft.protocols import Network
 
 BLOCK = 32
@@ -179,8 +180,10 @@ class CachedExamples:
             return
         if digest(self.network, self.entry) != self._prefix:
             raise FedgraftError(f"the weights before entry {self.entry} have changed, so cached features are void.")
-        for view, block in missing:
-            self.cache.write(view, block, self._compute(view, self.cache.rows_of(block)).numpy())
+        with phase(EXTRACTION, BLOCK * len(missing), "images") as told:
+            for view, block in missing:
+                self.cache.write(view, block, self._compute(view, self.cache.rows_of(block)).numpy())
+                told.advance(BLOCK)
 
     def _compute(self, view: int, rows: slice) -> Tensor:
         pixels = self.examples.pixels(torch.arange(rows.start, rows.stop))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedgraft.edit.sample_gradients import SampleSquares, settled, wanted_names
 from fedgraft.errors import FedgraftError
+from fedgraft.progress import counted
 
 LABELS = ("true", "sampled", "expected", "rademacher", "logit")
 Call = Callable[[Tensor, int], Tensor]
@@ -111,7 +112,7 @@ def fisher_scores(
     run = call or network
     samples = 0
     with SampleSquares(network, names).watching() as squares:
-        for inputs, targets, *entry in batches:
+        for inputs, targets, *entry in counted("scores of weights", batches, unit="batches"):
             logits = squares.forward(run, inputs, *entry)
             keep = labels == "expected"
             for gradient in logit_gradients(logits.detach(), targets, labels, generator):
@@ -178,7 +179,7 @@ def _batch_scores(
     with settled(network) as known, torch.enable_grad():
         parameters = [known[name].requires_grad_() for name in wanted]
         sums = {name: torch.zeros_like(known[name], requires_grad=False) for name in wanted}
-        for inputs, targets, *entry in batches:
+        for inputs, targets, *entry in counted("scores of weights", batches, unit="batches"):
             logits = call(inputs, *entry or [0])
             (gradient,) = logit_gradients(logits.detach(), targets, labels, generator)
             found = torch.autograd.grad(logits, parameters, gradient / len(inputs), allow_unused=True)

@@ -31,6 +31,7 @@ from fedgraft.engines.pool import Preparable, prepare_features
 from fedgraft.local.optimizers import Optimizer
 from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.messages import Order, Reply
+from fedgraft.progress import Phase, asking
 from fedgraft.randomness import torch_stream
 
 CHUNK = 5
@@ -162,15 +163,17 @@ class Batched:
         """Carry out the orders; replies in their order."""
         able = self.reason is None
         together = [i for i, o in enumerate(orders) if able and o.action == "train" and not o.auxiliary]
-        found = dict(zip(together, self._train([orders[i] for i in together]), strict=True))
-        for i, order in enumerate(orders):
-            if i not in found:
-                found[i], kept = handle(order, self.algorithm, self.context, self.memory.get(order.client, {}))
-                if kept:
-                    self.memory[order.client] = kept
+        with asking(orders) as asked:
+            found = dict(zip(together, self._train([orders[i] for i in together], asked), strict=True))
+            for i, order in enumerate(orders):
+                if i not in found:
+                    found[i], kept = handle(order, self.algorithm, self.context, self.memory.get(order.client, {}))
+                    asked.advance()
+                    if kept:
+                        self.memory[order.client] = kept
         return [found[i] for i in range(len(orders))]
 
-    def _train(self, orders: Sequence[Order]) -> list[Reply]:
+    def _train(self, orders: Sequence[Order], asked: Phase) -> list[Reply]:
         """Replies in the order of the orders; clients of equal steps and about equal batches share a chunk."""
         if not orders:
             return []
@@ -189,6 +192,7 @@ class Batched:
         def work() -> None:
             for place, chunk in waiting:  # shared: whoever is free takes the next one
                 found[place] = self._chunk(chunk)
+                asked.advance(len(chunk))
 
         if helpers := min(self.threads, len(chunks)) - 1:
             self._threads = self._threads or ThreadPoolExecutor(self.threads - 1)  # kept: a new thread is slow at first

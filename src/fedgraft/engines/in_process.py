@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from fedgraft.algorithm import Algorithm
 from fedgraft.client import ClientContext, ClientMemory, handle
 from fedgraft.messages import Order, Reply
+from fedgraft.progress import asking
 
 
 class InProcess:
@@ -19,8 +20,10 @@ class InProcess:
 
     def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
         """Carry out the orders one by one."""
-        for order in orders:
-            reply, kept = handle(order, self.algorithm, self.context, self.memory.get(order.client, {}))
-            if kept:
-                self.memory[order.client] = kept
-            yield reply
+        with asking(orders) as asked:
+            for order in orders:
+                reply, kept = handle(order, self.algorithm, self.context, self.memory.get(order.client, {}))
+                if kept:
+                    self.memory[order.client] = kept
+                asked.advance()
+                yield reply

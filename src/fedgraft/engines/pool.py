@@ -19,6 +19,7 @@ from fedgraft.client import ClientContext, ClientMemory, handle
 from fedgraft.engines.shared_memory import Parts, Work, Workers
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, pack, unpack
+from fedgraft.progress import EXTRACTION, asking, phase
 
 ALIGNED = 256
 """Rows that one worker prepares at a time; a multiple of the feature cache's block, so that no block is made twice."""
@@ -48,10 +49,10 @@ class Pool:
         """
         if len({order.client for order in orders}) < len(orders):
             raise FedgraftError("a client can carry out only one order at a time; send its orders one after another.")
+        name = lambda o: f"client {o.client} in round {o.round}"  # noqa: E731
         try:
-            answers = self._ready().map(
-                orders, self._send, _receive, lambda o: f"client {o.client} in round {o.round}", self.deadline
-            )
+            with asking(orders) as asked:
+                answers = self._ready().map(orders, self._send, _receive, name, self.deadline, asked.advance)
         except BaseException:
             self.close()
             raise
@@ -122,10 +123,16 @@ def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
     if workers == 1 or len(groups) < 2:
         examples.prepare(rows)
         return
+    total = len(ordered)
 
     def work(parts: Parts) -> list[bytes]:
         examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
         return []
 
-    with Workers(work, min(workers, len(groups))) as team:
-        team.map(groups, lambda g: [g.numpy().tobytes()], lambda g, parts: None, lambda g: f"rows from {int(g[0])} on")
+    with Workers(work, min(workers, len(groups))) as team, phase(EXTRACTION, total, "images") as told:
+        team.map(
+            groups,
+            lambda g: [g.numpy().tobytes()],
+            lambda g, parts: told.advance(len(g)),
+            lambda g: f"rows from {int(g[0])} on",
+        )

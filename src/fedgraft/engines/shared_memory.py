@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fedgraft import progress
 from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import keep_freed_memory
 
@@ -87,7 +88,8 @@ class _Worker:
         with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(json.dumps(sizes).encode())
 
-    def take(self, task: str) -> Parts:
+    def take(self, task: str, hear: Callable[[progress.News], None]) -> Parts | None:
+        """Its answer; None when it only said how far it is."""
         try:
             header = json.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -96,6 +98,9 @@ class _Worker:
                 f"the worker process of {task} died (exit code {self.process.exitcode}), probably for lack of memory; "
                 "run again with fewer workers."
             ) from None
+        if "news" in header:
+            hear(header["news"])
+            return None
         if "refused" in header:
             raise FedgraftError(header["refused"])
         if "failed" in header:
@@ -151,12 +156,13 @@ class Workers:
         receive: Callable[[T, Parts], R],
         name: Callable[[T], str],
         deadline: float | None = None,
+        done: Callable[[], None] = lambda: None,
     ) -> list[R | None]:
         """Carry out the tasks, each by the next free worker; results in the order of the tasks.
 
         `send` makes a task's bytes when its turn comes, `receive` reads its answer at once. Any error, Ctrl-C
         included, ends the crew: what is under way is of no use any more. A task that takes longer than `deadline`
-        seconds gives None; its worker is killed and another one goes on.
+        seconds gives None; its worker is killed and another one goes on. What workers are at is a phase here too.
         """
         waiting = deque(range(len(tasks)))
         busy: dict[object, tuple[int, _Worker]] = {}
@@ -171,18 +177,23 @@ class Workers:
                 ends[worker.pipe] = math.inf if deadline is None else time.monotonic() + deadline
 
         try:
-            for worker in list(self._workers):
-                next_task(worker)
-            while busy:
-                first = min(ends[pipe] for pipe in busy)
-                left = None if deadline is None else max(0.0, first - time.monotonic())
-                for pipe in wait([worker.pipe for _, worker in busy.values()], left):
-                    index, worker = busy.pop(pipe)
-                    results[index] = receive(tasks[index], worker.take(name(tasks[index])))
+            with progress.merging() as hear:
+                for worker in list(self._workers):
                     next_task(worker)
-                for late in [pipe for pipe in busy if ends[pipe] <= time.monotonic()]:
-                    _, worker = busy.pop(late)
-                    next_task(self._replace(worker))
+                while busy:
+                    first = min(ends[pipe] for pipe in busy)
+                    left = None if deadline is None else max(0.0, first - time.monotonic())
+                    for pipe in wait([worker.pipe for _, worker in busy.values()], left):
+                        index, worker = busy[pipe]
+                        if (parts := worker.take(name(tasks[index]), hear)) is None:
+                            continue
+                        del busy[pipe]
+                        results[index] = receive(tasks[index], parts)
+                        done()
+                        next_task(worker)
+                    for late in [pipe for pipe in busy if ends[pipe] <= time.monotonic()]:
+                        _, worker = busy.pop(late)
+                        next_task(self._replace(worker))
         except BaseException:
             self.close()
             raise
@@ -221,6 +232,7 @@ def _serve(work: Work, pipe: Connection, board: Buffer, inherited: list[Connecti
         other.close()
     torch.set_num_threads(1)
     keep_freed_memory()
+    relay = progress.relay_to(lambda news: pipe.send_bytes(json.dumps({"news": news}).encode()))
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
             header: dict[str, Any]
@@ -231,4 +243,5 @@ def _serve(work: Work, pipe: Connection, board: Buffer, inherited: list[Connecti
                 header = {"refused": str(error)}
             except Exception as error:
                 header = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            relay.between()
             pipe.send_bytes(json.dumps(header).encode())

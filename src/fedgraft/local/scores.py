@@ -133,6 +133,14 @@ def merge(parts: Iterable[Mapping[str, Tensor]], classes: int) -> dict[str, Tens
     return total
 
 
+def plausible(name: str, found: Tensor | None, classes: int) -> bool:
+    """Whether a tensor can be this sum of one client: its shape and type, finite, not negative, within its limit."""
+    shape, limit, _ = shapes(classes)[name]
+    if found is None or found.shape != shape or found.dtype != torch.float64:
+        return False
+    return bool(found.isfinite().all() and (found >= 0).all() and (found <= limit).all())
+
+
 def _add(where: Tensor, weights: Tensor | None, length: int) -> Tensor:
     return torch.bincount(where, None if weights is None else weights.double(), minlength=length).double()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import Closing, Correction, none
-from fedgraft.local.losses import Loss, LossSetting, cross_entropy
+from fedgraft.local.losses import Look, Loss, LossContext, cross_entropy
 from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
 from fedgraft.local.transfer import onto
+from fedgraft.progress import counted
 from fedgraft.protocols import Examples, Network
 
 
@@ -31,6 +32,7 @@ class Flat(Protocol):
         ...
 
     def training_mode(self) -> None: ...
+    def load(self, vector: Tensor) -> None: ...
     def gradient(self) -> Tensor: ...
     def push(self) -> None: ...
     def pull_buffers(self) -> None: ...
@@ -121,10 +123,13 @@ def train(
     kept = move(memory or {}, device)
     context = rule.correction.prepare(values.clone(), move(auxiliary or {}, device), kept)
     aim = loss or cross_entropy()
-    value = aim.begin(LossSetting(network, onto(examples.labels[rows], device), network.classes, kept))
+    labels = onto(examples.labels[rows], device)
+    seen = LossContext(network, labels, network.classes, kept, flat.values, _look(network, flat))
+    value = aim.begin(seen)
     losses, rates = [], []
     scale = 2.0**16 if rule.amp == "float16" else 1.0
-    for step, picked in enumerate(batches(rows, rule, shuffle)):
+    steps = counted("training", batches(rows, rule, shuffle), rule.steps_for(len(rows)), "steps")
+    for step, picked in enumerate(steps):
         inputs, labels = onto(examples.batch(picked, augment), device), onto(examples.labels[picked], device)
         with torch.autocast(inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None):
             found = value(network, inputs, labels, examples.entry)
@@ -147,9 +152,27 @@ def train(
     flat.pull_buffers()
     effective_steps = _effective_steps(rule, rates)
     closing = rule.correction.finish(values, context, effective_steps)
-    closing = Closing(move({**closing.memory, **aim.finish(network)}, "cpu"), move(closing.sums, "cpu"))
+    closing = Closing(move({**closing.memory, **aim.finish(seen)}, "cpu"), move(closing.sums, "cpu"))
     after = {f"{i}/{name}": tensor for i, (_, _, own) in enumerate(steppers) for name, tensor in own.items()}
     return Trained(after, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
+
+
+def _look(network: Network, flat: Flat) -> Look:
+    """How a loss sees inputs through other models of the same space."""
+
+    @torch.no_grad()
+    def look(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> list[Tensor]:
+        flat.pull_buffers()  # statistics of this moment, so that they come back with the values
+        now, found = flat.values.clone(), []
+        network.eval()
+        for vector in vectors:
+            flat.load(vector)
+            found.append(network.features(inputs, entry))
+        flat.load(now)
+        flat.training_mode()
+        return found
+
+    return look
 
 
 def _steppers(rule: LocalTraining, flat: Flat, state: State) -> list[tuple[slice, float, State]]:

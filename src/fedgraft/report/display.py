@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,47 +10,112 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from fedgraft.report.values import NONE, accuracy, clock, label, metric, percent, size
+from fedgraft.progress import Phase
+from fedgraft.report.values import NONE, accuracy, cell, clock, label, metric, percent, size
 
 if TYPE_CHECKING:
     from fedgraft.runs.run_folder import RunInfo
 
 
 class LiveProgress:
-    """A progress bar of rounds with the newest numbers; implements `run.Progress`."""
+    """Phases and rounds as bars in a terminal, else as plain lines now and then; implements `tracking.Progress`.
+
+    Everything is drawn by `look`, by time: a round costs nothing here.
+    """
+
+    shows, says, every = 1.0, 2.0, 5.0
+    """Seconds until a phase gets a bar, until it gets a line, and between two lines."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         columns = (
-            TextColumn("[bold]{task.fields[what]}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        self.bar = Progress(*columns, console=console, transient=False)
-        self.task: Any = None
+        self.live = console.is_terminal and not console.is_jupyter
+        self.bar = Progress(*columns, console=console, transient=False, auto_refresh=False)
+        self.bars: dict[Phase, TaskID] = {}
+        self.said: dict[Phase, float] = {}
+        self.rounds: Any = None
+        self.total = self.done = self.shown = 0
+        self.spoke = time.monotonic()
         self.numbers: dict[str, str] = {}
 
     def __enter__(self) -> LiveProgress:
         return self
 
     def __exit__(self, *ignored: object) -> None:
-        self.bar.stop()
+        self.look([])
+        self._round(ended=True)
+        if self.bar.tasks:
+            self.bar.refresh()
+        if self.live:
+            self.bar.stop()
 
     def start(self, total: int, done: int, text: str) -> None:
         """Begin; `done` rounds were finished before."""
         self.console.print(text, highlight=False, markup=False)
-        self.task = self.bar.add_task("", total=total, completed=done, what="round", numbers="")
-        self.bar.start()
+        self.total, self.done, self.shown = total, done, done
+        if self.live:
+            self.rounds = self.bar.add_task("round", total=total, completed=done, numbers="")
 
     def update(self, line: Mapping[str, Any]) -> None:
-        """Show one more round."""
+        """Note one more round; it is drawn when it is time."""
         if line.get("train_loss") is not None:
             self.numbers["loss"] = f"loss {line['train_loss']:.3f}"
         if line.get("accuracy") is not None:
-            self.numbers["accuracy"] = f"[green]val {percent(line['accuracy'])}[/]"
-        self.bar.update(self.task, completed=line["round"], numbers="  ".join(self.numbers.values()))
+            self.numbers["accuracy"] = f"val {percent(line['accuracy'])}"
+        self.done = line["round"]
+
+    def look(self, phases: Sequence[Phase]) -> None:
+        """Draw the rounds, and what lasts."""
+        (self._draw if self.live else self._say)(phases)
+        self._round()
+
+    def _round(self, ended: bool = False) -> None:
+        if self.live and self.rounds is not None:
+            self.bar.update(self.rounds, completed=self.done, numbers="  ".join(self.numbers.values()))
+        elif self.done != self.shown and (ended or time.monotonic() - self.spoke >= self.every):
+            numbers = "".join(f", {number}" for number in self.numbers.values())
+            self._line(f"round {self.done} of {self.total}{numbers}")
+            self.shown = self.done
+
+    def _draw(self, phases: Sequence[Phase]) -> None:
+        for gone in [one for one in self.bars if one not in phases]:
+            self.bar.remove_task(self.bars.pop(gone))
+        for one in phases:
+            if one not in self.bars and one.seconds > self.shows:
+                self.bars[one] = self.bar.add_task(escape(one.what), total=one.total or None, numbers="")
+            if one in self.bars:
+                numbers = f"{one.unit}  {one.rate:,.1f}/s" if one.unit else ""
+                self.bar.update(self.bars[one], completed=one.done, total=one.total or None, numbers=numbers)
+        if self.bar.tasks:
+            self.bar.start()
+            self.bar.refresh()
+        else:  # somebody else may want the terminal
+            self.bar.stop()
+
+    def _say(self, phases: Sequence[Phase]) -> None:
+        self.said = {one: when for one, when in self.said.items() if one in phases}
+        lasting = [one for one in phases if one.seconds >= self.says]
+        if lasting and lasting[-1].seconds - self.said.get(lasting[-1], -self.every) >= self.every:
+            self.said |= {one: one.seconds for one in lasting}
+            self._line("; ".join(map(str, lasting)))
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.spoke = time.monotonic()
 
 
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
@@ -62,8 +128,9 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
         )
         rows["test top-5"] = percent(test.get("top5"))
         rows["test loss"] = f"{test['loss']:.4f}" if test.get("loss") is not None else NONE
-    best = percent((summary.get("validation") or {}).get("accuracy"))
-    rows["validation accuracy"] = f"{best} (round {summary.get('best_round')} of {summary.get('rounds')})"
+    for key, value in (summary.get("validation") or {}).items():
+        at = f" (round {summary.get('best_round')} of {summary.get('rounds')})"
+        rows[f"validation {label(key)}"] = (percent(value) if key.endswith("accuracy") else f"{value:.4f}") + at
     if edited := summary.get("edited"):
         rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
     rows["sent up / down"] = f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"
@@ -76,6 +143,18 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     table = Table(title=escape(title), show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
+    _print(console, table)
+    _clients(console, summary.get("clients") or {})
+
+
+def _clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None:
+    """One row for each client: its metrics on its own test images; those of single classes are in the report."""
+    keys = dict.fromkeys(key for found in clients.values() for key in found if ":" not in key)
+    if not keys:
+        return
+    table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, found in list(clients.items())[:40]:
+        table.add_row(escape(name), *(cell(found[key]) if found.get(key) else NONE for key in keys))
     _print(console, table)
 
 

@@ -103,6 +103,16 @@ def compute(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Metri
     return found
 
 
+def numbers(sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
+    """The numbers alone, without intervals, named as in `compute`; what there is none of is left out."""
+    found = values({name: value.detach().cpu().double().numpy() for name, value in sums.items()})
+    flat: dict[str, float] = {}
+    for key, value in found.items():
+        each = zip(names, value.tolist(), strict=True) if key.endswith(":") else [("", float(value))]
+        flat |= {key + of: number for of, number in each if number == number}
+    return flat
+
+
 def reliability(sums: Mapping[str, Tensor]) -> list[ReliabilityBin]:
     """The reliability curve: bins of confidence that have images, in order."""
     bins = sums["calibration"].cpu().double().numpy().T
@@ -113,16 +123,21 @@ def reliability(sums: Mapping[str, Tensor]) -> list[ReliabilityBin]:
 def select_value(sums: Mapping[str, Tensor], metric: str, names: Sequence[str] | None = None) -> float:
     """One metric as a number to choose the best round by: higher is better, so errors are negated."""
     names = [str(i) for i in range(len(sums["confusion"]))] if names is None else names
-    found = compute(sums, names)
-    if metric not in found:
-        known = ", ".join(NAMES)
-        raise FedgraftError(
-            f"there is no metric {metric!r} of these classes; there are {known}; of one class: f1:CLASS"
-        )
-    value = found[metric]
+    check_metric(metric, names)
+    value = numbers(sums, names).get(metric)
     if value is None:
         raise FedgraftError(f"{metric} cannot choose a round: no evaluated image tells it; choose another metric")
-    return -value.value if metric in ERRORS else value.value
+    return -value if metric in ERRORS else value
+
+
+def check_metric(metric: str, names: Sequence[str]) -> None:
+    """Refuse what is no metric of these classes."""
+    name, colon, of = metric.partition(":")
+    by_class = ("sensitivity", "specificity", "f1", "auroc")
+    if name not in NAMES or (of not in names or name not in by_class if colon else name in by_class[:2]):
+        raise FedgraftError(
+            f"there is no metric {metric!r} of these classes; there are {', '.join(NAMES)}; of one class: f1:CLASS"
+        )
 
 
 def _share(hits: float, n: float) -> Metric | None:

@@ -19,6 +19,7 @@ from fedgraft.report.html import section
 from fedgraft.report.values import accuracy, clock, label, metric, percent, seconds_of, show, size
 from fedgraft.runs.run_folder import RunFolder, describe, plain
 
+_SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
 Lines = Sequence[Mapping[str, Any]]
 Card = tuple[str, str, str]
 """What, its number, and what stands behind the number."""
@@ -38,6 +39,7 @@ def write_report(
         section("Curves", page.CHARTS if lines else "<p>No round is finished yet.</p>"),
         section("On the test images", page.grid(tables.pooled(summary))),
         section("By class (images; 95 % interval)", page.grid(tables.by_class(summary))),
+        section("Confusion and calibration", tables.confusion(summary)),
         section("Clients", tables.clients(summary, lines, held, clients)),
         section("Who holds what", tables.holdings(held, classes, clients)),
         section("Representations", tables.representations(folder.path, lines, len(held))),
@@ -46,7 +48,7 @@ def write_report(
         section("Warnings", _items(_warnings(folder.path / "log.txt"))),
         section("How the clients trained", page.charts_at("more") if lines else ""),
         section("Figures", "".join(_pictures(folder.figures))),
-        page.folded("All final numbers", _facts({k: v for k, v in summary.items() if k not in ("metrics", "clients")})),
+        page.folded("All final numbers", _facts({k: v for k, v in summary.items() if k not in _SHOWN})),
         page.folded("Config", page.preformatted(folder.config_text)),
         page.folded("Environment", _facts(_environment(folder))),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedgraft.report.html import Rows, grid, safe
 from fedgraft.report.representation_figures import by_client, read_mixing
-from fedgraft.report.values import NONE, label, metric, show
+from fedgraft.report.values import NONE, cell, label, metric
 from fedgraft.runs.run_folder import plain
 
 _ROWS, _CELLS = 200, 20_000  # more clients, or more cells of a table, than this make the page heavy
@@ -30,15 +30,27 @@ def by_class(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key, value in (summary.get("metrics") or {}).items():
         name, colon, of = key.partition(":")
         if colon:
-            found.setdefault(of, {})[label(name)] = _cell(value)
+            found.setdefault(of, {})[label(name)] = cell(value)
     return _even([{"class": of, **cells} for of, cells in found.items()])
+
+
+def confusion(summary: Mapping[str, Any]) -> str:
+    """Test images by true class (row) and predicted class (column), and how far confidences can be trusted."""
+    made, names = "", summary.get("class_names") or []
+    if counts := summary.get("confusion"):
+        note = '<p class="note">Test images of each true class (row) by the class they were taken for (column).</p>'
+        made += note + _map(dict(zip(names, counts, strict=True)), names, corner="true class")
+    if bins := summary.get("reliability"):
+        rows = [{"mean confidence": f"{100 * b['confidence']:.0f} %", "right": cell(b["accuracy"])} for b in bins]
+        made += "<h3>Reliability: how often the model is right when it is so sure</h3>" + grid(rows)
+    return made
 
 
 def clients(summary: Mapping[str, Any], lines: Rows, held: Counts, names: Sequence[str]) -> str:
     """One row for each client: what it holds, how often and how it took part, how well it is served."""
     rows: dict[str, dict[str, Any]] = {}
     for client, found in (summary.get("clients") or {}).items():
-        rows[str(client)] = {label(key): _cell(value) for key, value in found.items() if ":" not in key}
+        rows[str(client)] = {label(key): cell(value) for key, value in found.items() if ":" not in key}
     for k, counts in enumerate(held[:_ROWS]):
         held_by = {"images": sum(counts), "classes": sum(1 for count in counts if count)}
         rows.setdefault(_name(k, names), {}).update(held_by)
@@ -101,11 +113,13 @@ def dropped(lines: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["client"])
 
 
-def _map(rows: Mapping[str, Sequence[Any]], columns: Sequence[object], sums: Sequence[int] = ()) -> str:
+def _map(
+    rows: Mapping[str, Sequence[Any]], columns: Sequence[object], sums: Sequence[int] = (), corner: str = "client"
+) -> str:
     """A matrix as a table whose cells are the darker the more they hold; `sums` adds a column and a row of totals."""
     most = max((v for values in rows.values() for v in values if v is not None), default=0) or 1
     turned = ' class="turned"' if max(len(str(column)) for column in columns) > 4 else ""
-    names = ["client", *(["all"] if sums else []), *columns]
+    names = [corner, *(["all"] if sums else []), *columns]
     head = "".join(f'<th scope="col"><span>{safe(name)}</span></th>' for name in names)
     body = foot = ""
     for name, values in rows.items():
@@ -130,13 +144,6 @@ def _cut(count: int, shown: int) -> str:
 
 def _name(client: Any, names: Sequence[str]) -> str:
     return names[client] if isinstance(client, int) and client < len(names) else str(client)
-
-
-def _cell(value: Any) -> str:
-    """A metric in a few words: 68 % (13 of 19; 46 to 85 %)."""
-    number, behind = metric(value) if isinstance(value, Mapping) else (show("", value), "")
-    short = behind.replace(" images", "").replace(", 95 % interval", ";")
-    return f"{number} ({short})" if short else number
 
 
 def _even(rows: Rows) -> list[dict[str, Any]]:

@@ -110,3 +110,10 @@ def show(name: str, value: Any) -> str:
     if last.endswith("accuracy") or last in ("top5", "best", "test") or name.startswith("personal"):
         return percent(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def cell(value: Any) -> str:
+    """A metric in a few words: 68 % (13 of 19; 46 to 85 %)."""
+    number, behind = metric(value) if isinstance(value, Mapping) else (show("", value), "")
+    short = behind.replace(" images", "").replace(", 95 % interval", ";")
+    return f"{number} ({short})" if short else number

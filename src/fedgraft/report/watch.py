@@ -18,6 +18,7 @@ from rich.text import Text
 from fedgraft.config.load import from_folder
 from fedgraft.report.values import accuracy, clock, metric, percent, seconds_of, size
 from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.tracking import present
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell: left and right column, downwards
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -45,7 +46,8 @@ def frame(run: RunFolder, width: int = 80) -> RenderableType:
     central = (run.path / "centralized").exists()
     total = config.centralized.epochs if central else config.rounds.total
     width = max(20, min(width, 110) - 31)  # beside the border, labels, and numbers such as 1.234e-05
-    parts: list[RenderableType] = [_progress(lines, ("epoch" if central else "round", total), status, width)]
+    now = [_row("now", text) for text in present(run.path)] if status == "running" else []
+    parts: list[RenderableType] = [*now, _progress(lines, ("epoch" if central else "round", total), status, width)]
     for key, label, colour, factor in (
         ("accuracy", "validation %", "green", 100.0), ("loss", "validation loss", "magenta", 1.0),
         ("train_loss", "training loss", "blue", 1.0),

@@ -11,10 +11,12 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import rich
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
+from fedgraft.report.display import LiveProgress
 from fedgraft.runs import checkpoint
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.deliver import deliver
@@ -154,9 +157,10 @@ def run(
 
 
 def _finished(job: Job, folder: Path, progress: Progress | None, callbacks: Sequence[Callback]) -> Result:
-    summary, done = run_job(
-        lambda: (job, None), folder, job.identity, to_toml(job.config), progress, progress is None, callbacks
-    )
+    with nullcontext(progress) if progress is not None else LiveProgress(rich.get_console()) as shown:
+        summary, done = run_job(
+            lambda: (job, None), folder, job.identity, to_toml(job.config), shown, progress is None, callbacks
+        )
     record = RunFolder.open(folder)
     found = checkpoint.load_latest(record.checkpoints, job.identity)
     if found is None:

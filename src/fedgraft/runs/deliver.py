@@ -12,6 +12,7 @@ from fedgraft.edit.lora import merge
 from fedgraft.models.card import Card
 from fedgraft.models.export import export
 from fedgraft.models.network import VisionNetwork
+from fedgraft.progress import phase
 from fedgraft.runs.task import Task
 
 
@@ -36,7 +37,8 @@ def export_network(network: VisionNetwork, task: Task, card: str, to: Path | str
     """Any network for this task's classes, with this task's preprocessing."""
     if adapters(network):
         merge(network)
-    return export(network, Path(to), list(task.data.dataset.classes), preprocessor_of(task), card)
+    with phase("export"):
+        return export(network, Path(to), list(task.data.dataset.classes), preprocessor_of(task), card)
 
 
 def preprocessor_of(task: Task) -> dict[str, Any]:

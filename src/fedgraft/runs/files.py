@@ -65,6 +65,7 @@ def logging_to(path: Path, console: bool = True) -> Iterator[None]:
         from rich.logging import RichHandler
 
         handlers.append(RichHandler(show_path=False, show_level=True, markup=False, level=logging.INFO))
+        handlers[-1].addFilter(lambda record: record.name != "fedgraft.phases")  # the terminal shows them by itself
     logger = logging.getLogger("fedgraft")
     before = logger.level
     logger.setLevel(min(before or logging.INFO, logging.INFO))

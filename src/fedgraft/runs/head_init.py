@@ -22,6 +22,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import Evaluation
 from fedgraft.messages import Order, Reply
 from fedgraft.models.identity import digest
+from fedgraft.progress import phase
 from fedgraft.protocols import Examples, Network
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
@@ -124,7 +125,10 @@ def probe_head(sums: Sums, steps: int, decay: float = 1e-3, damping: float = 1e-
 
     start = np.zeros(classes * (len(mean) + 1))
     limits = {"maxiter": steps, "ftol": 1e-12, "gtol": 1e-8}
-    best = minimize(objective, start, jac=True, method="L-BFGS-B", options=limits)
+    with phase("head initialisation: logistic regression", steps, "steps") as told:
+        best = minimize(
+            objective, start, jac=True, method="L-BFGS-B", options=limits, callback=lambda _: told.advance()
+        )
     return raw(best.x)
 
 

@@ -22,7 +22,9 @@ from fedgraft.data.images.transforms import STATISTICS, Transform
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.models.network import VisionNetwork
+from fedgraft.progress import phase
 from fedgraft.protocols import Examples
+from fedgraft.report.metrics import check_metric
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
 from fedgraft.server import sample
@@ -43,6 +45,15 @@ class Job:
     """The parts came from Python: the folder's config.toml alone cannot build them again."""
     wrap: Callable[[Job, Any, Any], Any] | None = None
     """`wrap(job, opening, engine)` puts something between the server and its clients, such as attackers."""
+
+    def __post_init__(self) -> None:
+        """Refuse a choice of metrics that these classes do not have."""
+        check_metric(self.config.select, self.task.data.dataset.classes)
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """What the clients are called: their sites, or their numbers."""
+        return self.task.data.client_names
 
     @property
     def cohort(self) -> list[int]:
@@ -79,11 +90,13 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
-    data = federate(config) if data is None else data
+    with phase("reading the data"):
+        data = federate(config) if data is None else data
     if data.clients != config.partition.clients:  # the data says who its owners are
         config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
         algorithm = build_algorithm(config)
-    network = build_network(config, data.dataset).to(device_named(config.device))
+    with phase("loading the network"):
+        network = build_network(config, data.dataset).to(device_named(config.device))
     algorithm.trainable.check(network)
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)

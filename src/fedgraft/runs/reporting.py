@@ -27,7 +27,8 @@ def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
 def report_run(record: RunFolder, job: Job) -> None:
     """The report of a finished run."""
     try:
-        write_report(record.path, partition=job.task.data.histogram(), classes=job.task.data.dataset.classes)
+        data = job.task.data
+        write_report(record.path, partition=data.histogram(), classes=data.dataset.classes, clients=data.client_names)
     except OSError as error:
         raise FedgraftError(
             f"the run is finished and its results are stored, but its report could not be written "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fedgraft.config.build import budget
 from fedgraft.config.load import Config, to_toml
 from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import keep_freed_memory
+from fedgraft.progress import phase, shown_by, watching
 from fedgraft.report import representation_figures
 from fedgraft.round import RoundSummary, run_round
 from fedgraft.runs.callbacks import Callback
@@ -30,8 +31,8 @@ from fedgraft.runs.opening import Opening, open_run
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.reporting import describe, keep_phases, report_run
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.saving import Best, account_of, pack_run, saved_edit, with_noise_key
-from fedgraft.runs.tracking import Progress, Silent, Tracking
+from fedgraft.runs.saving import Best, account_of, pack_run, saved_edit, selected, with_noise_key
+from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, Silent, Tracking
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.state import ServerState, from_tensors
 
@@ -71,7 +72,8 @@ def run_job(
     callbacks: Sequence[Callback] = (),
 ) -> tuple[dict[str, Any], tuple[Job, Opening, ServerState] | None]:
     """Run a job in its folder; the summary, and the open job with its last state where this call computed it."""
-    with one_thread():
+    seen = nullcontext() if progress is None or progress.look is None else shown_by(progress.look)
+    with one_thread(), seen:
         # Everything that can be refused is refused before a folder exists.
         done = is_finished(folder)
         made = None if done and (folder / "report.html").exists() else build()
@@ -82,11 +84,13 @@ def run_job(
                 report_run(record, made[0])
             return record.summary(), None
         job, remote = made
-        with record.writing(console=console), closing(Engines(job, remote)) as engines:  # no worker outlives the run
+        told = watching(PhaseLog(), PhaseFile(folder))
+        with record.writing(console=console), told, closing(Engines(job, remote)) as engines:  # no worker outlives it
             work = _Run(job, engines, record, progress or Silent(), callbacks)
             summary = work.go()
         began = time.perf_counter()
-        report_run(record, job)
+        with phase("figures and report"):
+            report_run(record, job)
         keep_phases(folder, {**work.phases, "figures and report": time.perf_counter() - began})
         return summary, (job, work.opening, work.state)
 
@@ -143,9 +147,9 @@ class _Run:
             state = replace(state, personal=PersonalStore.create(self.record.path / "personal", len(state.vector)))
         line: dict[str, Any] = {"round": 0, "seconds": {}}
         found = self.measure.validation(state.vector, 0)
-        line |= {"accuracy": found.accuracy, "loss": found.loss, "top5": found.top5}
+        line |= self.measure.line(found)
         if self.opening.algorithm.privacy.dp is None:  # what private training did not make is not delivered by it
-            self.best = Best(found.accuracy, 0, 0, state.vector)
+            self.best = Best(found.plain.accuracy, self.measure.score(found), 0, 0, state.vector)
         self.spent += time.perf_counter() - began
         self.phases["head initialisation"] = self.spent
         self._add(self._traffic())
@@ -234,16 +238,16 @@ class _Run:
         """Measure on validation images, remember the best, and let clients test themselves where asked."""
         began = time.perf_counter()
         result = self.measure.validation(state.vector, state.round)
-        line |= {"accuracy": result.accuracy, "loss": result.loss, "top5": result.top5}
-        best = self.best
-        stale = 0 if result.accuracy > best.accuracy + self.config.rounds.min_delta else best.stale + 1
-        if result.accuracy > best.accuracy:
-            best = Best(result.accuracy, state.round, 0, state.vector)
+        line |= self.measure.line(result)
+        best, score = self.best, self.measure.score(result)
+        stale = 0 if score > best.score + self.config.rounds.min_delta else best.stale + 1
+        if score > best.score:
+            best = Best(result.plain.accuracy, score, state.round, 0, state.vector)
         self.best = replace(best, stale=stale)
         if self.config.personal.evaluate == "always":
-            line["personal"] = self.measure.personal(state)
+            line["personal"], _ = self.measure.personal(state)
         line["seconds"] = {**line["seconds"], "evaluate": time.perf_counter() - began}
-        return replace(state, losses=(*state.losses, result.loss))
+        return replace(state, losses=(*state.losses, result.plain.loss))
 
     def _finish(self, state: ServerState) -> dict[str, Any]:
         """What is kept of the run; the test set is seen here, once, with the best model by validation."""
@@ -251,9 +255,9 @@ class _Run:
         best = state.vector if self.best.vector is None else self.best.vector
         summary: dict[str, Any] = {
             "kind": self.config.kind,
-            "validation": {"accuracy": self.best.accuracy},
+            "validation": {"accuracy": self.best.accuracy, **selected(self.config.select, self.best)},
             "best_round": self.best.round,
-            **({"test": asdict(self.measure.test(best, state.round))} if self.config.rounds.test else {}),
+            **(self.measure.tested(best, state.round) if self.config.rounds.test else {}),
             "rounds": state.round,
             **self.totals,
             "seconds": self.spent,
@@ -269,8 +273,7 @@ class _Run:
         if opening.algorithm.aggregate.insecure:
             summary["protection"] = opening.algorithm.aggregate.insecure
         summary |= account_of(self.config, opening.algorithm, state.round, self.record.metrics())
-        if self.config.personal.evaluate != "never":
-            summary["personal"] = self.measure.personal(state)
+        summary |= self.measure.served(state, best)
         if self.remote is not None:
             self._add(self._traffic(before))
             for key, total in self.totals.items():  # preparations and the final test are no round's
@@ -286,7 +289,7 @@ class _Run:
         began, store = time.perf_counter(), state.personal if isinstance(state.personal, PersonalStore) else None
         tensors, meta = pack_run(self.job, self.opening, state, self.engine.memory, self.best)
         meta |= {"totals": self.totals, "seconds": self.spent} | ({"personal": store.sealed()} if store else {})
-        at_best = self.best.accuracy if self.best.round == state.round else None
+        at_best = self.best.score if self.best.round == state.round else None
         self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
         if store is not None:
             store.release(self.record.checkpoints)

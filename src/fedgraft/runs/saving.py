@@ -23,9 +23,16 @@ class Best:
     """The best model by validation so far, and how long ago that was."""
 
     accuracy: float = -1.0
+    """Its accuracy; the one it was chosen by is `score`."""
+    score: float = -1e9
     round: int = -1
     stale: int = 0
     vector: Tensor | None = None
+
+
+def selected(metric: str, best: Best) -> dict[str, float]:
+    """The metric that chose the best model, where it is not the accuracy."""
+    return {} if metric == "accuracy" or best.round < 0 else {metric: abs(best.score)}
 
 
 def pack_run(
@@ -42,7 +49,7 @@ def pack_run(
         tensors["privacy/key"] = torch.tensor(list(dp.key), dtype=torch.uint8)
     meta |= {
         "space": opening.space.digest,
-        "best": {"accuracy": best.accuracy, "round": best.round, "stale": best.stale},
+        "best": {"accuracy": best.accuracy, "score": best.score, "round": best.round, "stale": best.stale},
     }
     if not job.task.data.rows_known:  # the data is elsewhere, and the model's outputs must be named
         meta["classes"] = list(job.task.data.dataset.classes)

@@ -22,6 +22,7 @@ from typing import Any
 
 from fedgraft.config.load import Config, merge, to_toml, validate
 from fedgraft.errors import FedgraftError
+from fedgraft.progress import phase
 from fedgraft.runs.files import write_text
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.tracking import Progress, Silent
@@ -144,6 +145,18 @@ def work(
 
     `stops` is asked again and again whether a run is to end early. On Ctrl-C all runs save their state and end.
     """
+    with phase("sweep", unit="runs") as told:
+
+        def over(cell: Cell, last: str) -> None:
+            told.advance()
+            ended(cell, last)
+
+        _work(cells, over, stops, processes)
+
+
+def _work(
+    cells: Iterator[Cell], ended: Callable[[Cell, str], None], stops: Callable[[Cell], bool], processes: int
+) -> None:
     if not processes:
         for cell in cells:
             ended(cell, _here(cell, stops))

@@ -1,17 +1,32 @@
-"""Those who follow a run while it goes on: a progress display, and the trackers of the config."""
+"""Those who follow a run while it goes on: a progress display, the log, a file for others, the config's trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedgraft.config.load import Config
+from fedgraft.progress import Phase, Watcher, told
 from fedgraft.runs.trackers import Tracker, tracker
+
+NOW_FILE = "now.json"
+LOG = "fedgraft.phases"
+"""The logger of phases, which a terminal that shows them anyway leaves out."""
 
 
 class Progress(Protocol):
     """Somebody who wants to see how it goes."""
+
+    @property
+    def look(self) -> Watcher | None:
+        """Shows the phases that are open; None: nobody looks."""
+        ...
 
     def start(self, total: int, done: int, text: str) -> None: ...
     def update(self, line: Mapping[str, Any]) -> None: ...
@@ -20,11 +35,62 @@ class Progress(Protocol):
 class Silent:
     """Nobody watches."""
 
+    look: Watcher | None = None
+
     def start(self, total: int, done: int, text: str) -> None:
         """Ignore."""
 
     def update(self, line: Mapping[str, Any]) -> None:
         """Ignore."""
+
+
+class PhaseLog:
+    """Writes phases into the log: one that lasts at its begin, every half minute, and at its end with its seconds."""
+
+    begins, every = 2.0, 30.0
+
+    def __init__(self) -> None:
+        self.log, self.said = logging.getLogger(LOG), dict[Phase, float]()
+
+    def __call__(self, phases: Sequence[Phase]) -> None:
+        """What is there to be said now."""
+        for one in [one for one in self.said if one not in phases]:
+            del self.said[one]
+            if not one.minor:
+                count = f", {one.done:,} {one.unit}" if one.unit else ""
+                self.log.info("%s took %.1f s%s", one.what, one.seconds, count)
+        for one in phases:
+            wait = self.every if one in self.said or one.minor else self.begins
+            if one.seconds - self.said.get(one, 0.0) >= wait:
+                self.said[one] = one.seconds
+                self.log.info("%s", one)
+
+
+class PhaseFile:
+    """Keeps a small file in the run folder that says what the run is at; written by time, gone when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.written = folder / NOW_FILE, 0.0
+
+    def __call__(self, phases: Sequence[Phase]) -> None:
+        """Write what lasts longer than a second; a disk that is full is for others to complain about."""
+        lasting = [one.facts() for one in phases if one.seconds > 1]
+        with suppress(OSError):
+            if lasting:
+                part = self.path.with_suffix(f".{os.getpid()}")
+                part.write_text(json.dumps({"time": time.time(), "phases": lasting}))
+                part.replace(self.path)
+            else:
+                self.path.unlink(missing_ok=True)
+
+
+def present(folder: Path) -> list[str]:
+    """What the run in this folder is at, in lines; none where that is quick, or it was left behind by a kill."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((folder / NOW_FILE).read_text())
+        if time.time() - found["time"] < 30:
+            return [told(facts) for facts in found["phases"]]
+    return []
 
 
 class Tracking:

@@ -43,7 +43,12 @@ def name(rejections: Iterable[Rejection], what: str) -> None:
 
 
 def counts(
-    orders: Sequence[Order], models: int, claims: Claims, split: str, sums: Mapping[str, Field] | None = None
+    orders: Sequence[Order],
+    models: int,
+    claims: Claims,
+    split: str,
+    sums: Mapping[str, Field] | None = None,
+    lie: Callable[[Reply], str] = lambda reply: "",
 ) -> Expectation:
     """Counts of so many models, (models, 4): right, among the first five, sum of losses, images; further sums with it.
 
@@ -54,7 +59,7 @@ def counts(
         return {"examples": reply.examples, f"{split} images": float(reply.sums["counts"][0, 3])}
 
     def check(reply: Reply) -> str:
-        return "" if plausible(reply.sums["counts"]) else "counted what cannot be"
+        return lie(reply) if plausible(reply.sums["counts"]) else "counted what cannot be"
 
     fields = {"counts": Field((models, 4), torch.float64), **(sums or {})}
     return asked(orders, claims, sums=fields, told=told, check=check)
@@ -75,7 +80,11 @@ def counted(replies: Sequence[Reply], claims: Claims, split: str) -> dict[int, f
 
 
 def evaluation(
-    orders: Sequence[Order], claims: Claims, finetuned: bool, sums: Mapping[str, Field] | None = None
+    orders: Sequence[Order],
+    claims: Claims,
+    finetuned: bool,
+    sums: Mapping[str, Field] | None = None,
+    lie: Callable[[Reply], str] = lambda reply: "",
 ) -> Expectation:
     """What a client finds on its own test images, before and after fine-tuning."""
     wanted = {"loss": LOSS, "accuracy": SHARE, "count": _NUMBER}
@@ -85,7 +94,7 @@ def evaluation(
     def told(reply: Reply) -> dict[str, float]:
         return {"examples": reply.examples, "test images": reply.metrics["count"]}
 
-    return asked(orders, claims, metrics=wanted, told=told, sums=sums or {})
+    return asked(orders, claims, metrics=wanted, told=told, sums=sums or {}, check=lie)
 
 
 def mask(orders: Sequence[Order], claims: Claims, coordinates: int) -> Expectation:

@@ -22,6 +22,7 @@ from fedgraft.data.images.pixel_store import open_pixels, pixels_digest
 from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.images.store import store_of
 from fedgraft.errors import FedgraftError
+from fedgraft.progress import Phase, open_phases
 
 RULE = PixelRule(16, "crop", 18)
 COUNT = 10
@@ -61,12 +62,13 @@ def entry_of(cache: Path) -> Path:
 
 
 def test_made_once_and_opened_again(files: list[Path], tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+    told: list[Phase] = []
     originals, asked = counted(from_files(files))
-    made = open_pixels(originals, RULE, tmp_path, progress=lambda done, total: told.append((done, total)))
+    told_by = replace(originals, read=lambda *rows: told.extend(open_phases()) or originals.read(*rows))  # type: ignore[func-returns-value]
+    made = open_pixels(told_by, RULE, tmp_path)
     assert np.array_equal(made.images, expected(files)) and made.bad == {}
     assert isinstance(made.images, np.memmap) and not made.images.flags.writeable
-    assert told == [(3, 10), (6, 10), (9, 10), (10, 10)]
+    assert {(one.done, one.total) for one in told} == {(10, 10)} and len(told) == 4  # open while they are read
     again = open_pixels(originals, RULE, tmp_path)
     assert np.array_equal(again.images, made.images) and asked == [0, 3, 6, 9]
     assert again.digest == made.digest == pixels_digest(expected(files))

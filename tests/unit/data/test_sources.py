@@ -537,11 +537,8 @@ def test_unreadable_files_are_left_out_on_request_and_listed(tmp_path: Path) -> 
     write_folder(tmp_path / "f", {"ant": 10, "bee": 10})
     (tmp_path / "f" / "ant" / "3.webp").write_bytes(b"words")
     (tmp_path / "f" / "bee" / "0.png").write_bytes(png(TRAIN["cifar10"][0][0])[:600])
-    seen: list[tuple[int, int]] = []
-    dataset = load_dataset(
-        "folder", str(tmp_path / "f"), unreadable="skip", progress=lambda done, total: seen.append((done, total))
-    )
-    assert [Path(where).name for where, _ in dataset.skipped] == ["3.webp", "0.png"] and seen[-1] == (20, 20)
+    dataset = load_dataset("folder", str(tmp_path / "f"), unreadable="skip")
+    assert [Path(where).name for where, _ in dataset.skipped] == ["3.webp", "0.png"]
     assert len(dataset.train) + len(dataset.test) == 18
     for store in (dataset.train, dataset.test):
         assert np.array_equal(pixels(store, 8), [PixelRule(8).read(Path(store.where(r))) for r in range(len(store))])

@@ -147,6 +147,12 @@ def test_a_is_kaiming_uniform_from_the_seed_and_the_global_generator_is_not_touc
     assert ours.abs().max() == pytest.approx(float(reference.abs().max()), rel=0.01)
 
 
+def test_every_adapter_starts_from_a_draw_of_its_own(network: Any) -> None:
+    attach(network, 2, 4.0, ["q", "v"], seed=3)
+    starts = [layer.lora_A["default"].weight for layer in adapted(network).values()]
+    assert len({start.detach().numpy().tobytes() for start in starts}) == len(starts) == 4
+
+
 def test_merge_gives_plain_names_the_same_outputs_and_pefts_own_result(network: Any, images: Tensor) -> None:
     plain = bits(network)
     attach(network, 3, 12, ["qkv", "fc1"], seed=1)
@@ -332,6 +338,15 @@ def adapted_network(network: Any) -> Network:
 @pytest.mark.parametrize("mode", EXACT)
 def test_the_exact_rules_equal_the_dense_average_over_chained_rounds(adapted_network: Network, mode: Mode) -> None:
     assert error(adapted_network, mode) < 1e-5
+
+
+def test_alternating_rounds_begin_with_b(adapted_network: Network) -> None:
+    """While B is zero, A has no gradient: a first round of A would be idle."""
+    layout = lora_layout(adapted_network, "alternate")
+    for round in range(4):
+        moving = layout.active(round)
+        names = {part.name for part, begin, end in layout.space.ranges if moving.start <= begin and end <= moving.stop}
+        assert {"lora_B" in name for name in names} == {round % 2 == 0}
 
 
 def test_the_factor_mean_is_off_by_the_known_covariance(adapted_network: Network) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.toy import ToyExamples, ToyNetwork
+from tests.support.toy import ToyExamples, ToyNetwork, batch_norm_network, snapshot
 from torch import Tensor
 from torch.nn.functional import cross_entropy as softmax_loss
 
@@ -17,17 +18,19 @@ from fedgraft.local.corrections import proximal
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalTraining, Trained, batches, train
+from fedgraft.local.train import LocalTraining, Trained, batches, drawn, train
 
 
 def stream(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def fit(rule: LocalTraining, rows: Tensor, seed: int = 0, loss: Loss | None = None) -> tuple[Tensor, Trained]:
+def fit(
+    rule: LocalTraining, rows: Tensor, seed: int = 0, loss: Loss | None = None, lr: float = 0.05
+) -> tuple[Tensor, Trained]:
     network, examples = ToyNetwork(), ToyExamples(60)
     bound = select(network, lambda n: True).bind(network)
-    result = train(network, bound, examples, rows, rule, lambda step: 0.05, stream(seed), stream(seed + 1), loss)
+    result = train(network, bound, examples, rows, rule, lambda step: lr, stream(seed), stream(seed + 1), loss)
     return bound.values.clone(), result
 
 
@@ -69,6 +72,36 @@ def test_the_order_is_the_generators_alone() -> None:
     torch.rand(7)  # the global generator is nobody's business
     assert torch.equal(first, torch.cat(list(batches(rows, rule, stream(1)))))
     assert not torch.equal(first, torch.cat(list(batches(rows, rule, stream(2)))))
+
+
+@pytest.mark.parametrize("rule", [LocalTraining(15, batch_size=4), LocalTraining(epochs=3, batch_size=4)])
+def test_every_pass_meets_the_rows_in_another_order(rule: LocalTraining) -> None:
+    one, two, three = drawn(torch.arange(20), rule, stream()).view(3, 20)
+    assert not torch.equal(one, two) and not torch.equal(two, three) and not torch.equal(one, three)
+
+
+def test_views_are_drawn_from_the_stream_of_augmentation() -> None:
+    """Never from that of the order, which is spent to another place by then."""
+
+    class Watched(ToyExamples):
+        def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+            given.append(generator)
+            return super().batch(rows, generator)
+
+    given: list[torch.Generator | None] = []
+    shuffle, augment, network = stream(0), stream(1), ToyNetwork()
+    bound = select(network, lambda n: True).bind(network)
+    train(network, bound, Watched(60), torch.arange(20), LocalTraining(3), lambda step: 0.05, shuffle, augment)
+    assert given == [augment] * 3
+
+
+def test_the_momentum_correction_is_used() -> None:
+    """Four steps with β = 0.9 go 1 + 1.9 + 2.71 + 3.439 = 9.049 times the rate where plain SGD goes 4."""
+    corrected, result = fit(LocalTraining(4, optimizer=sgdm(0.9), momentum_correction=True), torch.arange(20))
+    by_hand, _ = fit(LocalTraining(4, optimizer=sgdm(0.9)), torch.arange(20), lr=0.05 * 4 / 9.049)
+    torch.testing.assert_close(corrected, by_hand, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(corrected, fit(LocalTraining(4, optimizer=sgdm(0.9)), torch.arange(20))[0])
+    assert result.effective_steps == pytest.approx(0.05 * 4)
 
 
 def test_training_is_plain_torch_training() -> None:
@@ -169,10 +202,12 @@ def test_evaluation_by_threads_gives_the_same_bits() -> None:
     assert evaluate(network, examples, rows, 7) != evaluate(network, examples, rows[:59], 7, threads=3)
 
 
-def test_evaluation_changes_nothing() -> None:
-    network, examples = ToyNetwork(), ToyExamples(60)
-    before: Any = [p.detach().clone() for p in network.parameters()]
+@pytest.mark.parametrize("make", [ToyNetwork, batch_norm_network])
+def test_evaluation_changes_nothing(make: Callable[[], ToyNetwork]) -> None:
+    """Statistics of batch norm included, also for a network that was left in training mode."""
+    network, examples = make().train(), ToyExamples(60)
+    before = snapshot(network)
     state = torch.get_rng_state()
     evaluate(network, examples, torch.arange(60))
-    assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(network).items())
     assert torch.equal(state, torch.get_rng_state())

@@ -18,6 +18,7 @@ from fedgraft.privacy.accounting import Budget, epsilon, epsilon_rdp, noise_for
 from fedgraft.privacy.dp import (
     AdaptiveClip,
     Mechanism,
+    bound_key,
     check_combination,
     clip,
     gaussian,
@@ -48,6 +49,19 @@ def test_clipped_norms_never_exceed_the_bound(scale: float) -> None:
         assert norm <= 0.7
         assert within == (scale < 1e-2)
         assert within or norm == pytest.approx(0.7, rel=1e-5)
+
+
+def test_the_bound_is_the_largest_norm_that_passes() -> None:
+    for norm, passes in ((0.699, True), (0.701, False), (1.2, False)):
+        update, within = clip(torch.tensor([norm, 0.0]), 0.7)
+        assert within == passes and float(update.norm()) <= 0.7
+
+
+def test_a_round_repeated_over_other_answers_gets_other_noise() -> None:
+    """Else the difference of the two releases would be the difference of the sums, without any noise."""
+    one, other = torch.zeros(3), torch.tensor([0.0, 0.0, 1.0])
+    assert bound_key(KEY, one) == bound_key(KEY, one.clone()) != bound_key(KEY, other)
+    assert bound_key(bytes(32), one) != bound_key(KEY, one)
 
 
 def test_zero_stays_zero_small_stays_itself_and_infinity_means_no_clip() -> None:

@@ -330,6 +330,14 @@ def test_without_the_norm_bound_a_large_change_gets_in() -> None:
     assert not validate_replies([reply], replace(EXPECTED, norm_bound=None))[1]  # type: ignore[list-item]
 
 
+def test_the_norm_bound_is_the_largest_norm_that_passes() -> None:
+    along = torch.zeros(LENGTH)
+    for norm, refused in ((4.999, False), (5.001, True)):
+        along[0] = norm
+        reply = replace(benign(1), update=VALUES.encode(along, torch.Generator()))
+        assert bool(validate_replies([reply], EXPECTED)[1]) == refused
+
+
 def test_an_oversized_message_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     monkeypatch.setattr(json, "loads", lambda text: read.append(text))

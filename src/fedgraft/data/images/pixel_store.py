@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ import numpy as np
 from fedgraft.data.images.originals import Originals
 from fedgraft.data.images.rule import PixelRule, Source, Unreadable, decode
 from fedgraft.errors import FedgraftError
+from fedgraft.progress import phase
 
 CHUNK = 128  # images per stretch: what a stop can lose
 _OLD = 7 * 86_400  # seconds after which a build that nobody went on with is removed
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ def pixels_digest(images: np.ndarray) -> str:
     return _whole_digest(images.shape, _chunk_digests(images))
 
 
-def open_pixels(originals: Originals, rule: PixelRule, cache: Path, progress: Progress | None = None) -> Pixels:
+def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
     """The pixels of these originals under this rule, from the cache or else made now."""
     if not originals.count:
         raise FedgraftError(f"there are no images in {originals.name}; give at least one.")
@@ -61,7 +61,7 @@ def open_pixels(originals: Originals, rule: PixelRule, cache: Path, progress: Pr
             _sweep(entry.parent)
             entry.mkdir(parents=True, exist_ok=True)
             with _locked(entry):
-                seal = _sealed(entry) or _repaired(entry) or _build(entry, originals, rule, progress)
+                seal = _sealed(entry) or _repaired(entry) or _build(entry, originals, rule)
         except OSError as error:
             raise FedgraftError(
                 f"the images cannot be stored in {entry} ({error.strerror}); "
@@ -94,10 +94,15 @@ def _repaired(entry: Path) -> dict[str, Any] | None:
     return None
 
 
-def _build(entry: Path, originals: Originals, rule: PixelRule, progress: Progress | None) -> dict[str, Any]:
+def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]:
     images = _blank(entry / "images.npy", (originals.count, rule.size, rule.size, 3))
     done = _ledger(entry, images)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, (entry / "ledger.jsonl").open("a") as ledger:
+    rest = originals.count - sum(min(CHUNK, originals.count - start) for start in done)
+    with (
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        (entry / "ledger.jsonl").open("a") as ledger,
+        phase(f"reading images at {rule.size} px", rest, "images") as told,
+    ):
         for start in range(0, originals.count, CHUNK):
             stop = min(start + CHUNK, originals.count)
             if start not in done:
@@ -109,8 +114,7 @@ def _build(entry: Path, originals: Originals, rule: PixelRule, progress: Progres
                 done[start] = _fill(images, start, made)
                 ledger.write(json.dumps(done[start]) + "\n")
                 ledger.flush()
-            if progress is not None:
-                progress(stop, originals.count)
+                told.advance(stop - start)
     images.flush()
     return _seal(entry, images, [done[start] for start in sorted(done)])
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from fedgraft.data.images.originals import Originals, from_arrays
-from fedgraft.data.images.pixel_store import Pixels, Progress, open_pixels
+from fedgraft.data.images.pixel_store import Pixels, open_pixels
 from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.labelled import Labelled, check_range, short_digest
 from fedgraft.errors import FedgraftError
@@ -64,13 +64,13 @@ class ImageStore(Labelled):
             digest=short_digest(self.digest, rows.tobytes()),
         )
 
-    def open(self, rule: PixelRule, progress: Progress | None = None) -> OpenedImages:
+    def open(self, rule: PixelRule) -> OpenedImages:
         """The pixels that this rule makes, from the cache or made now; unreadable images are refused by name."""
         if isinstance(self.content, np.ndarray) and (_small(self.content.shape[1:3], rule) or not len(self)):
             return OpenedImages(self.content, self.rows, rule.fit_batch, self.digest)
         side = self.originals.side
         own = side and _small((side, side), rule)
-        made = open_pixels(self.originals, PixelRule(side) if own else rule, cache_dir(), progress)
+        made = open_pixels(self.originals, PixelRule(side) if own else rule, cache_dir())
         self._refuse(made)
         if made.clipped:
             warnings.warn(
@@ -87,11 +87,11 @@ class ImageStore(Labelled):
         """What pixels are made from."""
         return self.content if isinstance(self.content, Originals) else from_arrays(self.content)
 
-    def unreadable(self, progress: Progress | None = None) -> dict[int, str]:
+    def unreadable(self) -> dict[int, str]:
         """The rows whose image cannot be read, and why; every original is looked at once, then it is remembered."""
         if not isinstance(self.content, Originals) or not len(self):
             return {}
-        return self._bad(open_pixels(self.content, PixelRule(1), cache_dir(), progress))
+        return self._bad(open_pixels(self.content, PixelRule(1), cache_dir()))
 
     def where(self, row: int) -> str:
         """How a person finds the image of a row."""

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from fedgraft.data.images.originals import Originals
-from fedgraft.data.images.pixel_store import Progress
 from fedgraft.data.images.store import ImageStore, store_of
 from fedgraft.data.labelled import check_columns, numbered_parts
 from fedgraft.data.partition.split import stratified_split
@@ -41,7 +40,6 @@ class Making(TypedDict, total=False):
     test_share: float  # of a source without a test set, stratified; no group is separated
     seed: int  # of that cut
     unreadable: Literal["refuse", "skip"]
-    progress: Progress | None  # told how far the search for unreadable images is
 
 
 @dataclass(frozen=True)
@@ -68,19 +66,14 @@ def assemble(
 
 
 def finish(
-    name: str,
-    stores: Sequence[Store],
-    test_share: float = 0.2,
-    seed: int = 0,
-    unreadable: str = "refuse",
-    progress: Progress | None = None,
+    name: str, stores: Sequence[Store], test_share: float = 0.2, seed: int = 0, unreadable: str = "refuse"
 ) -> Dataset:
     """The dataset of one or two stores: unreadable images left out on request, a test set cut if there is none."""
     skipped: list[tuple[str, str]] = []
     if unreadable not in ("refuse", "skip"):
         raise FedgraftError(f"unreadable images can be met by 'refuse' or 'skip', not by {unreadable!r}.")
     if unreadable == "skip":
-        stores = [_readable(store, skipped, progress) for store in stores]
+        stores = [_readable(store, skipped) for store in stores]
     train, test = stores if len(stores) == 2 else cut(stores[0], test_share, seed)
     return Dataset(name, train, test, tuple(skipped))
 
@@ -101,8 +94,8 @@ def strata(store: Store) -> np.ndarray:
     return site.reshape(-1) * len(store.classes) + store.labels
 
 
-def _readable(store: Store, skipped: list[tuple[str, str]], progress: Progress | None) -> Store:
-    if not isinstance(store, ImageStore) or not (bad := store.unreadable(progress)):
+def _readable(store: Store, skipped: list[tuple[str, str]]) -> Store:
+    if not isinstance(store, ImageStore) or not (bad := store.unreadable()):
         return store
     if len(bad) == len(store):
         raise FedgraftError(

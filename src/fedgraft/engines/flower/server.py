@@ -25,6 +25,7 @@ from fedgraft.engines.flower.registry import ASK_AGAIN, Registry
 from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, put, take, text, whole_number
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, pack
+from fedgraft.progress import asking
 
 log = logging.getLogger("fedgraft")
 
@@ -193,6 +194,10 @@ class FlowerEngine:
 
     def _carry(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> None:
         """Send the letters and collect answers until all are there or the deadline is over."""
+        with asking([letter.order for letter in letters]) as asked:
+            self._wait(letters, arrivals, asked.advance)
+
+    def _wait(self, letters: Sequence[_Message], arrivals: dict[int, Arrival], done: Callable[[], None]) -> None:
         began = self.clock()
         end = None if self.patience.deadline is None else began + self.patience.deadline
         waiting = self._send(letters, arrivals)
@@ -207,6 +212,7 @@ class FlowerEngine:
                     again.append(letter)
                 else:
                     arrivals[letter.order.client] = arrival
+                    done()
             waiting |= self._send(again, arrivals)
             now = self.clock()
             if end is not None and now >= end:

@@ -1,0 +1,88 @@
+"""`fedgraft deploy` on a data owner's machine: its key, its node; and `local`, a whole federation on one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.errors import FedgraftError
+
+
+def key(
+    name: Annotated[str, typer.Argument(help="this node's name, as the coordinator calls it")],
+    folder: Annotated[Path, typer.Option("--folder", "-o", help="where the two files go")] = Path(),
+) -> None:
+    """Node: make this node's key pair. NAME.key never leaves this machine; NAME.pub goes to the coordinator."""
+    from fedgraft.deploy.folder import NAME
+    from fedgraft.deploy.keys import fingerprint, make_node_key
+
+    if not NAME.fullmatch(name):
+        raise FedgraftError(f"{name!r} is no name for a node; use letters, digits, dots, dashes, underscores.")
+    private, public = make_node_key(folder, name)
+    typer.echo(f"{private}  the private key: keep it here, and never send it to anyone")
+    typer.echo(f"{public}  the public key: send it to the coordinator")
+    typer.echo(f"fingerprint {fingerprint(public)}  (read it out to the coordinator, who compares)")
+
+
+def node(
+    superlink: Annotated[str, typer.Option("--superlink", help="HOST:PORT of the coordinator's server")],
+    ca: Annotated[Path, typer.Option("--ca", help="the federation's ca.crt, from the coordinator")],
+    key: Annotated[Path, typer.Option("--key", help="this node's private key, NAME.key")],
+    id: Annotated[int, typer.Option("--id", help="this node's client number, from the coordinator")],
+    data: Annotated[Path | None, typer.Option("--data", help="this node's images; the path stays here")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="what --data is: folder, parquet or npz")] = None,
+) -> None:
+    """Node: connect to the server and work on its orders until Ctrl-C."""
+    from fedgraft.deploy.run_node import NodeChoice, run_node
+
+    leave_when_told()
+    try:
+        run_node(NodeChoice(superlink, ca, key, id, data, source), typer.echo)
+    except KeyboardInterrupt:
+        typer.echo("the node has ended")
+
+
+def leave_when_told() -> None:
+    """Let the signal by which service managers end a service do what Ctrl-C does: nothing may be left running."""
+    import signal
+
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for told in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(told, leave)
+
+
+def local(
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="how many nodes; each is one client", min=1)] = 3,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")
+    ] = None,
+) -> None:
+    """A whole federation on this machine, over TLS with keys: start, run, stop. It ends as `fedgraft run` does."""
+    import rich
+
+    from fedgraft.deploy.control import require_flower
+    from fedgraft.deploy.local import run_locally
+    from fedgraft.deploy.server import with_clients
+    from fedgraft.report import display
+    from fedgraft.runs.run import is_finished
+
+    require_flower()
+    leave_when_told()
+    config, console = with_clients(config_of(overrides), nodes), rich.get_console()
+    path = (folder or Path("runs") / f"{config.name}-{config.digest}").absolute()
+    if is_finished(path):
+        raise FedgraftError(f"the run in {path} is finished; choose another --folder to run it again.")
+    try:
+        with display.LiveProgress(console) as live:
+            summary = run_locally(config, path, live, typer.echo)
+    except KeyboardInterrupt:
+        typer.echo(f"\ninterrupted; everything is stopped. The same command continues the run in {path}", err=True)
+        raise typer.Exit(130) from None
+    display.results(console, config.name, summary)
+    display.path_line(console, path)

@@ -1,0 +1,56 @@
+"""The literature as compositions: each algorithm is a few slots that differ from another one.
+
+Read it as a table of papers. `ALGORITHMS` maps a name to a function of plain numbers and slots; `named` builds one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedgraft.algorithm import Algorithm
+from fedgraft.registry import ALGORITHMS
+from fedgraft.zoo.mean import (
+    central,
+    fedadagrad,
+    fedadam,
+    fedavg,
+    fedavgm,
+    feddyn,
+    fedgma,
+    fedlc,
+    fednova,
+    fedprox,
+    fedsgd,
+    fedyogi,
+    moon,
+    scaffold,
+)  # fmt: skip
+from fedgraft.zoo.personal import (
+    ditto,
+    fedala,
+    fedavg_crsm,
+    fedbabu,
+    fedbn,
+    fedper,
+    fedrep,
+    fedsa_lora,
+    fedshibu,
+    ifca,
+    local_only,
+)  # fmt: skip
+from fedgraft.zoo.weighted import fedalign
+
+TABLE = (
+    fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad, fedalign,
+    fedlc, moon, fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedsa_lora, fedala, ifca, ditto,
+    central,
+)  # fmt: skip
+ALGORITHMS |= {make.__name__: make for make in TABLE}
+__all__ = ["ALGORITHMS", "TABLE", "named", *(make.__name__ for make in TABLE)]
+
+
+def named(name: str, **options: Any) -> Algorithm:
+    """Build an algorithm by its name; options and slots it does not have are refused."""
+    slots = {key: options.pop(key) for key in list(options) if key in Algorithm.__dataclass_fields__}
+    made: Algorithm = ALGORITHMS.build(name, options, **slots)
+    return made

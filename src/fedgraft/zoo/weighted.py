@@ -1,0 +1,57 @@
+"""One model for all, with weights that look at what clients send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedgraft.aggregate.similarity import alignment_weights, null_corrected, null_level, random_weights_like
+from fedgraft.aggregate.slots import Answers, Observe, Weighting
+from fedgraft.algorithm import Algorithm, vary
+from fedgraft.randomness import torch_stream
+from fedgraft.zoo.mean import fedavg
+
+
+def fedalign(
+    align: str = "client",
+    gamma: float = 1.0,
+    cap: float | None = None,
+    null_correction: bool = False,
+    layers: tuple[str, ...] = ("early", "middle", "late"),
+    keep: int = 20,
+    top: int = 20,
+    probe: int = 256,
+    seed: int = 0,
+    **slots: Any,
+) -> Algorithm:
+    """FedAlignAvg: weights n_k·s_k^γ, s_k the SVCCA of a client's hidden layers with the common model's.
+
+    `align`: the client computes its score (one number a layer leaves), the server recomputes it from the change on a
+    secret probe, or `random`, the control: the same weights dealt at random.
+    """
+    null = null_level(probe, keep, top) if null_correction else 0.0
+    names = tuple(f"alignment:{layer}" for layer in layers)
+
+    def weights(answers: Answers) -> Tensor:
+        scores = torch.tensor([[s[name] for name in names] for s in answers.scalars], dtype=torch.float64)
+        found = alignment_weights(answers.examples, scores, gamma, None, null, cap).weights
+        return (
+            random_weights_like(found, torch_stream(seed, "random_weights", answers.round))
+            if align == "random"
+            else found
+        )
+
+    def own(share: float, scalars: Mapping[str, float]) -> float:
+        scores = torch.tensor([[scalars[name] for name in names]], dtype=torch.float64)
+        score = float(null_corrected(scores.clamp(0, 1), null).mean())
+        return share * max(score, 1e-6) ** gamma
+
+    options = {"layers": layers, "keep": keep, "top": top, "probe": probe}
+    observe = Observe("alignment", names, options=options, needs_probe=True)
+    wants, judged = ((), names) if align == "server" else ((observe,), ())
+    mine = own if align == "client" else None
+    weighting = Weighting(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True, options=options)
+    return vary(fedavg(**slots), name="fedalign", weighting=weighting)

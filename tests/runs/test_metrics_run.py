@@ -1,0 +1,143 @@
+"""Metrics of whole runs: equal to scikit-learn on the delivered model, by client, and the choice of the best round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from sklearn import metrics as sklearn
+from tests.support.tiny import Open, tensors_of, tiny, without_pictures
+from torch import Tensor
+
+from fedgraft.client import handle
+from fedgraft.config.options import MetricName
+from fedgraft.errors import FedgraftError
+from fedgraft.local import scores
+from fedgraft.messages import Order, Reply
+from fedgraft.report import metrics
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.measure import checked
+from fedgraft.runs.run import run
+from fedgraft.secure_round import Sums
+
+ASKED = 'metrics=["balanced_accuracy","sensitivity","auroc","calibration_error","confusion"]'
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("run") / "metrics"
+    return folder, run(tiny(ASKED, "select=balanced_accuracy", "local.lr=0.3"), folder, console=False)
+
+
+@torch.inference_mode()
+def predictions(folder: Path, client: int | None = None) -> tuple[Tensor, Tensor]:
+    """Scores and labels of the delivered model on the test images, of one client or all."""
+    found = adapted(folder)
+    tests = found.job.task.test_images
+    rows = torch.arange(len(tests)) if client is None else found.job.task.data.test_rows(client)
+    found.network.eval()
+    return found.network(tests.batch(rows), 0).softmax(1), tests.labels[rows]
+
+
+def test_a_run_tells_what_scikit_learn_computes_from_its_predictions(done: tuple[Path, dict[str, Any]]) -> None:
+    folder, summary = done
+    scored, labels = predictions(folder)
+    told = summary["metrics"]
+    assert told["balanced_accuracy"]["value"] == pytest.approx(
+        sklearn.balanced_accuracy_score(labels, scored.argmax(1)), abs=1e-9
+    )
+    exact = sklearn.roc_auc_score(labels, scored, multi_class="ovr", average="macro")
+    assert abs(told["auroc"]["value"] - exact) <= told["auroc"]["binned"] + 1e-9
+    assert summary["confusion"] == sklearn.confusion_matrix(labels, scored.argmax(1)).tolist()
+    three = told["sensitivity:3"]
+    assert (three["hits"], three["n"]) == (int((scored.argmax(1)[labels == 3] == 3).sum()), int((labels == 3).sum()))
+    assert three["low"] < three["value"] < three["high"]
+    assert sum(b["accuracy"]["n"] for b in summary["reliability"]) == len(labels)
+    assert "specificity:3" not in told  # not asked for
+
+
+def test_every_client_has_its_own_metrics(done: tuple[Path, dict[str, Any]]) -> None:
+    folder, summary = done
+    assert set(summary["clients"]) == {"0", "1", "2"}
+    for client in range(3):
+        scored, labels = predictions(folder, client)
+        found = summary["clients"][str(client)]["balanced_accuracy"]
+        assert found["value"] == pytest.approx(sklearn.balanced_accuracy_score(labels, scored.argmax(1)), abs=1e-9)
+        assert found["n"] == len(labels)
+    page = (folder / "report.html").read_text()
+    assert "Confusion and calibration" in page and f"({three_of(summary)}" in page
+
+
+def three_of(summary: dict[str, Any]) -> str:
+    told = summary["metrics"]["sensitivity:3"]
+    return f"{told['hits']} of {told['n']}; "
+
+
+def test_the_chosen_metric_picks_the_round_and_the_delivered_vector(tmp_path: Path) -> None:
+    """With the log loss, less is better; the run's own record says which round that was."""
+    options = ["select=log_loss", "local.lr=0.5", "rounds.total=3"]
+    with without_pictures():
+        summary = run(tiny(*options), tmp_path / "a", console=False)
+        stopped = tiny(*options, "rounds.total=2")
+        assert stopped.digest != tiny("rounds.total=2", "local.lr=0.5").digest
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    losses = {line["round"]: line["metrics"]["log_loss"] for line in map(json.loads, lines)}
+    best = min(losses, key=lambda r: losses[r])
+    assert summary["best_round"] == best and summary["validation"]["log_loss"] == pytest.approx(losses[best])
+
+
+def test_without_metrics_a_run_keeps_its_identity_and_its_bytes(tmp_path: Path) -> None:
+    """Counting changes nothing that is trained."""
+    with without_pictures():
+        run(tiny(), tmp_path / "plain", console=False)
+        run(tiny(ASKED), tmp_path / "counted", console=False)
+    assert torch.equal(tensors_of(tmp_path / "plain")["vector"], tensors_of(tmp_path / "counted")["vector"])
+
+
+def test_a_metric_of_a_class_that_is_not_there_is_refused_before_work(tmp_path: Path) -> None:
+    with pytest.raises(FedgraftError, match="no metric 'f1:melanoma' of these classes"):
+        run(tiny("select=f1:melanoma"), tmp_path / "x", console=False)
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(FedgraftError, match="sensitivity:CLASS"):
+        tiny("select=sensitivity")
+
+
+def test_the_config_names_every_metric() -> None:
+    assert set(get_args(MetricName)) == {*metrics.NAMES, "confusion"}
+
+
+def reply_of(**changed: Tensor) -> Reply:
+    logits, labels = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 3
+    return Reply("r", 0, 7, sums={**scores.count(logits, labels, 3), **changed})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"confusion": torch.full((3, 3), -1.0, dtype=torch.float64)},
+        {"confusion": torch.zeros(3, 3, dtype=torch.float64)},
+        {"histogram": torch.zeros(2, 3, 5, dtype=torch.float64)},
+        {"loss": torch.full((2,), torch.nan, dtype=torch.float64)},
+        {"calibration": torch.ones(3, 15, dtype=torch.float32)},
+    ],
+)
+def test_sums_that_cannot_be_are_refused_by_name(bad: dict[str, Tensor]) -> None:
+    checked(reply_of(), 3)
+    with pytest.raises(FedgraftError, match="client 7 counted"):
+        checked(reply_of(**bad), 3)
+
+
+def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:
+    """Clients that hold images out, asked through the five stages: the total has the very counts."""
+    made = Open(tiny("privacy.aggregation=secure", "model.head=random"))
+    made.context.held = lambda client: made.data.validation_rows[client::3]
+    engine, vector = made.engine(), made.begin().vector
+    asking = Sums(engine.exchange, "r", range(3), made.network, made.algorithm.privacy)
+    hidden = asking.ask("scores", vector, {"split": "validation"})
+    order = [Order("r", 0, k, "scores", "", vector, {}, {"split": "validation"}) for k in range(3)]
+    clear = scores.merge([handle(o, made.algorithm, made.context, {})[0].sums for o in order], made.network.classes)
+    assert all(torch.equal(hidden[name], clear[name]) for name in ("confusion", "histogram", "top5"))
+    assert all(torch.allclose(hidden[name], clear[name], atol=1e-6) for name in ("calibration", "loss"))
