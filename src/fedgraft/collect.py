@@ -5,6 +5,8 @@ Everything that arrives is hostile until it is checked. `Collected` is what a ro
 
 from __future__ import annotations
 
+import logging
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +35,7 @@ from fedgraft.update.validation import (
 )  # fmt: skip
 
 __all__ = ["Arrival", "Collected", "Engine", "ServerContext", "collect", "describe", "expectation", "relative_drift"]
+log = logging.getLogger("fedgraft")
 EVIDENCE = 1e9
 """Largest absolute value in a tensor that a client shows by itself: products of larger ones overflow."""
 
@@ -94,6 +97,8 @@ class Collected:
         if self.hidden is None:
             return {}
         asked_in_vain = self.hidden.asked and self.hidden.update is None
+        if self.rounding is not None:  # under differential privacy the cohort is nobody's business
+            return {"aborted": True} if asked_in_vain else {}
         return {"aborted": True} if asked_in_vain else {"clients": {"ids": list(self.hidden.survivors)}}
 
     def private_sum(self, clip: float, length: int) -> tuple[list[Tensor], float, int, float | None]:
@@ -105,7 +110,12 @@ class Collected:
         # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
         told, update = max(0, self.count - 1), self.hidden.update
         total = torch.zeros(length) if update is None else update * told
-        return [total], self.hidden.scalars.get("within", 0.0) * told, told, self.rounding
+        most = told * (clip + (self.rounding or 0.0) * math.sqrt(length)) * 1.001
+        if float(torch.linalg.vector_norm(total.double())) > most:
+            log.warning("the hidden sum is longer than clipped updates give: somebody did not clip; nothing is used")
+            total = torch.zeros(length)
+        within = min(max(0.0, self.hidden.scalars.get("within", 0.0) * told), float(told))
+        return [total], within, told, self.rounding
 
 
 def collect(

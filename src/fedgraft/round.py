@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithm import Algorithm
 from fedgraft.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
+from fedgraft.messages import pack
 from fedgraft.state import Federation, ServerState
 from fedgraft.update.validation import LARGEST, Rejection, largest
 
@@ -33,6 +35,8 @@ class RoundSummary:
     rejections: tuple[Rejection, ...] = ()
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Matrices for figures: the mixing matrix, alignment scores."""
+    digests: Mapping[int, str] = field(default_factory=dict)
+    """Digest of each accepted reply's bytes by client; none where who took part is hidden or private."""
 
 
 def run_round(
@@ -62,7 +66,9 @@ def run_round(
         "seconds": seconds,
         "dropped": [{"client": r.client, "reason": r.reason} for r in collected.rejections],
     }
-    return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra)
+    seen = collected.accepted if algorithm.privacy.dp is None else ()
+    digests = {a.reply.client: hashlib.blake2b(pack(a.reply), digest_size=16).hexdigest() for a in seen}
+    return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests)
 
 
 MEMORY = 5

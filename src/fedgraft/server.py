@@ -19,8 +19,9 @@ def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
 
 
 def sample(federation: Federation, round: int) -> list[int]:
-    """The clients of this round, sorted; drawn from (seed, round) alone. The cost is that of the cohort."""
-    stream = numpy_stream(federation.seed, "cohort", round)
+    """The clients of this round, sorted; drawn from (seed or secret, round) alone. The cost is that of the cohort."""
+    drawn_from = int.from_bytes(federation.secret, "big") if federation.secret else federation.seed
+    stream = numpy_stream(drawn_from, "cohort", round)
     if federation.sampling == "poisson":
         count = int(stream.binomial(federation.clients, federation.per_round / federation.clients))
     else:

@@ -34,6 +34,8 @@ class Federation:
     norm_bound: float | None = None
     largest: int = 1
     """Most examples a client may count for; the unit of weights inside secure aggregation."""
+    secret: bytes = b""
+    """What cohorts are drawn from where nobody may know them; empty: the seed, so that they can be repeated."""
     norm_factor: float = 30.0
     """Updates longer than so many times the usual length are refused; 0: none for their length."""
 

@@ -20,6 +20,7 @@ from fedgraft.cli import edit as cli_edit
 from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import sweep as cli_sweep
+from fedgraft.cli import verify as cli_verify
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.errors import FedgraftError
 from fedgraft.progress import Phase, phase, shown_by
@@ -280,6 +281,7 @@ def options() -> None:
 app.command()(cli_attack.attack)
 app.command("find-lr")(cli_sweep.find_lr)
 app.command()(cli_predict.predict)
+app.command()(cli_verify.verify)
 app.command()(cli_profile.profile)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)

@@ -80,7 +80,9 @@ class Model(Section):
         "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "random"] = Field("ridge", description="step 0: how the head starts")
+    head: Literal["ridge", "probe", "random"] | None = Field(
+        None, description="step 0: how the head starts; default: ridge, under differential privacy random"
+    )
     ridge: float | None = Field(
         None,
         gt=0,
@@ -314,10 +316,14 @@ class DifferentialPrivacy(Section):
 
     epsilon: float | None = Field(None, gt=0, description="the run stops before it would exceed this")
     noise: float | None = Field(None, gt=0, description="noise multiplier; default: what the target needs")
-    delta: float | None = Field(None, gt=0, lt=1, description="default: a tenth of 1 / clients")
+    delta: float | None = Field(None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients")
     clip: float = Field(1.0, gt=0, description="largest norm of a client's change")
     adaptive: bool = Field(False, description="let the bound follow the median of the norms")
-    secret: bool = Field(False, description="noise from the system's entropy, not repeatable; else from the seed")
+    secret: bool | None = Field(
+        None,
+        description="noise and cohorts from a secret; else from the seed, repeatable, for experiments (default: secret "
+        "on other machines)",
+    )
 
 
 class Privacy(Section):
@@ -418,6 +424,11 @@ class Config(Section):
     def kind(self) -> str:
         """What a summary calls this run."""
         return f"centralised {self.centralized.kind}" if self.centralized.active else "federated"
+
+    @property
+    def head(self) -> str:
+        """How the head starts: from sums over the clients, which no account of privacy covers, or at random."""
+        return self.model.head or ("ridge" if self.privacy.dp is None else "random")
 
     @property
     def table(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.algorithm import vary
 from fedgraft.config.load import Config, validate
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.images.store import make_store
@@ -165,6 +166,20 @@ def least_answers(config: Config) -> int:
     return config.rounds.minimum_answers or min(1 if simulated else 2, config.partition.clients)
 
 
+def _meant(job: Job) -> Job:
+    """The job as a deployment means it: its noise and cohorts are secret unless the config says otherwise."""
+    p, privacy = job.config.privacy.dp, job.algorithm.privacy
+    if p is None or privacy.dp is None or job.config.engine == "flower-sim":
+        return job
+    if job.task.data.blind:
+        raise FedgraftError(
+            "under differential privacy nodes send nothing but noised updates, so the server needs images of its own "
+            "to measure on: submit with --server-data."
+        )
+    bound = replace(privacy, dp=replace(privacy.dp, bound=p.secret is not False))
+    return replace(job, algorithm=vary(job.algorithm, privacy=bound))
+
+
 def run_deployed(
     config: Config,
     folder: Path,
@@ -185,6 +200,7 @@ def run_deployed(
                 f"client {without[0]} has no data of its own and client {min(bring)} has; start all nodes with data."
             )
         job = job_of(config, remote_data(config, facts, server_data, source) if bring else None)
+        job = _meant(job)
         engine.classes = job.task.data.dataset.classes if bring else ()
         remote: Remote = engine
         return replace(job, federation=replace(job.federation, minimum_answers=least_answers(config))), remote

@@ -71,7 +71,7 @@ def save(
     path = folder / f"round-{round:08d}-{digest.hexdigest()}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, chunks)
+        write_atomic(path, chunks, 0o600)  # clients' memories may hold their keys
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise FedgraftError(
@@ -127,10 +127,10 @@ def listing(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=lambda p: (_round(p), p.name))
 
 
-def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
     """Put a file in its place whole or not at all; an `OSError` or an interrupt leaves nothing behind."""
     temporary = path.with_name(f".{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         try:
             for chunk in chunks:

@@ -192,7 +192,7 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
 def install_head(job: Job, engines: Engines) -> Start | None:
     """Give the network a head made from the clients' sums, or leave it at its random start."""
     m, network, data, f = job.config.model, job.task.network, job.task.data, job.federation
-    if m.head == "random":
+    if job.config.head == "random":
         return None
     context = job.backbone_context
     judge: Judge
@@ -202,7 +202,7 @@ def install_head(job: Job, engines: Engines) -> Start | None:
         rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
         judge = Judgement(features_of(network, context.examples, rows), job.task.train_images.labels[rows])
     hidden = ["secure"] if job.algorithm.privacy.hidden else []  # rounded sums give other last bits
-    recipe = m.model_dump_json(include={"head", "ridge", "probe_steps"}), job.config.data.model_dump_json()
+    recipe = job.config.head, m.model_dump_json(include={"ridge", "probe_steps"}), job.config.data.model_dump_json()
     identity = [digest(network, network.depth), *data.identity, job.task.transform.digest, str(job.config.seed)]
     sums = engines.sums(context)
 
@@ -213,13 +213,15 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     engines.close()
     install(network, head)
     start = Start(*judge([head])[0])
-    log.info("head initialisation (%s): validation accuracy %.4f, loss %.4f", m.head, start.accuracy, start.loss)
+    log.info(
+        "head initialisation (%s): validation accuracy %.4f, loss %.4f", job.config.head, start.accuracy, start.loss
+    )
     return start
 
 
 def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
     m = job.config.model
-    if m.head == "probe":
+    if job.config.head == "probe":
         return probe_head(sums, m.probe_steps)
     head, penalty = ridge_head(sums, m.ridge, judge)
     log.info("head initialisation: ridge penalty %g", penalty)
