@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from fedgraft.state import Federation as Federation
     from fedgraft.state import ServerState as ServerState
     from fedgraft.zoo import ditto as ditto
+    from fedgraft.zoo import fed3r as fed3r
     from fedgraft.zoo import fedadagrad as fedadagrad
     from fedgraft.zoo import fedadam as fedadam
     from fedgraft.zoo import fedala as fedala
@@ -85,19 +86,29 @@ if TYPE_CHECKING:
     from fedgraft.zoo import fedavg as fedavg
     from fedgraft.zoo import fedavg_crsm as fedavg_crsm
     from fedgraft.zoo import fedavgm as fedavgm
+    from fedgraft.zoo import fedawa as fedawa
     from fedgraft.zoo import fedbabu as fedbabu
     from fedgraft.zoo import fedbn as fedbn
+    from fedgraft.zoo import fedcof as fedcof
+    from fedgraft.zoo import feddare as feddare
     from fedgraft.zoo import feddyn as feddyn
+    from fedgraft.zoo import fedfisher as fedfisher
     from fedgraft.zoo import fedgma as fedgma
     from fedgraft.zoo import fedlc as fedlc
+    from fedgraft.zoo import fedncm as fedncm
     from fedgraft.zoo import fednova as fednova
     from fedgraft.zoo import fedper as fedper
+    from fedgraft.zoo import fedprobe as fedprobe
     from fedgraft.zoo import fedprox as fedprox
     from fedgraft.zoo import fedrep as fedrep
     from fedgraft.zoo import fedsa_lora as fedsa_lora
+    from fedgraft.zoo import fedsb as fedsb
     from fedgraft.zoo import fedsgd as fedsgd
     from fedgraft.zoo import fedshibu as fedshibu
+    from fedgraft.zoo import fedties as fedties
     from fedgraft.zoo import fedyogi as fedyogi
+    from fedgraft.zoo import flasc as flasc
+    from fedgraft.zoo import flexlora as flexlora
     from fedgraft.zoo import ifca as ifca
     from fedgraft.zoo import local_only as local_only
     from fedgraft.zoo import moon as moon
@@ -105,6 +116,17 @@ if TYPE_CHECKING:
     from fedgraft.zoo import scaffold as scaffold
 
 _HOMES = {
+    "fedfisher": "zoo",
+    "feddare": "zoo",
+    "fedties": "zoo",
+    "fedawa": "zoo",
+    "flexlora": "zoo",
+    "flasc": "zoo",
+    "fedsb": "zoo",
+    "fedcof": "zoo",
+    "fedncm": "zoo",
+    "fedprobe": "zoo",
+    "fed3r": "zoo",
     "ifca": "zoo",
     "fedala": "zoo",
     "fedsa_lora": "zoo",

@@ -73,11 +73,22 @@ class Algorithm:
     privacy: Protection = CLEAR
     fixed_head: bool = False
     """The head stays at its start, as in FedBABU: a kind that trains it contradicts the algorithm."""
+    download: float | None = None
+    """Share of the coordinates that orders carry: those farthest from the run's start, which clients know (FLASC)."""
+    own_kind: bool = False
+    """What trains is part of the algorithm (Fed-SB: low-rank cores), so a config that says nothing keeps it."""
+    closed_form: str = ""
+    """The whole algorithm is this way to make a head (a value of model.head) in one exchange; no round is trained."""
 
     def __post_init__(self) -> None:
         for wrong, why in _illegal(self):
             if wrong:
                 raise FedgraftError(f"{self.name}: {why}")
+
+    @property
+    def federation_counts(self) -> bool:
+        """Clients need the class counts of all of them together."""
+        return self.loss.federation_counts or self.local.federation_counts
 
     @property
     def wants(self) -> tuple[Observe, ...]:
@@ -121,6 +132,15 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             a.fixed_head and not a.trainable.trains_body,
             f"nothing would train: the head stays at its start and trainable.kind={a.trainable.kind!r} has no body.",
+        ),
+        (
+            bool(a.closed_form) and a.trainable.trains_body,
+            f"this is a head on the untouched backbone, and trainable.kind={a.trainable.kind!r} would train more; "
+            f"leave it out, or start another algorithm from this head (model.head={a.closed_form!r}).",
+        ),
+        (
+            a.download is not None and (a.trainable.partial or a.aggregate.personal or a.aggregate.several or kept),
+            "orders that carry only the farthest coordinates need one common model that every client starts from.",
         ),
         (
             hidden and not a.aggregate.linear,
@@ -228,6 +248,11 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             bool(a.trainable.needs_each)
             and (hidden or a.aggregate.personal or not a.server.memoryless or _other_rule(a.aggregate)),
             f"{a.trainable.needs_each}.",
+        ),
+        (
+            private and a.federation_counts,
+            "the privacy account does not cover the class counts of the federation; use loss.class_weights='own' or "
+            "local.sampling='balanced'.",
         ),
         (
             private and not a.aggregate.is_mean,

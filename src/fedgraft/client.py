@@ -30,9 +30,19 @@ def handle(
     action = ACTIONS.get(order.action)
     if action is None:
         raise FedgraftError(f"client {order.client} was asked for {order.action!r}; it knows {sorted(ACTIONS)}")
+    if "moved/indices" in order.auxiliary:
+        order = filled(order, context)
     what = str(order.settings.get("sums", order.action))  # a secure sum draws what the same work in the clear draws
     give_stream(context.network, torch_stream(context.seed, "layers", what, order.round, order.client))
     return action(order, algorithm, context, memory)
+
+
+def filled(order: Order, context: ClientContext) -> Order:
+    """An order that carries what has moved, with the whole model: the rest is as the run began."""
+    assert context.origin is not None
+    rest = {name: t for name, t in order.auxiliary.items() if not name.startswith("moved/")}
+    where, values = order.auxiliary["moved/indices"].long(), order.auxiliary["moved/values"]
+    return replace(order, vector=context.origin.index_put((where,), values), auxiliary=rest)
 
 
 def _train(

@@ -32,6 +32,7 @@ def _fit(
         context.network, bound, context.examples, context.rows(order.client), algorithm.local, lambda step: lr,
         torch_stream(context.seed, "shuffle", *where), torch_stream(context.seed, "augment", *where),
         algorithm.loss, order.auxiliary, memory, _optimizer_state(algorithm, memory),
+        context.class_counts,
     )  # fmt: skip
 
 

@@ -59,6 +59,8 @@ class ServerContext:
     classes: int
     active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
     """What may move in the coming round, where that changes from round to round."""
+    origin: Tensor | None = None
+    """The model the run began with, which every client can make again."""
     align: Callable[[Answers], Tensor] | None = None
     """With server-side alignment: scores (m, layers) of the submitted updates on the server's secret probe."""
     claims: Claims = field(default_factory=Claims)
@@ -195,23 +197,25 @@ def expectation(
     algorithm: Algorithm, federation: Federation, state: ServerState, cohort: Sequence[int], context: ServerContext
 ) -> Expectation:
     """What a well-formed training reply of this round looks like."""
-    sizes = {"width": context.width, "classes": context.classes}
+    sizes = {"width": context.width, "classes": context.classes, "trained": context.trained}
     evidence = {
         name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape), limit=EVIDENCE)
         for wanted in algorithm.wants
         for name, shape in wanted.evidence.items()
     }
-    bits = state.active_of(cohort[0]) if cohort else None  # partly active spaces give every client the same number
     private = algorithm.privacy.dp is not None
     ranges = {name: Range(0.0, one.largest) for one in algorithm.wants for name in one.scalars}
     for link in algorithm.update:
         ranges |= {name: Range(0.0, most, name in link.whole) for name, most in link.scalars.items()}
+    bits = {k: state.active_of(k) for k in cohort}
+    lengths = {k: int(unpack_bits(b, context.trained).sum()) for k, b in bits.items() if b is not None}
     return Expectation(
         run=federation.run,
         round=state.round,
         clients=frozenset(cohort),
         space=context.space,
-        length=context.length if bits is None else int(unpack_bits(bits, context.trained).sum()),
+        length=max(lengths.values(), default=context.length),
+        lengths=lengths,
         codec=algorithm.compression,
         sums={name: Field((context.trained,)) for name in algorithm.local.correction.sends},
         scalars=[*(name for wanted in algorithm.wants for name in wanted.scalars), *algorithm.reports],
@@ -257,6 +261,7 @@ def read(accepted: Sequence[Accepted], state: ServerState, context: ServerContex
         state.vector,
         state.round,
         sums=[a.reply.sums for a in accepted],
+        trained=context.trained,
     )
 
 

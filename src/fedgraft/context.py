@@ -39,10 +39,14 @@ class ClientContext:
     """The same inputs on every client, row by row, for comparing representations."""
     reference: tuple[object, list[Tensor]] | None = None
     """Bases of the round's starting model on the probe, kept because every client of a round needs the same."""
+    origin: Tensor | None = None
+    """The shared part as the run began with it, for orders that carry only what has moved since."""
     sends_buffers: bool = True
     """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     held: Callable[[int], Tensor] | None = None
     """Rows of `examples` that a client trains on never: those it measures the common model on."""
+    class_counts: Tensor | None = None
+    """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)
     _active: str = ""
 

@@ -19,7 +19,7 @@ from fedgraft.algorithm import Algorithm
 from fedgraft.context import ClientContext, ClientMemory, answer, features, vector_of
 from fedgraft.edit.calibrate import Calibration
 from fedgraft.edit.fisher import ESTIMATORS, Scores
-from fedgraft.edit.space import select
+from fedgraft.edit.space import Bound, select
 from fedgraft.errors import FedgraftError
 from fedgraft.local import scores
 from fedgraft.local.evaluate import counted
@@ -53,12 +53,20 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
 
     if action == "statistics":
         return {"gram": linear(side, side), "cross": linear(side, classes)}
+    if action == "class_sums":
+        return {"cross": linear(side, classes)}
     if action == "head_gradient":
         return {"gradient": linear(classes, side), "loss": linear(1), "count": linear(1)}
+    if action == "gradient":
+        names = set(str(settings["names"]).split("\n"))
+        size = sum(p.numel() for name, p in network.named_parameters() if name in names)
+        return {"gradient": Summand((size,), torch.float32, 2.0**23, 2.0**-40)}
     if action == "fisher_scores":
         names = set(str(settings["names"]).split("\n"))
         size = sum(p.numel() for name, p in network.named_parameters() if name in names)
         return {"scores": Summand((size + 1,), torch.float32, 2.0**23, 2.0**-50)}
+    if action == "class_counts":
+        return {"counts": Summand((classes,), torch.float64, 2.0**24, 1.0)}
     if action == "scores":
         return {name: Summand(s.shape, torch.float64, s.limit, s.step) for name, s in scores.shapes(classes).items()}
     raise FedgraftError(f"the answers to {action!r} are not sums")
@@ -102,6 +110,16 @@ def statistics(
     return replace(answer(order, context), sums={"gram": gram, "cross": cross}), memory
 
 
+def class_sums(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """Summed features by class with their counts, (width+1, classes): what class means need, and nothing more."""
+    cross = torch.zeros(context.network.width + 1, context.network.classes, dtype=torch.float64)
+    for z, labels in features(context, context.rows(order.client)):
+        cross.index_add_(1, labels, torch.cat([z.double(), torch.ones(len(z), 1, dtype=torch.float64)], 1).T)
+    return replace(answer(order, context), sums={"cross": cross}), memory
+
+
 def head_gradient(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
@@ -117,6 +135,15 @@ def head_gradient(
         gradient += error.T @ z
     count = torch.full((1,), float(len(rows)), dtype=head.dtype)
     return replace(answer(order, context), sums={"gradient": gradient, "loss": loss, "count": count}), memory
+
+
+def class_counts(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """How many training images of each class the client has."""
+    labels = context.examples.labels[context.rows(order.client)]
+    counts = torch.bincount(labels, minlength=context.network.classes).double()
+    return replace(answer(order, context), sums={"counts": counts}), memory
 
 
 def count(
@@ -178,6 +205,36 @@ def fisher_scores(
     return replace(answer(order, context), sums={"scores": _scores(order, context).vector()}), memory
 
 
+def gradient(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """The summed gradient of the named weights over a share of this client's examples, at the order's weights."""
+    network, names = context.network, set(str(order.settings["names"]).split("\n"))
+    picked, _ = _share(order, context, "gradient")
+    whole = select(network, lambda name: True, buffers=False)
+    before = whole.gather(network)
+    context.release()
+    whole.scatter(vector_of(order), network)
+    bound = select(network, lambda name: name in names, buffers=False).bind(network)
+    network.eval()
+    total, device = torch.zeros(bound.trained), next(network.parameters()).device
+    for part in picked.split(64):
+        logits = network(context.examples.batch(part).to(device), context.examples.entry)
+        labels = context.examples.labels[part].to(device)
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        total += bound.gradient().cpu()
+    whole.scatter(before, network)
+    return replace(answer(order, context), sums={"gradient": total}), memory
+
+
+def _share(order: Order, context: ClientContext, purpose: str) -> tuple[Tensor, torch.Generator]:
+    """A drawn share of the client's rows, sorted, and the stream it was drawn from."""
+    rows = context.rows(order.client)
+    stream = torch_stream(context.seed, purpose, str(order.settings["draw"]), order.client)
+    count = max(1, round(float(order.settings["share"]) * len(rows)))
+    return rows[torch.randperm(len(rows), generator=stream)[:count]].sort().values, stream
+
+
 def own_mask(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
@@ -200,10 +257,7 @@ def own_mask(
 def _scores(order: Order, context: ClientContext) -> Scores:
     """Score with the order's weights; the network gets its own back, bit for bit."""
     s = order.settings
-    rows = context.rows(order.client)
-    stream = torch_stream(context.seed, "fisher_scores", str(s["draw"]), order.client)
-    count = max(1, round(float(s["share"]) * len(rows)))
-    picked = rows[torch.randperm(len(rows), generator=stream)[:count]].sort().values
+    picked, stream = _share(order, context, "fisher_scores")
     space = select(context.network, lambda name: True, buffers=False)
     before = space.gather(context.network)
     context.release()
@@ -264,6 +318,25 @@ def _probe_representation(
     return {}, {"probe_representation": torch.cat([z for _, z in batches])}
 
 
+def _fisher(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The mean squared gradient of single images at the trained model, by trained coordinate."""
+    rows, bound = context.rows(order.client), context.bind(context.space)
+    stream = torch_stream(context.seed, "fisher_merge", order.round, order.client)
+    picked = rows[torch.randperm(len(rows), generator=stream)[: int(wanted.options["samples"])]]
+    return {}, {"fisher": squared_gradients(context.network, bound, context.examples, picked)}
+
+
+def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: Tensor) -> Tensor:
+    """The mean over these rows of the squared gradient of each one's loss, (trained,); the model keeps its bits."""
+    network.eval()
+    total, device = torch.zeros(bound.trained, dtype=torch.float64), bound.values.device
+    for row in rows.split(1):
+        logits = network(examples.batch(row).to(device), examples.entry)
+        torch.nn.functional.cross_entropy(logits, examples.labels[row].to(device)).backward()
+        total += bound.gradient().cpu().double().square()
+    return (total / max(1, len(rows))).float()
+
+
 def _labels(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The client's label histogram: an oracle that a private federation would not give away."""
     labels = context.examples.labels[context.rows(order.client)]
@@ -284,11 +357,15 @@ OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str
     "representation": _representation,
     "probe_representation": _probe_representation,
     "labels": _labels,
+    "fisher": _fisher,
 }
 SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {
     "statistics": statistics,
+    "class_sums": class_sums,
     "head_gradient": head_gradient,
     "fisher_scores": fisher_scores,
     "scores": score_sums,
+    "gradient": gradient,
+    "class_counts": class_counts,
 }
 """Answers that are sums, so that they can be given under secure aggregation too."""

@@ -47,7 +47,7 @@ def run_round(
     if context.active is not None:
         state = replace(state, active=context.active(state))
     cohort = server.sample(federation, state.round)
-    orders = server.instruct(algorithm, federation, state, cohort, context.space)
+    orders = server.instruct(algorithm, federation, state, cohort, context.space, context.origin)
     collected = collect(algorithm, federation, state, orders, engine, context)
     exchanged = time.perf_counter()
     # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.

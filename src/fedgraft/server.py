@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
@@ -37,20 +38,35 @@ def rate(federation: Federation, state: ServerState) -> float:
 
 
 def instruct(
-    algorithm: Algorithm, federation: Federation, state: ServerState, cohort: list[int], space: str
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    cohort: list[int],
+    space: str,
+    origin: Tensor | None = None,
 ) -> list[Order]:
-    """One training order per client of the cohort."""
+    """One training order per client of the cohort; `origin` is the model the run began with."""
     settings: dict[str, Scalar] = {"lr": rate(federation, state)}
     if algorithm.privacy.dp is not None:
         settings["clip"] = state.clip
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}
     common |= algorithm.aggregate.gives(state)
     made = []
+    if algorithm.download is not None and origin is not None:
+        common |= farthest(state.vector, origin, algorithm.download)
+        return [Order(federation.run, state.round, k, "train", space, None, common, settings) for k in cohort]
     for k in cohort:
         active = state.active_of(k)
         auxiliary = common if active is None else {**common, "active": active}
         made.append(Order(federation.run, state.round, k, "train", space, state.model_of(k), auxiliary, settings))
     return made
+
+
+def farthest(vector: Tensor, origin: Tensor, share: float) -> dict[str, Tensor]:
+    """The values of the coordinates that have moved farthest from the origin, and where they are."""
+    count = max(1, round(share * len(vector)))
+    indices = (vector - origin).abs().topk(count, sorted=False).indices.sort().values
+    return {"moved/indices": indices.to(torch.int32), "moved/values": vector[indices]}
 
 
 def skip(state: ServerState) -> ServerState:

@@ -22,6 +22,7 @@ from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates
+from fedgraft.local.losses import cross_entropy
 from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
@@ -44,6 +45,8 @@ def telling(shape: tuple[int | str, ...] = ("classes",)) -> Weighting:
 CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (lambda: zoo.fedbabu(trainable=everything()), "'everything' would train it"),
     (lambda: zoo.fedbabu(trainable=NOTHING), "has no body"),
+    (lambda: vary(zoo.flasc(), client_state=ClientState(is_head)), "need one common model"),
+    (lambda: zoo.fed3r(trainable=everything()), "on the untouched backbone"),
     (
         lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("median"), privacy=SECURE),
         "median needs each client's",
@@ -76,6 +79,10 @@ CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (lambda: vary(zoo.scaffold(), trainable=PARTLY), "one fixed set of coordinates"),
     (lambda: vary(zoo.fedadam(), trainable=EACH), "multiply each client's factors"),
     (lambda: vary(zoo.fedavg(), trainable=EACH, privacy=SECURE), "multiply each client's factors"),
+    (
+        lambda: private(vary(zoo.fedavg(), loss=cross_entropy(class_weights="federation")), PRIVACY),
+        "does not cover the class counts of the federation",
+    ),
     (
         lambda: private(vary(zoo.fedavg(), aggregate=robust_aggregator("median"), weighting=uniform()), PRIVACY),
         "covers a clipped sum with noise, and median is something else",

@@ -27,6 +27,7 @@ from fedgraft.algorithm import Algorithm, vary
 from fedgraft.client import handle
 from fedgraft.context import ClientContext
 from fedgraft.edit.dense import head, last_blocks
+from fedgraft.edit.lora import merge
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.space import Bound, masked, select
 from fedgraft.edit.sparse import Sparse
@@ -47,7 +48,9 @@ SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, na
     "fedalign": {"keep": 3, "top": 3, "probe": 64},
     "fedshibu": {"samples": 12},
     "fedavg_crsm": {"samples": 12},
-    "fedsa_lora": {"trainable": LowRank(2, 4.0, ("1",))},
+    **{name: {"trainable": LowRank(2, 4.0, ("1",))} for name in ("fedsa_lora", "flasc")},
+    "fedsb": {"trainable": LowRank(4, 4.0, ("1",), core_from="weights")},
+    "flexlora": {"trainable": LowRank(2, 4.0, ("1",)), "ranks": (1, 2)},
     "fedadam": {"server_lr": 0.05},
     "fedyogi": {"server_lr": 0.05},
     "fedadagrad": {"server_lr": 0.05},
@@ -92,6 +95,8 @@ NORMED = {
     "fedavg/batch norm, head": batch_norm("fedavg", trainable=head()),  # statistics outside the space
     "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
     **{f"{name}/batch norm": batch_norm(name) for name in ("fedlc", "moon", "fedbn", "fedala", "ifca")},
+    **{f"{name}/batch norm": batch_norm(name) for name in ("fedawa", "fedties", "feddare", "fedfisher")},
+    **{f"{name}/batch norm": batch_norm(name) for name in ("fedsa_lora", "fedsb", "flexlora", "flasc", "fedncm")},
 }
 SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip")
@@ -510,6 +515,42 @@ def fedsa_lora_of_one_client_is_lora() -> None:
     assert not [part.name for part in toy.space.parts if "lora_B" in part.name]
 
 
+def same_vector(ours: Algorithm, theirs: Algorithm) -> None:
+    """Bit for bit after three rounds."""
+    assert torch.equal(run(ours).state.vector, run(theirs).state.vector)
+
+
+def lora() -> Algorithm:
+    """Plain averaging of the same low-rank factors."""
+    return named("fedavg", trainable=LowRank(2, 4.0, ("1",)))()
+
+
+def fedsb_at_full_rank_trains_as_the_dense_layers() -> None:
+    """With B and A square and orthonormal and scaling 1, a step on the core is B (BᵀGAᵀ) A = G: the dense step."""
+    local = replace(LOCAL, optimizer=sgdm(0.9))  # decay would pull to the pretrained weights here, to zero there
+    kind = LowRank(6, 6.0, ("1",), core_from="weights")
+    ours = run(named("fedsb", local, trainable=kind)(), **FULL)
+    inner = select(ToyNetwork(), lambda name: name.endswith(".1.weight") or name.startswith("head"))
+    theirs = run(named("fedavg", local)(), space=inner, **FULL)
+    ours.space.scatter(ours.state.vector, ours.network)
+    theirs.space.scatter(theirs.state.vector, theirs.network)
+    merge(ours.network)
+    other = dict(theirs.network.named_parameters())
+    for name, mine in ours.network.named_parameters():
+        torch.testing.assert_close(mine, other[name], rtol=1e-4, atol=1e-5)
+
+
+def flexlora_of_one_client_is_its_own_training() -> None:
+    """One client of full rank: refactoring changes the factors, not their product; after a round it is LoRA's."""
+    kind = LowRank(2, 4.0, ("1",))
+    products = []
+    for algorithm in (named("flexlora", trainable=kind, ranks=(2,))(), lora()):
+        toy = run(algorithm, 1, clients=1, per_round=1)
+        toy.space.scatter(toy.state.vector, toy.network)
+        products.append(merge(toy.network).get_submodule("backbone.layers.0.1").weight)
+    torch.testing.assert_close(*products, rtol=1e-5, atol=1e-6)
+
+
 def ifca_finds_the_two_kinds_of_clients() -> None:
     """Labels turned round on half of the clients: they part, and each half has a model that fits."""
     toy = Toy(named("ifca", clusters=2)(), clients=6, per_round=6)
@@ -550,12 +591,25 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "moon": [equal_to_fedavg(named("moon", weight=0.0)), close_to_fedavg(named("moon", weight=1e-9), **FULL)],
     "fedbn": [fedbn_keeps_normalisation_at_home],
     "fedsa_lora": [fedsa_lora_of_one_client_is_lora],
+    "fedsb": [fedsb_at_full_rank_trains_as_the_dense_layers],
+    "flexlora": [flexlora_of_one_client_is_its_own_training],  # against the dense product: test_low_rank_rules.py
+    "flasc": [lambda: same_vector(named("flasc", down=1.0, up=1.0)(), lora())],
+    "fedawa": [equal_to_fedavg(named("fedawa", steps=0))],
+    "fedties": [
+        close_to_fedavg(named("fedties", keep=1.0), clients=1, per_round=1),  # TIES of one
+    ],
+    "feddare": [equal_to_fedavg(named("feddare", drop=0.0))],
+    "fedfisher": [close_to_fedavg(named("fedfisher"), clients=1, per_round=1)],
     "fedala": [equal_to_fedavg(named("fedala", rate=0.0), **FULL)],
     "ifca": [
         equal_to_fedavg(named("ifca", clusters=1)),
         equal_to_fedavg(named("ifca", clusters=1), **FULL),
         ifca_finds_the_two_kinds_of_clients,
     ],
+    **{  # were they trained, they would be FedAvg of the head; what they are is in tests/unit/runs/test_closed_form.py
+        name: [equal_to_fedavg(lambda: vary(named("fedavg")(), trainable=head()), name)]
+        for name in ("fed3r", "fedprobe", "fedncm", "fedcof")
+    },
     "ditto": [ditto_leaves_the_common_model_alone],
     "central": [central_is_torch_training],
 }

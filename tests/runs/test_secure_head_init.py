@@ -37,7 +37,7 @@ from fedgraft.runs.warnings import warnings_for
 from fedgraft.secure_round import ANSWERS, Sums
 
 SECURE = Protection(hidden=True)
-ACTIONS = ["statistics", "head_gradient", "fisher_scores"]
+ACTIONS = ["statistics", "class_sums", "head_gradient", "fisher_scores"]
 
 
 def secured(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:

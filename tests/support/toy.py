@@ -126,7 +126,8 @@ class Toy:
         self.context = ClientContext(
             self.network, self.space, self.examples, client_rows, 7,
             self.tests, lambda k: torch.arange(k, 60, 6), private, private_start,
-            probe=ToyExamples(64, seed=3), sends_buffers=opened.sends_buffers, held=lambda k: torch.arange(k, 120, 40),
+            probe=ToyExamples(64, seed=3), origin=self.space.gather(self.network),
+            sends_buffers=opened.sends_buffers, held=lambda k: torch.arange(k, 120, 40),
         )  # fmt: skip
         self.algorithm = algorithm
         options: dict[str, Any] = {
@@ -141,7 +142,9 @@ class Toy:
         self.state = start(algorithm, self.space.gather(self.network), self.space.trained)
         claims = Claims({k: len(client_rows(k)) for k in range(clients)} if clients <= 6 else None)
         sizes = self.context.sent, self.space.trained, WIDTH, CLASSES
-        self.server_context = ServerContext(self.space.digest, *sizes, opened.active, claims=claims)
+        self.server_context = ServerContext(
+            self.space.digest, *sizes, opened.active, self.context.origin, claims=claims
+        )
 
     def run(self, rounds: int = 3) -> ServerState:
         """So many rounds; returns the state."""

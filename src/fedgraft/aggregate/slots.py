@@ -40,13 +40,16 @@ class Answers:
     """Clients whose reply was refused: attackers that need not be withstood any more."""
     sums: Sequence[Mapping[str, Tensor]] = ()
     """Auxiliary vectors by client; they are summed without weights."""
+    trained: int = 0
+    """Coordinates that train; statistics of normalisation lie behind them. 0: all."""
 
 
 @dataclass(frozen=True)
 class Observe:
     """Something a client reports after training: numbers, or tensors of a known shape.
 
-    `name` is the entry in the client's table; shapes may use the names `width` and `classes` of the network.
+    `name` is the entry in the client's table; shapes may use the names `width` and `classes` of the network
+    and `trained`, the coordinates that train.
     """
 
     name: str

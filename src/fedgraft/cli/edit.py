@@ -71,11 +71,16 @@ def add(
     to: To,
     scales: Annotated[str | None, typer.Option("--scales", help="one number per file, as 1,0.5")] = None,
     half: Half = False,
+    how: Annotated[str, typer.Option("--how", help="sum, ties, dare or fisher; all but sum are means")] = "sum",
+    share: Annotated[float | None, typer.Option("--share", help="ties: kept (0.2); dare: dropped (0.5)")] = None,
+    runs: Annotated[list[Path] | None, typer.Option("--runs", help="fisher: the run of each edit, in order")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="of what dare drops and fisher looks at")] = 0,
 ) -> None:
-    """Add edits of one base, each at its own strength."""
-    from fedgraft.runs.edit_files import add_files
+    """Add or merge edits of one base, each at its own strength."""
+    from fedgraft.runs.edit_files import How, add_files
 
-    total = add_files(files, None if scales is None else numbers(scales, "--scales"), to, half)
+    rule = How(how, share, tuple(runs or ()), seed=seed)
+    total = add_files(files, None if scales is None else numbers(scales, "--scales"), to, half, rule)
     typer.echo(f"written: {to}  ({total.space.size:,} coordinates)")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedgraft.cli import attack as cli_attack
+from fedgraft.cli import consortium as cli_consortium
 from fedgraft.cli import deploy as cli_deploy
 from fedgraft.cli import edit as cli_edit
 from fedgraft.cli import predict as cli_predict
@@ -282,6 +283,7 @@ app.command()(cli_attack.attack)
 app.command("find-lr")(cli_sweep.find_lr)
 app.command()(cli_predict.predict)
 app.command()(cli_verify.verify)
+app.command()(cli_consortium.preflight)
 app.command()(cli_profile.profile)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from fedgraft.config.load import Config
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition import federate as divide
 from fedgraft.data.sources import Dataset, load_dataset
+from fedgraft.data.sources.class_map import check_names, renamed
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit.dense import head
 from fedgraft.edit.trainable import Trainable
@@ -33,14 +35,17 @@ from fedgraft.state import Federation
 from fedgraft.update.codecs import codec
 
 
-def open_data(config: Config) -> Dataset:
-    """The data that a config names."""
+def open_data(config: Config, check: bool = True) -> Dataset:
+    """The data that a config names; class names that look like one are refused, unless nobody trains on them yet."""
     d = config.data
     made = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
     options = {**(made if d.source == "synthetic" else {}), **(d.model_extra or {})}
     if d.unreadable is not None:
         options["unreadable"] = d.unreadable
-    return load_dataset(d.source, d.path, **options)
+    found = renamed(load_dataset(d.source, d.path, **options), d.class_map)
+    if check:
+        check_names(found.classes)
+    return found
 
 
 def federate(config: Config) -> FederatedData:
@@ -145,6 +150,7 @@ def build_local(config: Config) -> LocalTraining:
         clip=c.clip,
         head_lr=None if c.head_lr is None else c.head_lr / c.lr,
         momentum_correction=c.momentum_correction,
+        sampling=c.sampling,
         amp=c.amp,
     )
 
@@ -163,16 +169,20 @@ def build_trainable(config: Config, fixed_head: bool) -> Trainable:
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of the config: a name of the registry, with the slots that were asked for."""
     a, aim = config.algorithm, config.loss
-    loss = LOSSES.build(aim.name, aim.model_extra or {}, label_smoothing=aim.label_smoothing)
+    options = {**(aim.model_extra or {}), **({"class_weights": aim.class_weights} if aim.class_weights else {})}
+    loss = LOSSES.build(aim.name, options, label_smoothing=aim.label_smoothing)
     common = {"name", "weighting", "robust", "attackers", "neighbours", "clip_norm"}
     chosen = {key: getattr(a, key) for key in a.model_fields_set - common if getattr(a, key) is not None}
-    made: Algorithm = ALGORITHMS.build(
-        a.name, {**chosen, **(a.model_extra or {})}, local=build_local(config), loss=loss, seed=config.seed
-    )
+    build = partial(
+        ALGORITHMS.build, a.name, {**chosen, **(a.model_extra or {})},
+        local=build_local(config), loss=loss, seed=config.seed,
+    )  # fmt: skip
+    made: Algorithm = build()
     needs_body = made.weighting.needs_moving_body or made.loss.needs_moving_body
-    brings_own = made.fixed_head or made.client_state.private is not None or needs_body
+    brings_own = made.fixed_head or made.client_state.private is not None or made.own_kind or needs_body
     if config.trainable.kind is not None:
-        made = vary(made, trainable=build_trainable(config, made.fixed_head))
+        kind = build_trainable(config, made.fixed_head)
+        made = build(trainable=kind) if made.own_kind else vary(made, trainable=kind)
     elif idle := sorted(config.trainable.model_fields_set - {"kind", "match_norm"}):
         raise FedgraftError(f"trainable.{idle[0]} says how something trains, and trainable.kind does not say what.")
     elif not brings_own:
@@ -180,7 +190,8 @@ def build_algorithm(config: Config) -> Algorithm:
     if a.weighting != "default":
         made = vary(made, weighting=by_examples() if a.weighting == "examples" else uniform())
     name = f"top_k:{config.compression.fraction!r}" if config.compression.codec == "top_k" else config.compression.codec
-    made = vary(made, compression=codec(name))
+    if name != "values":
+        made = vary(made, compression=codec(name))
     if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
         if made.aggregate.personal or made.aggregate.several:
             raise FedgraftError(f"{a.name} has more than one model; the robust rule {a.robust} has no place in it.")

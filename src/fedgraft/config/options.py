@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -44,10 +46,23 @@ class Data(Section):
     normalise: Literal["model", "imagenet", "cifar100"] = Field(
         "model", description="one normalisation for all splits; default: what the network was trained with"
     )
+    class_map: dict[str, str] | None = Field(
+        None, description="other names for classes, as a table or a TOML file: what is left stands for what is right"
+    )
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
     cache_features: bool = Field(True, description="keep the frozen trunk's outputs; equal within 1e-6, much faster")
+
+    @field_validator("class_map", mode="before")
+    @classmethod
+    def _read_map(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return tomllib.loads(Path(value).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"the file {value} is no map of class names ({error})") from None
 
 
 class Partition(Section):
@@ -80,8 +95,10 @@ class Model(Section):
         "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "random"] | None = Field(
-        None, description="step 0: how the head starts; default: ridge, under differential privacy random"
+    head: Literal["ridge", "probe", "ncm", "cof", "random"] | None = Field(
+        None,
+        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, at random; default: "
+        "ridge, under differential privacy random",
     )
     ridge: float | None = Field(
         None,
@@ -148,7 +165,12 @@ class Lora(Section):
     alpha: float = Field(16.0, gt=0)
     targets: tuple[str, ...] = ("q", "v")
     dropout: float = Field(0.0, ge=0, lt=1)
-    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual"] = "mean"
+    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "core"] = Field(
+        "mean", description="svd: FlexLoRA; core: Fed-SB, only an r x r matrix between fixed factors trains"
+    )
+    ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="svd: ranks of the clients, dealt in turn")
+    core_from: Literal["gradient", "weights"] = Field("gradient", description="core: what the fixed factors follow")
+    core_images: int = Field(1024, ge=1, description="core_from=gradient: images to take it on, over all clients")
 
 
 class Trainable(Section):
@@ -189,6 +211,10 @@ class Local(Section):
     decoupled: bool = Field(False, description="sgdm: decay the weights instead of the gradient")
     clip: float | None = Field(None, gt=0, description="largest norm of the gradient on what may move")
     momentum_correction: bool = Field(False, description="divide the rate by the momentum's gain over J steps")
+    sampling: Literal["uniform", "balanced", "federation"] = Field(
+        "uniform",
+        description="balanced: draw every class of the client as often; federation: by its rarity among all clients",
+    )
     amp: Literal["float16", "bfloat16"] | None = Field(None, description="mixed precision; for GPUs")
 
     @model_validator(mode="after")
@@ -204,6 +230,9 @@ class Loss(Section):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     name: str = Field("cross_entropy", description="cross_entropy, or a registered name with options of its own")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    class_weights: Literal["own", "federation"] | None = Field(
+        None, description="rare classes weigh more: by the client's own counts, or by the sum over all clients"
+    )
 
 
 class Schedule(Section):
@@ -447,9 +476,11 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
-        if self.rounds.deadline is None:  # says nothing, so runs from before there was one keep their identity
-            kept["rounds"].pop("deadline")
-        for name in ("metrics", "select"):  # the same of what is not asked for
-            if getattr(self, name) == type(self).model_fields[name].default:
-                kept.pop(name)
+        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "data": ("class_map",),
+                 "rounds": ("deadline",)}  # fmt: skip
+        for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
+            options, table = (getattr(self, section), kept[section]) if section else (self, kept)
+            for name in names:
+                if getattr(options, name) == type(options).model_fields[name].default:
+                    table.pop(name)
         return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()

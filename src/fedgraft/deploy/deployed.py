@@ -25,6 +25,7 @@ from fedgraft.data.images.store import make_store
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, Store, load_dataset
+from fedgraft.data.sources.class_map import check_names, renamed
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.engines import Remote
 from fedgraft.runs.job import Job, job_of
@@ -64,7 +65,7 @@ def load_own(source: str, path: str) -> Dataset:
 
 def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> OwnData:
     """A node's own data under the federation's classes, with its share of validation images held out."""
-    dataset = load_own(source, path)
+    dataset = renamed(load_own(source, path), config.data.class_map)
     if classes:
         dataset = Dataset(dataset.name, _named(dataset.train, classes), _named(dataset.test, classes))
     labels = np.asarray(dataset.train.labels)
@@ -135,6 +136,7 @@ def remote_data(config: Config, facts: Mapping[int, Mapping[str, Any]], server_d
         own = load_own(source or _path_source(config), server_data)
     else:
         own = _elsewhere(config, sorted({name for found in facts.values() for name in found["classes"]}))
+    check_names(own.classes)
     if len(own.classes) < 2:
         raise FedgraftError(f"the nodes' data has the classes {list(own.classes)}; a federation needs at least two.")
     sizes = {client: int(found["examples"]) for client, found in facts.items()}

@@ -41,7 +41,7 @@ from fedgraft.runs.saving import saved_edit
 log = logging.getLogger("fedgraft")
 
 _HEAD_INIT = frozenset({"statistics", "head_gradient"})
-_CALIBRATION = frozenset({"fisher_scores", "own_mask"})
+_CALIBRATION = frozenset({"fisher_scores", "own_mask", "class_counts"})
 
 
 class DiskSlots(MutableMapping[str, bytes]):

@@ -1,12 +1,16 @@
 """How the low-rank factors of several clients become one model, on flat vectors.
 
-With weights w_k and scaling s, the right answer is the dense average: sum w_k s B_k A_k. Five rules:
+With weights w_k and scaling s, the right answer is the dense average: sum w_k s B_k A_k. Six rules:
 
 - `mean` (FedIT): average A and B separately. Off by s * sum w_k (B_k - B)(A_k - A).
 - `frozen_a` (FFA-LoRA): A stays at its shared start, only B is trained: exact, half the traffic.
 - `alternate` (RoLoRA): even rounds train B, odd rounds A: exact in each round, half the upload.
 - `stack` (FLoRA): the sum of products goes into the base weights and the adapters start anew: exact.
 - `residual` (FedEx-LoRA): factors are averaged and what that misses goes into the base weights: exact.
+- `svd` (FlexLoRA): the sum of products is cut into its largest directions, so clients may have ranks of their own: the
+  best factors of this rank, exact where the sum has no more rank than they.
+
+A seventh, `core` (Fed-SB), trains an r x r matrix between fixed factors and needs no rule: see `lora_core`.
 
 A vector is [A of all layers | tensors trained densely | B of all layers | base weights], where the last piece
 exists for `stack` and `residual` only: it travels to the clients and is written, but neither trained nor sent
@@ -28,7 +32,7 @@ from fedgraft.edit.space import EditSpace, Part
 from fedgraft.errors import FedgraftError
 from fedgraft.protocols import Network
 
-Mode = Literal["mean", "frozen_a", "alternate", "stack", "residual"]
+Mode = Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "core"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class LoraLayout:
     @property
     def needs_each_client(self) -> bool:
         """Whether the server must see every client's factors: then a secure sum or a plain mean cannot do it."""
-        return self.mode in ("stack", "residual")
+        return self.mode in ("stack", "residual", "svd")
 
     def active(self, round: int) -> slice:
         """The coordinates clients may move, and send, in this round."""
@@ -66,6 +70,15 @@ class LoraLayout:
             return slice(0, self.space.trained)
         # B goes first: while B is zero the gradient of A is zero.
         return slice(self.a_end, self.space.trained) if round % 2 == 0 else slice(0, self.b_begin)
+
+    def first_directions(self, rank: int) -> Tensor:
+        """Which trained coordinates a client of this rank moves: the first rows of A and columns of B, all else."""
+        chosen = torch.ones(self.space.trained, dtype=torch.bool)
+        for layer in self.layers:
+            assert layer.a is not None
+            chosen[layer.a].view(layer.rank, -1)[rank:] = False
+            chosen[layer.b].view(-1, layer.rank)[:, rank:] = False
+        return chosen
 
     def sent(self, update: Tensor, round: int) -> Tensor:
         """What a client sends of its change: only what it may have moved."""
@@ -97,7 +110,7 @@ class LoraLayout:
 
 
 def lora_layout(network: Network, mode: Mode, dense: Iterable[str] = ()) -> LoraLayout:
-    """The edit space of an adapted network under one of the five rules, with the map of its factors."""
+    """The edit space of an adapted network under one of these rules, with the map of its factors."""
     if mode not in get_args(Mode):
         raise FedgraftError(f"the LoRA aggregation {mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
     layers = adapted(network)
@@ -145,8 +158,12 @@ def aggregate_lora(
     if not layout.needs_each_client:
         return new
     for layer in layout.layers:
-        assert layer.a is not None and layer.w is not None
+        assert layer.a is not None
         wanted = _product(share, client[:, layer.b], client[:, layer.a], layer.rank)  # (out, in)
+        if layout.mode == "svd":
+            _cut(new, layer, wanted)
+            continue
+        assert layer.w is not None
         if layout.mode == "residual":  # minus what the averaged factors, as rounded for the wire, give already
             one = torch.ones(1, dtype=torch.float64)
             wanted -= _product(one, new[None, layer.b].double(), new[None, layer.a].double(), layer.rank)
@@ -155,6 +172,18 @@ def aggregate_lora(
         new[: layout.a_end] = fresh
         new[layout.b_begin : trained] = 0.0
     return new
+
+
+def _cut(new: Tensor, layer: LoraLayer, wanted: Tensor) -> None:
+    """The largest directions of this product as factors, strongest first; where there is none, A keeps its rows."""
+    assert layer.a is not None
+    u, s, v = torch.linalg.svd(wanted, full_matrices=False)
+    rank = min(layer.rank, int((s > 1e-7 * s[0]).sum()) if float(s[0]) > 0 else 0)
+    root = s[:rank].sqrt()
+    a, b = new[layer.a].view(layer.rank, -1), torch.zeros(len(wanted), layer.rank)
+    a[:rank] = (root[:, None] * v[:rank]).float()
+    b[:, :rank] = (u[:, :rank] * root).float()
+    new[layer.b] = b.view(-1)
 
 
 def _product(share: Tensor, b: Tensor, a: Tensor, rank: int) -> Tensor:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedgraft.aggregate.slots import Aggregator, Answers
-from fedgraft.edit.lora import attach
+from fedgraft.edit.lora import attach, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
+from fedgraft.edit.lora_core import core_space, fix_factors, gradient_directions, weight_directions
 from fedgraft.edit.trainable import Ask, Opened, check_blocks, is_head
+from fedgraft.errors import FedgraftError
 from fedgraft.messages import pack_bits
 from fedgraft.protocols import Network
 from fedgraft.registry import TRAINABLES
@@ -30,9 +33,25 @@ class LowRank:
     head: bool = True
     freeze_blocks: int = 0
     seed: int = 0
+    ranks: tuple[int, ...] = ()
+    """aggregate=svd: ranks that clients train, dealt in turn; client k has ranks[k mod n], at most `rank`."""
+    core_from: Literal["gradient", "weights"] = "gradient"
+    """aggregate=core: whose top directions the fixed factors are."""
+    core_images: int = 1024
     kind = "lora"
     trains_body = True
-    scores_data = False
+
+    def __post_init__(self) -> None:
+        if self.ranks and (self.aggregate != "svd" or not all(0 < r <= self.rank for r in self.ranks)):
+            raise FedgraftError(
+                f"ranks of the clients' own need trainable.lora.aggregate='svd' and lie from 1 to rank ({self.rank}); "
+                f"they are {list(self.ranks)} under {self.aggregate!r}."
+            )
+
+    @property
+    def scores_data(self) -> bool:
+        """Fixed factors are made from the clients' gradients."""
+        return self.aggregate == "core" and self.core_from == "gradient"
 
     @property
     def trains_head(self) -> bool:
@@ -41,17 +60,17 @@ class LowRank:
 
     @property
     def partial(self) -> bool:
-        """Alternating factors move by turns."""
-        return self.aggregate == "alternate"
+        """Alternating factors move by turns; with ranks of their own clients move different directions."""
+        return self.aggregate == "alternate" or bool(self.ranks)
 
     @property
     def needs_each(self) -> str:
         """Stacked and exactly averaged factors are multiplied client by client."""
-        if self.aggregate not in ("stack", "residual"):
+        if self.aggregate not in ("stack", "residual", "svd"):
             return ""
         return (
-            "stacked and exact low-rank averaging multiply each client's factors; use clear sums, the plain server "
-            "rule and no robust rule, or trainable.lora.aggregate='frozen_a'"
+            "stacked, refactored and exact low-rank averaging multiply each client's factors; use clear sums, the "
+            "plain server rule and no robust rule, or trainable.lora.aggregate='frozen_a'"
         )
 
     def check(self, network: Network) -> None:
@@ -61,6 +80,8 @@ class LowRank:
     def open(self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None) -> Opened:
         """Attach the factors, drawn from the seed, and open their space."""
         self.check(network)
+        if self.aggregate == "core":
+            return self._open_core(network, ask, saved)
         attach(network, self.rank, self.alpha, self.targets, self.seed, self.dropout, self.freeze_blocks)
         dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else ()
         layout = lora_layout(network, self.aggregate, dense)
@@ -71,7 +92,31 @@ class LowRank:
             sends_buffers=False,
         )
 
+    def _open_core(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None) -> Opened:
+        """Fix the factors and open the space of the cores between them."""
+        names = target_layers(network, self.targets, self.freeze_blocks)
+        dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else []
+        sides = {n: min(p.shape) for n, p in network.named_parameters() if n.removesuffix(".weight") in names}
+        if narrow := [n for n, side in sides.items() if side < self.rank]:
+            raise FedgraftError(f"{narrow[0]!r} has no {self.rank} directions; lower trainable.lora.rank.")
+        if saved:
+            found = dict(saved)
+        elif self.core_from == "weights":
+            found = weight_directions(network, names, self.rank)
+        else:
+            assert ask is not None
+            found = ask.kept(
+                ["core", str(self.rank), str(self.core_images), *names],
+                lambda: gradient_directions(network, names, ask, self.rank, self.core_images),
+            )
+        attach(network, self.rank, self.alpha, self.targets, self.seed, self.dropout, self.freeze_blocks)
+        fix_factors(network, found)
+        return Opened(core_space(network, dense), found, sends_buffers=False)
+
     def _active(self, layout: LoraLayout, state: ServerState) -> Mapping[int, Tensor]:
+        if self.ranks:
+            by_rank = {r: pack_bits(layout.first_directions(r)) for r in set(self.ranks)}
+            return _Dealt([by_rank[r] for r in self.ranks])
         chosen = torch.zeros(layout.space.trained, dtype=torch.bool)
         chosen[layout.active(state.round)] = True
         return {EVERYONE: pack_bits(chosen)}
@@ -83,6 +128,18 @@ class LowRank:
             return aggregate_lora(layout, answers.start, answers.updates, weights.tolist(), fresh) - answers.start
 
         return Aggregator(f"lora:{layout.mode}", update, linear=False, of_trainable=True)
+
+
+class _Dealt(dict[int, Tensor]):
+    """What each client may move, dealt in turn."""
+
+    def __init__(self, turns: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.turns = turns
+
+    def get(self, client: int, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
+        """The bits of this client."""
+        return self.turns[client % len(self.turns)] if client >= 0 else default
 
 
 TRAINABLES["lora"] = LowRank

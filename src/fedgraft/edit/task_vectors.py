@@ -140,8 +140,17 @@ def sweep(
     return found
 
 
-def add(edits: Sequence[Edit], scales: Sequence[float] | None = None, name: str = "") -> Edit:
-    """The sum of edits of one base, on the union of their spaces; summed in float64, rounded once."""
+Merge = Callable[[Tensor, Tensor], Tensor]
+"""(vectors (m, k), weights (m,)) -> one vector."""
+
+
+def add(
+    edits: Sequence[Edit], scales: Sequence[float] | None = None, name: str = "", merge: Merge | None = None
+) -> Edit:
+    """The sum of edits of one base, on the union of their spaces; summed in float64, rounded once.
+
+    With `merge` (TIES, DARE, Fisher) its mean of them instead; scales are then its weights.
+    """
     if not edits:
         raise FedgraftError("there are no edits to add; give at least one")
     factors = [1.0] * len(edits) if scales is None else [float(s) for s in scales]
@@ -152,6 +161,12 @@ def add(edits: Sequence[Edit], scales: Sequence[float] | None = None, name: str 
         if (edit.base, edit.scope) != (first.base, first.scope):
             raise FedgraftError(f"the edits {first.name!r} and {edit.name!r} belong to different bases")
     space = union([edit.space for edit in edits])
+    if merge is not None:
+        rows = torch.zeros(len(edits), space.size)
+        for row, edit in zip(rows, edits, strict=True):
+            row[positions(edit.space, space)] = edit.update()
+        merged = merge(rows, torch.tensor(factors, dtype=torch.float64))
+        return Edit(name or " + ".join(e.name for e in edits), first.base, space, merged, scope=first.scope)
     total = torch.zeros(space.size, dtype=torch.float64)
     for edit, factor in zip(edits, factors, strict=True):
         total[positions(edit.space, space)] += edit.values.double() * (edit.scale * factor)

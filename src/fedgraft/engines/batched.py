@@ -64,6 +64,7 @@ def applies(algorithm: Algorithm, context: ClientContext) -> str | None:
         (not rule.correction.nothing, f"the correction {rule.correction.name} acts on each client by itself"),
         (rule.head_lr is not None, "the head has a rate of its own"),
         (algorithm.loss.smoothing is None, f"the loss {algorithm.loss.name} is not the plain cross-entropy"),
+        (not rule.evenly, "rows are drawn by their class"),
         (rule.clip is not None, "gradients are clipped by client"),
         (rule.amp is not None, f"training is in {rule.amp}"),
         (not algorithm.compression.exact, f"the codec {algorithm.compression.name} would magnify rounding"),

@@ -21,9 +21,6 @@ from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, pack, unpack
 from fedgraft.progress import EXTRACTION, asking, phase
 
-ALIGNED = 256
-"""Rows that one worker prepares at a time; a multiple of the feature cache's block, so that no block is made twice."""
-
 
 class Pool:
     """Carries out orders with `workers` processes; same bytes as `InProcess`, whatever their number.
@@ -104,8 +101,8 @@ def _receive(order: Order, parts: Parts) -> tuple[Reply, ClientMemory]:
 class Preparable(Protocol):
     """Examples that keep what they compute in a file all processes share."""
 
-    def lacking(self, rows: Tensor) -> Tensor:
-        """The rows that still have to be computed."""
+    def portions(self, rows: Tensor) -> list[Tensor]:
+        """The rows that still have to be computed, cut so that nothing is computed in two of the parts."""
         ...
 
     def prepare(self, rows: Tensor | None = None) -> None:
@@ -115,23 +112,20 @@ class Preparable(Protocol):
 
 def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
     """Fill the feature cache for these rows with so many processes; the stored bytes do not depend on their number."""
-    rows = examples.lacking(rows)
-    if not len(rows):
+    parts_of = examples.portions(rows)
+    if workers == 1 or len(parts_of) < 2:
+        if parts_of:
+            examples.prepare(torch.cat(parts_of))
         return
-    ordered = rows.unique()  # sorted
-    groups = ordered.split(torch.unique_consecutive(ordered // ALIGNED, return_counts=True)[1].tolist())
-    if workers == 1 or len(groups) < 2:
-        examples.prepare(rows)
-        return
-    total = len(ordered)
 
     def work(parts: Parts) -> list[bytes]:
         examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
         return []
 
-    with Workers(work, min(workers, len(groups))) as team, phase(EXTRACTION, total, "images") as told:
+    total = sum(map(len, parts_of))
+    with Workers(work, min(workers, len(parts_of))) as team, phase(EXTRACTION, total, "images") as told:
         team.map(
-            groups,
+            parts_of,
             lambda g: [g.numpy().tobytes()],
             lambda g, parts: told.advance(len(g)),
             lambda g: f"rows from {int(g[0])} on",

@@ -41,6 +41,8 @@ class LossContext:
     values: Tensor = field(default_factory=lambda: torch.empty(0))
     """The model as it is now, on the coordinates that train and their statistics; steps change it in place."""
     look: Look = _blind
+    federation: Tensor | None = None
+    """How many training images of each class all clients have together (classes,), where the run asked them."""
 
     @property
     def counts(self) -> Tensor:
@@ -65,15 +67,38 @@ class Loss:
     """It keeps a model over one fixed set of coordinates from round to round."""
     needs_moving_body: bool = False
     """It compares features, which a fixed body does not change."""
+    federation_counts: bool = False
+    """It needs `LossContext.federation`, a sum over all clients that is asked for before the first round."""
 
 
-def cross_entropy(label_smoothing: float = 0.0) -> Loss:
-    """The usual loss of a classifier, with optional label smoothing."""
+def cross_entropy(label_smoothing: float = 0.0, class_weights: str | None = None) -> Loss:
+    """The usual loss of a classifier; rare classes weigh more by the client's `own` counts, or the `federation`'s."""
 
-    def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
-        return softmax_loss(network(inputs, entry), labels, label_smoothing=label_smoothing)
+    def begin(context: LossContext) -> Value:
+        weight = None if class_weights is None else balancing(known_counts(context, class_weights == "federation"))
 
-    return Loss("cross_entropy", lambda context: value, smoothing=label_smoothing)
+        def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
+            return softmax_loss(network(inputs, entry), labels, weight, label_smoothing=label_smoothing)
+
+        return value
+
+    plain = label_smoothing if class_weights is None else None
+    return Loss("cross_entropy", begin, smoothing=plain, federation_counts=class_weights == "federation")
+
+
+def known_counts(context: LossContext, federation: bool) -> Tensor:
+    """The images of each class: this client's, or all clients' where they were asked."""
+    if not federation:
+        return context.counts
+    if context.federation is None:
+        raise FedgraftError("the class counts of the federation are asked for by a run; train with fg.run.")
+    return context.federation.to(context.labels.device)
+
+
+def balancing(counts: Tensor) -> Tensor:
+    """n / (k n_c) for each of the k classes that have images, as scikit-learn's `balanced`; 0 for the others."""
+    there = counts > 0
+    return torch.where(there, counts.sum() / (there.sum() * counts.clamp(min=1)), 0.0).float()
 
 
 def margins(counts: Tensor, tau: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import Closing, Correction, none
-from fedgraft.local.losses import Look, Loss, LossContext, cross_entropy
+from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
 from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
 from fedgraft.local.transfer import onto
 from fedgraft.progress import counted
@@ -54,12 +54,24 @@ class LocalTraining:
     """The head's rate as a multiple of the others'; None: the same. One rate rarely serves both."""
     momentum_correction: bool = False
     """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
+    sampling: str = "uniform"
+    """`balanced`: every class of the client as often; `federation`: as its share in the federation is small."""
     amp: str | None = None
     """Autocast type, `float16` or `bfloat16`; None trains in float32."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
             raise FedgraftError("local training is so many steps or so many epochs; give one of the two.")
+
+    @property
+    def evenly(self) -> bool:
+        """Whether every image is met as often as any other."""
+        return self.sampling == "uniform"
+
+    @property
+    def federation_counts(self) -> bool:
+        """Whether it needs the class counts of all clients together."""
+        return self.sampling == "federation"
 
     def steps_for(self, examples: int) -> int:
         """Optimizer steps for a client with this many examples."""
@@ -86,17 +98,24 @@ class Trained:
     closing: Closing
 
 
-def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator) -> Tensor:
-    """The rows of one round in the order they are met: J steps from an endless reshuffled stream, or E whole epochs."""
+def drawn(rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None) -> Tensor:
+    """The rows of one round in the order they are met: J steps from an endless reshuffled stream, or E whole epochs.
+
+    With `chances` (n,) rows are drawn by them, with replacement, as many as there would be.
+    """
     n, size = len(rows), min(rule.batch_size, len(rows))
     wanted = rule.steps_for(n) * size if rule.epochs is None else rule.epochs * n
+    if chances is not None:
+        return rows[torch.multinomial(chances, wanted, replacement=True, generator=generator)]
     passes = [torch.randperm(n, generator=generator) for _ in range(math.ceil(wanted / n))]
     return rows[torch.cat(passes)[:wanted]]
 
 
-def batches(rows: Tensor, rule: LocalTraining, generator: torch.Generator) -> Iterator[Tensor]:
+def batches(
+    rows: Tensor, rule: LocalTraining, generator: torch.Generator, chances: Tensor | None = None
+) -> Iterator[Tensor]:
     """Row batches of one round; the last of an epoch may be smaller."""
-    order, size = drawn(rows, rule, generator), min(rule.batch_size, len(rows))
+    order, size = drawn(rows, rule, generator, chances), min(rule.batch_size, len(rows))
     for part in [order] if rule.epochs is None else order.split(len(rows)):
         yield from part.split(size)
 
@@ -114,6 +133,7 @@ def train(
     auxiliary: Mapping[str, Tensor] | None = None,
     memory: Mapping[str, Tensor] | None = None,
     state: State | None = None,
+    counts: Tensor | None = None,
 ) -> Trained:
     """Train the flat vector on these rows; the network follows it. Buffers are read back at the end."""
     flat.training_mode()
@@ -124,11 +144,12 @@ def train(
     context = rule.correction.prepare(values.clone(), move(auxiliary or {}, device), kept)
     aim = loss or cross_entropy()
     labels = onto(examples.labels[rows], device)
-    seen = LossContext(network, labels, network.classes, kept, flat.values, _look(network, flat))
+    seen = LossContext(network, labels, network.classes, kept, flat.values, _look(network, flat), counts)
+    chances = None if rule.evenly else balancing(known_counts(seen, rule.federation_counts))[labels].double().cpu()
     value = aim.begin(seen)
     losses, rates = [], []
     scale = 2.0**16 if rule.amp == "float16" else 1.0
-    steps = counted("training", batches(rows, rule, shuffle), rule.steps_for(len(rows)), "steps")
+    steps = counted("training", batches(rows, rule, shuffle, chances), rule.steps_for(len(rows)), "steps")
     for step, picked in enumerate(steps):
         inputs, labels = onto(examples.batch(picked, augment), device), onto(examples.labels[picked], device)
         with torch.autocast(inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None):

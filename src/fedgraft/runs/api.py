@@ -34,7 +34,7 @@ from fedgraft.runs import checkpoint
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.deliver import deliver
 from fedgraft.runs.head_init import install
-from fedgraft.runs.job import Job, job_of, transform_for
+from fedgraft.runs.job import Job, head_only, job_of, transform_for
 from fedgraft.runs.opening import open_run
 from fedgraft.runs.predict import Prediction, Predictor, files_of
 from fedgraft.runs.run import run_job
@@ -139,7 +139,7 @@ def run(
     Without a folder the run lives in a temporary one, whose path the result names. With one, an interrupted run
     goes on where it stopped, and a finished one is not run again.
     """
-    config = _config(algorithm, clients, rounds, seed, engine, workers, options)
+    config = head_only(_config(algorithm, clients, rounds, seed, engine, workers, options), algorithm)
     network = model.to(device_named(config.device))
     if network.classes != clients.classes:
         raise FedgraftError(

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from fedgraft.aggregate import merging
 from fedgraft.config.build import build_network
 from fedgraft.data.images.rule import PixelRule
 from fedgraft.edit import edit_file as task_file
@@ -24,6 +28,8 @@ from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.backbones import load_network
 from fedgraft.models.card import Card
 from fedgraft.models.network import VisionNetwork
+from fedgraft.observe import squared_gradients
+from fedgraft.randomness import torch_stream
 from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.deliver import preprocessor_of
 from fedgraft.runs.head_init import install
@@ -111,9 +117,52 @@ def apply_to_folder(edit: Edit, base: Base, to: Path, scale: float = 1.0) -> Pat
     return export(network, to, names, preprocessor, card.text())
 
 
-def add_files(files: Sequence[Path], scales: Sequence[float] | None, to: Path, half: bool = False) -> Edit:
-    """The sum of edits of one base as a new file."""
-    total = task.add([task_file.load(file) for file in files], scales)
+@dataclass(frozen=True)
+class How:
+    """How edits become one: their sum, or a merging rule with its number and, for Fisher, the runs they came from."""
+
+    rule: str = "sum"
+    share: float | None = None
+    """ties: kept of each edit (0.2); dare: dropped (0.5)."""
+    runs: tuple[Path, ...] = ()
+    samples: int = 256
+    seed: int = 0
+
+    def merge(self, edits: Sequence[Edit]) -> task.Merge | None:
+        """The rule on stacked edits; None for the sum."""
+        if self.rule == "sum":
+            return None
+        if self.rule == "ties":
+            return lambda rows, weights: merging.ties(rows, weights, self.share or 0.2)
+        if self.rule == "dare":
+            stream = torch_stream(self.seed, "dare")
+            return lambda rows, weights: merging.dare(rows, weights, 0.5 if self.share is None else self.share, stream)
+        if self.rule != "fisher":
+            raise FedgraftError(f"edits are added as sum, ties, dare or fisher, not {self.rule!r}.")
+        if len(self.runs) != len(edits):
+            raise FedgraftError(
+                f"--how fisher weighs by images: give --runs, the run folder of each of the {len(edits)} edits."
+            )
+        space = task.union([edit.space for edit in edits])
+        information = torch.stack([fisher_of_run(run, space, self.samples, self.seed) for run in self.runs])
+        return lambda rows, weights: merging.fisher_mean(rows, weights, information)
+
+
+def fisher_of_run(folder: Path, space: EditSpace, samples: int, seed: int) -> Tensor:
+    """The diagonal Fisher information of a run's best model on these coordinates, on its training images."""
+    found = adapted(folder)
+    network, data = found.plain(), found.job.task.data
+    rows = data.train_rows[torch.randperm(len(data.train_rows), generator=torch_stream(seed, "fisher_merge"))[:samples]]
+    known = squared_gradients(network, space.bind(network), found.job.task.eval_images, rows)
+    return torch.cat([known, torch.zeros(space.size - space.trained)])
+
+
+def add_files(
+    files: Sequence[Path], scales: Sequence[float] | None, to: Path, half: bool = False, how: How | None = None
+) -> Edit:
+    """Edits of one base as one new file: their sum, or what a merging rule makes of them."""
+    edits = [task_file.load(file) for file in files]
+    total = task.add(edits, scales, merge=(how or How()).merge(edits))
     task_file.save(total, to, half)
     return total
 

@@ -24,6 +24,7 @@ from fedgraft.messages import Order, Reply
 from fedgraft.models.identity import digest
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples, Network
+from fedgraft.runs.closed_form import check_clear, client_class_sums, cof_heads, ncm_head
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.kept import kept_tensors
@@ -194,6 +195,7 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     m, network, data, f = job.config.model, job.task.network, job.task.data, job.federation
     if job.config.head == "random":
         return None
+    check_clear(job.config.head == "cof" and job.algorithm.privacy.hidden)
     context = job.backbone_context
     judge: Judge
     if data.blind:
@@ -223,6 +225,11 @@ def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
     m = job.config.model
     if job.config.head == "probe":
         return probe_head(sums, m.probe_steps)
+    if job.config.head == "ncm":
+        return tempered(ncm_head(sums), judge)
+    if job.config.head == "cof":
+        head, penalty = strongest(cof_heads(client_class_sums(sums), GRID if m.ridge is None else (m.ridge,)), judge)
+        return tempered(head, judge)
     head, penalty = ridge_head(sums, m.ridge, judge)
     log.info("head initialisation: ridge penalty %g", penalty)
     return tempered(head, judge)

@@ -21,6 +21,7 @@ from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.images.transforms import STATISTICS, Transform
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
+from fedgraft.errors import FedgraftError
 from fedgraft.models.network import VisionNetwork
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples
@@ -90,6 +91,7 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
+    config = head_only(config, algorithm)
     with phase("reading the data"):
         data = federate(config) if data is None else data
     if data.clients != config.partition.clients:  # the data says who its owners are
@@ -102,6 +104,19 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     task = Task(network, data, transform_for(network, config), config.model.name)
     federation = replace(build_federation(config, data.largest), run=identity)
     return Job(config, algorithm, task, federation, identity)
+
+
+def head_only(config: Config, algorithm: Algorithm) -> Config:
+    """The config of an algorithm that is a head in one exchange: its way to make the head, and no round."""
+    made = algorithm.closed_form
+    if not made:
+        return config
+    if "head" in config.model.model_fields_set and config.model.head != made:
+        raise FedgraftError(
+            f"{algorithm.name} is the head model.head={made!r} itself, and model.head={config.model.head!r} is "
+            "another; leave one of the two out."
+        )
+    return validate(merge(config.table, {"model": {"head": made}, "rounds": {"total": 0}}))
 
 
 def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:

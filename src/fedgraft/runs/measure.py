@@ -86,7 +86,8 @@ class Measure:
         wanted = config.personal.evaluate != "never"
         if not wanted and (not config.metrics or a.privacy.hidden or not config.rounds.test):
             return {}
-        if config.metrics and not a.aggregate.personal and a.client_state.empty:
+        common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
+        if config.metrics and common:
             state = replace(state, vector=best)  # the delivered model is what clients get
         spread, each = self.personal(state)
         return ({"personal": spread} if wanted else {}) | ({"clients": each} if each else {})

@@ -38,6 +38,7 @@ from fedgraft.update.claims import Claims
 from fedgraft.update.expected import mask, replies_to, same_share
 
 log = logging.getLogger("fedgraft")
+COUNTS = "class_counts"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ def open_run(
     task, config, network = job.task, job.config, job.task.network
     head = torch.cat([network.head.weight.detach(), network.head.bias.detach()[:, None]], 1).cpu().clone()
     ask = None if engines is None else FederationAsk(job, engines)
+    counts, saved = _class_counts(job, engines, saved)
     opened = job.algorithm.trainable.open(network, ask, saved)
+    if counts is not None:
+        opened = replace(opened, stored={**opened.stored, COUNTS: counts})
     for note in opened.notes:
         log.info(note)
     if engines is not None:
@@ -98,11 +102,12 @@ def open_run(
         task.at_entry(task.test_images, entry), task.data.test_rows, private,
         None if private is None else private.gather(network),
         make_probe(job) if probe is None else probe,
-        sends_buffers=opened.sends_buffers, held=lambda client: held,
+        origin=space.gather(network) if algorithm.download is not None else None,
+        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts,
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
-        lambda answers: align(job, context, answers), claims_of(task.data),
+        context.origin, lambda answers: align(job, context, answers), claims_of(task.data),
     )  # fmt: skip
     return Opening(algorithm, federation, opened, context, server_context, head, factor)
 
@@ -110,6 +115,21 @@ def open_run(
 def claims_of(data: FederatedData) -> Claims:
     """What the server knows or was told of the numbers of the clients' images."""
     return Claims(data.sizes_by_client(), dealt=data.rows_known)
+
+
+def _class_counts(
+    job: Job, engines: Engines | None, saved: Mapping[str, Tensor] | None
+) -> tuple[Tensor | None, Mapping[str, Tensor] | None]:
+    """The federation's class counts, where clients need them: asked for, or as saved; and the rest of what was saved.
+
+    Under secure aggregation only their sum is opened.
+    """
+    if not job.algorithm.federation_counts:
+        return None, saved
+    if saved is not None:
+        return saved[COUNTS], {name: tensor for name, tensor in saved.items() if name != COUNTS}
+    assert engines is not None
+    return engines.sums(job.scoring_context).ask("class_counts")["counts"], None
 
 
 class FederationAsk:

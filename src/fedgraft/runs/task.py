@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
@@ -61,7 +63,14 @@ class Task:
         """
         if not entry or isinstance(images, FeatureExamples) or not len(images):
             return images
-        return CachedExamples(images, self.network, entry, cache_dir() / "features", key=self.model_name)
+        ours = images.store is self.data.dataset.train and self.data.rows_known
+        order = self._by_client if ours else None
+        return CachedExamples(images, self.network, entry, cache_dir() / "features", self.model_name, order)
+
+    def _by_client(self) -> np.ndarray:
+        """All rows of the training store, one client's after another's, then the rest."""
+        held = torch.cat([self.data.rows(client) for client in range(self.data.clients)]).numpy()
+        return np.concatenate([held, np.setdiff1d(np.arange(len(self.data.dataset.train)), held)])
 
     def entry_for(self, space: EditSpace, config: Config, algorithm: Algorithm) -> int:
         """The last entry before anything that trains: what lies before it is the same for the whole run."""

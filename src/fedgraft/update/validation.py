@@ -59,6 +59,9 @@ class Expectation:
     """Who was asked."""
     space: str = ""
     length: int = 0
+    """Coordinates of the change; the most of any client where they differ."""
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """Coordinates by client, where clients move different numbers of them."""
     codec: Codec | None = None
     """How the change is encoded; None: no change was asked for, and none may come."""
     sums: Mapping[str, Field] = field(default_factory=dict)
@@ -151,7 +154,7 @@ def _judge(sender: int | None, reply: Reply | bytes, expected: Expectation) -> A
     _check_numbers(reply, expected)
     _check_fields(reply.sums, expected.sums, "sums")
     _check_fields(reply.evidence, expected.evidence, "evidence")
-    update = _decode_change(reply.update, expected)
+    update = _decode_change(reply.update, expected, expected.lengths.get(reply.client, expected.length))
     norm = 0.0 if update is None else _norm(update)
     if expected.norm_bound is not None and norm > expected.norm_bound:
         raise Refused(f"change has norm {norm:.4g}, over the bound {expected.norm_bound:.4g}")
@@ -230,14 +233,14 @@ def largest(tensor: Tensor) -> float:
     return max(-float(low), float(high))
 
 
-def _decode_change(update: Payload | None, expected: Expectation) -> Tensor | None:
+def _decode_change(update: Payload | None, expected: Expectation, length: int) -> Tensor | None:
     if expected.codec is None:
         if update is not None:
             raise Refused("carries a change that was not asked for")
         return None
     if not isinstance(update, Payload):
         raise Refused("carries no change")
-    decoded = decode(update, expected.codec, expected.length)
+    decoded = decode(update, expected.codec, length)
     if largest(decoded) > LARGEST:
         raise Refused(f"change has numbers over {LARGEST:g}, which no network can use")
     return decoded

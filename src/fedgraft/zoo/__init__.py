@@ -9,6 +9,8 @@ from typing import Any
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.registry import ALGORITHMS
+from fedgraft.zoo.heads import fed3r, fedcof, fedncm, fedprobe
+from fedgraft.zoo.low_rank import fedsa_lora, fedsb, flasc, flexlora
 from fedgraft.zoo.mean import (
     central,
     fedadagrad,
@@ -33,17 +35,18 @@ from fedgraft.zoo.personal import (
     fedbn,
     fedper,
     fedrep,
-    fedsa_lora,
     fedshibu,
     ifca,
     local_only,
 )  # fmt: skip
-from fedgraft.zoo.weighted import fedalign
+from fedgraft.zoo.weighted import fedalign, fedawa, feddare, fedfisher, fedties
 
 TABLE = (
-    fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad, fedalign,
-    fedlc, moon, fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedsa_lora, fedala, ifca, ditto,
-    central,
+    fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad,
+    fedlc, moon, fedalign, fedawa, fedties, feddare, fedfisher,
+    fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedala, ifca, ditto,
+    fedsa_lora, fedsb, flexlora, flasc,
+    fed3r, fedprobe, fedncm, fedcof, central,
 )  # fmt: skip
 ALGORITHMS |= {make.__name__: make for make in TABLE}
 __all__ = ["ALGORITHMS", "TABLE", "named", *(make.__name__ for make in TABLE)]

@@ -12,8 +12,6 @@ from fedgraft.aggregate.similarity import crsm
 from fedgraft.aggregate.slots import Answers, Mixing, Observe
 from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.edit.dense import body, everything
-from fedgraft.edit.lora import B_SUFFIX
-from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.trainable import is_head
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.protocols import Network
@@ -95,12 +93,6 @@ def fedbn(**slots: Any) -> Algorithm:
 def is_normalisation(network: Network, name: str) -> bool:
     """Whether a parameter or statistic belongs to a normalisation layer of any kind."""
     return "norm" in type(network.get_submodule(name.rpartition(".")[0])).__name__.lower()
-
-
-def fedsa_lora(seed: int = 0, **slots: Any) -> Algorithm:
-    """Guo et al. 2025: of the low-rank factors A is shared, and each client keeps its B."""
-    kept = ClientState(lambda network, name: name.endswith(B_SUFFIX), within=True)
-    return vary(fedavg(**{"trainable": LowRank(seed=seed), **given(slots)}), name="fedsa_lora", client_state=kept)
 
 
 def fedala(rate: float = 1.0, share: float = 0.8, blocks: int = 1, **slots: Any) -> Algorithm:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.aggregate.merging import aligned_weights, dare_aggregator, fisher_aggregator, ties_aggregator
 from fedgraft.aggregate.similarity import alignment_weights, null_corrected, null_level, random_weights_like
 from fedgraft.aggregate.slots import Answers, Observe, Weighting
 from fedgraft.algorithm import Algorithm, vary
@@ -55,3 +56,27 @@ def fedalign(
     mine = own if align == "client" else None
     weighting = Weighting(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True, options=options)
     return vary(fedavg(**slots), name="fedalign", weighting=weighting)
+
+
+def fedawa(steps: int = 20, rate: float = 0.5, **slots: Any) -> Algorithm:
+    """Shi et al. 2025: weights that make client vectors align with their sum; no steps is FedAvg."""
+
+    def weights(answers: Answers) -> Tensor:
+        return aligned_weights(torch.stack(list(answers.updates)), answers.examples, steps, rate)
+
+    return vary(fedavg(**slots), name="fedawa", weighting=Weighting("client_vectors", weights))
+
+
+def fedties(keep: float = 0.2, **slots: Any) -> Algorithm:
+    """Yadav et al. 2023 as aggregation: largest entries, one sign by coordinate, mean of those agreeing."""
+    return vary(fedavg(**slots), name="fedties", aggregate=ties_aggregator(keep))
+
+
+def feddare(drop: float = 0.5, seed: int = 0, **slots: Any) -> Algorithm:
+    """Yu et al. 2024 as aggregation: entries dropped at random, the rest scaled up; drop 0 is FedAvg."""
+    return vary(fedavg(**slots), name="feddare", aggregate=dare_aggregator(drop, seed))
+
+
+def fedfisher(samples: int = 32, **slots: Any) -> Algorithm:
+    """Matena and Raffel 2022 as aggregation: coordinates count by each client's Fisher information."""
+    return vary(fedavg(**slots), name="fedfisher", aggregate=fisher_aggregator(samples))

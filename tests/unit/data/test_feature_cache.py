@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -35,10 +37,10 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.5)) for _ in range(2)])
         self.norm = nn.BatchNorm1d(6)  # has buffers, which are part of the prefix too
         self.head = nn.Linear(6, 3)
-        self.passes = 0
+        self.passes = self.met = 0
 
     def features(self, inputs: Tensor, entry: int = 0, until: int | None = None) -> Tensor:
-        self.passes += 1
+        self.passes, self.met = self.passes + 1, self.met + len(inputs)
         until = self.depth if until is None else until
         x = self.embed(inputs).flatten(2).transpose(1, 2) if entry == 0 else inputs  # (B, 16, 6)
         for block in self.blocks[entry:until]:
@@ -73,9 +75,17 @@ def network() -> Iterator[Toy]:
     yield Toy().eval()
 
 
+@pytest.fixture(params=["rows", "blocks"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to compute: single rows, and blocks where a row's bits would depend on its neighbours."""
+    if request.param == "blocks":
+        monkeypatch.setattr(feature_cache, "same_bits", lambda *a: ())
+    return str(request.param)
+
+
 @pytest.mark.parametrize("until", [1, 2])
 @pytest.mark.parametrize("train", [(), ("flip",)])
-def test_cached_equals_uncached(until: int, train: tuple[str, ...], network: Toy, tmp_path: Path) -> None:
+def test_cached_equals_uncached(until: int, train: tuple[str, ...], either: str, network: Toy, tmp_path: Path) -> None:
     plain = images(train)
     cached: Examples = CachedExamples(plain, network, until, tmp_path)
     assert cached.entry == until and len(cached) == COUNT
@@ -92,14 +102,14 @@ def test_cached_equals_uncached(until: int, train: tuple[str, ...], network: Toy
                 assert torch.equal(torch.rand(3, generator=gens[0]), torch.rand(3, generator=gens[1]))
 
 
-def test_a_whole_block_is_bit_equal(network: Toy, tmp_path: Path) -> None:
+def test_a_whole_block_is_bit_equal(either: str, network: Toy, tmp_path: Path) -> None:
     plain, rows = images(), torch.arange(BLOCK, 2 * BLOCK)
     with torch.no_grad():
         expected = network.features(plain.batch(rows), 0, 2)
     assert torch.equal(CachedExamples(plain, network, 2, tmp_path).batch(rows), expected)
 
 
-def test_bytes_do_not_depend_on_the_order_of_asking(network: Toy, tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_the_order_of_asking(either: str, network: Toy, tmp_path: Path) -> None:
     one, two = (CachedExamples(images(), network, 1, tmp_path / name) for name in "ab")
     for row in torch.randperm(COUNT, generator=generator(0)):
         one.batch(row[None])
@@ -120,12 +130,13 @@ def test_a_wrong_view_would_be_noticed(network: Toy, tmp_path: Path, monkeypatch
 
 def test_only_what_is_asked_is_computed_and_only_once(network: Toy, tmp_path: Path) -> None:
     cached = CachedExamples(images(), network, 2, tmp_path)
-    network.passes = 0
-    cached.batch(torch.tensor([3, 5, 4]))
-    cached.batch(torch.tensor([BLOCK - 1, 0]))
-    assert network.passes == 1
+    network.passes = network.met = 0
+    cached.batch(torch.tensor([3, 5, 4, 3]))
+    cached.batch(torch.tensor([5, 70]), generator(1))  # by this draw the second alone is mirrored
+    assert set(np.flatnonzero(cached.cache._checked)) == {3, 4, 5, 70 + COUNT}
+    assert network.passes == 2 and network.met == 16  # each time filled up to eight, of which the bits are the same
     cached.prepare()
-    assert network.passes == 6  # three blocks, two views
+    assert network.met == 16 + 144  # all 2 * 73 - 4 others: four whole batches, and 14 that are filled up to 16
     again = CachedExamples(images(), network, 2, tmp_path)
     network.passes = 0
     again.batch(torch.arange(COUNT), generator(0))
@@ -220,20 +231,20 @@ def test_without_marks_checked_the_damage_would_pass(
     data = bytearray(path.read_bytes())
     data[103] ^= 4
     path.write_bytes(data)
-    monkeypatch.setattr(feature_cache.FeatureCache, "_believe", lambda self, view, block: True)
+    monkeypatch.setattr(feature_cache.FeatureCache, "_believe", lambda self, places: np.ones(len(places), dtype=bool))
     assert not torch.equal(CachedExamples(images(), network, 2, tmp_path).batch(torch.arange(COUNT)), good)
 
 
 def test_a_torn_write_is_not_believed(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path, 1, BLOCK, (3,))
     views, rows = np.zeros(BLOCK, dtype=int), np.arange(BLOCK)
-    assert cache.missing(views, rows) == [(0, 0)]
-    cache.write(0, 0, np.ones((BLOCK, 3), dtype=np.float32))
-    assert cache.missing(views, rows) == [] and torch.equal(cache.read(views, rows), torch.ones(BLOCK, 3))
+    assert cache.missing(views, rows).tolist() == rows.tolist()
+    cache.write(rows, np.ones((BLOCK, 3), dtype=np.float32))
+    assert len(cache.missing(views, rows)) == 0 and torch.equal(cache.read(views, rows), torch.ones(BLOCK, 3))
     data = (tmp_path / "features.bin").read_bytes()
     (tmp_path / "features.bin").write_bytes(data[:192] + bytes(192))  # the second half never reached the disk
-    with pytest.warns(UserWarning, match="block of the feature cache"):
-        assert FeatureCache(tmp_path, 1, BLOCK, (3,)).missing(views, rows) == [(0, 0)]
+    with pytest.warns(UserWarning, match="rows of the feature cache"):
+        assert FeatureCache(tmp_path, 1, BLOCK, (3,)).missing(views, rows).tolist() == list(range(16, BLOCK))
 
 
 def _work(folder: Path, seed: int) -> bytes:
@@ -248,4 +259,89 @@ def test_processes_share_one_cache(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         results = pool.starmap(_work, [(tmp_path, seed) for seed in range(4)])
     assert len(set(results)) == 1 and results[0] == _work(tmp_path, 9)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len([path for path in tmp_path.iterdir() if path.name != "rows"]) == 1
+
+
+def test_a_large_table_is_read_row_by_row_and_never_mapped(
+    either: str, network: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.randint(COUNT, (50,), generator=generator(5))
+    mapped = CachedExamples(images(), network, 1, tmp_path / "a").batch(rows, generator(2))
+    monkeypatch.setattr(feature_cache, "MAPPED", 0)
+    read = CachedExamples(images(), network, 1, tmp_path / "b")
+    assert read.cache._data is None and torch.equal(read.batch(rows, generator(2)), mapped)
+    again = CachedExamples(images(), network, 1, tmp_path / "a")  # what the other way stored is the same file
+    network.passes = 0
+    assert torch.equal(again.batch(rows, generator(2)), mapped) and network.passes == 0
+
+
+class Leaning(Toy):
+    """Its features depend on the place in the batch, as those of a network may on some processors."""
+
+    def features(self, inputs: Tensor, entry: int = 0, until: int | None = None) -> Tensor:
+        found = super().features(inputs, entry, until)
+        return found + 1e-7 * torch.arange(len(found)).view(-1, *[1] * (found.ndim - 1))
+
+
+def test_the_probe_sees_a_row_that_depends_on_its_place(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    assert feature_cache.same_bits(Toy().eval(), 2, (3, 8, 8))[-1:] == (BLOCK,)
+    assert feature_cache.same_bits(Leaning().eval(), 2, (3, 8, 8)) == ()
+    network = Leaning().eval()
+    order = np.roll(np.arange(COUNT), 5)
+    cached = CachedExamples(images(), network, 2, tmp_path, order=lambda: order)
+    everything = torch.arange(COUNT)
+    backwards = CachedExamples(images(), network, 2, tmp_path / "b", order=lambda: order)
+    for row in everything.flip(0):
+        backwards.batch(row[None])
+    assert torch.equal(cached.batch(everything), backwards.batch(everything))
+    assert cached.digest != CachedExamples(images(), network, 2, tmp_path).digest  # other neighbours, other bits
+    one = CachedExamples(images(), network, 2, tmp_path / "c", order=lambda: order)
+    one.batch(torch.tensor([int(order[40])]))
+    assert set(np.flatnonzero(one.cache._checked)) == set(order[BLOCK : 2 * BLOCK])  # its neighbours in the order
+
+
+def test_a_planted_trust_in_single_rows_would_change_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_cache, "same_bits", lambda *a: (8, 16, BLOCK))
+    one, two = (CachedExamples(images(()), Leaning().eval(), 2, tmp_path / name) for name in "ab")
+    for row in torch.randperm(COUNT, generator=generator(0)):
+        one.batch(row[None])
+    assert not torch.equal(one.batch(torch.arange(COUNT)), two.batch(torch.arange(COUNT)))
+
+
+def test_the_probe_is_asked_once(network: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = CachedExamples(images(), network, 2, tmp_path)
+    monkeypatch.setattr(feature_cache, "same_bits", None)
+    assert CachedExamples(images(()), network, 2, tmp_path).sizes == first.sizes
+
+
+def _until_killed(folder: Path) -> None:
+    torch.set_num_threads(1)
+    cached = CachedExamples(images(), Toy().eval(), 2, folder)
+    write, left = cached.cache.write, [2]
+
+    def dying(places: np.ndarray, values: np.ndarray) -> None:
+        write(places, values)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    cached.cache.write = dying  # type: ignore[method-assign]
+    cached.prepare()
+
+
+def test_after_kill_minus_nine_the_rest_is_computed_and_no_more(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    dying = multiprocessing.get_context("fork").Process(target=_until_killed, args=(tmp_path / "a",))
+    dying.start()
+    dying.join()
+    assert dying.exitcode == -signal.SIGKILL
+    whole = CachedExamples(images(), Toy().eval(), 2, tmp_path / "b")
+    whole.prepare()
+    network = Toy().eval()
+    cached = CachedExamples(images(), network, 2, tmp_path / "a")
+    network.met = 0
+    cached.prepare()
+    assert network.met == 3 * BLOCK  # 146 views, of which 64 were there: 82, the last 18 filled up
+    files = [next(tmp_path.glob(f"{name}/{whole.digest}/features.bin")).read_bytes() for name in "ab"]
+    assert files[0] == files[1]

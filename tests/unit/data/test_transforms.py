@@ -85,7 +85,8 @@ def test_the_two_views_are_what_flip_makes() -> None:
     images = torch.from_numpy(pictures(64))
     transform = make_transform(20, ("flip",))
     mirrored = augment.draw_flips(64, generator(9))
-    views = torch.stack([transform.view(images, False), transform.view(images, True)])
+    views = torch.stack([transform.view(images, torch.full((64,), one)) for one in (False, True)])
+    assert torch.equal(transform(images, generator(9)), transform.view(images, mirrored))
     assert torch.equal(transform(images, generator(9)), views[mirrored.long(), torch.arange(64)])
     assert torch.equal(views[0], transform(images))
 

@@ -268,8 +268,9 @@ class Recording:
     def __init__(self, path: Path, kept: int = 0) -> None:
         self.path, self.kept = path, kept
 
-    def lacking(self, rows: Tensor) -> Tensor:
-        return rows[rows >= self.kept]
+    def portions(self, rows: Tensor) -> list[Tensor]:
+        lacking = rows[rows >= self.kept].unique()
+        return list(lacking.split(128)) if len(lacking) else []
 
     def prepare(self, rows: Tensor | None = None) -> None:
         assert rows is not None
@@ -278,16 +279,14 @@ class Recording:
         time.sleep(0.05)
 
 
-def test_every_row_is_prepared_once_and_a_block_by_one_process(tmp_path: Path) -> None:
+def test_every_row_is_prepared_once_and_a_portion_by_one_process(tmp_path: Path) -> None:
     rows = torch.cat([torch.arange(3, 900, 2), torch.arange(3, 50, 2)])
     prepare_features(Recording(tmp_path / "rows"), rows, 2)
     pairs = [tuple(map(int, line.split())) for line in (tmp_path / "rows").read_text().splitlines()]
     assert sorted(row for _, row in pairs) == rows.unique().tolist()
     assert len({pid for pid, _ in pairs}) == 2 and os.getpid() not in {pid for pid, _ in pairs}
-    blocks: dict[int, set[int]] = {}
-    for pid, row in pairs:
-        blocks.setdefault(row // 32, set()).add(pid)
-    assert all(len(found) == 1 for found in blocks.values())
+    portions = rows.unique().split(128)
+    assert all(len({pid for pid, row in pairs if row in part.tolist()}) == 1 for part in portions)
 
 
 def test_rows_that_are_kept_are_not_prepared_again(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def decode(source: Source, window: Window = None, most_pixels: int = MOST_PIXELS
         raise Unreadable(" ".join(str(error).split()) or type(error).__name__, where) from error
 
 
+def original(source: Source) -> Image:
+    """The upright image in its own mode, before it is made RGB; what `decode` refuses must not be asked for here."""
+    try:
+        return _opened(source, MOST_PIXELS)
+    except Unreadable:
+        raise
+    except Exception as error:  # as in `decode`
+        raise Unreadable(" ".join(str(error).split()) or type(error).__name__) from error
+
+
 def _opened(source: Source, most_pixels: int) -> Image:
     """The upright image in its own mode, in memory and ours alone."""
     from PIL import ImageOps

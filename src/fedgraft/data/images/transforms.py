@@ -72,10 +72,10 @@ class Transform:
             images = self._augment(name, images, generator)
         return self._normalise(images)
 
-    def view(self, pixels: Tensor, mirrored: bool) -> Tensor:
-        """The evaluation view of these pixels, or its mirror image as `flip` would make it."""
-        images = self._floats(pixels)
-        return self._normalise(flip(images, torch.full((len(images),), mirrored)))
+    def view(self, pixels: Tensor, mirrored: Tensor) -> Tensor:
+        """The evaluation view of these pixels, the chosen ones (B,) mirrored as `flip` would do it."""
+        images = self._floats(pixels).contiguous()
+        return self._normalise(flip(images, mirrored) if mirrored.any() else images)
 
     def _floats(self, pixels: Tensor) -> Tensor:
         size = self.rule.size
@@ -83,7 +83,7 @@ class Transform:
             raise FedgraftError(
                 f"the transform takes pixels of {size} x {size}, but they are {tuple(pixels.shape[1:])}."
             )
-        return pixels.permute(0, 3, 1, 2).float().div(255)  # (B, 3, S, S)
+        return pixels.permute(0, 3, 1, 2).float().div_(255)  # (B, 3, S, S)
 
     def _augment(self, name: str, images: Tensor, generator: Generator) -> Tensor:
         if name == "flip":

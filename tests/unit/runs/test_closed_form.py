@@ -1,0 +1,129 @@
+"""FedNCM and FedCOF against scikit-learn and a plain loop; the algorithms that are a head and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.support.tiny import tiny
+from tests.support.toy import CLASSES, WIDTH, Toy
+from tests.support.toy_heads import CLIENTS, setting
+
+from fedgraft import zoo
+from fedgraft.errors import FedgraftError
+from fedgraft.privacy.protection import Protection
+from fedgraft.runs.closed_form import (
+    class_covariances,
+    class_mean_head,
+    client_class_sums,
+    cof_heads,
+    ncm_head,
+)
+from fedgraft.runs.job import head_only
+from fedgraft.runs.run import run
+from fedgraft.secure_round import Sums
+
+
+def sums(toy: Toy, privacy: Protection | None = None) -> Sums:
+    return Sums(toy.engine.exchange, "toy", CLIENTS, toy.network, privacy or toy.algorithm.privacy)
+
+
+def test_fedncm_is_scikit_learns_class_means_by_cosine() -> None:
+    from sklearn.metrics.pairwise import cosine_similarity
+    from sklearn.neighbors import NearestCentroid
+
+    toy, features, labels, judge = setting()
+    head = ncm_head(sums(toy))
+    assert head.shape == (CLASSES, WIDTH + 1) and not bool(head[:, -1].any())
+    theirs = NearestCentroid().fit(features.numpy(), labels.numpy())
+    scale = np.linalg.norm(theirs.centroids_, axis=1, keepdims=True)
+    np.testing.assert_allclose(head[:, :-1].numpy(), theirs.centroids_ / scale, rtol=1e-4, atol=1e-6)
+    points = judge.z[:, :-1].numpy()
+    mine = (judge.z @ head.T).argmax(1).numpy()
+    assert (mine == cosine_similarity(points, theirs.centroids_).argmax(1)).all()
+
+
+def test_fedncm_by_hand_and_a_class_nobody_holds() -> None:
+    """Summed features (3, 4) of two images: the direction (0.6, 0.8). Nobody's class points the other way."""
+    cross = torch.tensor([[3.0, 0.0], [4.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+    assert class_mean_head(cross).tolist() == [[0.6, 0.8, 0.0], [-0.6, -0.8, 0.0]]
+
+
+def test_the_hidden_class_means_are_the_clear_ones() -> None:
+    toy, _, _, _ = setting()
+    hidden = ncm_head(sums(toy, Protection(hidden=True)))
+    torch.testing.assert_close(hidden, ncm_head(sums(toy)), rtol=1e-6, atol=1e-8)
+    with pytest.raises(FedgraftError, match="needs each client's class means"):
+        client_class_sums(sums(toy, Protection(hidden=True)))
+
+
+def by_class(toy_features: torch.Tensor, owner: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """Each owner's sums by class, (owners, width+1, classes), by a loop."""
+    n, width = int(owner.max()) + 1, toy_features.shape[1]
+    each = torch.zeros(n, width + 1, classes, dtype=torch.float64)
+    for z, k, c in zip(toy_features, owner, labels, strict=True):
+        each[k, :-1, c] += z
+        each[k, -1, c] += 1
+    return each
+
+
+def test_fedcofs_covariance_by_hand() -> None:
+    """One class, width 1: clients with means 0 (n=2) and 3 (n=1). Mean 1; 2·1 + 1·4 = 6 over K-1 = 1; times n-1 = 2."""
+    each = torch.tensor([[[0.0], [2.0]], [[3.0], [1.0]]], dtype=torch.float64)
+    within, seen = class_covariances(each)
+    assert within.tolist() == [[12.0]] and int(seen) == 1
+    with pytest.raises(FedgraftError, match="at least two clients hold"):
+        cof_heads(each[:1], (0.1,))
+
+
+def test_fedcofs_covariance_is_unbiased_where_clients_draw_alike() -> None:
+    """Over many drawn federations the mean estimate is the true covariance, within five standard errors."""
+    g = torch.Generator().manual_seed(0)
+    root = torch.tensor([[1.0, 0.0], [0.7, 0.5]], dtype=torch.float64)
+    true, found = root @ root.T, []
+    owner = torch.arange(24) % 6
+    for _ in range(400):
+        z = torch.randn(24, 2, generator=g, dtype=torch.float64) @ root.T
+        each = by_class(z, owner, torch.zeros(24, dtype=torch.int64), 1)
+        found.append(class_covariances(each)[0] / 23)
+    stack = torch.stack(found)
+    error = stack.std(0) / 400**0.5
+    assert bool(((stack.mean(0) - true).abs() < 5 * error).all())
+
+
+def test_fedcof_with_one_image_per_client_is_the_scatter_within_classes() -> None:
+    """Then client means are the images themselves: exactly the pooled scatter, and the head scikit-learn's solution."""
+    g = torch.Generator().manual_seed(1)
+    labels = torch.arange(30) % 3
+    z = torch.randn(30, 4, generator=g, dtype=torch.float64) + labels[:, None]
+    each = by_class(z, torch.arange(30), labels, 3)
+    within, _ = class_covariances(each)
+    wanted = sum(
+        (z[labels == c] - z[labels == c].mean(0)).T @ (z[labels == c] - z[labels == c].mean(0)) for c in range(3)
+    )
+    torch.testing.assert_close(within, wanted)
+    ((head, _),) = cof_heads(each, (0.5,))
+    raw = torch.linalg.inv(wanted + 0.5 * wanted.diagonal().mean() * torch.eye(4)) @ torch.stack(
+        [z[labels == c].sum(0) for c in range(3)], 1
+    )
+    torch.testing.assert_close(head[:, :-1], (raw / raw.norm(dim=0)).T)
+
+
+@pytest.mark.parametrize("name", ["fed3r", "fedprobe", "fedncm", "fedcof"])
+def test_a_head_is_a_whole_algorithm(name: str, tmp_path: Path) -> None:
+    """No round, no update; the head is what `model.head` makes, bit for bit."""
+    config = tiny(f"algorithm.name={name}", "rounds.total=7")
+    summary = run(config, tmp_path / name, console=False)
+    assert summary["rounds"] == 0 and summary["bytes_up"] == 0 and "note" not in summary
+    kind = zoo.named(name).closed_form
+    plain = run(tiny(f"model.head={kind}", "rounds.total=0"), tmp_path / "plain", console=False)
+    assert summary["test"] == plain["test"] and summary["test"]["accuracy"] > 0.2
+
+
+def test_another_head_or_a_body_beside_it_is_refused() -> None:
+    with pytest.raises(FedgraftError, match="leave one of the two out"):
+        head_only(tiny("algorithm.name=fed3r", "model.head=ncm"), zoo.fed3r())
+    with pytest.raises(FedgraftError, match="on the untouched backbone"):
+        zoo.fedncm(trainable=zoo.fedbabu().trainable)

@@ -1,0 +1,167 @@
+"""Preflight: faults that are planted one by one, each of which must be found by its name, and clean data has none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from fedgraft.cli.main import app
+from fedgraft.config.load import Config, load
+from fedgraft.data.sources.class_map import slips
+from fedgraft.errors import FedgraftError
+from fedgraft.runs import preflight as module
+from fedgraft.runs.preflight import findings, preflight
+
+STREAM = np.random.default_rng(5)
+
+
+def picture(level: int = 128, size: int = 32, mode: str = "RGB") -> Image.Image:
+    shape = (size, size) if mode in ("L", "I;16") else (size, size, len(mode))
+    if mode == "I;16":
+        return Image.fromarray(STREAM.integers(0, 60000, shape).astype(np.uint16))
+    return Image.fromarray(np.clip(STREAM.normal(level, 30, shape), 0, 255).astype(np.uint8), mode)
+
+
+def sites(root: Path) -> Path:
+    """Three clean sites of two classes, eight images of each for training and five for testing."""
+    for site in ("east", "north", "south"):
+        for part, count in (("train", 8), ("test", 5)):
+            for name in ("benign", "melanoma"):
+                place = root / site / part / name
+                place.mkdir(parents=True)
+                for i in range(count):
+                    picture().save(place / f"{i}.png")
+    return root
+
+
+def config(root: Path, *more: str) -> Config:
+    return load(None, ["data.source=owners", f"data.path={root}", "partition.kind=by_site", "partition.clients=3",
+                       "data.image_size=32", *more])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sites(tmp_path_factory.mktemp("clean"))
+
+
+@pytest.fixture
+def data(clean: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(clean, tmp_path / "data"))
+
+
+def rename(root: Path, name: str, site: str = "south", old: str = "melanoma") -> None:
+    for part in ("train", "test"):
+        (root / site / part / old).rename(root / site / part / name)
+
+
+def remake(root: Path, make: Callable[[], Image.Image], site: str = "south") -> None:
+    for path in sorted((root / site).rglob("*.png")):
+        make().save(path)
+
+
+def keep(place: Path, count: int) -> None:
+    for path in sorted(place.iterdir())[count:]:
+        path.unlink()
+
+
+def remove_class(root: Path) -> None:
+    for part in ("train", "test"):
+        shutil.rmtree(root / "south" / part / "melanoma")
+
+
+TRAIN = Path("south/train/melanoma")
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "class_case": lambda r: rename(r, "Melanoma"),
+    "class_space": lambda r: rename(r, "melanoma "),
+    "class_punctuation": lambda r: rename(r, "mela-noma"),
+    "class_similar": lambda r: rename(r, "melanona"),
+    "unreadable": lambda r: (r / TRAIN / "0.png").write_bytes((r / TRAIN / "0.png").read_bytes()[:60]),
+    "unreadable ": lambda r: (r / TRAIN / "0.png").write_bytes(b""),
+    "duplicates": lambda r: shutil.copy(r / TRAIN / "0.png", r / TRAIN / "copy.png"),
+    "duplicates_across": lambda r: shutil.copy(r / "north/train/melanoma/0.png", r / TRAIN / "copy.png"),
+    "contradictory_labels": lambda r: shutil.copy(r / TRAIN / "0.png", r / "south/train/benign/copy.png"),
+    "train_and_test": lambda r: shutil.copy(r / TRAIN / "0.png", r / "south/test/melanoma/copy.png"),
+    "deep": lambda r: picture(mode="I;16").save(r / TRAIN / "0.png"),
+    "depth": lambda r: remake(r, lambda: picture(mode="I;16")),
+    "channels": lambda r: remake(r, lambda: picture(mode="L")),
+    "transparency": lambda r: picture(mode="RGBA").save(r / TRAIN / "0.png"),
+    "one_class": remove_class,
+    "missing_class": remove_class,
+    "rare_class": lambda r: (keep(r / TRAIN, 2), keep(r / "south/test/melanoma", 1)),
+    "small_images": lambda r: picture(size=8).save(r / TRAIN / "0.png"),
+    "size_differs": lambda r: remake(r, lambda: picture(size=96)),
+    "intensity_differs": lambda r: remake(r, lambda: picture(level=30)),
+    "blank": lambda r: Image.new("RGB", (32, 32), (9, 9, 9)).save(r / TRAIN / "0.png"),
+}
+
+
+def test_clean_data_has_nothing_to_find(clean: Path) -> None:
+    assert preflight(config(clean))[1] == []
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_planted_fault_is_found_by_its_name(kind: str, data: Path) -> None:
+    FAULTS[kind](data)
+    found = {one.kind for one in preflight(config(data))[1]}
+    assert kind.strip() in found
+
+
+@pytest.mark.parametrize("field, value, kind", [
+    ("disk_gb", 0.5, "disk"), ("policy", False, "no_policy"), ("test_images", 0, "no_test_images"),
+    ("images", 0, "no_images"), ("versions", {"fedgraft": "0.0.1"}, "versions"),
+])  # fmt: skip
+def test_what_only_a_node_can_lack_is_found_too(field: str, value: object, kind: str, clean: Path) -> None:
+    facts = preflight(config(clean))[0]
+    found = findings([{**facts[0], field: value}, *facts[1:]])
+    assert kind in {one.kind for one in found}
+
+
+def test_small_counts_and_single_images_stay_hidden(data: Path, tmp_path: Path) -> None:
+    keep(data / TRAIN, 2)
+    keep(data / "south/test/melanoma", 1)
+    facts, found = preflight(config(data))
+    assert {f["site"]: f["classes"]["melanoma"] for f in facts} == {"east": 13, "north": 13, "south": None}
+    page = module.write(tmp_path / "out", facts, found).read_text()
+    assert "fewer than 5" in page and facts[0]["digests"][0] not in page + (tmp_path / "out/preflight.json").read_text()
+    salted = [module.site_facts("a", *_one(data), salt)["digests"] for salt in (b"one", b"two")]
+    assert not set(salted[0]) & set(salted[1])  # another salt, other digests
+
+
+def _one(data: Path) -> tuple[object, list[np.ndarray]]:
+    from fedgraft.config.build import open_data
+
+    dataset = open_data(config(data))
+    return dataset, module.by_site(dataset)[1][0]
+
+
+def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_path: Path) -> None:
+    from fedgraft.config.build import federate
+
+    rename(data, "Melanoma ")
+    with pytest.raises(FedgraftError, match=r'data.class_map = \{"melanoma" = "Melanoma "\}'):
+        federate(config(data))
+    (tmp_path / "map.toml").write_text('"Melanoma " = "melanoma"\n')
+    settled = config(data, f"data.class_map={tmp_path / 'map.toml'}")
+    assert federate(settled).dataset.classes == ("benign", "melanoma") and preflight(settled)[1] == []
+    assert settled.data.class_map == {"Melanoma ": "melanoma"}  # the map itself travels with the config, not its path
+    with pytest.raises(FedgraftError, match="no map of class names"):
+        config(data, "data.class_map=nowhere.toml")
+
+
+def test_numbers_and_short_words_are_no_slips() -> None:
+    assert slips(["0", "1", "class_1", "class_2", "nv", "mv", "bcc", "benign", "malign"]) == []
+
+
+def test_the_command_ends_with_one_where_something_stops(data: Path, tmp_path: Path) -> None:
+    rename(data, "Melanoma")
+    words = ["data.source=owners", f"data.path={data}", "partition.kind=by_site", "--out", str(tmp_path / "p")]
+    done = CliRunner().invoke(app, ["preflight", *words])
+    assert done.exit_code == 1 and "class_case" in done.output and (tmp_path / "p/preflight.png").exists()
+    assert json.loads((tmp_path / "p/preflight.json").read_text())["findings"][0]["stops"] is True
