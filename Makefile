@@ -38,8 +38,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Test files side by side, one to a core; each computes on one thread.
-TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# Tests side by side, each on one thread; a core that is done takes over from the others.
+TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: lint
 	$(TESTS) -m "not slow and not deploy"

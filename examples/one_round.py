@@ -1,16 +1,8 @@
 """One round of federated averaging, step by step: clients adapt the embedded ViT to handwritten digits."""
 
-from __future__ import annotations
-
 import fedgraft
 
-OVERRIDES = [
-    "partition.clients=4",
-    "trainable.kind=last_blocks",
-    "trainable.blocks=1",
-    "local.lr=0.002",
-    "local.clip=1.0",
-]
+OVERRIDES = "partition.clients=4 trainable.kind=last_blocks trainable.blocks=1 local.lr=0.002 local.clip=1".split()
 
 
 def main() -> None:

@@ -26,6 +26,9 @@ CHECKS: dict[str, Check] = {
         "the server's view of one client", "uniform; 0 and max indistinguishable; declared fields only", "views", 2
     ),
     "hostile": Check("hostile server", "100 % refused by clients", "servers", 5),
+    "orders": Check(
+        "a server that lies in its orders, all protections", "0 leaks, 0 crashes, each refused by name", "orders", 2
+    ),
     "cost": Check(
         "secure sum, 10 clients x 1M coordinates, 20 % lost",
         "<= 4.1 bytes per coordinate up, <= half the time of flwr 1.41's SecAgg+ primitives",

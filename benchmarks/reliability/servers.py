@@ -93,7 +93,7 @@ def _other_list_refused(victim: int, other: int) -> bool:
     client, lists = local.clients[victim], shown["consistency"]
     try:
         client.consistency({**lists, "alive": lists["alive"][lists["alive"] != other]})
-        peers = sorted(set(client.progress.alive) & set(local.plan.graph[victim]))
+        peers = sorted(set(client.progress.alive) - {victim})
         signed = [secure_keys.sign(local.identities[u].private, client._lists()) for u in peers]
         client.unmask({"ids": torch.tensor(peers), "signatures": secure_client.as_tensor(signed)})
     except SecureRefusal:

@@ -53,7 +53,7 @@ def thousand(scale: float) -> Outcome:
     with mock.patch.object(SecureServer, "_take_off_pairs", lambda *args: None):
         spoiled = crowd(60)[0]
     return Outcome(
-        exact and most <= small,
+        exact and most <= 1.25 * small,  # how many draw a client varies, not how many it draws
         f"{clients:,} clients: {'exact' if exact else 'WRONG'} over the {survivors} that stay; a client sends at most "
         f"{most:,} bytes for 8 coordinates, in a cohort of 60 {small:,}",
         {"masks of the lost stay in (60 clients)": "exact" if spoiled else "wrong"},

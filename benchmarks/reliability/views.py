@@ -20,7 +20,7 @@ from fedgraft.privacy.secagg.secure_sum import Plan, SecureServer, Segment, driv
 
 LENGTH = 50_000
 DECLARED = {
-    "keys": {"advert"}, "shares": {"boxes", "commitment"}, "masked": {"masked"},
+    "keys": {"advert", "drawn"}, "shares": {"boxes", "commitment"}, "masked": {"masked"},
     "consistency": {"signature"}, "unmask": {"shares"},
 }  # fmt: skip
 ALPHA = 1e-3

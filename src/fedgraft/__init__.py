@@ -47,27 +47,27 @@ if TYPE_CHECKING:
     from fedgraft.local.train import LocalTraining as LocalTraining
     from fedgraft.messages import Order as Order
     from fedgraft.messages import Reply as Reply
-    from fedgraft.models.backbones import load_network as load_network
-    from fedgraft.models.backbones import load_network as model
+    from fedgraft.models.backbones import model as model
+    from fedgraft.models.foreign import module as module
     from fedgraft.privacy.protection import DifferentialPrivacy as DifferentialPrivacy
     from fedgraft.privacy.protection import private as private
     from fedgraft.privacy.protection import secure as secure
     from fedgraft.round import RoundSummary as RoundSummary
     from fedgraft.round import run_round as run_round
     from fedgraft.runs.adapted import adapted as adapted
-    from fedgraft.runs.adapted import evaluate_run as evaluate_run
-    from fedgraft.runs.adapted import export_run as export_run
     from fedgraft.runs.api import Result as Result
     from fedgraft.runs.api import load_job as load
     from fedgraft.runs.api import run as run
-    from fedgraft.runs.api import run_loaded as run_loaded
     from fedgraft.runs.callbacks import Callback as Callback
     from fedgraft.runs.centralized import run_centralized as run_centralized
+    from fedgraft.runs.deliver import export_run as export_run
     from fedgraft.runs.engines import Engines as Engines
     from fedgraft.runs.head_init import install_head as install_head
     from fedgraft.runs.job import Job as Job
     from fedgraft.runs.job import job_of as job_of
     from fedgraft.runs.opening import open_run as open_run
+    from fedgraft.runs.predict import evaluate_run as evaluate_run
+    from fedgraft.runs.predict import predictor as predictor
     from fedgraft.runs.run import one_thread as one_thread
     from fedgraft.runs.run import run as run_config
     from fedgraft.runs.run_folder import RunFolder as RunFolder
@@ -174,9 +174,9 @@ _HOMES = {
     "data": "data:",
     "ditto": "zoo",
     "evaluate": "local.evaluate",
-    "evaluate_run": "runs.adapted",
+    "evaluate_run": "runs.predict",
     "everything": "edit.dense",
-    "export_run": "runs.adapted",
+    "export_run": "runs.deliver",
     "fedadagrad": "zoo",
     "fedadam": "zoo",
     "fedalign": "zoo",
@@ -200,20 +200,20 @@ _HOMES = {
     "list_runs": "runs.run_folder",
     "load": "runs.api:load_job",
     "load_config": "config.load:load",
-    "load_network": "models.backbones",
     "local_only": "zoo",
     "lora": "edit.low_rank:LowRank",
-    "model": "models.backbones:load_network",
+    "model": "models.backbones",
+    "module": "models.foreign",
     "named": "zoo",
     "one_thread": "runs.run",
     "partition": "data.partition:",
+    "predictor": "runs.predict",
     "private": "privacy.protection",
     "registry": "registry:",
     "robust_aggregator": "aggregate.robust",
     "run": "runs.api",
     "run_centralized": "runs.centralized",
     "run_config": "runs.run:run",
-    "run_loaded": "runs.api",
     "run_round": "round",
     "scaffold": "zoo",
     "secure": "privacy.protection",

@@ -86,6 +86,23 @@ class Algorithm:
                 raise FedgraftError(f"{self.name}: {why}")
 
     @property
+    def lr(self) -> float:
+        """The learning rate: as given, else the one that suits what trains."""
+        own = self.trainable.rates
+        return self.local.lr or (own.adamw if self.local.optimizer.adaptive else own.sgdm)
+
+    @property
+    def leaves_head_rate(self) -> bool:
+        """The head trains, and nobody said at which rate."""
+        open_ended = self.local.lr is None or (self.trainable.rates.small and self.trainable.trains_body)
+        return self.trainable.trains_head and open_ended and self.local.head_lr is None
+
+    @property
+    def divides_by_steps(self) -> bool:
+        """Updates are divided by one number of effective steps for all weights."""
+        return self.local.correction.needs_effective_steps or any(link.needs_effective_steps for link in self.update)
+
+    @property
     def federation_counts(self) -> bool:
         """Clients need the class counts of all of them together."""
         return self.loss.federation_counts or self.local.federation_counts
@@ -186,8 +203,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             f"{a.local.optimizer.name} with these options does not say; use sgdm without dampening.",
         ),
         (
-            a.local.head_lr is not None
-            and (correction.needs_effective_steps or any(link.needs_effective_steps for link in a.update)),
+            a.local.head_lr is not None and a.divides_by_steps,
             "normalised updates and control variates divide by one number of steps for all weights, and the head has a "
             "rate of its own; leave local.head_lr out.",
         ),

@@ -6,21 +6,25 @@ of the client survives the call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from fedgraft.admission import admit
 from fedgraft.algorithm import Algorithm
 from fedgraft.client_secure import secure_stage
 from fedgraft.client_train import finetuned, outcome, with_chosen_model
-from fedgraft.context import ClientContext, ClientMemory, answer, give_stream, vector_of
-from fedgraft.errors import FedgraftError
+from fedgraft.context import ClientContext, ClientMemory, answer, filled, give_stream, vector_of
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.evaluate import counted
 from fedgraft.messages import Order, Reply
 from fedgraft.observe import SUMS, count, own_mask
 from fedgraft.privacy.secagg.secure_sum import STAGES
 from fedgraft.randomness import torch_stream
 
-__all__ = ["ACTIONS", "ClientContext", "ClientMemory", "give_stream", "handle"]
+__all__ = ["ACTIONS", "ClientContext", "ClientMemory", "carry_out", "give_stream", "handle"]
+
+log = logging.getLogger("fedgraft")
 
 
 def handle(
@@ -29,20 +33,24 @@ def handle(
     """Carry out one order. Pure in (order, data, memory): the same input gives the same bytes anywhere."""
     action = ACTIONS.get(order.action)
     if action is None:
-        raise FedgraftError(f"client {order.client} was asked for {order.action!r}; it knows {sorted(ACTIONS)}")
-    if "moved/indices" in order.auxiliary:
-        order = filled(order, context)
+        told = f"client {order.client} was asked for {order.action[:40]!r}; it knows {sorted(ACTIONS)}"
+        raise Refused(told, "actions")
+    order = filled(order, context) if order.action == "train" else order
+    memory = admit(order, algorithm, context, memory)
     what = str(order.settings.get("sums", order.action))  # a secure sum draws what the same work in the clear draws
     give_stream(context.network, torch_stream(context.seed, "layers", what, order.round, order.client))
     return action(order, algorithm, context, memory)
 
 
-def filled(order: Order, context: ClientContext) -> Order:
-    """An order that carries what has moved, with the whole model: the rest is as the run began."""
-    assert context.origin is not None
-    rest = {name: t for name, t in order.auxiliary.items() if not name.startswith("moved/")}
-    where, values = order.auxiliary["moved/indices"].long(), order.auxiliary["moved/values"]
-    return replace(order, vector=context.origin.index_put((where,), values), auxiliary=rest)
+def carry_out(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply | str, ClientMemory]:
+    """`handle` for engines: a refused order is answered with the sentence that names the rule and nothing else."""
+    try:
+        return handle(order, algorithm, context, memory)
+    except Refused as refusal:
+        log.warning("client %d refuses an order of round %d: %s", order.client, order.round, refusal)
+        return refusal.told, memory if refusal.memory is None else refusal.memory
 
 
 def _train(

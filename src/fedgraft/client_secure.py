@@ -1,8 +1,13 @@
-"""A client's side of secure aggregation: one stage an order, and nothing of its work leaves in the clear."""
+"""A client's side of secure aggregation: one stage an order, and nothing of its work leaves in the clear.
+
+The plan binds what is summed: every client signs the plan's digest, the plan holds the digest of the order (`binding`),
+and a client works only on the order that the plan holds. So all clients of a sum have the same model and settings.
+"""
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,31 +15,47 @@ from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, secure_segments
 from fedgraft.client_train import outcome
-from fedgraft.context import ClientContext, ClientMemory
+from fedgraft.context import ClientContext, ClientMemory, filled
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order, Reply, as_bytes
 from fedgraft.observe import SUMS, sum_segments
-from fedgraft.privacy.secagg.client import as_tensor
+from fedgraft.privacy.secagg.client import as_tensor, digest_of
 from fedgraft.privacy.secagg.ring import Unfit
 from fedgraft.privacy.secagg.secure_sum import Identity, Plan, SecureClient, SecureRefusal, series, weighted_input
 from fedgraft.randomness import torch_stream
 
-log = logging.getLogger("fedgraft")
+SECURE = "secure/"
+"""Begins the names under which a client's memory holds sums that are under way."""
+
+
+def binding(order: Order) -> str:
+    """Digest of everything that an order of a sum asks for: action, space, all settings, the model, further vectors.
+
+    Run, number and clients are in the plan itself. What a stage adds (`plan`, `data:...`) is not part of the order.
+    """
+    plain = json.dumps([order.space, sorted(order.settings.items())], separators=(",", ":"))
+    own = {name: t for name, t in order.auxiliary.items() if name != "plan" and not name.startswith("data:")}
+    vectors = own if order.vector is None else {**own, "": order.vector}
+    return hashlib.sha256(f"{plain}\x1e{digest_of(vectors)}".encode()).hexdigest()
 
 
 def secure_stage(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
     """One stage of the secure sum. The work is done when it is time to mask; nothing of it leaves in the clear."""
-    stage = order.action.partition(".")[2]
-    kept = {name: t for name, t in memory.items() if name not in {"secure.state", "secure.plan"}}
-    evidence: dict[str, Tensor] = {}
+    stage, slot = order.action.partition(".")[2], f"{SECURE}{order.settings['sums']}/{order.round}/"
+    kept = dict(memory)
     try:
-        peer = _peer(stage, order, algorithm, context, memory)
+        peer = _peer(stage, slot, order, algorithm, context, memory)
+        if stage == "keys":  # what earlier sums left has done its work
+            kept = {name: t for name, t in memory.items() if not _over(name, slot, context.replays)}
         data = {key.removeprefix("data:"): t for key, t in order.auxiliary.items() if key.startswith("data:")}
 
         def masked_words() -> np.ndarray:
-            values, after = _summand(order, algorithm, context, memory)
-            kept.update({name: t for name, t in after.items() if name not in {"secure.state", "secure.plan"}})
+            if binding(order) != peer.plan.binds:
+                raise SecureRefusal("the order is not the one that the plan of the secure sum binds", "binding")
+            values, after = _summand(filled(order, context), algorithm, context, memory)
+            kept.update({name: t for name, t in after.items() if not name.startswith(SECURE)})
             stream = torch_stream(context.seed, "secure rounding", order.round, order.client)
             return peer.plan.ring.encode(values, stream)
 
@@ -42,24 +63,51 @@ def secure_stage(
             evidence = peer.answer(stage, data, masked_words if stage == "masked" else None)
         finally:  # whoever refuses remembers it, and stays out of this sum
             kept["identity"] = as_tensor(peer.identity.to_bytes())
-            if stage != "unmask":  # after that the round's keys have done their work
-                kept |= {"secure.state": as_tensor(peer.state()), "secure.plan": as_tensor(peer.plan.to_bytes())}
-    except (SecureRefusal, Unfit) as refusal:  # an empty answer: to the server this client is lost
-        log.warning("client %d leaves the secure sum: %s", order.client, refusal)
+            if stage != "unmask" or context.replays:
+                found = {"state": peer.state(), "plan": peer.plan.to_bytes()}
+                kept |= {slot + name: as_tensor(data) for name, data in found.items()}
+            else:  # the keys have done their work
+                kept = {name: t for name, t in kept.items() if not name.startswith(slot)}
+    except (Refused, Unfit) as error:
+        refusal = error if isinstance(error, Refused) else SecureRefusal(str(error), "numbers")
+        refusal.memory = kept
+        raise refusal from error
     return Reply(order.run, order.round, order.client, order.space, 0, evidence=evidence), kept
 
 
-def _peer(stage: str, order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> SecureClient:
+def _over(name: str, slot: str, replays: bool) -> bool:
+    """Whether what a sum left can go when the sum of this slot begins: a resumed server may ask for all of those
+    before the first round again, and for the latest round."""
+    if not name.startswith(SECURE) or name.startswith(slot):
+        return False
+    training = f"{SECURE}train/"
+    return not replays or slot.startswith(training) or name.startswith(training)
+
+
+def _peer(
+    stage: str, slot: str, order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> SecureClient:
     """This client as it stands at the beginning of a stage."""
     identity = Identity.from_bytes(as_bytes(memory["identity"])) if "identity" in memory else Identity.fresh()
+    most = min(policy.most_clients for policy in context.rules(algorithm))
+    begun = slot + "state" in memory
     if stage == "keys":
-        plan = Plan.from_bytes(as_bytes(order.auxiliary["plan"]))
-        check_plan(plan, order, algorithm, context)
-        return SecureClient(plan, order.client, identity)
-    if "secure.state" not in memory:
+        data = as_bytes(order.auxiliary["plan"]) if "plan" in order.auxiliary else b""
+        if not begun or data != as_bytes(memory[slot + "plan"]):
+            try:
+                plan = Plan.from_bytes(data, most)
+            except Refused:
+                raise
+            except FedgraftError as error:
+                raise SecureRefusal(str(error), "plan") from error
+            check_plan(plan, order, algorithm, context)
+            return SecureClient(plan, order.client, identity)
+    elif not begun:
         raise SecureRefusal(f"the stage {stage!r} of a secure sum was asked for before it began")
-    plan = Plan.from_bytes(as_bytes(memory["secure.plan"]))
-    return SecureClient.resume(plan, order.client, identity, as_bytes(memory["secure.state"]))
+    plan = Plan.from_bytes(as_bytes(memory[slot + "plan"]), most)
+    if plan.run != series(order.run, str(order.settings["sums"])):
+        raise SecureRefusal("the secure sum under way is another run's", "plan")
+    return SecureClient.resume(plan, order.client, identity, as_bytes(memory[slot + "state"]))
 
 
 def _summand(
@@ -72,8 +120,9 @@ def _summand(
         return dict(reply.sums), after
     done = outcome(order, algorithm, context, memory)
     assert algorithm.weighting.own is not None
-    share = min(1.0, len(context.rows(order.client)) / float(order.settings["largest"]))
-    weight = min(1.0, max(0.0, algorithm.weighting.own(share, done.scalars)))
+    largest = float(order.settings["largest"])
+    held = min(largest, float(len(context.rows(order.client))))
+    weight = min(1.0, max(0.0, algorithm.weighting.own(held, done.scalars, largest)))
     sent = {name: done.scalars[name] for name in algorithm.reports}
     return weighted_input(done.update, weight, done.result.closing.sums, sent), done.memory
 
@@ -86,4 +135,11 @@ def check_plan(plan: Plan, order: Order, algorithm: Algorithm, context: ClientCo
     else:
         segments = sum_segments(action, context.network, order.settings)
     if (plan.run, plan.round, plan.segments) != (series(order.run, action), order.round, segments):
-        raise SecureRefusal(f"client {order.client}: the plan of the secure sum is not that of round {order.round}")
+        raise SecureRefusal(
+            f"client {order.client}: the plan of the secure sum is not that of round {order.round}", "plan"
+        )
+    dp = algorithm.privacy.dp if action == "train" else None
+    if plan.room != (None if dp is None else dp.mechanism.population):
+        raise SecureRefusal("the plan of the secure sum has room for another number of clients", "plan")
+    for policy in context.rules(algorithm):
+        policy.check_plan(plan)

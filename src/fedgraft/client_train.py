@@ -27,9 +27,10 @@ def _fit(
 ) -> Trained:
     """Train what is bound on this client's rows, with generators that belong to (round, client, purpose)."""
     where = (purpose, order.round, order.client)
-    lr = float(order.settings["lr"])
+    lr, head = float(order.settings["lr"]), order.settings.get("head_lr")
+    rule = algorithm.local if head is None else replace(algorithm.local, head_lr=float(head))
     return train(
-        context.network, bound, context.examples, context.rows(order.client), algorithm.local, lambda step: lr,
+        context.network, bound, context.examples, context.rows(order.client), rule, lambda step: lr,
         torch_stream(context.seed, "shuffle", *where), torch_stream(context.seed, "augment", *where),
         algorithm.loss, order.auxiliary, memory, _optimizer_state(algorithm, memory),
         context.class_counts,

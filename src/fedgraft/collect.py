@@ -221,7 +221,8 @@ def expectation(
         scalars=[*(name for wanted in algorithm.wants for name in wanted.scalars), *algorithm.reports],
         evidence=evidence,
         norm_bound=federation.norm_bound,
-        max_examples=0 if private else None,  # every client counts once, so nobody needs to know
+        # Under privacy every client counts once, so nobody needs to know; else as inside a secure sum.
+        max_examples=0 if private else federation.largest if federation.largest > 1 and context.claims.dealt else None,
         ranges=ranges,
         claims=None if private else context.claims,
         check=lambda reply: _steps_lie(algorithm, reply, federation.rate(state)),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.edit.space import Bound, EditSpace, select
-from fedgraft.errors import FedgraftError
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.features import features as look_through
 from fedgraft.messages import Order, Reply
+from fedgraft.policy import Policy, implied
 from fedgraft.protocols import Examples, Network
 
 ClientMemory = Mapping[str, Tensor]
@@ -45,6 +46,10 @@ class ClientContext:
     """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     held: Callable[[int], Tensor] | None = None
     """Rows of `examples` that a client trains on never: those it measures the common model on."""
+    policies: tuple[Policy, ...] = ()
+    """Rules that every order must keep; none: those that the algorithm implies."""
+    replays: bool = False
+    """Whether clients keep what they answered in secure sums, so that a server that lost it may ask again."""
     class_counts: Tensor | None = None
     """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)
@@ -54,6 +59,10 @@ class ClientContext:
     def sent(self) -> int:
         """Coordinates of an update."""
         return self.space.size if self.sends_buffers else self.space.trained
+
+    def rules(self, algorithm: Algorithm) -> tuple[Policy, ...]:
+        """The policies that hold here."""
+        return self.policies or (implied(algorithm),)
 
     def release(self) -> None:
         """Forget what is bound, because the network is about to be written from outside."""
@@ -107,10 +116,24 @@ def answer(order: Order, context: ClientContext) -> Reply:
     return Reply(order.run, order.round, order.client, order.space, len(context.rows(order.client)))
 
 
+def filled(order: Order, context: ClientContext) -> Order:
+    """An order that carries what has moved, with the whole model: the rest is as the run began."""
+    if "moved/indices" not in order.auxiliary:
+        return order
+    where, values = order.auxiliary["moved/indices"].long().view(-1), order.auxiliary.get("moved/values")
+    origin = context.origin
+    if origin is None or values is None or values.dtype != origin.dtype or values.shape != where.shape:
+        raise Refused("what has moved of the model cannot be put into it here")
+    if len(where) and not 0 <= int(where.min()) <= int(where.max()) < len(origin):
+        raise Refused("what has moved of the model lies outside it")
+    rest = {name: t for name, t in order.auxiliary.items() if not name.startswith("moved/")}
+    return replace(order, vector=origin.index_put((where,), values), auxiliary=rest)
+
+
 def vector_of(order: Order) -> Tensor:
     """The model that the order carries."""
     if order.vector is None:
-        raise FedgraftError(f"client {order.client}, round {order.round}: the order carries no model")
+        raise Refused(f"client {order.client}, round {order.round}: the order carries no model")
     return order.vector
 
 

@@ -44,7 +44,7 @@ class Summand:
 def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
     """The sums that an action answers with; server and clients work them out from what both know.
 
-    Limits lie far beyond what data gives, steps far below what matters: see docs/decisions/12-secure-step-zero.md.
+    Limits lie far beyond what data gives, steps far below: docs/decisions/12-secure-head-initialisation.md.
     """
     side, classes = network.width + 1, network.classes
 
@@ -97,7 +97,7 @@ def sum_segments(action: str, network: Network, settings: Mapping[str, Scalar]) 
 def statistics(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
-    """Step 0: the sums a closed-form head needs (ZᵀZ, ZᵀY, counts). No image and no feature leaves."""
+    """Head initialisation: the sums a closed-form head needs (ZᵀZ, ZᵀY, counts). No image and no feature leaves."""
     rows = context.rows(order.client)
     network, width, classes = context.network, context.network.width, context.network.classes
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64)
@@ -123,7 +123,7 @@ def class_sums(
 def head_gradient(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
-    """Step 0 by probe: loss and gradient of a linear head (classes, width+1) summed over this client's rows."""
+    """Head initialisation by probe: loss and gradient of a head (classes, width+1) summed over this client's rows."""
     head, rows = order.auxiliary["head"], context.rows(order.client)
     gradient, loss = torch.zeros_like(head), torch.zeros(1, dtype=head.dtype)
     for z, labels in features(context, rows):
@@ -151,8 +151,8 @@ def count(
 ) -> tuple[Reply, ClientMemory]:
     """How models do on images the client holds out or tests on: right, among the first five, sum of losses, images.
 
-    The models are the order's, or heads (n, classes, width+1) on the untouched trunk. Only these numbers leave, and the
-    sums of `local.scores` where the order asks for `scores`.
+    The models are the order's, or heads (n, classes, width+1) on the untouched backbone. Only these numbers leave,
+    and the sums of `local.scores` where the order asks for `scores`.
     """
     examples, rows = _held(order, context)
     more: dict[str, Tensor] = {}
@@ -283,7 +283,18 @@ def _representation(
     stream = torch_stream(context.seed, "representation", order.round, order.client)
     n = int(wanted.options["samples"])
     picks = torch.cat([torch.randperm(len(rows), generator=stream) for _ in range(-(-n // len(rows)))])[:n]
-    return {}, {"representation": torch.cat([z for z, _ in features(context, rows[picks])])}
+    shown = torch.cat([z for z, _ in features(context, rows[picks])])
+    return {}, {"representation": _noised(shown, wanted, order, context)}
+
+
+def _noised(shown: Tensor, wanted: Observe, order: Order, context: ClientContext) -> Tensor:
+    """Rows of length one with Gaussian noise of the asked-for size in every entry; as they are without noise."""
+    noise = float(wanted.options.get("noise", 0.0))
+    if noise == 0:
+        return shown
+    stream = torch_stream(context.seed, "shown_noise", order.round, order.client)
+    rows = torch.nn.functional.normalize(shown.cpu(), dim=1)
+    return rows + noise * torch.randn(rows.shape, generator=stream)
 
 
 def _probe(context: ClientContext) -> Examples:
@@ -315,7 +326,8 @@ def _probe_representation(
     """Pooled features of the shared probe, after training."""
     probe = _probe(context)
     batches = look_through(context.network, probe, torch.arange(len(probe)), size=256)
-    return {}, {"probe_representation": torch.cat([z for _, z in batches])}
+    shown = torch.cat([z for _, z in batches])
+    return {}, {"probe_representation": _noised(shown, wanted, order, context)}
 
 
 def _fisher(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -10,12 +10,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, secure_segments
+from fedgraft.client_secure import binding
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
 from fedgraft.observe import sum_segments, summands, sums_lie
@@ -33,10 +34,11 @@ log = logging.getLogger("fedgraft")
 
 Exchange = Callable[[Sequence[Order]], Iterable[object]]
 ANSWERS: Mapping[str, set[str]] = {
-    "keys": {"advert"}, "shares": {"boxes", "commitment"}, "masked": {"masked"}, "consistency": {"signature"},
+    "keys": {"advert", "drawn"}, "shares": {"boxes", "commitment"}, "masked": {"masked"}, "consistency": {"signature"},
     "unmask": {"shares"},
 }  # fmt: skip
 """The tensors of a reply by stage. No two are alike, so an answer to an earlier stage is not taken for one to this."""
+_CONTINUED = 8  # clients asked at once where the sum is kept as it grows
 _GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together would be over so many bytes
 
 
@@ -72,7 +74,8 @@ class SecureSession:
         # Under privacy the step must not depend on who was sampled, or one client would move everybody's rounding.
         private = self.privacy.dp if first.settings["sums"] == "train" else None
         room = private.mechanism.population if private else None
-        server = SecureServer(Plan(name, first.round, clients, segments, degree, self.privacy.threshold, room))
+        threshold, bound = self.privacy.threshold, binding(first)
+        server = SecureServer(Plan(name, first.round, clients, segments, degree, threshold, room, bound))
         try:
             return drive(server, partial(self._ask, server))
         finally:
@@ -131,6 +134,18 @@ def secure_sum(
     return HiddenSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down, True)
 
 
+class Begun(Protocol):
+    """Where a long sum is kept while it grows, so that it goes on after a stop."""
+
+    def load(self) -> tuple[int, dict[str, Tensor]]:
+        """How many clients are in, and the sums over them; (0, {}) at the start."""
+        ...
+
+    def save(self, count: int, sums: Mapping[str, Tensor]) -> None:
+        """The sums over the first so many clients."""
+        ...
+
+
 class Sums:
     """Asks all clients for sums outside the rounds: through the secure sum where the run has one, else in the clear.
 
@@ -149,16 +164,17 @@ class Sums:
         action: str,
         vector: Tensor | None = None,
         settings: Mapping[str, Scalar] | None = None,
+        begun: Begun | None = None,
         **auxiliary: Tensor,
     ) -> dict[str, Tensor]:
-        """The answers of all clients to this action, added up by name; float64."""
+        """The answers of all clients to this action, added up by name; float64. A sum in the clear may be begun."""
         hidden = self.privacy.hidden
         told: dict[str, Scalar] = {**(settings or {}), **({"sums": action} if hidden else {})}
         # Sums outside the rounds are counted where they are hidden: clients serve each number once.
         number, space = (self.asked, action) if hidden else (-1, "")
         orders = [Order(self.run, number, k, action, space, vector, auxiliary, told) for k in self.clients]
         self.asked += 1
-        total, lost = (self._hidden if hidden else self._clear)(action, orders)
+        total, lost = self._hidden(action, orders) if hidden else self._clear(action, orders, begun)
         for client, reason in lost.items():
             log.warning("client %d is left out of the sums of %s: %s", client, action, reason)
         self.lost |= lost
@@ -178,12 +194,18 @@ class Sums:
         lost = {k: f"lost at stage {stage!r}" for k, stage in session.lost.items() if k not in result.survivors}
         return {name: result.sums[name].view(shape) for name, shape in shapes.items()}, lost
 
-    def _clear(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
+    def _clear(
+        self, action: str, orders: Sequence[Order], begun: Begun | None
+    ) -> tuple[dict[str, Tensor], dict[int, str]]:
         wanted = summands(action, self.network, orders[0].settings) if orders else {}
         fields = {name: Field(s.shape, s.dtype, s.limit) for name, s in wanted.items()}
         total, there, reasons = dict[str, Tensor](), set[int](), dict[int, str]()
         group = max(_GROUP, _HELD // max(1, Expectation(self.run, -1, frozenset(), sums=fields).limit))
-        for begin in range(0, len(orders), group):
+        first = 0
+        if begun is not None and all(s.dtype == torch.float32 for s in wanted.values()):  # added one by one
+            (first, total), group = begun.load(), min(group, _CONTINUED)
+            there = {order.client for order in orders[:first]}
+        for begin in range(first, len(orders), group):
             asked = orders[begin : begin + group]
             expected = Expectation(
                 self.run, -1, frozenset(order.client for order in asked), sums=fields, claims=self.claims,
@@ -195,6 +217,8 @@ class Sums:
                 total[name] = _added([a.reply.sums[name] for a in accepted], total.get(name))
             there |= {a.reply.client for a in accepted}
             reasons |= {o.client: o.reason for o in rejections}
+            if begun is not None and len(there) == begin + len(asked):  # nobody is missing so far
+                begun.save(len(there), total)
         if not there:
             raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to sum.")
         return total, {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}

@@ -20,7 +20,14 @@ def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
 
 
 def sample(federation: Federation, round: int) -> list[int]:
-    """The clients of this round, sorted; drawn from (seed or secret, round) alone. The cost is that of the cohort."""
+    """The clients of this round, sorted; drawn from (seed or secret, round) alone. The cost is that of the cohort.
+
+    Who is left out is drawn all the same, and then not asked: the others meet the rounds that they would have met.
+    """
+    return [k for k in _drawn(federation, round) if k not in federation.without]
+
+
+def _drawn(federation: Federation, round: int) -> list[int]:
     drawn_from = int.from_bytes(federation.secret, "big") if federation.secret else federation.seed
     stream = numpy_stream(drawn_from, "cohort", round)
     if federation.sampling == "poisson":
@@ -47,6 +54,8 @@ def instruct(
 ) -> list[Order]:
     """One training order per client of the cohort; `origin` is the model the run began with."""
     settings: dict[str, Scalar] = {"lr": rate(federation, state)}
+    if algorithm.local.head_lr is not None:
+        settings["head_lr"] = algorithm.local.head_lr
     if algorithm.privacy.dp is not None:
         settings["clip"] = state.clip
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}

@@ -34,10 +34,17 @@ class Federation:
     norm_bound: float | None = None
     largest: int = 1
     """Most examples a client may count for; the unit of weights inside secure aggregation."""
+    without: frozenset[int] = frozenset()
+    """Clients that are never asked for anything; the numbers and streams of the others stay as they are."""
     secret: bytes = b""
     """What cohorts are drawn from where nobody may know them; empty: the seed, so that they can be repeated."""
     norm_factor: float = 30.0
     """Updates longer than so many times the usual length are refused; 0: none for their length."""
+
+    @property
+    def members(self) -> list[int]:
+        """The clients that may be asked."""
+        return [k for k in range(self.clients) if k not in self.without]
 
     def rate(self, state: ServerState) -> float:
         """The learning rate of the coming round."""

@@ -23,7 +23,6 @@ from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint
 from fedgraft.runs import run as running
 from fedgraft.runs.adapted import Adapted
-from fedgraft.runs.edit_files import base_of
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.head_init import install_head
 from fedgraft.runs.job import job_of
@@ -108,7 +107,7 @@ def gradients(network: VisionNetwork, found: Adapted) -> dict[str, Tensor]:
 
 def faults(run: Adapted) -> list[str]:
     """What is wrong after a run: tensors with a frozen coordinate that changed, and `unmoved` if too few moved."""
-    base, mask = base_of(run), mask_of(run)
+    base, mask = run.base(), mask_of(run)
     start, slope = dict(base.named_parameters()), gradients(base, run)
     found, moved, live = [], 0, 0
     for name, tensor in run.network.named_parameters():
@@ -125,7 +124,7 @@ def faults(run: Adapted) -> list[str]:
 def same_output(found: Adapted) -> bool:
     """Whether the opened and bound network computes, bit for bit, what the dense base does."""
     task, space = found.job.task, found.opening.space
-    base, images = base_of(found).eval(), task.eval_images.batch(task.data.train_rows[:32])
+    base, images = found.base().eval(), task.eval_images.batch(task.data.train_rows[:32])
     bound = space.bind(found.network)
     bound.load(space.gather(found.network))
     found.network.eval()
@@ -184,7 +183,7 @@ def test_low_rank_runs_leave_the_base_alone(mode: str, tmp_path: Path) -> None:
     alone = carry_out(tmp_path / "alone", *overrides)
     carry_out(tmp_path / "pool", *overrides, "workers=2")
     assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
-    start = {name: bits(p) for name, p in base_of(alone).named_parameters()}
+    start = {name: bits(p) for name, p in alone.base().named_parameters()}
     targets = {f"{name}.weight" for name in lora.adapted(alone.network)}
     assert len(targets) == 4  # Q and V of two blocks
     moved = set()
@@ -323,5 +322,5 @@ def test_base_is_built_apart_from_the_run(tmp_path: Path) -> None:
     """The check would see nothing if its base shared memory with the network that was trained."""
     found = carry_out(tmp_path)
     theirs = {p.data_ptr() for p in found.network.parameters()} | {found.opening.head.data_ptr()}
-    assert not theirs & {p.data_ptr() for p in base_of(found).parameters()}
+    assert not theirs & {p.data_ptr() for p in found.base().parameters()}
     assert found.opening.head.data_ptr() not in {p.data_ptr() for p in found.network.parameters()}

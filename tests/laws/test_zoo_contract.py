@@ -88,10 +88,7 @@ def batch_norm(name: str, **updates: Any) -> Row:
 
 
 NORMED = {
-    **{f"{name}/batch norm": batch_norm(name) for name in ("fedavg", "fednova", "fedavgm", "scaffold", "fedbabu")},
-    **{
-        f"{name}/batch norm": batch_norm(name) for name in ("feddyn", "fedgma", "fedper", "fedrep", "ditto", "fedshibu")
-    },
+    **{f"{name}/batch norm": batch_norm(name) for name in zoo.ALGORITHMS},
     "fedavg/batch norm, head": batch_norm("fedavg", trainable=head()),  # statistics outside the space
     "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
     **{f"{name}/batch norm": batch_norm(name) for name in ("fedlc", "moon", "fedbn", "fedala", "ifca")},

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.tiny import same_bits, tensors_of, without_pictures
@@ -15,6 +16,7 @@ from tests.support.tiny import same_bits, tensors_of, without_pictures
 import fedgraft as fg
 from fedgraft import client
 from fedgraft.config.load import load, to_toml
+from fedgraft.identity import digest
 from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
 
 CONFIG = [
@@ -207,7 +209,7 @@ def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
     for path in (tmp_path / "mine.toml", str(tmp_path / "mine.toml")):
         job = fg.load(path, ["local.lr=0.02"])
         assert isinstance(job, fg.Job) and job.algorithm.local.lr == 0.02
-        found = fg.run_loaded(job, tmp_path / "run")  # the second time it is finished, and opened again
+        found = fg.run(job, folder=tmp_path / "run")  # the second time it is finished, and opened again
         assert same_bits(tensors_of(tmp_path / "run"), tensors_of(result.folder))
         assert found.evaluate() == result.evaluate()
 
@@ -220,7 +222,7 @@ def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
     [
         (["algorithm.name=fedprox", "algorithm.muu=0.5"], "mu"),
         (["algorithm.mu=0.5"], "takes none"),  # fedavg has no mu
-        (["loss.temperature=2"], "label_smoothing|takes none"),
+        (["loss.temperature=2"], "no option 'temperature'"),
         (["trainable.kind=sparse", "trainable.spars=0.5"], "sparsity"),
         (["trainable.knd=sparse"], "kind"),
         (["trainable.freeze_blocks=1"], "kind"),  # nothing would read it
@@ -264,6 +266,28 @@ def test_a_mistyped_option_is_refused_on_the_command_line(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
 
 
-def test_a_model_with_another_head_is_refused() -> None:
-    with pytest.raises(fg.FedgraftError, match="classes=10"):
-        fg.run(fedavg(), fg.model("tiny", 7, 16), clients(), rounds=1)
+def test_the_head_is_made_for_the_data_and_what_is_given_stays_as_it_is(tmp_path: Path) -> None:
+    other, fits = fg.model("tiny", 7, 16), fg.model("tiny", 10, 16)
+    bare = fg.model("tiny", image_size=16)
+    assert bare.classes == 0
+    before = [digest(one) for one in (other, bare, fits)]
+    runs = [fg.run(fedavg(), one, clients(), rounds=1, workers=1) for one in (other, bare, fits)]
+    assert [digest(one) for one in (other, bare, fits)] == before
+    assert {found.network.classes for found in runs} == {10}
+    assert len({digest(found.network) for found in runs}) == 1  # whatever head there was, the run's is the same
+
+
+def test_what_is_no_clients_or_somebody_elses_to_say_is_a_sentence() -> None:
+    data = fg.data.digits()
+    with pytest.raises(fg.FedgraftError, match=r"fg\.partition\.iid"):
+        fg.run(fedavg(), "tiny", data, rounds=1)  # type: ignore[arg-type]
+    with pytest.raises(fg.FedgraftError, match=r"data\.image_size is .*image_size=112"):
+        fg.run(fedavg(), "tiny", clients(), rounds=1, data={"image_size": 32})
+    with pytest.raises(fg.FedgraftError, match=r"fg\.load\('mine\.toml', \['engine=flower-sim'\]\)"):
+        fg.run(fedavg(), "tiny", clients(), rounds=1, engine="flower-sim")
+
+
+def test_a_list_of_datasets_is_one_client_each() -> None:
+    x, y = np.random.default_rng(0).integers(0, 255, (40, 16, 16, 3)).astype(np.uint8), np.arange(40) % 2
+    found = fg.run(fedavg(), "tiny", [(x[:20], y[:20]), (x[20:], y[20:])], rounds=1, workers=1)
+    assert found.task.data.clients == 2 and found.classes == ("0", "1")

@@ -19,7 +19,6 @@ from torch import Tensor
 from fedgraft import registry
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.adapted import adapted
-from fedgraft.runs.edit_files import base_of
 from fedgraft.runs.run import run
 
 PLUGINS = {
@@ -143,7 +142,7 @@ def test_a_plug_in_is_short(name: str) -> None:
 def test_an_algorithm(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("algorithm")
     half, whole = ran(tmp_path / "half", "algorithm.name=halfway"), ran(tmp_path / "whole", "algorithm.name=fedavg")
-    start = adapted(tmp_path / "half").opening.space.gather(base_of(adapted(tmp_path / "half")))
+    start = adapted(tmp_path / "half").opening.space.gather(adapted(tmp_path / "half").base())
     torch.testing.assert_close(half["vector"], start + (whole["vector"] - start) / 2, rtol=1e-6, atol=1e-7)
     again = ran(tmp_path / "again", "algorithm.name=halfway", "algorithm.share=1.0")
     assert torch.equal(again["vector"], whole["vector"])
@@ -167,7 +166,7 @@ def test_a_trainable_kind(installed: Callable[..., None], tmp_path: Path) -> Non
     ran(tmp_path / "run", "trainable.kind=biases")
     found = adapted(tmp_path / "run")
     found.opening.context.show(found.last)
-    start = dict(base_of(found).named_parameters())
+    start = dict(found.base().named_parameters())
     moved = {name for name, p in found.network.named_parameters() if not torch.equal(p, start[name])}
     assert moved and all(name.endswith("bias") for name in moved) and "head.bias" in moved
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from tests.support.toy import Toy, ToyExamples
+from tests.support.toy import Toy, ToyExamples, snapshot
 from torch import Tensor, nn
 
 from fedgraft import zoo
@@ -128,3 +128,13 @@ def test_training_does_not_change_the_memory_it_was_given() -> None:
     assert any(name.startswith("optimizer/") for name in before)
     handle(order(toy, round=1), toy.algorithm, toy.context, memory)
     assert all(torch.equal(memory[name], tensor) for name, tensor in before.items())
+
+
+def test_fine_tuning_for_a_measurement_leaves_no_trace_in_the_network() -> None:
+    toy = Toy(zoo.fedavg())
+    asked = replace(order(toy), action="evaluate", settings={"finetune_epochs": 2, "finetune_lr": 0.1})
+    handle(replace(asked, settings={}), toy.algorithm, toy.context, {})
+    before = snapshot(toy.network)
+    reply, _ = handle(asked, toy.algorithm, toy.context, {})
+    assert reply.metrics["finetuned_loss"] != reply.metrics["loss"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(toy.network).items())

@@ -9,7 +9,7 @@ from tests.support.toy import Toy
 
 from fedgraft import server, zoo
 from fedgraft.aggregate.slots import Answers
-from fedgraft.collect import Collected, collect
+from fedgraft.collect import Collected, collect, spread
 from fedgraft.messages import Order
 from fedgraft.secure_round import HiddenSum
 
@@ -41,3 +41,8 @@ def test_who_is_silent_is_no_attacker_and_who_is_refused_is_one() -> None:
     found = collect(toy.algorithm, toy.federation, toy.state, orders, Faulty(), toy.server_context)  # type: ignore[arg-type]
     assert found.answers.clients == (2, 3, 4) and found.answers.dropped == 1
     assert {rejection.client for rejection in found.rejections} == {0, 1}
+
+
+def test_an_update_of_some_coordinates_lands_where_they_are() -> None:
+    active = torch.tensor([False, True, False, True])
+    assert spread(torch.tensor([3.0, 5.0]), active).tolist() == [0.0, 3.0, 0.0, 5.0]

@@ -16,11 +16,14 @@ from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.client import handle
+from fedgraft.client_secure import check_plan
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, secure
+from fedgraft.privacy.secagg.client import as_tensor
+from fedgraft.privacy.secagg.secure_sum import Plan, SecureRefusal, weighted_segments
 
 ALIGN = {"layers": ("block1", "block2"), "keep": 3, "top": 3}
 SUMS = ["fedavg", "fedprox", "scaffold", "feddyn", "fednova", "fedavgm", "fedadam", "fedbabu", "fedalign"]
@@ -35,9 +38,11 @@ def private(noise: float, clip: float = 1.0, adaptive: bool = False, hidden: boo
     return protection.private(secure(plain, limit=2.0) if hidden else plain, privacy)
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", [*SUMS, "fedalign cap"])
 def test_secure_aggregation_gives_the_same_model_within_its_step(name: str) -> None:
-    algorithm = zoo.named(name, **(ALIGN if name == "fedalign" else {}))
+    capped = {"cap": 14.0, "gamma": 3.0} if name.endswith("cap") else {}  # of 20, 18, 16, 14 and 12 examples
+    name = name.split()[0]
+    algorithm = zoo.named(name, **(ALIGN if name == "fedalign" else {}), **capped)
     clear, hidden = Toy(algorithm), Toy(secure(algorithm))
     clear.run(4)
     hidden.run(4)
@@ -61,7 +66,7 @@ def test_nothing_of_one_client_reaches_the_server_in_the_clear() -> None:
             for reply in inner(orders):
                 if leak and "masked" in reply.evidence:
                     order = next(o for o in orders if o.client == reply.client)
-                    plain, _ = handle(replace(order, action="train", auxiliary={}), toy.algorithm, toy.context, {})
+                    plain, _ = handle(replace(order, action="train", auxiliary={}), zoo.fedavg(), toy.context, {})
                     assert plain.update is not None
                     reply = replace(reply, evidence={**reply.evidence, "extra": plain.update.arrays["values"]})
                 seen.append(reply)
@@ -114,9 +119,6 @@ def test_one_client_alone_is_not_asked() -> None:
 
 
 def test_a_plan_of_another_round_is_refused() -> None:
-    from fedgraft.client_secure import check_plan
-    from fedgraft.privacy.secagg.secure_sum import Plan, SecureRefusal, weighted_segments
-
     toy = Toy(secure(zoo.fedavg()))
     order = Order("toy", 3, 0, "secure.keys", toy.space.digest, settings={"sums": "train"})
     good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
@@ -128,6 +130,24 @@ def test_a_plan_of_another_round_is_refused() -> None:
     ):
         with pytest.raises(SecureRefusal, match="not that of round 3"):
             check_plan(wrong, order, toy.algorithm, toy.context)
+
+
+def test_a_client_gives_no_keys_to_a_plan_that_its_order_does_not_describe() -> None:
+    toy = Toy(secure(zoo.fedavg()))
+    good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
+    for plan, given in ((good, {"advert"}), (replace(good, round=2), set())):
+        told = {"plan": as_tensor(plan.to_bytes())}
+        order = Order("toy", 3, 0, "secure.keys", toy.space.digest, None, told, {"sums": "train"})
+        assert set(handle(order, toy.algorithm, toy.context, {})[0].evidence) == given
+
+
+def test_a_private_client_keeps_its_loss_to_itself() -> None:
+    """Numbers beside the update are no part of the account; without privacy they are told."""
+    for algorithm, told in ((private(1.0), set()), (zoo.fedavg(), {"loss", "steps"})):
+        toy = Toy(algorithm)
+        settings = {"lr": 0.05, "clip": 1.0}
+        order = Order("toy", 0, 0, "train", toy.space.digest, toy.state.vector, {}, settings)
+        assert set(handle(order, algorithm, toy.context, {})[0].metrics) == told
 
 
 def test_no_noise_and_a_wide_clip_is_uniform_fedavg() -> None:

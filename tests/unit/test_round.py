@@ -248,6 +248,13 @@ def test_a_client_starts_from_its_own_model_where_it_has_one() -> None:
     assert torch.equal(state.model_of(3), torch.ones(2)) and torch.equal(state.model_of(0), torch.zeros(2))
 
 
+def test_an_order_carries_the_clients_own_model_where_it_has_one() -> None:
+    t = toy()
+    own = t.state.vector + 1
+    asked = instruct(t.algorithm, t.federation, replace(t.state, personal={1: own}), [0, 1], t.space.digest)
+    assert torch.equal(asked[0].vector, t.state.vector) and torch.equal(asked[1].vector, own)
+
+
 # ---- the record ------------------------------------------------------------------------------------------------------
 
 

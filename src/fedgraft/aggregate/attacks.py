@@ -18,7 +18,7 @@ from torch import Generator, Tensor
 from fedgraft.errors import FedgraftError
 
 Attack = Callable[..., Tensor]
-"""(honest (m, k), own (f, k), generator, options) -> what the f liars send, (f, k)."""
+"""(honest (m, k), own (f, k), generator, options) -> what the f attackers send, (f, k)."""
 
 
 def sign_flip(benign: Tensor, own: Tensor, generator: Generator, scale: float = 1.0) -> Tensor:
@@ -38,7 +38,7 @@ def gaussian(benign: Tensor, own: Tensor, generator: Generator, scale: float = 1
 
 
 def inner_product(benign: Tensor, own: Tensor, generator: Generator, epsilon: float = 0.5) -> Tensor:
-    """IPM: minus epsilon times the honest mean; above (honest / liars) it turns the plain mean around."""
+    """IPM: minus epsilon times the honest mean; above (honest / attackers) it turns the plain mean around."""
     return (-epsilon * benign.mean(0)).expand_as(own).clone()
 
 
@@ -48,7 +48,7 @@ def little_is_enough(benign: Tensor, own: Tensor, generator: Generator, z: float
 
 
 def alie_z(benign: int, attackers: int) -> float:
-    """The largest z at which enough honest clients are expected farther out than the liars to make them a majority."""
+    """The largest z at which enough honest clients are expected farther out than the attackers for a majority."""
     supporters = (benign + attackers) // 2 + 1 - attackers
     share = (benign - supporters) / benign
     return max(0.0, NormalDist().inv_cdf(share)) if 0 < share < 1 else 0.0
@@ -77,12 +77,12 @@ ATTACKS: Mapping[str, Attack] = {
 def attack(
     name: str, honest_changes: Tensor, count: int, generator: Generator, own: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """What `count` liars send, (count, k). `own` is what they would have sent honestly; default: the honest mean."""
+    """What `count` attackers send, (count, k). `own` is what they would have sent honestly; default: the mean."""
     if name not in ATTACKS:
         raise FedgraftError(f"there is no attack {name!r}; choose one of {', '.join(ATTACKS)}.")
     own = honest_changes.mean(0).expand(count, -1) if own is None else own
     if own.shape != (count, honest_changes.shape[1]):
-        raise FedgraftError(f"{count} liars need changes of {(count, honest_changes.shape[1])}, not {own.shape}.")
+        raise FedgraftError(f"{count} attackers need updates of {(count, honest_changes.shape[1])}, not {own.shape}.")
     return ATTACKS[name](honest_changes, own, generator, **options)
 
 

@@ -46,7 +46,7 @@ def squared_distances(stack: Tensor) -> Tensor:
 
 
 class TooFew(FedgraftError):
-    """Too few replies for a rule to withstand so many liars; `least` would do."""
+    """Too few replies for a rule to withstand so many attackers; `least` would do."""
 
     def __init__(self, sentence: str, least: int) -> None:
         super().__init__(sentence)
@@ -58,7 +58,7 @@ def need(clients: int, least: int, rule: str, attackers: int) -> None:
     if attackers < 0 or clients < least:
         raise TooFew(
             f"{rule} against {attackers} lying clients needs at least {least} replies and got {clients}; "
-            "ask more clients per round or expect fewer liars.",
+            "ask more clients per round or expect fewer attackers.",
             least,
         )
 

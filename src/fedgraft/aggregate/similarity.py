@@ -251,44 +251,38 @@ class Alignment:
     fell_back: bool
 
 
+FLOOR = 1e-6
+"""The least score: a client that is aligned with nothing still counts."""
+
+
+def mean_scores(scores: Tensor, null: Tensor | float = 0.0) -> Tensor:
+    """Scores (m, layers) clamped to [0, 1], corrected for `null` (a number, or one per layer), averaged over layers."""
+    return null_corrected(scores.to(torch.float64).reshape(len(scores), -1).clamp(0, 1), null).mean(1)
+
+
+def counted_examples(
+    examples: Tensor, scores: Tensor, gamma: float = 1.0, null: Tensor | float = 0.0, cap: float | None = None
+) -> Tensor:
+    """n_k s_k^gamma, at most `cap`: as how many examples each client counts, which it can compute by itself."""
+    return (examples.to(torch.float64) * mean_scores(scores, null).clamp(min=FLOOR) ** gamma).clamp(max=cap or math.inf)
+
+
 def alignment_weights(
-    examples: Tensor,
-    scores: Tensor,
-    gamma: float = 1.0,
-    layer_weights: Tensor | None = None,
-    null: Tensor | float = 0.0,
-    cap: float | None = None,
-    floor: float = 1e-6,
+    examples: Tensor, scores: Tensor, gamma: float = 1.0, null: Tensor | float = 0.0, cap: float | None = None
 ) -> Alignment:
-    """FedAlignAvg: weight proportional to n_k s_k^gamma, no client above `cap` (default 2 / m).
+    """FedAlignAvg: n_k s_k^gamma, normalised; with a `cap` nobody counts as more than so many examples.
 
-    `scores` (m, layers) are clamped to [0, 1], corrected for `null` (a number, or one per layer) and averaged over
-    layers. One score that is not a number makes all weights fall back to n_k, capped all the same.
+    One score that is not a number makes all weights fall back to n_k.
     """
-    scores = scores.to(torch.float64).reshape(len(examples), -1)
-    layers = torch.ones(scores.shape[1]) if layer_weights is None else layer_weights
-    layers = layers.to(torch.float64) / layers.to(torch.float64).sum()
-    each = null_corrected(scores.clamp(0, 1), null) @ layers  # (m,)
+    each = mean_scores(scores, null)  # (m,)
     fell_back = not bool(each.isfinite().all())
-    # Relative to the best, so that equal scores leave n_k / sum n as it is, bit for bit.
-    sharp = torch.ones_like(each) if fell_back else (each.clamp(min=floor) / each.clamp(min=floor).max()) ** gamma
-    raw = examples.to(torch.float64) * sharp
-    return Alignment(cap_weights(raw / raw.sum(), cap), each, fell_back)
-
-
-def cap_weights(weights: Tensor, cap: float | None = None) -> Tensor:
-    """Normalised weights with none above `cap` (default 2 / m); the excess goes to the others in proportion."""
-    cap = 2 / len(weights) if cap is None else cap
-    if cap * len(weights) < 1 - 1e-12:
-        raise FedgraftError(f"a cap of {cap} on {len(weights)} clients cannot sum to 1; use at least 1 / clients.")
-    full = torch.zeros(len(weights), dtype=torch.bool)
-    capped = weights
-    while bool((over := (capped > cap * (1 + 1e-12)) & ~full).any()):
-        full |= over
-        rest = torch.where(full, 0.0, weights)
-        rest = rest if float(rest.sum()) > 0 else (~full).to(torch.float64)
-        capped = torch.where(full, cap, rest * ((1 - cap * int(full.sum())) / rest.sum().clamp(min=1e-300)))
-    return capped
+    if fell_back:
+        raw = examples.to(torch.float64).clamp(max=cap or math.inf)
+    elif cap is not None:
+        raw = counted_examples(examples, scores, gamma, null, cap)
+    else:  # relative to the best, so that equal scores leave n_k / sum n as it is, bit for bit
+        raw = examples.to(torch.float64) * (each.clamp(min=FLOOR) / each.clamp(min=FLOOR).max()) ** gamma
+    return Alignment(raw / raw.sum(), each, fell_back)
 
 
 def random_weights_like(weights: Tensor, generator: torch.Generator) -> Tensor:

@@ -69,9 +69,9 @@ class Weighting:
     name: str
     weights: Callable[[Answers], Tensor]
     wants: tuple[Observe, ...] = ()
-    own: Callable[[float, Mapping[str, float]], float] | None = None
-    """`own(share, scalars)`: the weight a client gives itself, in [0, 1], where it can know it; `share` is its number
-    of examples over the largest allowed. Secure aggregation then carries the weight inside."""
+    own: Callable[[float, Mapping[str, float], float], float] | None = None
+    """`own(examples, scalars, largest)`: the weight a client gives itself, in [0, 1], where it can know it; `largest`
+    is the most examples anybody may have. Secure aggregation then carries the weight inside."""
     judged: tuple[str, ...] = ()
     """Scalars that the server computes from the updates itself, so that nobody can lie about them."""
     uniform: bool = False
@@ -83,13 +83,13 @@ class Weighting:
 
 def by_examples() -> Weighting:
     """Weights in proportion to the number of examples, normalised over those who answered."""
-    return Weighting("examples", lambda answers: answers.examples, own=lambda share, scalars: share)
+    return Weighting("examples", lambda answers: answers.examples, own=lambda n, scalars, largest: n / largest)
 
 
 def uniform() -> Weighting:
     """Every client counts the same."""
     return Weighting(
-        "uniform", lambda answers: torch.ones_like(answers.examples), own=lambda share, s: 1.0, uniform=True
+        "uniform", lambda answers: torch.ones_like(answers.examples), own=lambda n, scalars, largest: 1.0, uniform=True
     )
 
 

@@ -36,3 +36,63 @@ def show_preflight(out: Path, sites: Sequence[dict[str, Any]], found: Sequence[F
     typer.echo(f"written: {page}")
     if stops:
         raise typer.Exit(1)
+
+
+def unlearn(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    client: Annotated[str, typer.Option("--client", help="the client to forget, by name or number")],
+    to: Annotated[Path | None, typer.Option("--to", help="the new folder (default: RUN-without-CLIENT)")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what it takes, and stop")] = False,
+) -> None:
+    """Forget a client exactly: replay the run without it, to the bytes of a run that never had it."""
+    import rich
+
+    from fedgraft.report import display
+    from fedgraft.runs import unlearn as forgetting
+
+    plan = forgetting.plan(run, client, to)
+    typer.echo(
+        f"client {plan.client} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: "
+        f"{plan.rounds - plan.start} rounds are done again"
+    )
+    typer.echo(f"note: {forgetting.CANNOT}")
+    if dry_run:
+        return
+    console = rich.get_console()
+    with display.LiveProgress(console) as live:
+        summary = forgetting.unlearn(plan, run, live)
+    display.results(console, plan.config.name, summary)
+    display.path_line(console, plan.folder)
+
+
+def worth(
+    run: Annotated[Path, typer.Argument(help="the run folder of a finished simulation")],
+    metric: Annotated[
+        str | None, typer.Option("--metric", help="default: the run's select, else balanced_accuracy")
+    ] = None,
+    also: Annotated[
+        list[str] | None, typer.Option("--with", help="NAME=RUN: a model more, or alone= and pooled=")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder of the page (default: RUN/worth)")] = None,
+) -> None:
+    """Who gains: per site the federated model against training alone and on pooled data; runs what is missing."""
+    import rich
+
+    from fedgraft.config.load import from_folder
+    from fedgraft.errors import FedgraftError
+    from fedgraft.report import display
+    from fedgraft.runs import worth as gains
+
+    given = dict(word.partition("=")[::2] for word in also or [])
+    if strange := [name for name, folder in given.items() if not (Path(folder) / "run.json").exists()]:
+        raise FedgraftError(f"--with {strange[0]}={given[strange[0]]} names no run; give NAME=RUN_FOLDER.")
+    chosen = from_folder(run).select
+    named = metric or ("balanced_accuracy" if chosen == "accuracy" else chosen)
+    with display.LiveProgress(rich.get_console()) as live:
+        places = gains.make_missing(run, {n: Path(f) for n, f in given.items()}, lambda: live, typer.echo)
+    sites = gains.compare(places, named)
+    page = gains.write(out or run / "worth", sites, named, run.name)
+    typer.echo(gains.summary_line(sites, named))
+    for site in sites:
+        typer.echo(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
+    typer.echo(f"written: {page}")

@@ -6,12 +6,14 @@ import typer
 
 from fedgraft.cli import deploy_coordinator as coordinator
 from fedgraft.cli import deploy_node as node
+from fedgraft.cli import deploy_trust as trust
 
 app = typer.Typer(
     no_args_is_help=True,
     help=(
         "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, submit, "
-        "status and stop; a data owner uses key and node. `local` does all of it on this machine. See docs/deploy.md."
+        "status, stop, revoke, renew; a data owner uses key, policy, trust, node, audit. `local` does all of it on "
+        "this machine. See docs/deploy.md."
     ),
 )
 for _command in (
@@ -24,5 +26,11 @@ for _command in (
     coordinator.status,
     coordinator.stop,
     node.local,
+    trust.policy,
+    trust.fingerprint,
+    trust.trust,
+    trust.audit,
+    trust.revoke,
+    trust.renew,
 ):
     app.command()(_command)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli import advise as cli_advise
 from fedgraft.cli import attack as cli_attack
 from fedgraft.cli import consortium as cli_consortium
 from fedgraft.cli import deploy as cli_deploy
 from fedgraft.cli import edit as cli_edit
 from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
+from fedgraft.cli import runs as cli_runs
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli import verify as cli_verify
 from fedgraft.cli.overrides import Overrides, config_of
@@ -156,39 +158,6 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
     display.path_line(console, folder)
 
 
-@app.command("list")
-def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path("runs")) -> None:
-    """List runs with their status and best numbers."""
-    import rich
-
-    from fedgraft.report import display
-    from fedgraft.runs.run_folder import list_runs
-
-    infos = list_runs(runs)
-    if not infos:
-        raise FedgraftError(f"there are no runs in {runs}; start one with: fedgraft run demo")
-    display.runs_table(rich.get_console(), infos)
-
-
-@app.command()
-def show(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
-    """Show one run: its config, status and results."""
-    import rich
-
-    from fedgraft.report import display
-    from fedgraft.runs.run_folder import RunFolder
-
-    folder, console = RunFolder.open(run), rich.get_console()
-    console.print(f"{run}: {folder.status} {folder.reason}", highlight=False, markup=False)
-    if summary := folder.summary():
-        display.results(console, run.name, summary)
-    elif lines := folder.metrics():
-        console.print(
-            f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}", highlight=False, markup=False
-        )
-    console.print(folder.config_text, highlight=False, markup=False)
-
-
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
@@ -212,39 +181,12 @@ def partition(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="where the heat map goes (png, svg, pdf)")] = None,
 ) -> None:
-    """Show how the data is dealt to clients: statistics and the client x class heat map."""
+    """Show how the data is divided among clients: statistics and the client x class heat map."""
     import rich
 
     from fedgraft.report.partition_view import show_partition
 
     show_partition(config_of(overrides), out, rich.get_console())
-
-
-@app.command()
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="the run folder")],
-    data: Annotated[str | None, typer.Option("--data", help="other images: a class-per-directory folder")] = None,
-) -> None:
-    """Measure a run's best model on its test images, or on a folder of your own."""
-    from fedgraft.runs.adapted import evaluate_run
-
-    result = evaluate_run(run, data)
-    typer.echo(
-        f"accuracy {100 * result.accuracy:.2f} %  top-5 {100 * result.top5:.2f} %  loss {result.loss:.4f}  "
-        f"({result.count} images)"
-    )
-
-
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="the run folder")],
-    to: Annotated[Path, typer.Argument(help="the new folder")],
-) -> None:
-    """Write the adapted model as a `transformers` folder that from_pretrained loads."""
-    from fedgraft.runs.adapted import export_run
-
-    export_run(run, to)
-    typer.echo(f"written: {to}  (load it with transformers.AutoModelForImageClassification.from_pretrained)")
 
 
 @app.command("presets")
@@ -279,12 +221,19 @@ def options() -> None:
         typer.echo(line)
 
 
+app.command()(cli_advise.advise)
 app.command()(cli_attack.attack)
+app.command()(cli_predict.evaluate)
+app.command()(cli_predict.export)
 app.command("find-lr")(cli_sweep.find_lr)
+app.command("list")(cli_runs.list_)
 app.command()(cli_predict.predict)
 app.command()(cli_verify.verify)
 app.command()(cli_consortium.preflight)
+app.command()(cli_consortium.unlearn)
+app.command()(cli_consortium.worth)
 app.command()(cli_profile.profile)
+app.command()(cli_runs.show)
 app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)
 app.add_typer(cli_edit.app, name="edit")

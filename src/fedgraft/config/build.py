@@ -19,7 +19,6 @@ from fedgraft.data.partition import federate as divide
 from fedgraft.data.sources import Dataset, load_dataset
 from fedgraft.data.sources.class_map import check_names, renamed
 from fedgraft.data.sources.features import FeatureStore
-from fedgraft.edit.dense import head
 from fedgraft.edit.trainable import Trainable
 from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import adamw, sgdm
@@ -62,7 +61,7 @@ def partition_options(config: Config) -> dict[str, object]:
     """What `make_partition` is told about this kind of partition."""
     p = config.partition
     own: dict[str, dict[str, object]] = {
-        "by_site": {"allow_uncovered": p.allow_uncovered},
+        "by_site": {"column": p.column, "allow_uncovered": p.allow_uncovered},
         "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
         "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
         "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},
@@ -90,7 +89,7 @@ def device_named(name: str) -> torch.device:
     return device
 
 
-def schedule(config: Config) -> Schedule:
+def schedule(config: Config, lr: float) -> Schedule:
     """The learning rate over rounds."""
     s = config.schedule
     options: dict[str, dict[str, object]] = {
@@ -101,7 +100,7 @@ def schedule(config: Config) -> Schedule:
         "step": {"at": s.at, "factor": s.factor},
         "plateau": {"factor": s.factor, "patience": s.patience, "minimum": s.minimum},
     }
-    made = SCHEDULES[s.kind](config.local.lr, **options.get(s.kind, {}))
+    made = SCHEDULES[s.kind](lr, **options.get(s.kind, {}))
     return warmed(made, s.warmup) if s.warmup else made
 
 
@@ -110,7 +109,7 @@ def per_round(config: Config) -> int:
     return max(1, int(config.rounds.fraction * config.partition.clients + 1e-9))
 
 
-def build_federation(config: Config, largest: int = 1) -> Federation:
+def build_federation(config: Config, lr: float, largest: int = 1) -> Federation:
     """Who takes part and how often."""
     r = config.rounds
     return Federation(
@@ -119,7 +118,7 @@ def build_federation(config: Config, largest: int = 1) -> Federation:
         clients=config.partition.clients,
         per_round=per_round(config),
         rounds=r.total,
-        schedule=schedule(config),
+        schedule=schedule(config, lr),
         sampling=r.sampling,
         minimum_answers=r.minimum_answers or 1,
         norm_bound=r.norm_bound,
@@ -148,21 +147,19 @@ def build_local(config: Config) -> LocalTraining:
         lr=c.lr,
         optimizer=optimizer,
         clip=c.clip,
-        head_lr=None if c.head_lr is None else c.head_lr / c.lr,
         momentum_correction=c.momentum_correction,
         sampling=c.sampling,
         amp=c.amp,
     )
 
 
-def build_trainable(config: Config, fixed_head: bool) -> Trainable:
+def build_trainable(config: Config, kind: str, fixed_head: bool) -> Trainable:
     """What trains, as the config says; where the head keeps its start it does not train along unless asked."""
     c = config.trainable
-    assert c.kind is not None
     tables = {"sparse": c.sparse.model_dump(), "lora": c.lora.model_dump()}
     along = c.head_too if c.head_too is not None else not fixed_head
     given = {"blocks": c.blocks, "freeze_blocks": c.freeze_blocks, "head": along, "seed": config.seed}
-    made: Trainable = TRAINABLES.build(c.kind, {**tables.get(c.kind, {}), **(c.model_extra or {})}, **given)
+    made: Trainable = TRAINABLES.build(kind, {**tables.get(kind, {}), **(c.model_extra or {})}, **given)
     return made
 
 
@@ -180,13 +177,15 @@ def build_algorithm(config: Config) -> Algorithm:
     made: Algorithm = build()
     needs_body = made.weighting.needs_moving_body or made.loss.needs_moving_body
     brings_own = made.fixed_head or made.client_state.private is not None or made.own_kind or needs_body
-    if config.trainable.kind is not None:
-        kind = build_trainable(config, made.fixed_head)
-        made = build(trainable=kind) if made.own_kind else vary(made, trainable=kind)
-    elif idle := sorted(config.trainable.model_fields_set - {"kind", "match_norm"}):
+    kind = config.trainable.kind or (made.trainable.kind if brings_own else "head")
+    idle = sorted(config.trainable.model_fields_set - {"kind", "match_norm", *(["freeze_blocks"] * brings_own)})
+    if idle and config.trainable.kind is None:
         raise FedgraftError(f"trainable.{idle[0]} says how something trains, and trainable.kind does not say what.")
-    elif not brings_own:
-        made = vary(made, trainable=head())
+    if config.trainable.kind or "freeze_blocks" in config.trainable.model_fields_set or not brings_own:
+        trainable = build_trainable(config, kind, made.fixed_head)
+        made = build(trainable=trainable) if made.own_kind else vary(made, trainable=trainable)
+    if own := config.local.head_lr:
+        made = vary(made, head_lr=own / made.lr) if made.trainable.trains_body else vary(made, lr=own)
     if a.weighting != "default":
         made = vary(made, weighting=by_examples() if a.weighting == "examples" else uniform())
     name = f"top_k:{config.compression.fraction!r}" if config.compression.codec == "top_k" else config.compression.codec

@@ -9,15 +9,12 @@ import hashlib
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """A table of the config; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from fedgraft.config.section import Section
+from fedgraft.config.training import AlgorithmChoice, Local, Loss, Schedule, Trainable
 
 
 class Data(Section):
@@ -37,6 +34,9 @@ class Data(Section):
     resize: Literal["model", "crop", "squash"] = Field(
         "model", description="how images get the network's size; default: as the network was trained, else crop"
     )
+    grey_window: tuple[float, float] | None = Field(
+        None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
+    )
     unreadable: Literal["refuse", "skip"] | None = Field(
         None, description="images that cannot be read: refuse the data (the default), or leave them out and say so"
     )
@@ -52,7 +52,7 @@ class Data(Section):
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
-    cache_features: bool = Field(True, description="keep the frozen trunk's outputs; equal within 1e-6, much faster")
+    cache_features: bool = Field(True, description="keep the frozen backbone's outputs; equal within 1e-6, much faster")
 
     @field_validator("class_map", mode="before")
     @classmethod
@@ -66,11 +66,12 @@ class Data(Section):
 
 
 class Partition(Section):
-    """How the training images are dealt to clients."""
+    """How the training images are divided among clients."""
 
     kind: Literal[
         "iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"
     ] = Field("stratified", description="by_site: one client per owner, as the data's site column says")  # fmt: skip
+    column: str = Field("site", description="kind=by_site: the column of the data that says whose each row is")
     clients: int = Field(10, ge=1, description="K, the number of clients")
     classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")
     shards_per_client: int = Field(2, ge=1, description="kind=shards: s")
@@ -80,6 +81,9 @@ class Partition(Section):
     groups: tuple[tuple[int, ...], ...] = Field((), description="kind=groups: the labels of each group of clients")
     allow_uncovered: bool = Field(False, description="allow classes that nobody holds")
     test: Literal["shard", "all_of_my_classes"] = Field("shard", description="each client's own test images")
+    without: tuple[str, ...] = Field(
+        (), description="clients, by name or number, that never take part; all others keep their numbers and streams"
+    )
 
     @model_validator(mode="after")
     def _named_groups(self) -> Partition:
@@ -106,193 +110,6 @@ class Model(Section):
         description="λ of the ridge head, relative to the mean feature energy; default: chosen on validation",
     )
     probe_steps: int = Field(50, ge=1, description="head=probe: full-batch steps on summed gradients")
-
-
-class Sparse(Section):
-    """Which coordinates a sparse edit trains. `sparsity` is always the fraction frozen."""
-
-    strategy: str = Field(
-        "least_sensitive",
-        description="least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random, or another's name",
-    )
-    sparsity: float = Field(0.9, ge=0, lt=1)
-    scope: tuple[str, ...] = Field(
-        ("blocks",), description="maskable tensors: blocks, qk, attention, mlp, norm, bias, globs"
-    )
-    dense: tuple[str, ...] = Field((), description="tensors trained densely beside the mask")
-    threshold: Literal["global", "per_tensor", "per_block"] = "global"
-    floor: float = Field(0.0, ge=0, lt=1, description="least fraction kept in every tensor; the budget stays exact")
-    labels: Literal["true", "sampled", "expected", "rademacher", "logit", "batch_gradient", "single_batch"] = (
-        "rademacher"
-    )
-    samples: int = Field(1024, ge=1, description="images to score, over all clients")
-    calibration: Literal["oneshot", "average", "progressive"] = "progressive"
-    rounds: int = Field(4, ge=1, description="calibration rounds")
-    schedule: Literal["exponential", "linear"] = "exponential"
-    soft: float = Field(0.1, ge=0, le=1, description="factor on excluded weights between calibration rounds")
-    per_client: bool = Field(False, description="each client has a mask of its own")
-    merge: Literal["score_mean", "union", "intersection", "vote"] = "score_mean"
-    fill: Literal["count", "zero"] = Field(
-        "count", description="per_client: how coordinates few clients train are averaged"
-    )
-    adaptive_step: float = Field(0.1, gt=0, lt=1, description="adaptive: how much the sparsity rises at a time")
-    adaptive_drift: float = Field(0.5, gt=0, description="adaptive: relative drift below which a round counts as calm")
-    adaptive_patience: int = Field(2, ge=1, description="adaptive: calm rounds in a row before it rises")
-    adaptive_start: float | None = Field(
-        None, ge=0, lt=1, description="start at this sparsity and rise to the other as the clients' drift calms down"
-    )
-
-    @field_validator("labels", mode="before")
-    @classmethod
-    def _word(cls, value: Any) -> Any:
-        return "true" if value is True else value  # on the command line, true is also a TOML value
-
-    @model_validator(mode="after")
-    def _own_masks(self) -> Sparse:
-        if self.per_client and self.merge != "score_mean":
-            raise ValueError("masks of the clients' own (per_client) are kept, not merged; leave merge at score_mean")
-        if self.per_client and self.adaptive_start is not None:
-            raise ValueError("adaptive sparsity shrinks one common mask; leave per_client off")
-        if self.adaptive_start is not None and self.adaptive_start > self.sparsity:
-            raise ValueError("adaptive_start is where the sparsity starts, so it cannot be above sparsity")
-        return self
-
-
-class Lora(Section):
-    """Low-rank adaptation."""
-
-    rank: int = Field(8, ge=1)
-    alpha: float = Field(16.0, gt=0)
-    targets: tuple[str, ...] = ("q", "v")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    aggregate: Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "core"] = Field(
-        "mean", description="svd: FlexLoRA; core: Fed-SB, only an r x r matrix between fixed factors trains"
-    )
-    ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="svd: ranks of the clients, dealt in turn")
-    core_from: Literal["gradient", "weights"] = Field("gradient", description="core: what the fixed factors follow")
-    core_images: int = Field(1024, ge=1, description="core_from=gradient: images to take it on, over all clients")
-
-
-class Trainable(Section):
-    """What may change."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-    kind: str | None = Field(
-        None,
-        description="everything, head, body, last_blocks, sparse, lora, or a registered name; default: what the "
-        "algorithm says (FedBABU: body; FedPer: everything), else the head",
-    )
-    blocks: int = Field(2, ge=1, description="kind=last_blocks")
-    freeze_blocks: int = Field(0, ge=0, description="the first so many blocks, and what lies before, stay fixed")
-    head_too: bool | None = Field(
-        None,
-        description="kind=last_blocks, sparse or lora: train the head along; default: yes, unless it is to stay",
-    )
-    match_norm: float | None = Field(
-        None, gt=1, description="raise the rate up to this factor, to the dense update's norm"
-    )
-    sparse: Sparse = Sparse()
-    lora: Lora = Lora()
-
-
-class Local(Section):
-    """How a client trains."""
-
-    steps: int | None = Field(None, ge=1, description="J optimizer steps a round (default 4)")
-    epochs: int | None = Field(None, ge=1, description="or E passes over the client's images")
-    batch_size: int = Field(64, ge=1)
-    optimizer: Literal["sgdm", "adamw"] = "sgdm"
-    lr: float = Field(0.01, gt=0)
-    head_lr: float | None = Field(None, gt=0, description="a rate of its own for the head; default: the same")
-    momentum: float = Field(0.9, ge=0, lt=1)
-    nesterov: bool = False
-    dampening: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
-    decoupled: bool = Field(False, description="sgdm: decay the weights instead of the gradient")
-    clip: float | None = Field(None, gt=0, description="largest norm of the gradient on what may move")
-    momentum_correction: bool = Field(False, description="divide the rate by the momentum's gain over J steps")
-    sampling: Literal["uniform", "balanced", "federation"] = Field(
-        "uniform",
-        description="balanced: draw every class of the client as often; federation: by its rarity among all clients",
-    )
-    amp: Literal["float16", "bfloat16"] | None = Field(None, description="mixed precision; for GPUs")
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> Local:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError("give local.steps or local.epochs, not both")
-        return self
-
-
-class Loss(Section):
-    """What clients minimise."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-    name: str = Field("cross_entropy", description="cross_entropy, or a registered name with options of its own")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    class_weights: Literal["own", "federation"] | None = Field(
-        None, description="rare classes weigh more: by the client's own counts, or by the sum over all clients"
-    )
-
-
-class Schedule(Section):
-    """The learning rate over rounds (or epochs)."""
-
-    kind: Literal["none", "cosine", "linear", "lambda", "inverse", "step", "plateau"] = "none"
-    minimum: float = Field(0.0, ge=0, description="cosine, linear, plateau")
-    restarts: int = Field(0, ge=0, description="cosine")
-    decay: float = Field(0.99, gt=0, le=1, description="lambda: factor per round")
-    gamma: float = Field(0.1, gt=0, description="inverse")
-    power: float = Field(0.5, gt=0, description="inverse")
-    at: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field((0.5, 0.75), description="step: fractions of the run")
-    factor: float = Field(0.1, gt=0, lt=1, description="step, plateau")
-    patience: int = Field(3, ge=0, description="plateau: evaluations to wait")
-    warmup: int = Field(0, ge=0, description="rounds of linear rise, once per run")
-
-
-class AlgorithmChoice(Section):
-    """Which algorithm, and its own numbers; one that the algorithm does not have is refused."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
-    name: str = Field("fedavg", description="see `fedgraft algorithms`")
-    mu: float = Field(0.01, ge=0, description="fedprox")
-    alpha: float = Field(0.1, gt=0, description="feddyn")
-    server_lr: float | None = Field(None, gt=0, description="server rules; default: the rule's own")
-    beta1: float | None = Field(None, ge=0, lt=1, description="server momentum, first moment; default: the rule's")
-    beta2: float = Field(0.99, ge=0, lt=1, description="second moment")
-    tau: float = Field(1e-3, gt=0, description="adaptivity of adam, yogi, adagrad; agreement threshold of fedgma")
-    agreement: float = Field(0.4, ge=0, le=1, description="fedgma: threshold")
-    hard: bool = Field(False, description="fedgma: AND mask instead of the soft one")
-    pull: float = Field(0.1, ge=0, description="ditto")
-    similarity: Literal[
-        "cka_linear", "cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "groups", "constant",
-        "rsa",
-    ] = Field("cka_linear", description="fedshibu, fedavg_crsm; groups: 1 with a class in common, else 0")  # fmt: skip
-    constant: float = Field(1.0, ge=0, le=1, description="similarity=constant: c")
-    samples: int = Field(64, ge=4, description="similarity: images each client represents itself by")
-    absent: Literal["keep", "mean"] = Field("keep", description="mixtures: model of clients outside the cohort")
-    align: Literal["client", "server", "random"] = Field(
-        "client", description="fedalign: who computes the score, or the control"
-    )
-    gamma: float = Field(1.0, ge=0, description="fedalign: sharpening exponent")
-    null_correction: bool = Field(False, description="fedalign: subtract the score of unrelated data")
-    cap: float | None = Field(None, gt=0, description="fedalign: largest weight of one client (default 2/m)")
-    keep: int = Field(20, ge=2, description="fedalign: directions kept of each layer")
-    top: int = Field(20, ge=1, description="fedalign: correlations averaged")
-    probe: int = Field(256, ge=16, description="fedalign, probe_cka: shared probe images, from validation")
-    layers: tuple[str, ...] = Field(("early", "middle", "late"), description="fedalign: hidden layers by name")
-    weighting: Literal["default", "examples", "uniform"] = Field(
-        "default", description="how much a client counts; default: as the algorithm says"
-    )
-    robust: str = Field(
-        "mean",
-        description="how updates are combined: mean, median, trimmed_mean, krum, multi_krum, bulyan, geometric_median, "
-        "norm_clip, or a registered rule",
-    )
-    attackers: int = Field(0, ge=0, description="robust rules: liars to withstand in a cohort")
-    neighbours: bool = Field(False, description="nearest-neighbour mixing before the robust rule")
-    clip_norm: float | None = Field(None, gt=0, description="clip every change to this norm before combining")
 
 
 class Rounds(Section):
@@ -360,7 +177,7 @@ class Privacy(Section):
 
     limit: float = Field(1.0, gt=0, description="secure: largest change of one coordinate; what is beyond is cut")
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
-    degree: int | None = Field(None, ge=2, description="secure: neighbours of a client in large cohorts (even)")
+    degree: int | None = Field(None, ge=2, description="secure: others that hold a client's shares, in large cohorts")
     dp: DifferentialPrivacy | None = Field(None, description="client-level differential privacy; a table of its own")
     aggregation: Literal["clear", "secure", "zero_sum_demo"] = Field(
         "clear", description="zero_sum_demo is INSECURE, for comparison"
@@ -444,7 +261,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _given_features(self) -> Config:
         if (self.data.source == "features") != (self.model.name == "features"):
-            raise ValueError("given features need no trunk: set data.source=features and model.name=features together")
+            raise ValueError(
+                "given features need no backbone: set data.source=features and model.name=features together"
+            )
         if self.data.source == "features" and (self.data.augment or self.data.image_size):
             raise ValueError("given features are no images: leave data.augment and data.image_size out")
         return self
@@ -476,8 +295,8 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
-        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "data": ("class_map",),
-                 "rounds": ("deadline",)}  # fmt: skip
+        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "rounds": ("deadline",),
+                 "data": ("class_map", "grey_window"), "partition": ("column", "without")}  # fmt: skip
         for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
             options, table = (getattr(self, section), kept[section]) if section else (self, kept)
             for name in names:

@@ -24,7 +24,7 @@ from fedgraft.data.federated import FederatedData
 from fedgraft.data.images.store import make_store
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.partition.split import stratified_split
-from fedgraft.data.sources import Dataset, Store, load_dataset
+from fedgraft.data.sources import Dataset, Store, load_dataset, open_path
 from fedgraft.data.sources.class_map import check_names, renamed
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.engines import Remote
@@ -59,8 +59,7 @@ class OwnData(FederatedData):
 
 def load_own(source: str, path: str) -> Dataset:
     """Somebody's own data; without a source the path's ending tells a table from a folder of class folders."""
-    kind = source or {".npz": "npz", ".parquet": "parquet"}.get(Path(path).suffix, "folder")
-    return load_dataset(kind, path)
+    return load_dataset(source, path) if source else open_path(path)
 
 
 def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> OwnData:

@@ -54,8 +54,46 @@ def make_node_key(folder: Path, name: str) -> tuple[Path, Path]:
     encoding, bare = serialization.Encoding, serialization.NoEncryption()
     write_private(private, key.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, bare))
     line = key.public_key().public_bytes(encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    public.write_bytes(line + f" {name}\n".encode())
+    public.write_bytes(line + f" {name} {_MARK}{public_identity(identity_of(private)).hex()}\n".encode())
     return private, public
+
+
+_MARK = "fedgraft-identity="
+
+
+def identity_of(private: Path) -> bytes:
+    """The key by which a node signs in secure sums. It follows from the node's key: one key, one identity, for good."""
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    _, hashes, serialization, _ = _crypto()
+    key = serialization.load_ssh_private_key(private.read_bytes(), None)
+    secret = key.private_numbers().private_value.to_bytes(48, "big")
+    return HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=b"fedgraft node identity").derive(secret)
+
+
+def public_identity(identity: bytes) -> bytes:
+    """What others know an identity by."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    return Ed25519PrivateKey.from_private_bytes(identity).public_key().public_bytes_raw()
+
+
+def announced_identity(public: Path) -> tuple[str, bytes]:
+    """The name and the identity key that a .pub file announces."""
+    public_key_of(public)
+    name, _, mark = " ".join(public.read_text().split()[2:]).partition(" ")
+    try:
+        return name, bytes.fromhex(mark.removeprefix(_MARK) if mark.startswith(_MARK) else "none")
+    except ValueError:
+        raise FedgraftError(
+            f"{public} announces no identity key; its owner makes one with: fedgraft deploy key."
+        ) from None
+
+
+def short(identity: bytes) -> str:
+    """An identity key in a form that two people can compare by voice: 16 hexadecimal digits of its hash, in fours."""
+    digits = hashlib.sha256(b"fedgraft identity" + identity).hexdigest()[:16]
+    return " ".join(digits[i : i + 4] for i in range(0, 16, 4))
 
 
 def public_key_of(path: Path) -> str:
@@ -114,6 +152,23 @@ def check_authority(path: Path) -> None:
         ssl.create_default_context().load_verify_locations(cafile=path)
     except (ssl.SSLError, OSError):
         raise FedgraftError(f"{path} is not a certificate; ask the coordinator for the federation's ca.crt.") from None
+
+
+def renew_server_certificate(folder: Path, host: str) -> None:
+    """A new server key and certificate from the federation's own authority; nodes keep the ca.crt they have."""
+    x509, _, serialization, ec = _crypto()
+    authority = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    issuer = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes()).subject
+    server = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host[:64])])
+    leaf = _certificate(issuer, subject, server, authority, SERVER_DAYS, _server_extensions(host))
+    formats = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    fresh = {"server.key": server.private_bytes(*formats), "server.crt": leaf.public_bytes(serialization.Encoding.PEM)}
+    for name, content in fresh.items():
+        (folder / f".{name}.new").unlink(missing_ok=True)
+        write_private(folder / f".{name}.new", content)
+    for name in fresh:
+        (folder / f".{name}.new").replace(folder / name)
 
 
 def make_certificates(folder: Path, host: str) -> None:

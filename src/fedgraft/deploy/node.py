@@ -3,7 +3,9 @@
 It builds the run from its config, serves its part of the config's data (a simulation of a deployment) or all of its
 own, and is told the head and the mask that the server opened. A client's memory is kept in two slots, the present one
 and the one before: the server names the step it goes on from, so a lost answer or a server that was resumed from a
-checkpoint goes back by one step, bit for bit; a step that is in neither slot is refused.
+checkpoint goes back by one step, bit for bit; a step that is in neither slot is refused. What must never go back (the
+ledger, secure sums under way, identity) lies beside the node's key instead, see `keep`. The owner's policy is asked
+before a config is built, and again before each order.
 
 `python -m fedgraft.deploy.node SOCKET OWNER` is the worker that stays warm between messages (see `node_link`).
 Memories lie in FEDGRAFT_NODE_HOME, or in `node` of fedgraft's cache folder; only this user can read them.
@@ -12,6 +14,7 @@ Memories lie in FEDGRAFT_NODE_HOME, or in `node` of fedgraft's cache folder; onl
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import sys
@@ -22,16 +25,20 @@ from pathlib import Path
 
 import torch
 
-from fedgraft.client import handle
+from fedgraft.client import carry_out
+from fedgraft.config.agreement import broken_rules, implied_by
+from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
 from fedgraft.context import ClientContext, ClientMemory
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.images.store import cache_dir
 from fedgraft.deploy.deployed import config_of, own_data
-from fedgraft.engines.flower.node_link import Answer, Request, serve
-from fedgraft.errors import FedgraftError
+from fedgraft.deploy.keep import Keep, lasts
+from fedgraft.engines.flower.node_link import Answer, Request, serve, without_path
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.messages import BadMessage, Order, pack, unpack
+from fedgraft.policy import Policy
 from fedgraft.runs.checkpoint import write_atomic
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import job_of
@@ -110,8 +117,10 @@ class Node:
             raise FedgraftError(
                 f"this node is client {request.client}, and the run has clients 0 to {config.partition.clients - 1}."
             )
+        self.keep = Keep.here()
+        self.policies = agreed(full, None if self.keep is None else self.keep.policy())
         federated = own_data(config, request.source, request.data, request.classes) if request.data else None
-        self.job = job_of(config, federated)
+        self.job, self.run = job_of(config, federated), full.digest
         self.opening: Opening | None = None
         self.digest = ""
 
@@ -122,15 +131,22 @@ class Node:
             if not request.opened:
                 return Answer(need=True)
             self._follow(request)
+        if order.run != self.run:
+            raise Refused("the order belongs to another run than its config", "config")
         memory, slot = recall(slots, request.after, self.client)
+        lasting = {} if self.keep is None else self.keep.load(self.client)
         context = self._context(str(order.settings.get("sums", order.action)))
+        context.policies, context.replays = self.policies, self.keep is not None
         algorithm = self.job.algorithm if self.opening is None else self.opening.algorithm
-        reply, kept = handle(order, algorithm, context, memory)
+        reply, kept = carry_out(order, algorithm, context, {**memory, **lasting})
+        if self.keep is not None:  # on the disk before anything leaves
+            self.keep.store(self.client, {name: t for name, t in kept.items() if lasts(name)}, lasting)
+            kept = {name: t for name, t in kept.items() if not lasts(name)}
         step = request.after
-        if kept is not memory and kept:
+        if kept and (kept.keys() != memory.keys() or any(kept[name] is not memory[name] for name in kept)):
             step = request.becomes
             slots[slot] = pack(Order(order.run, step, self.client, "memory", auxiliary=kept))
-        return Answer(pack(reply), step)
+        return Answer(error=reply) if isinstance(reply, str) else Answer(pack(reply), step)
 
     def _follow(self, request: Request) -> None:
         if hashlib.blake2b(request.opened, digest_size=12).hexdigest() != request.digest:
@@ -159,6 +175,16 @@ def node_key(request: Request) -> tuple[object, ...]:
     return request.config, request.run, request.client, request.data, request.source, request.classes
 
 
+def agreed(config: Config, owner: Policy | None) -> tuple[Policy, ...]:
+    """The rules of a run: what its config implies and what the owner wants; a config that breaks those is refused."""
+    algorithm = build_algorithm(config)
+    if owner is not None and (broken := broken_rules(owner, config, algorithm)):
+        rule, _, sentence = broken[0].partition(": ")
+        raise Refused(sentence, rule)
+    own = replace(implied_by(config, algorithm), rounds=config.rounds.total)
+    return (own,) if owner is None else (own, owner)
+
+
 class Nodes:
     """The nodes that a process keeps warm: those of the latest runs."""
 
@@ -167,8 +193,23 @@ class Nodes:
         self.nodes: dict[tuple[object, ...], Node] = {}
 
     def carry_out(self, request: Request, slots: MutableMapping[str, bytes] | None = None) -> Answer:
-        """Answer a request with a node that is there, or with a new one."""
+        """Answer a request with a node that is there, or with a new one; what leaves is in the audit log before."""
+        try:
+            answer = self._answer(request, slots)
+        except Refused as refusal:
+            answer = Answer(error=refusal.told)
+        except FedgraftError as error:
+            audited(request, Answer(error=str(error)))
+            raise
+        audited(request, answer)
+        return answer
+
+    def _answer(self, request: Request, slots: MutableMapping[str, bytes] | None) -> Answer:
         if not request.order:
+            keep = Keep.here()
+            if keep is not None:
+                agreed(config_of(request.config), keep.policy())
+                keep.load(request.client)  # a key stays with its number
             if not request.data:  # nothing more will be known, so the first order may find all ready
                 self._node(request)
             return Answer(facts=who(request))
@@ -185,6 +226,32 @@ class Nodes:
                 self.nodes.pop(next(iter(self.nodes)))
             self.nodes[key] = Node(request)
         return self.nodes[key]
+
+
+def audited(request: Request, answer: Answer) -> None:
+    """Note what is about to leave this node, or that nothing does and why."""
+    keep = Keep.here()
+    if keep is None or answer.need:
+        return
+    about: dict[str, object] = {"client": request.client}
+    try:
+        order = unpack(Order, request.order) if request.order else Order("", -1, 0, "greeting")
+        about |= {"run": order.run[:40], "round": order.round, "action": order.action[:40]}
+        about |= {"sums": str(order.settings["sums"])[:40]} if "sums" in order.settings else {}
+    except BadMessage:
+        about |= {"action": "not a message"}
+    if answer.error:
+        keep.left("refused", b"", **about, why=without_path(answer.error, request.data)[:300])
+        return
+    data = answer.reply or json.dumps(answer.facts).encode()
+    hides = str(about["action"]).startswith("secure.")
+    kind = "hidden" if hides else "clear"
+    keep.left("facts" if not answer.reply else "reply", data, **about, protection=kind + protection_of(request.config))
+
+
+def protection_of(config: str) -> str:
+    """What a run's config adds to how an answer leaves."""
+    return "+noise" if config_of(config).privacy.dp is not None else ""
 
 
 def who(request: Request) -> dict[str, object]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,13 +74,15 @@ def gate(which: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "fedgraft.deploy.gate", which, *flags]
 
 
-def spawn(arguments: Sequence[str], home: Path, log: Path, bound: bool = False) -> subprocess.Popen[bytes]:
+def spawn(
+    arguments: Sequence[str], home: Path, log: Path, bound: bool = False, more: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own, so that Ctrl-C here is not Ctrl-C there, with its words in a log.
 
     A gate that is `bound` ends by itself when this process is gone, however it ended.
     """
     log.touch(mode=0o600)
-    settings = environment(home) | ({_LIVES_WITH: str(os.getpid())} if bound else {})
+    settings = environment(home) | ({_LIVES_WITH: str(os.getpid())} if bound else {}) | dict(more or {})
     with log.open("ab") as file:
         return subprocess.Popen(
             arguments, env=settings, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True

@@ -14,6 +14,8 @@ from fedgraft.deploy.gate import IN_USE, IN_USE_SECONDS
 from fedgraft.deploy.keys import check_authority, check_private_key
 from fedgraft.errors import FedgraftError
 
+KEEPS = "FEDGRAFT_NODE_KEEPS"
+"""Names the node's home to its worker, which keeps ledger and audit log there."""
 SOURCES = ("folder", "parquet", "npz")
 
 
@@ -70,7 +72,8 @@ class NodeChoice:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the node, its words in the log of its home; it ends with this process."""
         self.home.mkdir(mode=0o700, exist_ok=True)
-        return processes.spawn(self.arguments(), self.home, self.home / "node.log", bound=True)
+        keeps = {KEEPS: str(self.home)}
+        return processes.spawn(self.arguments(), self.home, self.home / "node.log", bound=True, more=keeps)
 
 
 def run_node(choice: NodeChoice, say: Callable[[str], None]) -> None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedgraft.edit.space import select
-from fedgraft.edit.trainable import Ask, Opened, check_blocks, frozen_early, is_head
+from fedgraft.edit.trainable import HEAD, Ask, Opened, Rates, check_blocks, frozen_early, is_head
 from fedgraft.protocols import Network
 from fedgraft.registry import TRAINABLES
+
+PLAIN, DEEP = Rates(), Rates(0.001, 0.0001)
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Dense:
     freeze_blocks: int = 0
     blocks: int = 0
     """For the check: how many blocks the network must have."""
+    rates: Rates = PLAIN
     partial = False
     needs_each = ""
     scores_data = False
@@ -45,17 +48,17 @@ class Dense:
 
 def everything(freeze_blocks: int = 0) -> Dense:
     """All weights, but for the first `freeze_blocks` blocks and what lies before them."""
-    return Dense("everything", lambda network, name: True, True, True, freeze_blocks)
+    return Dense("everything", lambda network, name: True, True, True, freeze_blocks, rates=DEEP)
 
 
 def head() -> Dense:
     """The linear head; features of the fixed backbone are computed once."""
-    return Dense("head", is_head, True, False)
+    return Dense("head", is_head, True, False, rates=Rates(HEAD, 0.001))
 
 
 def body(freeze_blocks: int = 0) -> Dense:
     """Everything but the head."""
-    return Dense("body", lambda network, name: not is_head(network, name), False, True, freeze_blocks)
+    return Dense("body", lambda network, name: not is_head(network, name), False, True, freeze_blocks, rates=DEEP)
 
 
 def last_blocks(blocks: int = 2, head: bool = True) -> Dense:
@@ -64,7 +67,7 @@ def last_blocks(blocks: int = 2, head: bool = True) -> Dense:
     def wanted(network: Network, name: str) -> bool:
         return head if is_head(network, name) else network.block_of(name) >= network.depth - blocks
 
-    return Dense("last_blocks", wanted, head, True, blocks=blocks)
+    return Dense("last_blocks", wanted, head, True, blocks=blocks, rates=Rates(0.001, 0.0003))
 
 
 TRAINABLES |= {"everything": everything, "head": head, "body": body, "last_blocks": last_blocks}

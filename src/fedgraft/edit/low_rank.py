@@ -13,7 +13,7 @@ from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.edit.lora import attach, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
 from fedgraft.edit.lora_core import core_space, fix_factors, gradient_directions, weight_directions
-from fedgraft.edit.trainable import Ask, Opened, check_blocks, is_head
+from fedgraft.edit.trainable import Ask, Opened, Rates, check_blocks, is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import pack_bits
 from fedgraft.protocols import Network
@@ -39,6 +39,7 @@ class LowRank:
     """aggregate=core: whose top directions the fixed factors are."""
     core_images: int = 1024
     kind = "lora"
+    rates = Rates(0.03, 0.003, small=True)
     trains_body = True
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from fedgraft.edit.fisher import Scores
 from fedgraft.edit.masks import Mask, union
 from fedgraft.edit.scope import Scope, resolve
 from fedgraft.edit.space import EditSpace, masked, select
-from fedgraft.edit.trainable import Ask, Opened, check_blocks, frozen_early, is_head
+from fedgraft.edit.trainable import Ask, Opened, Rates, check_blocks, frozen_early, is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import pack_bits
 from fedgraft.protocols import Network
@@ -60,6 +60,7 @@ class Sparse:
     freeze_blocks: int = 0
     seed: int = 0
     kind = "sparse"
+    rates = Rates(0.1, 0.001, small=True)  # what matters little has to move far
     trains_body = True
 
     @property

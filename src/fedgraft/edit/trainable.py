@@ -66,6 +66,19 @@ class Opened:
     """Sentences for the log."""
 
 
+HEAD = 0.003  # of a linear head where nothing is known of its features; else `runs/rates.py` says it
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates that suit a kind, for SGD with momentum and for Adam; docs/defaults.md has the measurements."""
+
+    sgdm: float = 0.01
+    adamw: float = 0.001
+    small: bool = False
+    """The edit needs a rate that no head would stand, so the head keeps its own whatever is said."""
+
+
 class Trainable(Protocol):
     """A kind of what may change. Flags say what it touches, so that nobody has to know its name."""
 
@@ -82,6 +95,11 @@ class Trainable(Protocol):
     @property
     def trains_body(self) -> bool:
         """Something before the head moves."""
+        ...
+
+    @property
+    def rates(self) -> Rates:
+        """Learning rates that suit it, where none is given."""
         ...
 
     @property

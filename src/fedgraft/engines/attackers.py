@@ -25,7 +25,7 @@ from fedgraft.randomness import numpy_stream, torch_stream
 from fedgraft.update.codecs import BadPayload, decode
 
 DATA_ATTACKS = {"label_flip": "", "backdoor": "", "backdoor_boosted": "scaling"}
-"""Attacks on the liars' examples, each with the attack on changes that follows it."""
+"""Attacks on the attackers' examples, each with the attack on changes that follows it."""
 NAMES = (*ATTACKS, *DATA_ATTACKS)
 
 
@@ -60,7 +60,7 @@ class Trigger:
 class Attacked:
     """An engine whose `liars` follow `attack`: a name in `NAMES`, with the attack's own numbers in `options`.
 
-    A data attack gives the wrapped engine a workplace in which the liars hold other rows; do not use its old one
+    A data attack gives the wrapped engine a context in which the attackers hold other rows; do not use its old one
     at the same time, because both drive one network.
     """
 
@@ -155,7 +155,7 @@ class Attacked:
 def choose_attackers(clients: int, share: float, seed: int) -> frozenset[int]:
     """round(share · K) clients, drawn from the seed."""
     if not 0 <= share < 0.5:
-        raise FedgraftError(f"the share of liars is {share}; against half or more of the clients no rule can help.")
+        raise FedgraftError(f"the share of attackers is {share}; against half or more of the clients no rule can help.")
     drawn = numpy_stream(seed, "attackers").permutation(clients)[: round(share * clients)]
     return frozenset(int(client) for client in drawn)
 

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from fedgraft.admission import admit
 from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext, ClientMemory, handle
+from fedgraft.client import ClientContext, ClientMemory, carry_out
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import Preparable, prepare_features
+from fedgraft.errors import Refused
 from fedgraft.local.optimizers import Optimizer
 from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.messages import Order, Reply
@@ -160,19 +162,33 @@ class Batched:
         self._buffers: list[dict[str, Tensor]] = []
         self._threads: ThreadPoolExecutor | None = None
 
-    def exchange(self, orders: Sequence[Order]) -> list[Reply]:
-        """Carry out the orders; replies in their order."""
+    def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
+        """Carry out the orders; replies in their order, (client, sentence) for one that was refused."""
         able = self.reason is None
         together = [i for i, o in enumerate(orders) if able and o.action == "train" and not o.auxiliary]
+        together = [i for i in together if self._admitted(orders[i])]
+        found: dict[int, Reply | tuple[int, str]] = {}
         with asking(orders) as asked:
-            found = dict(zip(together, self._train([orders[i] for i in together], asked), strict=True))
+            found |= zip(together, self._train([orders[i] for i in together], asked), strict=True)
             for i, order in enumerate(orders):
                 if i not in found:
-                    found[i], kept = handle(order, self.algorithm, self.context, self.memory.get(order.client, {}))
+                    reply, kept = carry_out(order, self.algorithm, self.context, self.memory.get(order.client, {}))
+                    found[i] = (order.client, reply) if isinstance(reply, str) else reply
                     asked.advance()
                     if kept:
                         self.memory[order.client] = kept
         return [found[i] for i in range(len(orders))]
+
+    def _admitted(self, order: Order) -> bool:
+        """Whether the client's rules let it train; one that they do not is refused by name when its turn comes."""
+        memory = self.memory.get(order.client, {})
+        try:
+            kept = admit(order, self.algorithm, self.context, memory)
+        except Refused:
+            return False
+        if kept is not memory:
+            self.memory[order.client] = kept
+        return True
 
     def _train(self, orders: Sequence[Order], asked: Phase) -> list[Reply]:
         """Replies in the order of the orders; clients of equal steps and about equal batches share a chunk."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext, ClientMemory, handle
+from fedgraft.client import ClientContext, ClientMemory, carry_out
 from fedgraft.messages import Order, Reply
 from fedgraft.progress import asking
 
@@ -18,12 +18,12 @@ class InProcess:
         self.context = context
         self.memory: dict[int, ClientMemory] = {}
 
-    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        """Carry out the orders one by one."""
+    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply | tuple[int, str]]:
+        """Carry out the orders one by one; (client, sentence) stands for one that was refused."""
         with asking(orders) as asked:
             for order in orders:
-                reply, kept = handle(order, self.algorithm, self.context, self.memory.get(order.client, {}))
+                reply, kept = carry_out(order, self.algorithm, self.context, self.memory.get(order.client, {}))
                 if kept:
                     self.memory[order.client] = kept
                 asked.advance()
-                yield reply
+                yield (order.client, reply) if isinstance(reply, str) else reply

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext, ClientMemory, handle
+from fedgraft.client import ClientContext, ClientMemory, carry_out
 from fedgraft.engines.shared_memory import Parts, Work, Workers
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, pack, unpack
 from fedgraft.progress import EXTRACTION, asking, phase
+
+_REFUSED = b"refused "  # no message begins so: its first bytes are a length
 
 
 class Pool:
@@ -53,7 +55,8 @@ class Pool:
         except BaseException:
             self.close()
             raise
-        self.memory |= {found[0].client: found[1] for found in answers if found is not None and found[1]}
+        pairs = zip(orders, answers, strict=True)
+        self.memory |= {o.client: found[1] for o, found in pairs if found is not None and found[1]}
         late = f"no answer within {self.deadline} s"
         return [(o.client, late) if found is None else found[0] for o, found in zip(orders, answers, strict=True)]
 
@@ -86,15 +89,18 @@ def _work(algorithm: Algorithm, context: ClientContext) -> Work:
 
     def work(parts: Parts) -> list[bytes]:
         order, memory = unpack(Order, parts[0]), unpack(Order, parts[1]).auxiliary
-        reply, kept = handle(order, algorithm, context, memory)
-        unchanged = kept is memory
-        return [pack(reply), *([] if unchanged else [pack(Reply(order.run, order.round, order.client, evidence=kept))])]
+        reply, kept = carry_out(order, algorithm, context, memory)
+        remembers = [] if kept is memory else [pack(Reply(order.run, order.round, order.client, evidence=kept))]
+        return [_REFUSED + reply.encode() if isinstance(reply, str) else pack(reply), *remembers]
 
     return work
 
 
-def _receive(order: Order, parts: Parts) -> tuple[Reply, ClientMemory]:
-    return unpack(Reply, parts[0]), unpack(Reply, parts[1]).evidence if len(parts) > 1 else {}
+def _receive(order: Order, parts: Parts) -> tuple[Reply | tuple[int, str], ClientMemory]:
+    first, kept = bytes(parts[0][: len(_REFUSED)]), unpack(Reply, parts[1]).evidence if len(parts) > 1 else {}
+    if first == _REFUSED:
+        return (order.client, bytes(parts[0][len(_REFUSED) :]).decode()), kept
+    return unpack(Reply, parts[0]), kept
 
 
 @runtime_checkable

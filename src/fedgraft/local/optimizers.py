@@ -27,6 +27,8 @@ class Optimizer:
     """Displacement after n steps of a constant unit gradient at lr 1; None where it is not a fixed number."""
     heavy_ball: float | None = None
     """β where a step is v ← βv+g, θ ← θ−ηv and nothing else, which an engine may fold into its matrix products."""
+    adaptive: bool = False
+    """Each coordinate moves about the rate, however small its gradient."""
     stackable: bool = False
     """The vectors of several clients may be stepped as one long vector."""
 
@@ -67,7 +69,8 @@ def sgdm(
         return sum(gains[1:] if nesterov else gains[:-1])
 
     plain = not (weight_decay or nesterov or dampening)
-    return Optimizer("sgdm", init, step, effective_steps if not dampening else None, momentum if plain else None, True)
+    displaced, ball = effective_steps if not dampening else None, momentum if plain else None
+    return Optimizer("sgdm", init, step, displaced, ball, stackable=True)
 
 
 def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Optimizer:
@@ -85,7 +88,7 @@ def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_de
         denominator = (state["second"] / (1 - beta2**t)).sqrt_().add_(eps)
         values.addcdiv_(state["first"], denominator, value=-lr / (1 - beta1**t))
 
-    return Optimizer("adamw", init, step)
+    return Optimizer("adamw", init, step, adaptive=True)
 
 
 def clip_(gradient: Tensor, limit: float) -> float:

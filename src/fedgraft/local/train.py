@@ -45,13 +45,14 @@ class LocalTraining:
     steps: int | None = None
     epochs: int | None = None
     batch_size: int = 64
-    lr: float = 0.01
+    lr: float | None = None
+    """None: the rate that suits what trains."""
     optimizer: Optimizer = field(default_factory=sgdm)
     correction: Correction = field(default_factory=none)
     clip: float | None = None
     """Largest norm of the gradient on what may move."""
     head_lr: float | None = None
-    """The head's rate as a multiple of the others'; None: the same. One rate rarely serves both."""
+    """The head's rate as a multiple of the others'; None: what suits what trains, 1: the same."""
     momentum_correction: bool = False
     """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
     sampling: str = "uniform"

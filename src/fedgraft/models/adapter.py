@@ -8,7 +8,6 @@ object) is written to `base/` beside them. Nothing is written that `peft` does n
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 
 from fedgraft.edit.lora import adapted
 from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.models.export import appearing, check_same, label_names, to_classifier, write_papers
+from fedgraft.models.export import appearing, check_same, label_names, to_classifier, write_labels, write_papers
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
 
@@ -45,7 +44,7 @@ def export_adapter(
         if not base.stored:
             blank.save_pretrained(made / "base")
         check_same(network, peft.PeftModel.from_pretrained(blank, str(made)).eval())
-        (made / "labels.json").write_text(json.dumps(names, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        write_labels(made, names)
         write_papers(made, preprocessor, card)
     return Path(folder)
 

@@ -32,6 +32,7 @@ from fedgraft.models.small import NoBackbone, SmallCnn, SmallConfig
 from fedgraft.randomness import derive
 
 NANO = Path(__file__).parent / "nano"
+_NANO_TERMS = "other, for research, tests and teaching (see the card of nano)"
 
 _ALIASES = {
     "vit-s16": "vit:width=384,depth=12,heads=6,patch=16,size=224",
@@ -55,10 +56,13 @@ def model(
 ) -> VisionNetwork:
     """The network of this source in float32: with a fresh head for `classes`, else the stored one, else none yet.
 
-    Everything that is drawn (the head, and the backbone where nothing is pretrained) comes from `seed`. Another image
-    size than the pretrained one interpolates the position embeddings once; what comes out is a plain network. A model
-    object does not know its preprocessing: give its image processor, or what its preprocessor_config.json says.
+    A run makes the head where none fits its data. Everything that is drawn (the head, and the backbone where nothing is
+    pretrained) comes from `seed`. Another image size than the pretrained one interpolates the position embeddings once;
+    what comes out is a plain network. A model object does not know its preprocessing: give its image processor, or what
+    its preprocessor_config.json says.
     """
+    if isinstance(source, VisionNetwork):
+        return source
     if classes is not None and classes < 1:
         raise FedgraftError(f"a network for {classes} classes cannot be built; give at least 1.")
     if isinstance(source, str | Path):
@@ -71,9 +75,10 @@ def model(
     if size != folders.trained_size(backbone.config):
         backbone = at_size(backbone, size)
     width = _width(backbone, size)
-    kept = folders.fitting(stored, width, facts.source) if classes is None else None
+    kept, unfit = folders.fitting(stored, width, facts.source) if classes is None else (None, "")
     head = linear(*kept) if kept else draw_head(width, classes or 0, seed)
     network = VisionNetwork(backbone, head, size, dropout)
+    network.notes += (unfit,) if unfit else ()
     network.source, network.licence, network.stored = facts.source, facts.licence, facts.stored
     given = preprocessor.to_dict() if hasattr(preprocessor, "to_dict") else preprocessor
     network.preprocessor = facts.preprocessor if given is None else given
@@ -89,7 +94,8 @@ def load_network(
     """The named network with a head: a fresh one for `classes`, or the stored one, which must then be there."""
     network = model(name, classes, image_size, dropout, seed)
     if not network.classes:
-        raise FedgraftError("this network has no stored head; say for how many classes to make one.")
+        why = next((note for note in network.notes if "head stored" in note), "this network has no stored head")
+        raise FedgraftError(f"{why}; say for how many classes to make one.")
     return network
 
 
@@ -99,7 +105,7 @@ def _named(name: str | Path, seed: int) -> tuple[Any, folders.Stored, folders.Fa
     if kind in _DEFAULTS:
         return _drawn(kind, _options(kind, options), seed), None, folders.Facts(str(name))
     source = NANO if text == "nano" else folders.locate(text)
-    facts = folders.Facts(text) if text == "nano" else folders.facts(source, text)
+    facts = folders.Facts(text, _NANO_TERMS) if text == "nano" else folders.facts(source, text)
     return folders.load_backbone(source), folders.stored_head(source), facts
 
 

@@ -26,6 +26,13 @@ images = AutoImageProcessor.from_pretrained("this folder")
 ```
 Where the images are of another size than the base was made for, call the model with `interpolate_pos_encoding=True`."""
 
+_LOAD_EDIT = """```
+fedgraft edit inspect adapted.edit
+fedgraft edit apply adapted.edit --model {base} --to FOLDER     # FOLDER is what transformers loads
+```
+`labels.json` names the outputs in their order."""
+_USE = {"merged": ("transformers", _LOAD), "adapter": ("peft", _LOAD_ADAPTER), "edit": ("fedgraft", _LOAD_EDIT)}
+
 
 @dataclass(frozen=True)
 class Card:
@@ -40,15 +47,16 @@ class Card:
     metrics: Mapping[str, object] = field(default_factory=dict)
     protection: str = "none: updates were aggregated in the clear, without noise"
 
-    def text(self, adapter: bool = False, bundled: bool = False) -> str:
+    def text(self, kind: str = "merged", bundled: bool = False) -> str:
         """The card as README.md, with the front matter that the Hub reads; `bundled`: the base lies in `base/`."""
-        front = [f"library_name: {'peft' if adapter else 'transformers'}", "pipeline_tag: image-classification"]
-        front += [f"license: {self.licence}"] if self.licence else []
+        library, use = _USE[kind]
+        front = [f"library_name: {library}", "pipeline_tag: image-classification"]
+        front += [f"license: {self.licence.partition(',')[0]}"] if self.licence else []
         front += [f"base_model: {self.base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", self.base) else []
         front += ["tags: [federated-learning, fedgraft]"]
         licence = f"Licence of the base: {self.licence}." if self.licence else "The base names no licence."
         sections = {
-            "Use": _LOAD_ADAPTER.format(base="this folder/base" if bundled else self.base) if adapter else _LOAD,
+            "Use": use.replace("{base}", "this folder/base" if bundled else self.base),
             "Base": f"{self.base or 'weights drawn from a seed'}. {licence}",
             "Data": self.data,
             "Training": _table(self.training),
@@ -65,5 +73,5 @@ def without_paths(text: str) -> str:
 
 
 def _table(values: Mapping[str, object]) -> str:
-    rows = [f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} |" for name, value in values.items()]
+    rows = [f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |" for name, value in values.items()]
     return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""

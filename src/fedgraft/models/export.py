@@ -63,6 +63,12 @@ def appearing(folder: Path) -> Iterator[Path]:
         made.rename(folder)
 
 
+def write_labels(folder: Path, names: Sequence[str]) -> None:
+    """Put the names of the classes, in the order of the outputs, where no configuration holds them."""
+    text = json.dumps(list(names), ensure_ascii=False, indent=1) + "\n"
+    (folder / "labels.json").write_text(text, encoding="utf-8")
+
+
 def write_papers(folder: Path, preprocessor: Mapping[str, Any], card: str) -> None:
     """Put the preprocessing and the model card beside the weights."""
     text = json.dumps(dict(preprocessor), indent=2) + "\n"
@@ -74,7 +80,10 @@ def to_classifier(network: VisionNetwork, label_names: Sequence[str]) -> Any:
     """The network as `transformers`' own classification model, checked to give the same logits."""
     if network.config is None or isinstance(network.config, SmallConfig):
         own = type(network.backbone).__name__ if network.config is None else network.config.model_type
-        raise FedgraftError(f"transformers has no model like {own!r}; save what was learned with: fedgraft edit save")
+        raise FedgraftError(
+            f"transformers has no model like {own!r}; take it from Python (result.module()), or save what was learned "
+            "with: fedgraft export RUN FOLDER --as edit"
+        )
     config = network.config.__class__.from_dict(network.config.to_dict())
     config.id2label = dict(enumerate(label_names))
     config.architectures = []  # what the backbone was stored as; transformers would prefer that class

@@ -171,19 +171,16 @@ def head_of(state: Mapping[str, Tensor]) -> Stored:
     return found["weight"].detach().cpu().float().clone(), found["bias"].detach().cpu().float().clone()
 
 
-def fitting(stored: Stored, width: int, where: str) -> Stored:
-    """The stored head if it reads `width` numbers; any other is refused."""
+def fitting(stored: Stored, width: int, where: str) -> tuple[Stored, str]:
+    """The stored head if it reads `width` numbers, else none and why."""
     if stored is None:
-        return None
+        return None, ""
     weight, bias = stored
     if weight.shape[1] == 2 * width and not weight[:, width:].any():
         weight = weight[:, :width].contiguous()  # DINOv2's classifier also reads the mean of the patches
     if weight.shape[1] != width:
-        raise FedgraftError(
-            f"the head stored in {where} reads {weight.shape[1]} numbers, the backbone gives {width}: "
-            "say for how many classes to make a new one."
-        )
-    return weight, bias
+        return None, f"the head stored in {where} reads {weight.shape[1]} numbers and the backbone gives {width}"
+    return (weight, bias), ""
 
 
 def _config(folder: Path) -> Any:

@@ -14,32 +14,35 @@ from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD, Dropout, Vision
 from fedgraft.models.quiet import drawn_from
 from fedgraft.randomness import torch_stream
 
+_USUAL = (224, 32, 64, 28, 96, 128, 256, 299, 384, 16, 8)
+
 
 def module(
     net: nn.Module,
     head: str = "fc",
     blocks: str | Sequence[str] | None = None,
     *,
-    image_size: int,
+    image_size: int | None = None,
     mean: Sequence[float] = IMAGENET_MEAN,
     std: Sequence[float] = IMAGENET_STD,
 ) -> VisionNetwork:
     """A copy of `net` as a network: `head` names its last, linear layer, `blocks` a list of layers or each of them.
 
-    Without `blocks` it counts as one block. That the parts give together what `net` gives is checked on random images.
+    Without `blocks` it counts as one block. Without an image size it is the first of the usual ones that `net` can
+    read, 224 before 32. That the parts give together what `net` gives is checked on random images.
     """
-    images = torch.randn(2, 3, image_size, image_size, generator=torch_stream(0, "module"))
     backbone = copy.deepcopy(net).float().requires_grad_(True).cpu().eval()
-    expected = _logits(backbone, images)
-    notes = _own_randomness(backbone)
+    size, images, expected = _tried(backbone, _USUAL if image_size is None else (image_size,))
+    notes = [] if image_size is not None else [f"it is given images of {size} pixels, the first usual size it reads."]
+    notes += _own_randomness(backbone)
     last = _take_head(backbone, head)
     if last.bias is None:
         notes.append("its head had no bias and was given one of 0.")
     bias = torch.zeros(last.out_features) if last.bias is None else last.bias.data
     paths = _paths(backbone, blocks)
     owners = watch(backbone, paths, images[:1]) if paths else {}
-    cut = Hooked(paths, owners, image_size, head)
-    network = VisionNetwork(backbone, linear(last.weight.data, bias), image_size, cut=cut)
+    cut = Hooked(paths, owners, size, head)
+    network = VisionNetwork(backbone, linear(last.weight.data, bias), size, cut=cut)
     network.mean, network.std = tuple(mean), tuple(std)
     network.notes += tuple(notes)
     network.source = type(net).__name__
@@ -100,14 +103,19 @@ def _own_randomness(net: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def _logits(net: nn.Module, images: Tensor) -> Tensor:
-    try:
-        return vector(net(images))
-    except Exception as error:
-        raise FedgraftError(
-            f"this {type(net).__name__} cannot read images (2, 3, {images.shape[-1]}, {images.shape[-1]}): "
-            f"{type(error).__name__}; give the image_size it was made for."
-        ) from error
+def _tried(net: nn.Module, sizes: Sequence[int]) -> tuple[int, Tensor, Tensor]:
+    """The first of these sizes that the module reads, random images of it, and what it makes of them."""
+    failed: Exception | None = None
+    for size in sizes:
+        images = torch.randn(2, 3, size, size, generator=torch_stream(0, "module"))
+        try:
+            return size, images, vector(net(images))
+        except Exception as error:
+            failed = error
+    raise FedgraftError(
+        f"this {type(net).__name__} cannot read images (2, 3, {sizes[-1]}, {sizes[-1]}): {type(failed).__name__}; "
+        "give the image_size it was made for."
+    ) from failed
 
 
 @torch.no_grad()

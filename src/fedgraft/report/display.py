@@ -131,7 +131,9 @@ def protection_rows(told: Mapping[str, Any]) -> dict[str, str]:
 
 
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
-    """The final table of a run; what it did not measure is left out."""
+    """The final table of a run; what it did not measure is left out. A note about the delivered model comes first."""
+    if "note" in summary:
+        console.print(summary["note"], style="yellow", highlight=False, markup=False, soft_wrap=True)
     test, found = summary.get("test") or {}, summary.get("metrics") or {}
     rows = protection_rows(summary.get("privacy") or {})
     rows |= {f"test {label(key)}": " - ".join(metric(v)) for key, v in found.items() if v and ":" not in key}
@@ -178,6 +180,19 @@ def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
         done = NONE if info.round is None else str(info.round)
         costs = size(info.bytes) if info.bytes else NONE, clock(info.seconds) if info.seconds else NONE
         table.add_row(escape(info.name), info.status, done, percent(info.best), percent(info.test), *costs)
+    _print(console, table)
+
+
+def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, Any]) -> None:
+    """Metrics of each class: how many images, how many are found (with an interval), F1 and AUROC."""
+    table = Table("class", "images", "found", "95 % interval", "F1", "AUROC", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in classes:
+        found, f1, auroc = (metrics.get(f"{key}:{name}") for key in ("sensitivity", "f1", "auroc"))
+        cells = [NONE, NONE]
+        if found is not None:
+            cells = [percent(found.value, 1), f"{percent(found.low, 1)} to {percent(found.high, 1)}"]
+        rest = (NONE if one is None else f"{one.value:.3f}" for one in (f1, auroc))
+        table.add_row(escape(name), str(0 if found is None else found.n), *cells, *rest)
     _print(console, table)
 
 

@@ -1,24 +1,25 @@
-"""The adapted model of a finished (or interrupted) run: evaluate it elsewhere, or hand it on."""
+"""The adapted model of a finished (or interrupted) run, opened again with or without the data it was trained on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fedgraft.config.build import build_network
 from fedgraft.config.load import from_folder
-from fedgraft.data.examples import examples_of
-from fedgraft.data.sources import load_dataset
+from fedgraft.data.examples import FeatureExamples
 from fedgraft.deploy.deployed import absent_data
 from fedgraft.edit.lora import adapted as adapters
 from fedgraft.edit.lora import merge
 from fedgraft.errors import FedgraftError
-from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint
-from fedgraft.runs.deliver import deliver
+from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening, open_run
@@ -33,6 +34,8 @@ class Adapted:
     job: Job
     opening: Opening
     last: Tensor
+    made: Callable[[], VisionNetwork] | None = None
+    """Makes the network anew, where the config cannot."""
 
     @property
     def network(self) -> VisionNetwork:
@@ -44,15 +47,22 @@ class Adapted:
         """Names of the classes, in the order of the outputs."""
         return self.job.task.data.dataset.classes
 
+    def base(self) -> VisionNetwork:
+        """The plain network the run began with: its backbone and the head it started from."""
+        network = build_network(self.job.config, self.job.task.data.dataset) if self.made is None else self.made()
+        install(network, self.opening.head)
+        return network
+
     def plain(self) -> VisionNetwork:
-        """The network with low-rank factors, where there are some, merged into the weights."""
-        if adapters(self.network):
-            merge(self.network)
-        return self.network
+        """A copy of the network with low-rank factors, where there are some, merged into the weights."""
+        network = copy.deepcopy(self.network)
+        if adapters(network):
+            merge(network)
+        return network
 
 
-def adapted(folder: Path | str) -> Adapted:
-    """What a run's folder holds, opened again."""
+def adapted(folder: Path | str, data: bool = True) -> Adapted:
+    """What a run's folder holds, opened again; without `data` its images need not be there any more."""
     folder = Path(folder)
     record = RunFolder.open(folder)
     found = checkpoint.load_latest(record.checkpoints, record.config_digest)
@@ -64,45 +74,28 @@ def adapted(folder: Path | str) -> Adapted:
     if config.digest != record.config_digest:
         if record.config_digest.startswith("objects-"):
             raise FedgraftError(
-                f"{folder} was made from Python objects, which its config does not hold; use the result there "
-                "(result.predict, result.save_pretrained)."
+                f"{folder} was made from Python objects, which its config does not hold; run the same script again, "
+                "which computes nothing anew, and use its result (result.predict, result.save_pretrained)."
             )
         raise FedgraftError(f"{folder / 'config.toml'} was changed since the run began; restore it, or run it anew")
-    job = job_of(config, absent_data(config, found.meta["classes"]) if "classes" in found.meta else None)
-    install(job.task.network, found.tensors["head"])
-    opening = open_run(job, None, saved_edit(found.tensors))
+    given = config.model.name == "features"  # then the width of the network is the data's to say
+    if found.meta.get("elsewhere") or not (data or given):
+        config = config.model_copy(update={"trainable": config.trainable.model_copy(update={"match_norm": None})})
+        none = FeatureExamples(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
+        return reopened(job_of(config, absent_data(config, found.meta["classes"])), found, None, none)
+    return reopened(job_of(config), found)
+
+
+def reopened(
+    job: Job,
+    found: Checkpoint,
+    opening: Opening | None = None,
+    probe: FeatureExamples | None = None,
+    made: Callable[[], VisionNetwork] | None = None,
+) -> Adapted:
+    """A job with the model of a checkpoint in its network; its edit space is opened unless it is open already."""
+    if opening is None:
+        install(job.task.network, found.tensors["head"])
+        opening = open_run(job, None, saved_edit(found.tensors), probe)
     opening.context.show(found.tensors.get("best/vector", found.tensors["vector"]))
-    return Adapted(job, opening, found.tensors["vector"])
-
-
-def evaluate_run(folder: Path | str, data: str | None = None) -> Evaluation:
-    """Accuracy on the run's test images, or on a class-per-directory folder with the same classes."""
-    found = adapted(folder)
-    task = found.job.task
-    if data is None and task.data.blind:
-        raise FedgraftError(f"the images of {folder} are on its nodes; name a folder of others with --data.")
-    if data is None:
-        return evaluate(found.network, task.test_images, torch.arange(len(task.test_images)), 128)
-    other = load_dataset("folder", data)
-    known = {name: i for i, name in enumerate(found.classes)}
-    strange = sorted(set(other.classes) - set(known))
-    if strange:
-        raise FedgraftError(
-            f"{data} holds the class {strange[0]!r}, which the run does not know: {', '.join(known)[:200]}"
-        )
-    places = torch.tensor([known[name] for name in other.classes])
-    total: Evaluation | None = None
-    for store in (other.train, other.test):
-        examples = examples_of(replace(store, labels=places[torch.as_tensor(store.labels)].numpy()), task.transform)
-        part = evaluate(found.network, examples, torch.arange(len(examples)), 128)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
-
-
-def export_run(folder: Path | str, to: Path | str) -> None:
-    """The adapted model as a `transformers` folder."""
-    found = adapted(folder)
-    record = RunFolder.open(folder)
-    summary = record.summary() if record.status == "finished" else {}
-    deliver(found.job.task, found.job.config, found.job.algorithm.name, summary, to)
+    return Adapted(job, opening, found.tensors["vector"], made)

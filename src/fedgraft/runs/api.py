@@ -6,40 +6,41 @@ keyword arguments, and further options by their config names (`**options`).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import rich
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fedgraft.models
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.build import build_federation, device_named
 from fedgraft.config.load import load, merge, to_toml, validate
 from fedgraft.config.options import Config
 from fedgraft.data.federated import FederatedData
+from fedgraft.data.partition import given
+from fedgraft.data.sources import Dataset
 from fedgraft.errors import FedgraftError
-from fedgraft.local.evaluate import Evaluation, evaluate
-from fedgraft.models.identity import digest
+from fedgraft.identity import digest
+from fedgraft.models import original
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.display import LiveProgress
 from fedgraft.runs import checkpoint
+from fedgraft.runs.adapted import Adapted, reopened
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.deliver import deliver
-from fedgraft.runs.head_init import install
 from fedgraft.runs.job import Job, head_only, job_of, transform_for
-from fedgraft.runs.opening import open_run
-from fedgraft.runs.predict import Prediction, Predictor, files_of
+from fedgraft.runs.predict import Measured, Prediction, Predictor, files_of
 from fedgraft.runs.run import run_job
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.saving import saved_edit
 from fedgraft.runs.task import Task
 from fedgraft.runs.tracking import Progress
 
@@ -53,38 +54,48 @@ class Result:
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     folder: Path
-    task: Task
-    config: Config
-    algorithm: str
+    found: Adapted
 
     @property
     def network(self) -> VisionNetwork:
         """The adapted network (the best model by validation)."""
-        return self.task.network
+        return self.found.network
+
+    @property
+    def task(self) -> Task:
+        """What was learned: network, data and the transform between them."""
+        return self.found.job.task
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the outputs."""
-        return self.task.data.dataset.classes
+        return self.found.classes
 
     @property
     def accuracy(self) -> float:
         """Accuracy on the test images, or on validation images where the test was left out."""
         return float(self.summary.get("test", self.summary["validation"])["accuracy"])
 
-    def predict(self, images: str | Path | Sequence[str | Path]) -> list[Prediction]:
+    @property
+    def predictor(self) -> Predictor:
+        """The adapted model with its classes and its preprocessing."""
+        return Predictor(self.network, self.classes, self.task.transform)
+
+    def predict(self, images: str | Path | Iterable[str | Path]) -> list[Prediction]:
         """Labels and scores for files, folders or patterns such as "new/*.png"."""
-        patterns = [images] if isinstance(images, str | Path) else images
-        return Predictor(self.network, self.classes, self.task.transform)(files_of(patterns))
+        return self.predictor(files_of(images))
 
-    def evaluate(self) -> Evaluation:
-        """The delivered model on the test images, again."""
-        images = self.task.test_images
-        return evaluate(self.network, images, torch.arange(len(images)), 128)
+    def evaluate(self, data: Dataset | str | Path | None = None) -> Measured:
+        """The delivered model on labelled images; on the test images again where none are given."""
+        return self.predictor.measure(self.task.test_images) if data is None else self.predictor.evaluate(data)
 
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """A folder that `transformers` loads, with the preprocessing that was trained."""
-        return deliver(self.task, self.config, self.algorithm, self.summary, folder)
+    def save_pretrained(self, folder: str | Path, kind: str = "merged") -> Path:
+        """A folder that `transformers` loads, with the preprocessing that was trained; or an "adapter" or "edit"."""
+        return deliver(self.found, self.summary, folder, kind, self.folder.resolve().name)
+
+    def module(self) -> nn.Module:
+        """The module that was given to `fg.module`, with the adapted weights."""
+        return original(self.network)
 
     @property
     def report(self) -> Path:
@@ -99,16 +110,14 @@ class Result:
         start = self.curve()[0][1] if self.curve() else float("nan")
         best, up = self.summary["validation"]["accuracy"], self.summary["bytes_up"] / 1e6
         test = f", test {100 * self.accuracy:.1f} %" if "test" in self.summary else ""
-        lines = [
+        return "\n".join([
+            *([self.summary["note"]] if "note" in self.summary else []),
             f"Result({self.summary['rounds']} rounds, best after round {self.summary['best_round']})",
             f"  validation {100 * start:.1f} % -> {100 * best:.1f} %{test}",
             f"  {self.summary['edited']['coordinates']:,} of {self.summary['edited']['of']:,} weights trained, "
             f"{up:.1f} MB up, {self.summary['bytes_down'] / 1e6:.1f} MB down, {self.summary['seconds']:.0f} s",
             f"  folder {self.folder}",
-        ]
-        if "note" in self.summary:
-            lines.insert(1, f"  {self.summary['note']}")
-        return "\n".join(lines)
+        ])  # fmt: skip
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><td>{n}</td><td>{100 * value:.1f} %</td></tr>" for n, value in self.curve())
@@ -118,9 +127,9 @@ class Result:
 
 
 def run(
-    algorithm: Algorithm,
-    model: VisionNetwork,
-    clients: FederatedData,
+    algorithm: Algorithm | Job,
+    model: Any = None,
+    clients: FederatedData | Sequence[Any] | None = None,
     rounds: int = 20,
     *,
     folder: str | Path | None = None,
@@ -134,53 +143,77 @@ def run(
 ) -> Result:
     """Adapt the model to the clients' data. `options` are tables of the config, an underscore where the name is taken:
 
-    `rounds_={"fraction": 0.5}`, `model_={"head": "probe"}`, `personal={...}`, `data={...}`.
+    `rounds_={"fraction": 0.5}`, `model_={"head": "probe"}`, `personal={...}`, `data={"resize": "squash"}`.
+
+    `model` is what `fg.model` gives or takes, and is left as it is; a head for the classes is made unless its own
+    fits. `clients` may be a list of datasets, one for each client. Instead of all three give what `fg.load` gave.
 
     Without a folder the run lives in a temporary one, whose path the result names. With one, an interrupted run
     goes on where it stopped, and a finished one is not run again.
     """
-    config = head_only(_config(algorithm, clients, rounds, seed, engine, workers, options), algorithm)
-    network = model.to(device_named(config.device))
-    if network.classes != clients.classes:
-        raise FedgraftError(
-            f"the model's head has {network.classes} outputs and the data {clients.classes} classes; load the model "
-            f"with classes={clients.classes}."
-        )
+    if isinstance(algorithm, Job):
+        job, made = algorithm, None
+        place = Path(folder) if folder is not None else Path("runs") / f"{job.config.name}-{job.config.digest}"
+    else:
+        data, network = _clients(clients), fedgraft.models.model(model, seed=seed)
+        config = head_only(_config(algorithm, data, rounds, seed, engine, workers, options), algorithm)
+        made = lambda: network.with_head(data.classes, seed)  # noqa: E731
+        job = _job(algorithm, network if network.classes == data.classes else made(), data, config, augment)
+        place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="fedgraft-")) / "run"
+    return _finished(job, place, progress, callbacks, made)
+
+
+def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
+    if isinstance(clients, FederatedData):
+        return clients
+    if isinstance(clients, list | tuple) and clients:
+        return given(clients)
+    way = (
+        "by_site(data)" if isinstance(clients, Dataset) and clients.train.sites is not None else "iid(data, clients=8)"
+    )
+    raise FedgraftError(
+        f"a {type(clients).__name__} does not say who holds what: divide the data first, for example "
+        f"fg.partition.{way}, or give a list of datasets, one for each client."
+    )
+
+
+def _job(
+    algorithm: Algorithm, network: VisionNetwork, data: FederatedData, config: Config, augment: Sequence[str]
+) -> Job:
+    network = copy.deepcopy(network).to(device_named(config.device))  # what is given stays as it is
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
-    task = Task(network, clients, transform, "objects")
-    identity = "objects-" + _digest([config.digest, digest(network), *clients.identity, transform.digest, algorithm])
-    federation = replace(build_federation(config, clients.largest), run=identity)
-    job = Job(config, algorithm, task, federation, identity, from_objects=True)
-    place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="fedgraft-")) / "run"
-    return _finished(job, place, progress, callbacks)
+    identity = "objects-" + _digest([config.digest, digest(network), *data.identity, transform.digest, algorithm])
+    federation = replace(build_federation(config, algorithm.lr, data.largest), run=identity)
+    return Job(config, algorithm, Task(network, data, transform, "objects"), federation, identity, from_objects=True)
 
 
-def _finished(job: Job, folder: Path, progress: Progress | None, callbacks: Sequence[Callback]) -> Result:
+def _finished(
+    job: Job,
+    folder: Path,
+    progress: Progress | None,
+    callbacks: Sequence[Callback],
+    made: Callable[[], VisionNetwork] | None,
+) -> Result:
     with nullcontext(progress) if progress is not None else LiveProgress(rich.get_console()) as shown:
-        summary, done = run_job(
-            lambda: (job, None), folder, job.identity, to_toml(job.config), shown, progress is None, callbacks
-        )
+        if job.config.engine == "flower-sim":
+            from fedgraft.deploy.flower_apps import simulate
+
+            summary, done = simulate(job.config, folder, shown), None
+        else:
+            summary, done = run_job(
+                lambda: (job, None), folder, job.identity, to_toml(job.config), shown, progress is None, callbacks
+            )
     record = RunFolder.open(folder)
     found = checkpoint.load_latest(record.checkpoints, job.identity)
     if found is None:
         raise FedgraftError(f"{folder} says that it is finished, and has no good checkpoint; run it anew.")
-    if done is None:  # run before: open it again from what was kept
-        install(job.task.network, found.tensors["head"])
-    opening = open_run(job, None, saved_edit(found.tensors)) if done is None else done[1]
-    opening.context.show(found.tensors.get("best/vector", found.tensors["vector"]))
-    return Result(summary, record.metrics(), folder, job.task, job.config, job.algorithm.name)
+    return Result(summary, record.metrics(), folder, reopened(job, found, done and done[1], made=made))
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """The objects that a config file names; `run_loaded` runs them."""
+    """The objects that a config file names: `.algorithm`, `.model`, `.clients`; `fg.run` runs them as they are."""
     return job_of(load(Path(path), list(overrides)))
-
-
-def run_loaded(job: Job, folder: str | Path | None = None, callbacks: Sequence[Callback] = ()) -> Result:
-    """Run what `load_job` gave."""
-    place = Path(folder) if folder is not None else Path("runs") / f"{job.config.name}-{job.config.digest}"
-    return _finished(job, place, None, callbacks)
 
 
 def _config(
@@ -193,7 +226,8 @@ def _config(
     options: Mapping[str, Any],
 ) -> Config:
     """The options of a run as a config; the three objects stand beside it."""
-    local = {"lr": algorithm.local.lr, "batch_size": algorithm.local.batch_size}
+    given = {"lr": algorithm.local.lr, "batch_size": algorithm.local.batch_size}
+    local = {key: value for key, value in given.items() if value is not None}
     base = {
         "seed": seed, "engine": engine, "workers": workers, "local": local,
         "partition": {"clients": clients.clients}, "rounds": {"total": rounds},
@@ -205,7 +239,24 @@ def _config(
                 f"the option {name!r} is the algorithm's or the data's to say: give it to the object, for example "
                 "fg.secure(algorithm) or fg.fedavg(trainable=...)."
             )
-    return validate(merge(base, tables))
+    config = validate(merge(base, tables))
+    for table, (own, instead) in _OBJECTS.items():
+        if strange := sorted(set(tables.get(table, {})) - own):
+            raise FedgraftError(f"{table}.{strange[0]} is {instead}.")
+    if engine == "flower-sim":
+        raise FedgraftError(
+            "engine='flower-sim' builds everything anew in other processes, which objects cannot be: put the run in a "
+            "config file, then fg.run(fg.load('mine.toml', ['engine=flower-sim']))."
+        )
+    return config
+
+
+_OBJECTS = {
+    "data": ({"resize", "normalise", "cache_features", "grey_window"}, "the data's or the model's to say: give it to "
+             "fg.data..., fg.partition... or fg.model(..., image_size=112)"),
+    "model": ({"head", "ridge", "probe_steps"}, "the model's to say: give it to fg.model(...)"),
+}  # fmt: skip
+"""Options that may be said beside objects, and who says the others."""
 
 
 def _digest(parts: Sequence[Any]) -> str:

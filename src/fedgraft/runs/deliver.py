@@ -1,71 +1,114 @@
-"""Handing the adapted model on: a `transformers` folder or a PEFT adapter folder, with a card that says what it is."""
+"""Handing the adapted model on: a `transformers` folder, a PEFT adapter folder, or an edit, each with a card."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedgraft.config.options import Config
-from fedgraft.edit.lora import adapted as adapters
-from fedgraft.edit.lora import merge
+from fedgraft.edit import edit_file
+from fedgraft.errors import FedgraftError
 from fedgraft.models.card import Card
-from fedgraft.models.export import export
-from fedgraft.models.network import VisionNetwork
+from fedgraft.models.export import appearing, export, write_labels
 from fedgraft.progress import phase
-from fedgraft.runs.task import Task
+from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.edit_files import edit_of
+from fedgraft.runs.run_folder import RunFolder
+
+Summary = Mapping[str, Any]
 
 
-def deliver(task: Task, config: Config, algorithm: str, summary: Mapping[str, Any], to: Path | str) -> Path:
+def export_run(folder: Path | str, to: Path | str, kind: str = "merged") -> Path:
+    """The adapted model of a run folder as one of `KINDS`; the run's images need not be there any more."""
+    record = RunFolder.open(folder)
+    summary = record.summary() if record.status == "finished" else {}
+    return deliver(adapted(folder, data=False), summary, to, kind, record.path.resolve().name)
+
+
+def deliver(found: Adapted, summary: Summary, to: Path | str, kind: str = "merged", name: str = "run") -> Path:
+    """What was trained, in a new folder: the whole model (merged), an adapter, or the edit alone."""
+    if kind not in KINDS:
+        raise FedgraftError(f"a model cannot be exported as {kind!r}; choose {', '.join(KINDS)}.")
+    with phase("export"):
+        return KINDS[kind](found, card_of(found, summary), Path(to), name)
+
+
+def _merged(found: Adapted, card: Card, to: Path, name: str) -> Path:
     """The network as it was trained, factors merged, with the very preprocessing of its training."""
-    return export_network(task.network, task, card_of(task, config, algorithm, summary).text(), to)
+    return export(found.plain(), to, found.classes, found.job.task.transform.preprocessor, card.text())
 
 
-def deliver_adapter(
-    task: Task, base: VisionNetwork, config: Config, algorithm: str, summary: Mapping[str, Any], to: Path | str
-) -> Path:
+def _adapter(found: Adapted, card: Card, to: Path, name: str) -> Path:
     """Only the low-rank factors and the head, as a folder that `PeftModel.from_pretrained` loads on the base."""
     from fedgraft.models.adapter import export_adapter
 
-    card = card_of(task, config, algorithm, summary)
-    return export_adapter(
-        task.network, base, Path(to), list(task.data.dataset.classes), preprocessor_of(task), card.text(adapter=True)
-    )
+    base = found.base()
+    text = card.text("adapter", bundled=not base.stored)
+    return export_adapter(found.network, base, to, found.classes, found.job.task.transform.preprocessor, text)
 
 
-def export_network(network: VisionNetwork, task: Task, card: str, to: Path | str) -> Path:
-    """Any network for this task's classes, with this task's preprocessing."""
-    if adapters(network):
-        merge(network)
-    with phase("export"):
-        return export(network, Path(to), list(task.data.dataset.classes), preprocessor_of(task), card)
+def _edit(found: Adapted, card: Card, to: Path, name: str) -> Path:
+    """What training did to the base as one small file, `adapted.edit`."""
+    edit = edit_of(found, name)
+    with appearing(to) as made:
+        edit_file.save(edit, made / "adapted.edit")
+        write_labels(made, found.classes)
+        (made / "README.md").write_text(card.text("edit"), encoding="utf-8")
+    return to
 
 
-def preprocessor_of(task: Task) -> dict[str, Any]:
-    """What preprocessor_config.json must say to give the pixels of training."""
-    return task.transform.rule.to_preprocessor(task.transform.mean, task.transform.std)
+KINDS: dict[str, Callable[[Adapted, Card, Path, str], Path]] = {"merged": _merged, "adapter": _adapter, "edit": _edit}
 
 
-def card_of(task: Task, config: Config, algorithm: str, summary: Mapping[str, Any]) -> Card:
+def card_of(found: Adapted, summary: Summary) -> Card:
     """What there is to say about the model."""
-    data, test = task.data, summary.get("test", {})
-    edited = summary.get("edited", {})
-    training = {
-        "algorithm": algorithm, "rounds": summary.get("rounds"), "clients": data.clients,
+    task, config, algorithm = found.job.task, found.job.config, found.job.algorithm
+    edited, data = summary.get("edited", {}), summary.get("data", {})
+    training: dict[str, object] = {
+        "algorithm": algorithm.name, "rounds": summary.get("rounds"), "delivered": _delivered(summary),
+        "clients": config.partition.clients, "local rate": algorithm.local.lr, "batch": algorithm.local.batch_size,
         "weights trained": f"{edited.get('coordinates', 0):,} of {edited.get('of', 0):,}", "seed": config.seed,
     }  # fmt: skip
-    metrics = {"test accuracy": test.get("accuracy"), "test images": test.get("count")} if test else {}
-    metrics["validation accuracy"] = summary.get("validation", {}).get("accuracy")
-    p = config.privacy
-    told = [f"aggregation: {p.aggregation}"]
-    if "privacy" in summary:
-        told.append("epsilon {epsilon:.3g} at delta {delta:.3g}, per client".format(**summary["privacy"]))
+    told = data and f"{data['name']}: {data['images']:,} training images, {data['clients']} owners. "
     return Card(
         title=f"{config.name}, adapted with fedgraft",
-        data=f"{data.dataset.name}: {data.total:,} training images of {data.classes} classes, {data.clients} owners.",
+        data=f"{told or ''}Classes: {', '.join(found.classes)}.",
         base=task.network.source,
         licence=task.network.licence,
         training=training,
-        metrics=metrics,
-        protection="; ".join(told),
+        metrics=_metrics(summary),
+        protection=_protection(found, summary),
     )
+
+
+def _delivered(summary: Summary) -> str:
+    best = summary.get("best_round")
+    return "" if best is None else "the model the run began with" if best == 0 else f"the model after round {best}"
+
+
+def _metrics(summary: Summary) -> dict[str, object]:
+    """The run's numbers; those of `metrics` with the images behind them."""
+    found, test = summary.get("metrics") or {}, summary.get("test") or {}
+    rows: dict[str, object] = {
+        f"test {name}": value["value"] for name, value in found.items() if value and ":" not in name
+    }
+    if "accuracy" in test:
+        rows = {"test accuracy": test["accuracy"], **rows, "test images": test.get("count")}
+    if (start := summary.get("start")) is not None:
+        rows["validation accuracy at the start"] = start
+    rows["validation accuracy"] = (summary.get("validation") or {}).get("accuracy")
+    return {name: value for name, value in rows.items() if value is not None}
+
+
+def _protection(found: Adapted, summary: Summary) -> str:
+    privacy = found.job.algorithm.privacy
+    told = [
+        "updates were summed under secure aggregation" if privacy.hidden else "updates were aggregated in the clear"
+    ]
+    told += [summary["protection"]] if "protection" in summary else []
+    if "privacy" in summary:
+        told.append("epsilon {epsilon:.3g} at delta {delta:.3g}, per client".format(**summary["privacy"]))
+        told += [f"not covered: {text}" for text in summary["privacy"].get("not_covered", [])]
+    else:
+        told.append("no noise was added" if privacy.dp is None else "noise was added")
+    return "; ".join(told) + "."

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate import merging
-from fedgraft.config.build import build_network
-from fedgraft.data.images.rule import PixelRule
+from fedgraft.data.images.transforms import rule_for
 from fedgraft.edit import edit_file as task_file
 from fedgraft.edit import lora
 from fedgraft.edit import task_vectors as task
@@ -31,17 +30,8 @@ from fedgraft.models.network import VisionNetwork
 from fedgraft.observe import squared_gradients
 from fedgraft.randomness import torch_stream
 from fedgraft.runs.adapted import Adapted, adapted
-from fedgraft.runs.deliver import preprocessor_of
-from fedgraft.runs.head_init import install
 
 BACKBONE = "backbone."
-
-
-def base_of(found: Adapted) -> VisionNetwork:
-    """The plain network an opened run began with: its backbone and the head it started from."""
-    network = build_network(found.job.config, found.job.task.data.dataset)
-    install(network, found.opening.head)
-    return network
 
 
 def plain_space(found: Adapted, base: VisionNetwork) -> EditSpace:
@@ -55,20 +45,23 @@ def plain_space(found: Adapted, base: VisionNetwork) -> EditSpace:
     return select(base, lambda name: name in names, buffers=False)
 
 
-def edit_of_run(folder: Path, last: bool = False) -> Edit:
+def edit_of_run(folder: Path | str, last: bool = False) -> Edit:
     """What a run did to its base, by its best model on validation or its last; low-rank factors count as merged."""
-    found = adapted(folder)
+    return edit_of(adapted(folder, data=False), Path(folder).resolve().name, last)
+
+
+def edit_of(found: Adapted, name: str, last: bool = False) -> Edit:
+    """What an opened run did to its base."""
     if last:
         found.opening.context.show(found.last)
-    base = base_of(found)
+    base = found.base()
     space = plain_space(found, base)
-    found.plain()
     scope = BACKBONE if all(part.name.startswith(BACKBONE) for part, _, _ in space.ranges) else ""
-    edit = task.capture(folder.resolve().name, base, space, space.gather(found.network), scope)
+    edit = task.capture(name, base, space, space.gather(found.plain()), scope)
     if not edit.values.any():
         raise FedgraftError(
-            f"the {'last' if last else 'best'} model of {folder} is the one it began with, so there is no edit to save"
-            + ("." if last else "; --last takes the model of its last round.")
+            f"the {'last' if last else 'best'} model of {name} is the one it began with, so there is no edit to save"
+            + ("." if last else "; fedgraft edit save --last takes the model of its last round.")
         )
     return edit
 
@@ -85,19 +78,13 @@ class Base:
     def load(self, edit: Edit) -> tuple[VisionNetwork, list[str] | None, dict[str, Any]]:
         """The network, unedited, the names of its classes where they are known, and its preprocessing."""
         if (Path(self.model) / "run.json").is_file():
-            found = adapted(Path(self.model))
-            return base_of(found), list(found.classes), preprocessor_of(found.job.task)
+            found = adapted(Path(self.model), data=False)
+            return found.base(), list(found.classes), found.job.task.transform.preprocessor
         moved = {part.name: part.shape for part, _, _ in edit.space.ranges}
         classes = self.classes or moved.get("head.weight", (None,))[0]
         try:
             network = load_network(self.model, classes, self.image_size, seed=self.seed)
-            size = network.image_size
-            told = (
-                PixelRule(size)
-                if network.preprocessor is None
-                else PixelRule.from_preprocessor(network.preprocessor, size)
-            )
-            return network, None, told.to_preprocessor(network.mean, network.std)
+            return network, None, rule_for(network).to_preprocessor(network.mean, network.std)
         except FedgraftError as error:
             if classes is not None or "no stored head" not in str(error):
                 raise
@@ -173,4 +160,4 @@ def sweep_on_run(edit: Edit, folder: Path, lambdas: Sequence[float]) -> list[tup
     rows, images = found.job.task.data.validation_rows, found.job.task.train_images
     if not len(rows):
         raise FedgraftError(f"{folder} held out no validation images to choose a strength by; set data.validation.")
-    return task.sweep(base_of(found), edit, lambdas, lambda network: evaluate(network, images, rows))
+    return task.sweep(found.base(), edit, lambdas, lambda network: evaluate(network, images, rows))

@@ -89,7 +89,7 @@ class Engines:
         """What asks this run's clients for sums before the first round, hidden where the run hides them."""
         f, job = self.job.federation, self.job
         exchange = self.preparing(context).exchange
-        asking = Sums(exchange, f.run, range(f.clients), job.task.network, job.algorithm.privacy)
+        asking = Sums(exchange, f.run, f.members, job.task.network, job.algorithm.privacy)
         asking.claims = Claims(job.task.data.sizes_by_client(), dealt=job.task.data.rows_known)
         return asking
 

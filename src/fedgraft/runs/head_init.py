@@ -199,11 +199,11 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     context = job.backbone_context
     judge: Judge
     if data.blind:
-        judge = Elsewhere(engines.preparing(context), f.run, range(f.clients), claims_of(data))
+        judge = Elsewhere(engines.preparing(context), f.run, f.members, claims_of(data))
     else:
         rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
         judge = Judgement(features_of(network, context.examples, rows), job.task.train_images.labels[rows])
-    hidden = ["secure"] if job.algorithm.privacy.hidden else []  # rounded sums give other last bits
+    hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
     recipe = job.config.head, m.model_dump_json(include={"ridge", "probe_steps"}), job.config.data.model_dump_json()
     identity = [digest(network, network.depth), *data.identity, job.task.transform.digest, str(job.config.seed)]
     sums = engines.sums(context)

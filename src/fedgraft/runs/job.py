@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
+from fedgraft.config.agreement import implied_by
 from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named, federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
 from fedgraft.context import ClientContext
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.transforms import STATISTICS, Transform
+from fedgraft.data.images.transforms import STATISTICS, Transform, rule_for
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import prepare_features
 from fedgraft.errors import FedgraftError
 from fedgraft.models.network import VisionNetwork
+from fedgraft.policy import Policy
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples
 from fedgraft.report.metrics import check_metric
@@ -57,6 +58,21 @@ class Job:
         return self.task.data.client_names
 
     @property
+    def model(self) -> VisionNetwork:
+        """The network, with a head for the data's classes."""
+        return self.task.network
+
+    @property
+    def clients(self) -> FederatedData:
+        """The data, divided."""
+        return self.task.data
+
+    @property
+    def left_out(self) -> list[str]:
+        """Who never takes part, as words of an identity."""
+        return [f"without {k}" for k in sorted(self.federation.without)]
+
+    @property
     def cohort(self) -> list[int]:
         """The clients of the first round."""
         return sample(self.federation, 0)
@@ -79,12 +95,17 @@ class Job:
         task = self.task
         cached = task.at_entry(task.eval_images, task.network.depth)
         self.ready(cached, torch.cat([task.data.train_rows, task.data.validation_rows]))
-        return task.whole(cached, self.config.seed)
+        return replace(task.whole(cached, self.config.seed), policies=self.policies)
 
     @cached_property
     def scoring_context(self) -> ClientContext:
         """The context in which clients score weights for a mask."""
-        return self.task.whole(self.task.eval_images, self.config.seed)
+        return replace(self.task.whole(self.task.eval_images, self.config.seed), policies=self.policies)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The rules that clients hold orders against: those that the config implies; of objects, the algorithm."""
+        return () if self.from_objects else (implied_by(self.config, self.algorithm),)
 
 
 def job_of(config: Config, data: FederatedData | None = None) -> Job:
@@ -102,8 +123,23 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     algorithm.trainable.check(network)
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
-    federation = replace(build_federation(config, data.largest), run=identity)
+    federation = replace(
+        build_federation(config, algorithm.lr, data.largest), run=identity, without=left_out(config, data)
+    )
     return Job(config, algorithm, task, federation, identity)
+
+
+def left_out(config: Config, data: FederatedData) -> frozenset[int]:
+    """The numbers of the clients that a config leaves out."""
+    known = {name: k for k, name in enumerate(data.client_names)} | {str(k): k for k in range(data.clients)}
+    if strange := [name for name in config.partition.without if name not in known]:
+        raise FedgraftError(
+            f"partition.without names {strange[0]!r}, and the clients are {', '.join(data.client_names)[:300]}."
+        )
+    found = frozenset(known[name] for name in config.partition.without)
+    if len(found) >= data.clients:
+        raise FedgraftError("partition.without leaves nobody; keep at least one client.")
+    return found
 
 
 def head_only(config: Config, algorithm: Algorithm) -> Config:
@@ -122,8 +158,6 @@ def head_only(config: Config, algorithm: Algorithm) -> Config:
 def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:
     """How images reach this network: by its own preprocessing where its folder names one, else cropped."""
     d, own = config.data, (network.mean, network.std)
-    rule = PixelRule(network.image_size, "squash" if d.resize == "squash" else "crop")
-    if d.resize == "model" and network.preprocessor is not None:
-        rule = PixelRule.from_preprocessor(network.preprocessor, network.image_size)
+    rule = rule_for(network, d.resize, d.grey_window)
     mean, std = STATISTICS.get(d.normalise, own)
     return Transform(rule, tuple(d.augment if augment is None else augment), tuple(mean), tuple(std))  # type: ignore[arg-type]

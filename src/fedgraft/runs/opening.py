@@ -6,6 +6,7 @@ is whole: no part of it works only later.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
 from fedgraft.aggregate.slots import Answers
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext
+from fedgraft.config.build import schedule
 from fedgraft.context import ClientContext, shared_and_private
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
@@ -32,7 +34,8 @@ from fedgraft.protocols import Examples
 from fedgraft.randomness import torch_stream
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
-from fedgraft.runs.kept import kept_tensors
+from fedgraft.runs.kept import PartialSum, kept_tensors
+from fedgraft.runs.rates import head_curvature, settled
 from fedgraft.state import Federation
 from fedgraft.update.claims import Claims
 from fedgraft.update.expected import mask, replies_to, same_share
@@ -75,6 +78,10 @@ def open_run(
     """Open the job's edit space. Without engines nobody is asked, so `saved` must hold what the kind needs."""
     task, config, network = job.task, job.config, job.task.network
     head = torch.cat([network.head.weight.detach(), network.head.bias.detach()[:, None]], 1).cpu().clone()
+    algorithm, federation, factor = job.algorithm, job.federation, 1.0
+    if engines is not None:  # only who trains needs rates
+        algorithm = settled(algorithm, head_curvature(job))
+        federation = replace(federation, schedule=schedule(config, algorithm.lr))
     ask = None if engines is None else FederationAsk(job, engines)
     counts, saved = _class_counts(job, engines, saved)
     opened = job.algorithm.trainable.open(network, ask, saved)
@@ -87,14 +94,15 @@ def open_run(
     space, private = shared_and_private(job.algorithm, network, opened.space)
     if job.algorithm.privacy.dp is not None:  # noise would make variances negative: statistics stay as they are
         space = EditSpace(space.parts)
-    algorithm = job.algorithm if opened.aggregate is None else vary(job.algorithm, aggregate=opened.aggregate)
-    federation, factor = job.federation, 1.0
+    algorithm = algorithm if opened.aggregate is None else vary(algorithm, aggregate=opened.aggregate)
     if config.trainable.match_norm is not None:
         rows = task.judging_rows[:256]
         factor = min(config.trainable.match_norm, norm_ratio(network, space, task.eval_images, rows))
         log.info("update-norm matching: the learning rate is raised %.2f times", factor)
         old = federation.schedule
         federation = replace(federation, schedule=lambda t, total, history: factor * old(t, total, history))
+        if algorithm.local.head_lr is not None:  # the head has its own rate, which is not raised
+            algorithm = vary(algorithm, head_lr=algorithm.local.head_lr / factor)
     entry = task.entry_for(space, config, algorithm)
     held = task.data.validation_rows
     context = ClientContext(
@@ -103,7 +111,7 @@ def open_run(
         None if private is None else private.gather(network),
         make_probe(job) if probe is None else probe,
         origin=space.gather(network) if algorithm.download is not None else None,
-        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts,
+        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts, policies=job.policies,
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
@@ -139,10 +147,16 @@ class FederationAsk:
         self.job, self.engines = job, engines
         self.seed, self.clients, self.examples = job.config.seed, job.federation.clients, job.task.data.total
         self._sums = engines.sums(job.scoring_context)
+        self._begun: list[PartialSum] = []
 
     def sums(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[str, Tensor]:
         """The clients' answers, added up by name; hidden where the run hides them."""
-        return self._sums.ask(action, vector, settings)
+        begun = None
+        if self.job.task.data.rows_known:  # else nobody here knows whether the clients' data is still the same
+            told = json.dumps([self.job.federation.clients, action, dict(settings)], sort_keys=True)
+            begun = PartialSum("edits", [*identity_of(self.job), told], vector)
+            self._begun.append(begun)
+        return self._sums.ask(action, vector, settings, begun)
 
     def each(
         self, action: str, vector: Tensor, settings: Mapping[str, Scalar], coordinates: int
@@ -155,13 +169,16 @@ class FederationAsk:
 
     def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What this machine kept from making the same for the same network and data, else what `make` gives now."""
-        return kept_tensors("edits", [*identity_of(self.job), *recipe], make, lambda: not self._sums.lost)
+        found = kept_tensors("edits", [*identity_of(self.job), *recipe], make, lambda: not self._sums.lost)
+        for begun in self._begun:
+            begun.forget()
+        return found
 
 
 def identity_of(job: Job) -> list[str]:
     """What a result of the clients' data and the whole network depends on."""
     task = job.task
-    hidden = ["secure"] if job.algorithm.privacy.hidden else []  # rounded sums give other last bits
+    hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
     return [digest(task.network), *task.data.identity, task.transform.digest, str(job.config.seed), *hidden]
 
 

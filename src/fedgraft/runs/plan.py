@@ -10,18 +10,30 @@ from fedgraft import server
 from fedgraft.algorithm import vary
 from fedgraft.config.load import Config
 from fedgraft.edit.sparse import Sparse
+from fedgraft.errors import FedgraftError
 from fedgraft.messages import Payload, Reply, wire_size
 from fedgraft.report.display import size
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import open_run
+from fedgraft.runs.job import Job, job_of
+from fedgraft.runs.opening import check_probe, open_run
 from fedgraft.runs.reporting import describe
 from fedgraft.runs.warnings import warnings_for
+
+
+def check(job: Job) -> None:
+    """Refuse what cannot work before anything is computed or written: the same for a run and for its plan."""
+    data = job.task.data
+    check_probe(job)
+    if data.classes < 2:
+        raise FedgraftError(f"the data has one class only ({data.dataset.classes[0]}); there is nothing to tell apart.")
+    for _ in (job.task.train_images, job.task.test_images):  # makes the pixels, and refuses files that give none
+        pass
 
 
 def plan(config: Config) -> list[str]:
     """Lines for `--dry-run`. Bytes are exact for one message; totals assume that everyone answers."""
     job = wanted = job_of(config)
+    check(job)
     if isinstance(job.algorithm.trainable, Sparse):  # any mask of this size will do: a plan must not wait for scores
         some = replace(job.algorithm.trainable, strategy="random", per_client=False, merge="score_mean")
         job = replace(job, algorithm=vary(job.algorithm, trainable=some))

@@ -6,13 +6,16 @@ import json
 import resource
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from fedgraft.data.federated import FederatedData
 from fedgraft.errors import FedgraftError
 from fedgraft.report.run_page import write_report
 from fedgraft.runs.files import write_text
 from fedgraft.runs.job import Job
 from fedgraft.runs.opening import Opening
 from fedgraft.runs.run_folder import RunFolder
+from fedgraft.runs.saving import Best
 
 PHASES_FILE = "phases.json"
 
@@ -45,5 +48,35 @@ def describe(job: Job, opening: Opening) -> str:
     kind = "one model per client" if opening.algorithm.aggregate.personal else "one model"
     return (
         f"{opening.algorithm.name}: {space.trained:,} of {total:,} weights train, "
-        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}"
+        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}, {rates(opening)}"
     )
+
+
+def facts_of(data: FederatedData) -> dict[str, Any]:
+    """What the card of a model may say about its data: no path, no names of owners."""
+    told = {"name": data.dataset.name, "images": data.total, "clients": data.clients, "classes": data.classes}
+    return {**told, "skipped": len(data.dataset.skipped)}
+
+
+def keep_skipped(folder: Path, data: FederatedData) -> None:
+    """List the images that could not be read and were left out, one a line, in `skipped.txt`."""
+    if data.dataset.skipped:
+        write_text(folder / "skipped.txt", "".join(f"{place}\t{why}\n" for place, why in data.dataset.skipped))
+
+
+def note_of(start: float | None, best: Best, rounds: int, private: bool) -> dict[str, str]:
+    """A sentence for the first line of the result where no round beat the start; nothing where one did."""
+    if not rounds or start is None or not (best.round == 0 or (private and 0 <= best.accuracy <= start)):
+        return {}
+    told = f"no round beat the model that the run began with ({100 * start:.1f} % on validation images)"
+    then = "so that one is delivered"
+    if private:
+        then = f"which private training did not make, so the model after round {best.round} is delivered"
+    hint = "try another learning rate (fedgraft find-lr), more rounds, or a head that trains along"
+    return {"note": f"{told}, {then}; {hint}."}
+
+
+def rates(opening: Opening) -> str:
+    """The learning rates as they are, whoever chose them."""
+    lr, head = opening.algorithm.lr * opening.rate_factor, opening.algorithm.local.head_lr
+    return f"rate {lr:.3g}" if head is None else f"rate {lr:.3g}, the head's {lr * head:.3g}"

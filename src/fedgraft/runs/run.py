@@ -29,7 +29,8 @@ from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.measure import Measure
 from fedgraft.runs.opening import Opening, open_run
 from fedgraft.runs.personal_store import PersonalStore
-from fedgraft.runs.reporting import describe, keep_phases, report_run
+from fedgraft.runs.plan import check
+from fedgraft.runs.reporting import describe, facts_of, keep_phases, keep_skipped, note_of, report_run
 from fedgraft.runs.round_log import RoundLog
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.saving import Best, account_of, pack_run, protection_of, saved_edit, selected
@@ -79,6 +80,8 @@ def run_job(
         # Everything that can be refused is refused before a folder exists.
         done = is_finished(folder)
         made = None if done and (folder / "report.html").exists() else build()
+        if made is not None and not done:
+            check(made[0])
         record = RunFolder.create(folder, text, identity)
         if made is None or done:
             log.info("%s is already finished", folder)
@@ -125,6 +128,7 @@ class _Run:
         config = self.config
         found = self.record.resume(self._check)
         self.log = RoundLog(self.record.path, self.job.identity, self.secret, None if found is None else found.round)
+        keep_skipped(self.record.path, self.job.task.data)
         with Tracking(config, self.record.path, 0 if found is None else found.round) as track:
             state = self._begin(track) if found is None else self._restore(found)
             for text in warnings_for(self.job, self.opening, self.engines):
@@ -277,11 +281,9 @@ class _Run:
                 "coordinates": opening.space.trained, "of": sum(p.numel() for p in self.job.task.network.parameters()),
             },
         }  # fmt: skip
-        if self.best.round == 0 and state.round:
-            summary["note"] = (
-                "no round beat the model that the run began with, so that one is delivered; try another learning rate "
-                "(fedgraft find-lr) or a head that trains along"
-            )
+        start = next((line["accuracy"] for line in self.record.metrics() if line["round"] == 0), None)
+        summary |= {"start": start, "data": facts_of(data)}
+        summary |= note_of(start, self.best, state.round, opening.algorithm.privacy.dp is not None)
         if opening.algorithm.aggregate.insecure:
             summary["protection"] = opening.algorithm.aggregate.insecure
         summary |= account_of(self.config, opening.algorithm, state.round, self.record.metrics())

@@ -47,8 +47,9 @@ def pack_run(
         "space": opening.space.digest,
         "best": {"accuracy": best.accuracy, "score": best.score, "round": best.round, "stale": best.stale},
     }
-    if not job.task.data.rows_known:  # the data is elsewhere, and the model's outputs must be named
-        meta["classes"] = list(job.task.data.dataset.classes)
+    meta["classes"] = list(job.task.data.dataset.classes)  # the outputs must be named where the data is not at hand
+    if not job.task.data.rows_known:
+        meta["elsewhere"] = True
     return tensors, meta
 
 

@@ -10,7 +10,12 @@ from fedgraft.runs.opening import Opening
 def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
     """All that holds for this run."""
     config, data, algorithm, found = job.config, job.task.data, opening.algorithm, list[str]()
-    m, stats = job.federation.per_round, data.partition.statistics()
+    m, stats, skipped = job.federation.per_round, data.partition.statistics(), data.dataset.skipped
+    found += [f"the network: {note}" for note in job.task.network.notes]
+    if skipped:
+        named = "; ".join(f"{place} ({why})" for place, why in skipped[:3])
+        more = f"; and {len(skipped) - 3} more, in skipped.txt of the run" if len(skipped) > 3 else ""
+        found.append(f"{len(skipped)} images cannot be read and are left out: {named}{more}")
     if m == 1 and job.federation.clients > 1:
         found.append("one client per round: every weighting rule is the same; raise rounds.fraction")
     missing = stats["uncovered"]
@@ -20,8 +25,8 @@ def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
     batch, least = algorithm.local.batch_size, int(min(data.partition.sizes(), default=0))
     if data.rows_known and least < batch and algorithm.local.epochs is None:
         found.append(
-            f"local.batch_size is {batch} and the smallest client holds {least} images: its batches are its whole "
-            "data, smaller than the others'"
+            f"local.batch_size is {batch} and {sum(data.partition.sizes() < batch)} of {data.clients} clients hold "
+            f"fewer images, the smallest {least}: a batch there is the client's whole data, each step the same images"
         )
     here = config.rounds.deadline is not None and engines.remote is None
     if here and (mode := engines.choice(algorithm, opening.context).mode) != "pool":

@@ -23,7 +23,7 @@ def fedbabu(**slots: Any) -> Algorithm:
     return vary(fedavg(**{"trainable": body(), **given(slots)}), name="fedbabu", fixed_head=True)
 
 
-def _mixing(similarity: str, constant: float, samples: int, absent: str, probe: int) -> Mixing:
+def _mixing(similarity: str, constant: float, samples: int, absent: str, probe: int, noise: float) -> Mixing:
     options = {"c": constant} if similarity == "constant" else {}
     sources: dict[str, tuple[str, tuple[Observe, ...]]] = {
         "constant": ("", ()),
@@ -31,10 +31,18 @@ def _mixing(similarity: str, constant: float, samples: int, absent: str, probe: 
         "groups": ("labels", (Observe("labels", (), {"labels": ("classes",)}),)),
         "probe_cka": (
             "probe_representation",
-            (Observe("probe_representation", (), {"probe_representation": (probe, "width")}, {"probe": probe}, True),),
+            (
+                Observe(
+                    "probe_representation",
+                    (),
+                    {"probe_representation": (probe, "width")},
+                    {"probe": probe, "noise": noise},
+                    True,
+                ),
+            ),
         ),
     }
-    own = Observe("representation", (), {"representation": (samples, "width")}, {"samples": samples})
+    own = Observe("representation", (), {"representation": (samples, "width")}, {"samples": samples, "noise": noise})
     field, wants = sources.get(similarity, ("representation", (own,)))
 
     def matrix(answers: Answers) -> Tensor:
@@ -46,18 +54,22 @@ def _mixing(similarity: str, constant: float, samples: int, absent: str, probe: 
 
 def fedshibu(
     similarity: str = "cka_linear", constant: float = 1.0, samples: int = 64, absent: str = "keep", probe: int = 256,
-    **slots: Any,
+    noise: float = 0.0, **slots: Any,
 ) -> Algorithm:  # fmt: skip
     """One body per client, mixed by representation similarity; the head stays at its start. Constant 1 is FedBABU."""
-    return vary(fedbabu(**slots), name="fedshibu", aggregate=_mixing(similarity, constant, samples, absent, probe))
+    return vary(
+        fedbabu(**slots), name="fedshibu", aggregate=_mixing(similarity, constant, samples, absent, probe, noise)
+    )
 
 
 def fedavg_crsm(
     similarity: str = "cka_linear", constant: float = 1.0, samples: int = 64, absent: str = "keep", probe: int = 256,
-    **slots: Any,
+    noise: float = 0.0, **slots: Any,
 ) -> Algorithm:  # fmt: skip
     """The same mixing on whatever trains, head included. Constant 1 is FedAvg."""
-    return vary(fedavg(**slots), name="fedavg_crsm", aggregate=_mixing(similarity, constant, samples, absent, probe))
+    return vary(
+        fedavg(**slots), name="fedavg_crsm", aggregate=_mixing(similarity, constant, samples, absent, probe, noise)
+    )
 
 
 def local_only(**slots: Any) -> Algorithm:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.merging import aligned_weights, dare_aggregator, fisher_aggregator, ties_aggregator
-from fedgraft.aggregate.similarity import alignment_weights, null_corrected, null_level, random_weights_like
+from fedgraft.aggregate.similarity import alignment_weights, counted_examples, null_level, random_weights_like
 from fedgraft.aggregate.slots import Answers, Observe, Weighting
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.randomness import torch_stream
@@ -30,6 +30,8 @@ def fedalign(
 ) -> Algorithm:
     """FedAlignAvg: weights n_k·s_k^γ, s_k the SVCCA of a client's hidden layers with the common model's.
 
+    With a `cap` nobody counts as more than so many examples: a limit that a client can keep by itself, so that the
+    weights are the same whether the server sees them or only their sum.
     `align`: the client computes its score (one number a layer leaves), the server recomputes it from the change on a
     secret probe, or `random`, the control: the same weights dealt at random.
     """
@@ -38,17 +40,16 @@ def fedalign(
 
     def weights(answers: Answers) -> Tensor:
         scores = torch.tensor([[s[name] for name in names] for s in answers.scalars], dtype=torch.float64)
-        found = alignment_weights(answers.examples, scores, gamma, None, null, cap).weights
+        found = alignment_weights(answers.examples, scores, gamma, null, cap).weights
         return (
             random_weights_like(found, torch_stream(seed, "random_weights", answers.round))
             if align == "random"
             else found
         )
 
-    def own(share: float, scalars: Mapping[str, float]) -> float:
+    def own(examples: float, scalars: Mapping[str, float], largest: float) -> float:
         scores = torch.tensor([[scalars[name] for name in names]], dtype=torch.float64)
-        score = float(null_corrected(scores.clamp(0, 1), null).mean())
-        return share * max(score, 1e-6) ** gamma
+        return float(counted_examples(torch.tensor([examples]), scores, gamma, null, cap)) / largest
 
     options = {"layers": layers, "keep": keep, "top": top, "probe": probe}
     observe = Observe("alignment", names, options=options, needs_probe=True)

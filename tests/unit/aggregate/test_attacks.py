@@ -125,7 +125,7 @@ def test_poison_and_the_test_of_it() -> None:
 def test_refusals() -> None:
     with pytest.raises(FedgraftError, match="no attack 'bribe'"):
         attacks.attack("bribe", benign(), 1, stream())
-    with pytest.raises(FedgraftError, match="liars need changes"):
+    with pytest.raises(FedgraftError, match="attackers need updates"):
         attacks.attack("zero", benign(), 2, stream(), own=torch.zeros(1, 60))
     with pytest.raises(FedgraftError, match="does not fit"):
         attacks.stamp(torch.zeros(1, 4, 4), 5)

@@ -293,8 +293,7 @@ def test_alignment_weights_by_hand() -> None:
     # gamma 2: n s^2 = (10, 7.5, 11.25, 2.5), sum 31.25; null 0.5 and layer 0 only: s' = (1, 0, 0, 0) -> floor.
     squared = sim.alignment_weights(torch.tensor([10, 30, 20, 40]), scores, gamma=2.0).weights
     torch.testing.assert_close(squared, torch.tensor([10, 7.5, 11.25, 2.5]).double() / 31.25)
-    layer = torch.tensor([1.0, 0.0])
-    first = sim.alignment_weights(torch.full((4,), 9), scores, layer_weights=layer, null=0.5, cap=1.0)
+    first = sim.alignment_weights(torch.full((4,), 9), scores[:, :1], null=0.5)
     torch.testing.assert_close(first.scores, torch.tensor([1.0, 0, 0, 0]).double())
     assert float(first.weights[0]) > 0.99999
 
@@ -302,7 +301,7 @@ def test_alignment_weights_by_hand() -> None:
 def test_equal_scores_are_fedavg_bit_for_bit() -> None:
     examples = torch.tensor([13.0, 57.0, 31.0, 99.0, 41.0], dtype=torch.float64)
     for score in (1.0, 0.37, 0.0):  # below the floor, too
-        found = sim.alignment_weights(examples, torch.full((5, 3), score), gamma=3.0, cap=1.0)
+        found = sim.alignment_weights(examples, torch.full((5, 3), score), gamma=3.0)
         assert torch.equal(found.weights, examples / examples.sum())
 
 
@@ -320,42 +319,25 @@ def test_a_score_above_one_buys_nothing() -> None:
     assert torch.equal(benign, lying)
 
 
-def test_cap_by_water_filling() -> None:
-    # (.7, .2, .1) capped at .5: the excess .2 goes 2 : 1 to the others: (.5, 1/3, 1/6).
-    capped = sim.cap_weights(torch.tensor([0.7, 0.2, 0.1]).double(), 0.5)
-    torch.testing.assert_close(capped, torch.tensor([1 / 2, 1 / 3, 1 / 6]).double())
-    # (.6, .3, .1) capped at .4: the first pass lifts .3 to .45, so it is cut as well: (.4, .4, .2).
-    capped = sim.cap_weights(torch.tensor([0.6, 0.3, 0.1]).double(), 0.4)
-    torch.testing.assert_close(capped, torch.tensor([0.4, 0.4, 0.2]).double())
-    torch.testing.assert_close(
-        sim.cap_weights(torch.tensor([1.0, 0, 0]).double(), 0.5).sum(), torch.tensor(1.0).double()
-    )
-    with pytest.raises(FedgraftError, match="cannot sum to 1"):
-        sim.cap_weights(torch.tensor([0.5, 0.5]).double(), 0.4)
+def test_a_cap_limits_the_examples_a_client_counts_as() -> None:
+    # n s = (10, 15, 15, 10) as above; nobody counts as more than 12.5: (10, 12.5, 12.5, 10), sum 45.
+    scores = torch.tensor([[1.0, 1.0], [0.4, 0.6], [0.5, 1.0], [0.0, 0.5]])
+    found = sim.alignment_weights(torch.tensor([10, 30, 20, 40]), scores, cap=12.5).weights
+    torch.testing.assert_close(found, torch.tensor([10, 12.5, 12.5, 10]).double() / 45)
+    missing = sim.alignment_weights(torch.tensor([1, 9]), torch.tensor([[torch.nan], [1.0]]), cap=3)
+    assert missing.weights.tolist() == [0.25, 0.75]
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12), st.floats(1.0, 12.0))
-def test_capped_weights_keep_their_sum_order_and_limit(values: list[float], times: float) -> None:
-    weights = torch.tensor(values, dtype=torch.float64)
-    weights = weights / weights.sum()
-    cap = times / len(values)
-    capped = sim.cap_weights(weights, cap)
-    assert float(capped.sum()) == pytest.approx(1.0)
-    assert float(capped.max()) <= cap * (1 + 1e-9)
-    order = weights.argsort()
-    assert bool((capped[order].diff() >= -1e-12).all())
-    if float(weights.max()) <= cap:
-        assert torch.equal(capped, weights)
-
-
-def test_one_liar_is_held_to_the_cap() -> None:
-    """A client that claims score 1 and a huge number of examples gets 2 / m, not the round."""
-    examples, scores = torch.full((10,), 50.0), torch.full((10, 1), 0.2)
-    examples[0], scores[0] = 1e12, 1.0
-    weights = sim.alignment_weights(examples, scores, gamma=8.0).weights
-    assert float(weights[0]) == pytest.approx(0.2)
-    assert float(sim.alignment_weights(examples, scores, gamma=8.0, cap=1.0).weights[0]) > 0.99
+@given(st.lists(st.tuples(st.integers(1, 900), st.floats(0, 1)), min_size=1, max_size=12), st.floats(1.0, 900.0))
+def test_clients_can_weigh_themselves(clients: list[tuple[int, float]], cap: float) -> None:
+    """What each computes alone, normalised, is what the server computes from all; planted bug: a cap by the cohort."""
+    examples, scores = (torch.tensor(column, dtype=torch.float64) for column in zip(*clients, strict=True))
+    alone = [sim.counted_examples(examples[k : k + 1], scores[k : k + 1], 2.0, 0.1, cap) for k in range(len(clients))]
+    found = torch.cat(alone)
+    weights = sim.alignment_weights(examples, scores, 2.0, 0.1, cap).weights
+    torch.testing.assert_close(found / found.sum(), weights)
+    assert float(found.max()) <= cap
 
 
 def test_random_weights_like() -> None:

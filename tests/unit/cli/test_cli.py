@@ -189,7 +189,7 @@ def test_evaluate_on_a_folder_of_ones_own(finished: Path, fedgraft: Command, tmp
     said = fedgraft("evaluate", finished, "--data", good)
     assert said.code == 0 and "(6 images)" in said.out
     strange = images(tmp_path / "strange", ["0", "eleven"])
-    assert "'eleven', which the run does not know" in refused(fedgraft("evaluate", finished, "--data", strange))
+    assert "'eleven', which the model does not know" in refused(fedgraft("evaluate", finished, "--data", strange))
     refused(fedgraft("evaluate", finished, "--data", tmp_path / "nowhere"))
 
 
@@ -272,7 +272,7 @@ def test_presets_algorithms_options_and_help(fedgraft: Command) -> None:
     assert fedgraft("presets", "demo").out.strip() == presets.text("demo").strip()
     shown = fedgraft("algorithms")
     assert all(name in shown.out for name in ALGORITHMS)
-    assert "local.lr = 0.01" in fedgraft("options").out
+    assert "local.lr = None  learning rate; default" in fedgraft("options").out
     helped = fedgraft("--help")
     assert helped.code == 0 and "fedgraft run demo" in helped.text
 

@@ -20,8 +20,9 @@ from fedgraft.identity import digest
 from fedgraft.models.backbones import load_network
 from fedgraft.report.mask_figures import label_of, whole_mask
 from fedgraft.runs import run as running
-from fedgraft.runs.adapted import adapted, export_run
-from fedgraft.runs.edit_files import base_of, edit_of_run
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.deliver import export_run
+from fedgraft.runs.edit_files import edit_of_run
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -108,7 +109,7 @@ def test_an_applied_edit_is_the_exported_run(kind: str, runs: Path, tmp_path: Pa
     call("edit", "apply", tmp_path / "it.edit", "--model", runs / kind, "--to", tmp_path / "base", "--scale", "0")
     setup = adapted(runs / kind)
     with torch.no_grad():
-        base = base_of(setup).eval()(train_images)
+        base = setup.base().eval()(train_images)
     assert not torch.allclose(applied, base, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits(tmp_path / "base", train_images), base, rtol=1e-6, atol=1e-6)
 

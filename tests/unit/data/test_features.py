@@ -19,7 +19,7 @@ from fedgraft.data.sources.features import load_features, make_feature_store
 from fedgraft.errors import FedgraftError
 from fedgraft.models.backbones import load_network
 from fedgraft.models.export import export
-from fedgraft.runs.adapted import evaluate_run
+from fedgraft.runs.predict import evaluate_run
 from fedgraft.runs.run import run
 
 
@@ -149,5 +149,5 @@ def test_a_config_that_mixes_images_and_features_is_refused(tmp_path: Path, more
 
 def test_export_says_what_to_do_instead(tmp_path: Path) -> None:
     for name in ("features:width=8", "cnn:width=2,size=8"):
-        with pytest.raises(FedgraftError, match="edit save"):
+        with pytest.raises(FedgraftError, match="--as edit"):
             export(load_network(name, 4), tmp_path / "out", None, {}, "")

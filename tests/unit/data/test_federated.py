@@ -156,6 +156,20 @@ def test_dirichlet_balanced_grows_more_uneven_as_alpha_falls(classes: int) -> No
     assert held[-1] < 1.1 and share[-1] > 0.97
 
 
+@pytest.mark.parametrize("alpha", [0.01, 0.1, 1, 10, 100])
+def test_dirichlet_balanced_holds_as_many_classes_as_the_urn_says(alpha: float) -> None:
+    """Polya's urn: a class of weight a = alpha/C is missing from n draws with probability prod (alpha-a+i)/(alpha+i).
+
+    Only the first client to draw finds every class in full; over many seeds its mean number of classes must agree.
+    """
+    labels, n, classes = np.arange(40 * 250) % 20, 250, 20
+    i = np.arange(n)
+    expected = classes * (1 - np.exp(np.log((alpha - alpha / classes + i) / (alpha + i)).sum()))
+    tables = [make_partition("dirichlet_balanced", labels, None, 40, s, alpha=alpha).histogram() for s in range(150)]
+    held = np.array([(table[0] > 0).sum() for table in tables])
+    assert abs(held.mean() - expected) <= 4 * held.std() / len(held) ** 0.5 + 0.02
+
+
 def test_a_rest_that_is_taken_by_its_amount_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken variant: with nothing wished for left, a client was given some of every class that was."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -195,12 +196,16 @@ def test_joined_and_chosen_originals(files: list[Path], tmp_path: Path) -> None:
     assert both.where(1) == str(files[1]) and both.where(4).endswith("row 1")
 
 
-def test_deep_grey_that_is_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deep_grey_that_is_cut_off_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
     deep = store_of(from_arrays([noise(20, 20, 1, 4096)[..., 0] for _ in range(2)]), np.array([0, 1]), "ab")
-    with pytest.warns(UserWarning, match=r"2 grey images hold values up to 3\d\d\d"):
-        deep.open(RULE)
-    deep.open(replace(RULE, window=(0, 4095)))  # warnings are errors here: none
+    deep.open(RULE)
+    assert re.search(r"2 grey images hold values up to 3\d\d\d.*data\.grey_window=\[0,3\d\d\d\]", caplog.text)
+    caplog.clear()
+    deep.open(replace(RULE, window=(0, 4095)))
+    assert not caplog.text
 
 
 def test_a_full_disk_is_a_sentence(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

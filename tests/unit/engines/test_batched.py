@@ -190,8 +190,9 @@ def many(toy: Toy, clients: int, round: int = 0) -> list[Order]:
     return [Order("toy", round, k, "train", toy.space.digest, vector, {}, {"lr": 0.05}) for k in range(clients)]
 
 
-def bytes_of(replies: list[Reply]) -> list[bytes]:
-    return [pack(reply) for reply in replies]
+def bytes_of(replies: list[Reply]) -> list[object]:
+    """Replies as bytes; what a client refused stays (client, sentence)."""
+    return [reply if isinstance(reply, tuple) else pack(reply) for reply in replies]
 
 
 def test_same_bytes_every_time_and_with_any_number_of_threads() -> None:

@@ -148,7 +148,8 @@ def test_three_owners_and_a_server_without_any_image(head: str, tmp_path: Path) 
 def test_the_model_of_a_run_whose_images_are_elsewhere_is_handed_on(tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
-    from fedgraft.runs.adapted import evaluate_run, export_run
+    from fedgraft.runs.deliver import export_run
+    from fedgraft.runs.predict import evaluate_run
 
     config = load(None, [*SMALL, "data.source=folder", "data.validation=0.25", "trainable.kind=lora"])
     run_deployed(config, tmp_path / "run", Direct(config, tmp_path / "run", hospitals(tmp_path)))

@@ -59,7 +59,7 @@ def loaded(base: Path, folder: Path, classes: int = 3) -> Any:
 def test_peft_gives_the_logits_of_the_run(targets: tuple[str, ...], first: int, tmp_path: Path) -> None:
     base = model("nano", 3)
     net = trained(base, targets, first)
-    card = Card("nano on crops", "crops", base.source).text(adapter=True, bundled=not base.stored)
+    card = Card("nano on crops", "crops", base.source).text("adapter", bundled=not base.stored)
     folder = export_adapter(net, base, tmp_path / "out", ["ant", "bee", "cat"], SAID, card)
     theirs = loaded(NANO, folder)
     torch.testing.assert_close(theirs(images(32)).logits, net(images(32)), rtol=0, atol=1e-5)

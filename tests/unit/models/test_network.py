@@ -153,6 +153,8 @@ def test_a_fresh_head_is_a_copy_with_other_classes() -> None:
     assert torch.equal(made.head.weight, load_network("tiny", 7, seed=3).head.weight)
     with pytest.raises(FedgraftError, match="0 classes cannot be built"):
         net.with_head(0, 0)
+    assert torch.equal(made.head.weight, net.with_head(7, seed=3).head.weight)
+    assert not torch.equal(made.head.weight, net.with_head(7, seed=4).head.weight)
 
 
 def test_the_entry_to_start_from() -> None:

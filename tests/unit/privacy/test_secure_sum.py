@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,7 +32,6 @@ from fedgraft.privacy.secagg.secure_sum import (
     SecureServer,
     Segment,
     drive,
-    neighbours,
     plain_sum,
     rounding,
     run_locally,
@@ -143,11 +143,13 @@ def dropout_case(seed: int) -> str:
     drop = {
         s: {u for u in plan.clients if rng.random() < rng.choice([0, 0.1, 0.3])} for s in STAGES[int(rng.integers(4)) :]
     }
+    local = Local(plan, inputs, drop=drop)
     try:
-        result = run_locally(inputs, plan, 0, drop_at=drop)
+        result = drive(SecureServer(plan), local)
     except SecureAbort:
         stay = set(plan.clients) - set().union(*drop.values())
-        return "wrong" if all(plan.enough(u, stay) for u in plan.clients) else "abort"
+        drawn = {u: client.progress.drawn for u, client in local.clients.items()}
+        return "wrong" if all(plan.enough(u, drawn[u], stay) for u in plan.clients) else "abort"
     gone = set().union(*(drop.get(stage, set()) for stage in STAGES[:3]))
     right = not gone & set(result.survivors) and is_exact(result.words, inputs, plan, result.survivors)
     return "exact" if right else "wrong"
@@ -198,12 +200,18 @@ def test_a_mask_left_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("n, degree", [(9, 4), (20, 6), (12, 11)])
-def test_neighbour_graphs_are_regular_symmetric_and_follow_the_seed(n: int, degree: int) -> None:
-    graph = neighbours(range(n), degree, 5)
-    assert all(len(set(vs)) == min(degree, n - 1) and u not in vs for u, vs in graph.items())
-    assert all(u in graph[v] for u, vs in graph.items() for v in vs)
-    assert graph == neighbours(reversed(range(n)), degree, 5)
-    assert degree == 11 or graph != neighbours(range(n), degree, 6)
+def test_every_client_draws_its_own_holders(n: int, degree: int) -> None:
+    """The server has no say: the draw is from the client's entropy, after the plan is fixed, and it is signed."""
+    plan, _ = make(n, degree=degree)
+    drawn = {u: plan.draw(u, os.urandom) for u in plan.clients}
+    if degree >= n - 1:
+        assert not plan.draws and not any(drawn.values()) and plan.could_draw(10, ())
+        return
+    assert all(len(vs) == degree and plan.could_draw(u, vs) and u not in vs for u, vs in drawn.items())
+    counts = np.bincount([v - 10 for _ in range(400) for v in plan.draw(10, os.urandom)], minlength=n)[1:]
+    assert stats.chisquare(counts).pvalue > 1e-6
+    for wrong in ((10, *drawn[10][1:]), drawn[10][:-1], drawn[10][::-1], (99, *drawn[10][1:])):
+        assert not plan.could_draw(10, wrong)
 
 
 def test_a_sparse_graph_of_sixty_clients_survives_losses() -> None:
@@ -300,7 +308,7 @@ def test_the_server_never_holds_an_input_or_both_secrets_of_a_client() -> None:
     # Only the declared fields ever came.
     fields = {stage: set(data) for stage, _, data in local.seen}
     assert fields == {
-        "keys": {"advert"}, "shares": {"boxes", "commitment"}, "masked": {"masked"},
+        "keys": {"advert", "drawn"}, "shares": {"boxes", "commitment"}, "masked": {"masked"},
         "consistency": {"signature"}, "unmask": {"shares"},
     }  # fmt: skip
 
@@ -412,8 +420,8 @@ def hostile(victim: int, other: int) -> dict[str, Tamper]:
     return {
         "foreign id among keys": at("shares", lambda d: {**d, "ids": torch.cat([d["ids"][:-1], torch.tensor([99])])}),
         "itself among keys": at("shares", lambda d: {**d, "ids": torch.sort(d["ids"] * 0 + victim).values}),
-        "one client twice": at("shares", lambda d: rows(d, [0, 0, 1, 2, 3, 4], "ids", "adverts")),
-        "too few keys": at("shares", lambda d: rows(d, [0, 1, 2], "ids", "adverts")),
+        "one client twice": at("shares", lambda d: rows(d, [0, 0, 1, 2, 3, 4], "ids", "adverts", "drawn")),
+        "too few keys": at("shares", lambda d: rows(d, [0, 1, 2], "ids", "adverts", "drawn")),
         "swapped keys": at("shares", swap_two),
         "forged keys under a new identity": at("shares", man_in_the_middle),
         "changed key": at("shares", flip("adverts")),
@@ -486,7 +494,7 @@ def local_refusal_at(local: Local, stage: str) -> bool:
 
 def ask_twice(local: Local) -> list[Data]:
     """Finish a round, then ask one client to unmask again with the other list; returns what it gave."""
-    plan, server = local.plan, SecureServer(local.plan)
+    server = SecureServer(local.plan)
     victim, given = local.clients[VICTIM], []
     outboxes: dict[str, dict[str, Tensor]] = {}
 
@@ -499,7 +507,7 @@ def ask_twice(local: Local) -> list[Data]:
     lists = outboxes["consistency"]
     lie = {**lists, "alive": lists["alive"][lists["alive"] != OTHER]}
     victim.consistency(lie)
-    peers = sorted(set(victim.progress.alive) & set(plan.graph[VICTIM]))
+    peers = sorted(set(victim.progress.alive) - {VICTIM})
     signed = [secure_keys.sign(local.identities[u].private, victim._lists()) for u in peers]
     given.append(victim.unmask({"ids": torch.tensor(peers), "signatures": secure_client.as_tensor(signed)}))
     return given
@@ -552,7 +560,7 @@ def test_a_registry_from_outside_is_closed_and_identities_survive_storage() -> N
     with pytest.raises(SecureRefusal, match="another identity"):
         again.recognise(10, b"b" * 32)
     with pytest.raises(SecureRefusal, match="replay"):
-        again.serve("run", 3)
+        again.serve(make(3, round=3)[0])
 
 
 # ---- wire, storage, malformed answers -------------------------------------------------------------------------------
@@ -634,7 +642,7 @@ def test_wrong_shares_are_noticed(attackers: int, abort: bool) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"threshold": 3}, {"threshold": 8}, {"degree": 3}, {"degree": 0}, {"degree": 4, "threshold": 6}, {"room": 6}],
+    [{"threshold": 3}, {"threshold": 8}, {"degree": 1}, {"degree": 0}, {"degree": 4, "threshold": 6}, {"room": 6}],
 )
 def test_plans_that_protect_nobody_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(FedgraftError):

@@ -26,7 +26,7 @@ from fedgraft.runs import adapted as finished
 from fedgraft.runs import checkpoint
 from fedgraft.runs import run as running
 from fedgraft.runs.centralized import run_centralized
-from fedgraft.runs.edit_files import base_of
+from fedgraft.runs.deliver import export_run
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.opening import FederationAsk
 from fedgraft.runs.run_folder import RunFolder
@@ -63,7 +63,7 @@ def opened(*overrides: str) -> Open:
 
 def base(found: Any) -> VisionNetwork:
     """The network a job began with."""
-    return base_of(found).eval()
+    return finished.Adapted(found.job, found.opening, torch.zeros(0)).base().eval()
 
 
 def brute_force(found: Open, rows: Tensor) -> dict[str, Tensor]:
@@ -318,7 +318,7 @@ def test_low_rank_runs_to_a_plain_model(mode: str, tmp_path: Path) -> None:
         untouched = start(images)
     torch.testing.assert_close(merged, factored, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(merged, untouched, rtol=1e-3, atol=1e-3)
-    finished.export_run(tmp_path / "run", tmp_path / "model")
+    export_run(tmp_path / "run", tmp_path / "model")
     again = load_network(tmp_path / "model", None)
     assert [n for n, _ in again.named_parameters()] == [n for n, _ in start.named_parameters()]
     with torch.no_grad():

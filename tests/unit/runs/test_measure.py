@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft.local.evaluate import Evaluation
+from fedgraft.messages import Order
 from fedgraft.runs import head_init
-from fedgraft.runs.measure import Measure
+from fedgraft.runs.measure import Found, Measure
 from fedgraft.runs.run import run
 
 
@@ -31,12 +33,27 @@ def test_validation_is_measured_on_rows_that_no_client_trains_on() -> None:
     trained = {int(row) for k in range(3) for row in found.data.rows(k)}
     assert len(held) and not trained & set(held.tolist())
     vector = found.space.gather(found.network)
-    measured = Measure(found.job, found.opening, found.engine()).validation(vector, 0)
+    measured = Measure(found.job, found.opening, found.engine()).validation(vector, 0).plain
     logits = found.network(task.eval_images.batch(held)).detach()
     labels = task.eval_images.labels[held]
     assert measured.count == len(held)
     assert measured.accuracy == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
     assert measured.loss == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
+
+
+def test_a_clients_own_accuracy_is_that_of_its_own_model() -> None:
+    found = Open(tiny())
+    state = found.begin()
+    own, asked = state.vector + 1, list[Order]()
+
+    class Noting:
+        def exchange(self, orders: Sequence[Order]) -> list[Any]:
+            asked.extend(orders)
+            return []
+
+    Measure(found.job, found.opening, Noting()).personal(replace(state, personal={1: own}))  # type: ignore[arg-type]
+    carried = {order.client: order.vector for order in asked}
+    assert torch.equal(carried[1], own) and torch.equal(carried[0], state.vector)
 
 
 def test_the_head_is_chosen_on_validation_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +76,13 @@ class Judged:
         self.shown: dict[int, Tensor] = {}
         self.tested: list[Tensor] = []
 
-        def validation(measure: Measure, vector: Tensor, round: int) -> Evaluation:
+        def validation(measure: Measure, vector: Tensor, round: int) -> Found:
             self.shown[round] = vector.clone()
-            return Evaluation(1.0, accuracies[round], 1.0, 10)
+            return Found(Evaluation(1.0, accuracies[round], 1.0, 10), {})
 
-        def test(measure: Measure, vector: Tensor, round: int) -> Evaluation:
+        def test(measure: Measure, vector: Tensor, round: int) -> Found:
             self.tested.append(vector.clone())
-            return Evaluation(1.0, 0.5, 1.0, 10)
+            return Found(Evaluation(1.0, 0.5, 1.0, 10), {})
 
         patch.setattr(Measure, "validation", validation)
         patch.setattr(Measure, "test", test)

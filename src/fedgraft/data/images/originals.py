@@ -42,12 +42,13 @@ def from_files(files: Sequence[Path], name: str = "folder") -> Originals:
     return Originals(name, identity, len(files), lambda start, stop: files[start:stop], lambda row: str(files[row]))
 
 
-def from_arrays(images: np.ndarray | Sequence[np.ndarray], name: str = "arrays") -> Originals:
-    """Arrays, one per image or all in one (N, H, W, C); the identity is their content."""
+def from_arrays(images: np.ndarray | Sequence[Any], name: str = "arrays") -> Originals:
+    """Arrays or Pillow images, one per image or all in one (N, H, W, C); the identity is their content."""
     hasher = hashlib.blake2b(digest_size=16)
     for image in images:
-        hasher.update(repr((image.dtype.str, image.shape)).encode())
-        hasher.update(np.ascontiguousarray(image).data)
+        plain = np.asarray(image.convert("RGBA") if getattr(image, "mode", "") in ("P", "PA") else image)
+        hasher.update(repr((plain.dtype.str, plain.shape)).encode())
+        hasher.update(np.ascontiguousarray(plain).data)
     read = lambda start, stop: list(images[start:stop])  # noqa: E731
     return Originals(name, hasher.hexdigest(), len(images), read, lambda row: f"image {row} of the arrays")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.labelled import Labelled, check_range, short_digest
 from fedgraft.errors import FedgraftError
 
+log = logging.getLogger("fedgraft")
 _CHUNK = 4096  # images per step when hashing: bounds memory for stores of any size
 
 
@@ -73,11 +74,10 @@ class ImageStore(Labelled):
         made = open_pixels(self.originals, PixelRule(side) if own else rule, cache_dir())
         self._refuse(made)
         if made.clipped:
-            warnings.warn(
-                f"{made.clipped} grey images hold values up to {made.peak:g}, and all above 255 are shown white, as "
-                "transformers would; say which values are black and white with: data.grey_window = "
-                f"[0, {made.peak:g}].",
-                stacklevel=3,
+            log.warning(
+                "%d grey images hold values up to %g, and all above 255 are shown white, as transformers would; say "
+                "which values are black and white with: data.grey_window=[0,%g]",
+                *(made.clipped, made.peak, made.peak),
             )
         rows = b"" if self.rows is None else self.rows.tobytes()
         return OpenedImages(made.images, self.rows, rule.fit_batch if own else None, short_digest(made.digest, rows))
@@ -87,11 +87,14 @@ class ImageStore(Labelled):
         """What pixels are made from."""
         return self.content if isinstance(self.content, Originals) else from_arrays(self.content)
 
-    def unreadable(self) -> dict[int, str]:
-        """The rows whose image cannot be read, and why; every original is looked at once, then it is remembered."""
+    def unreadable(self, rule: PixelRule | None = None) -> dict[int, str]:
+        """The rows whose image cannot be read, and why; every original is looked at once, then it is remembered.
+
+        Where the rule of the pixels is known already, looking makes these pixels.
+        """
         if not isinstance(self.content, Originals) or not len(self):
             return {}
-        return self._bad(open_pixels(self.content, PixelRule(1), cache_dir()))
+        return self._bad(open_pixels(self.content, rule or PixelRule(1), cache_dir()))
 
     def where(self, row: int) -> str:
         """How a person finds the image of a row."""

@@ -7,15 +7,16 @@ pixels is the `PixelRule`, which a transform carries along.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from fedgraft.data.images.augment import crop, draw_flips, flip, jitter, resized_crop
 from fedgraft.data.images.randaugment import randaugment
-from fedgraft.data.images.rule import PixelRule
+from fedgraft.data.images.rule import PixelRule, Window
 from fedgraft.errors import FedgraftError
 
 Triple = tuple[float, float, float]
@@ -52,6 +53,11 @@ class Transform:
     def image_size(self) -> int:
         """The side of the network's input."""
         return self.rule.size
+
+    @property
+    def preprocessor(self) -> dict[str, Any]:
+        """What preprocessor_config.json must say to give the pixels of training."""
+        return self.rule.to_preprocessor(self.mean, self.std)
 
     @property
     def deterministic(self) -> bool:
@@ -97,6 +103,14 @@ class Transform:
     def _normalise(self, images: Tensor) -> Tensor:
         mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
         return ((images - mean) / std).contiguous()
+
+
+def rule_for(network: Any, resize: str = "model", window: Window = None) -> PixelRule:
+    """How images get this network's size: by its own preprocessing where it brought one, else as said, else cropped."""
+    size, own = network.image_size, network.preprocessor if resize == "model" else None
+    rule = PixelRule(size, "squash" if resize == "squash" else "crop")
+    rule = rule if own is None else PixelRule.from_preprocessor(own, size)
+    return rule if window is None else replace(rule, window=window)
 
 
 def make_transform(rule: PixelRule | int, train: tuple[str, ...] = (), normalisation: str = "imagenet") -> Transform:

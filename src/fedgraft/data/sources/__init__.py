@@ -6,6 +6,7 @@ A source of one's own is a function `loader(path, **options) -> Dataset`, added 
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 from fedgraft.data.partition.split import stratified_split
@@ -22,7 +23,7 @@ from fedgraft.registry import SOURCES
 
 __all__ = [
     "SOURCES", "Dataset", "Store", "arrays", "cifar10", "cifar100", "dataset", "digits", "features", "folder",
-    "load_dataset", "npz", "options_of", "owners", "parquet", "synthetic",
+    "load_dataset", "npz", "open_path", "options_of", "owners", "parquet", "synthetic",
 ]  # fmt: skip
 
 SOURCES |= {
@@ -40,7 +41,7 @@ SOURCES |= {
 _PATHS = ("path", "data", "x")  # what the first argument is called where a source takes a path
 
 
-def load_dataset(source: str, path: str | None = None, limit: int | None = None, **options: Any) -> Dataset:
+def load_dataset(source: str, path: str | Path | None = None, limit: int | None = None, **options: Any) -> Dataset:
     """Open a data source by name. No pixels are made yet. `limit` keeps at most so many of each part, stratified."""
     parameters = list(inspect.signature(SOURCES.find(source)).parameters.values())
     takes = bool(parameters) and parameters[0].name in _PATHS
@@ -54,6 +55,14 @@ def load_dataset(source: str, path: str | None = None, limit: int | None = None,
         raise FedgraftError(f"the data source {source!r} has no option {strange[0]!r}; it has: {names}.")
     made = SOURCES[source](*([path] if takes else []), **options)
     return _limited(made, limit)
+
+
+def open_path(path: str | Path, **options: Any) -> Dataset:
+    """Whatever lies at a path: an .npz or .parquet file, a folder that `datasets` saved, or a folder per class."""
+    place = Path(path).expanduser()
+    saved = any((place / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    kind = {".npz": "npz", ".parquet": "parquet"}.get(place.suffix, "datasets" if saved else "folder")
+    return load_dataset(kind, str(path), **options)
 
 
 def options_of(source: str) -> tuple[str, ...] | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from fedgraft.data.images.originals import Originals
+from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.images.store import ImageStore, store_of
 from fedgraft.data.labelled import check_columns, numbered_parts
 from fedgraft.data.partition.split import stratified_split
@@ -73,7 +74,7 @@ def finish(
     if unreadable not in ("refuse", "skip"):
         raise FedgraftError(f"unreadable images can be met by 'refuse' or 'skip', not by {unreadable!r}.")
     if unreadable == "skip":
-        stores = [_readable(store, skipped) for store in stores]
+        stores = [readable(store, skipped) for store in stores]
     train, test = stores if len(stores) == 2 else cut(stores[0], test_share, seed)
     return Dataset(name, train, test, tuple(skipped))
 
@@ -94,8 +95,9 @@ def strata(store: Store) -> np.ndarray:
     return site.reshape(-1) * len(store.classes) + store.labels
 
 
-def _readable(store: Store, skipped: list[tuple[str, str]]) -> Store:
-    if not isinstance(store, ImageStore) or not (bad := store.unreadable()):
+def readable(store: Store, skipped: list[tuple[str, str]], rule: PixelRule | None = None) -> Store:
+    """The rows that can be read; where the others are, and why they cannot, is added to `skipped`."""
+    if not isinstance(store, ImageStore) or not (bad := store.unreadable(rule)):
         return store
     if len(bad) == len(store):
         raise FedgraftError(

@@ -28,7 +28,13 @@ class Listing:
 
 def folder(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
     """Images in one directory per class; with `train/` and `test/` on top, these are used, else a share is cut off."""
-    return assemble("folder", [part.table() for part in _parts(_existing(path))], classes, **making)
+    place = _existing(path)
+    if not is_class_folder(place) and _by_owner(place):
+        raise FedgraftError(
+            f"{path} looks like a folder per owner, each with a folder per class: take it as data.source=owners "
+            "(fg.data.owners), or name the folder of one owner."
+        )
+    return assemble("folder", [part.table() for part in _parts(place)], classes, **making)
 
 
 def owners(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
@@ -41,6 +47,13 @@ def owners(path: str | Path, classes: Sequence[str] | None = None, **making: Unp
         raise FedgraftError(f"some owners in {path} have train/ and test/ and some have not; give all or none of them.")
     parts = [_joined([one[number] for one in found]).table() for number in range(len(found[0]))]
     return assemble("owners", parts, classes, **making)
+
+
+def _by_owner(path: Path) -> bool:
+    """Whether the folders in it hold no files but several folders, of the same names in all of them."""
+    inside = [place for place in _directories(path) if not any(one.is_file() for one in place.iterdir())]
+    names = [{below.name for below in _directories(place)} for place in inside]
+    return len(inside) > 1 and len(inside) == len(_directories(path)) and len(set.intersection(*names)) > 1
 
 
 def is_class_folder(path: Path) -> bool:

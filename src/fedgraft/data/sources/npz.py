@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
@@ -9,7 +10,7 @@ from typing import Unpack
 import numpy as np
 
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
-from fedgraft.data.sources.npz_file import npz_names, read_npz
+from fedgraft.data.sources.npz_file import npz_names, read_npz, read_rows
 from fedgraft.errors import FedgraftError
 
 
@@ -46,24 +47,23 @@ def read_table(path: Path, part: str, names: dict[str, str | None]) -> Table:
         wanted = f"{names[lost[0]]}_{part}" if part else f"{names[lost[0]]} or {names[lost[0]]}_train"
         raise FedgraftError(f"{path} must hold the array {wanted}, but has {', '.join(have) or 'none'}.")
     found = read_npz(path, spelt.values())
-    return Table(
-        rgb(found[spelt["image"]], f"{spelt['image']} of {path}"),
-        found[spelt["label"]],
-        {key: found[name] for key, name in spelt.items() if key in ("site", "group")},
-    )
+    others = {name: value for name, value in read_rows(path).items() if len(value) == len(found[spelt["label"]])}
+    ending = re.compile(rf"^{part}_|_{part}$" if part else "$^")
+    columns = {ending.sub("", name): value for name, value in others.items() if name not in spelt.values()}
+    columns |= {key: found[name] for key, name in spelt.items() if key in ("site", "group")}
+    return Table(rgb(found[spelt["image"]], f"{spelt['image']} of {path}"), found[spelt["label"]], columns)
 
 
 def rgb(images: np.ndarray, where: str = "the array") -> np.ndarray:
-    """Images (N, H, W), (N, H, W, 1), (N, H, W, 3) or (N, 3, H, W) as (N, H, W, 3)."""
-    first = images.ndim == 4 and images.shape[1] == 3 and images.shape[3] != 3
-    if images.dtype != np.uint8 or not (images.ndim == 3 or first or (images.ndim == 4 and images.shape[3] in (1, 3))):
+    """Images (N, H, W), (N, H, W, C) or (N, C, H, W), with 1, 3 or 4 channels, as (N, H, W, 3); alpha is dropped."""
+    last = images.ndim == 4 and images.shape[3] in (1, 3, 4)
+    first = images.ndim == 4 and not last and images.shape[1] in (1, 3, 4)
+    if images.dtype != np.uint8 or not (images.ndim == 3 or first or last):
         raise FedgraftError(
             f"images must be uint8 (N, height, width, 3), but {where} is {images.dtype} {images.shape}."
         )
-    if first:
-        return images.transpose(0, 2, 3, 1)
-    grey = images[..., None] if images.ndim == 3 else images
-    return grey if grey.shape[3] == 3 else grey.repeat(3, axis=3)
+    images = images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1) if first else images
+    return images.repeat(3, axis=3) if images.shape[3] == 1 else images[..., :3]
 
 
 def _spelt(name: str, part: str, have: Sequence[str]) -> str:

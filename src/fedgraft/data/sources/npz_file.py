@@ -12,6 +12,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +40,17 @@ def read_npz(path: Path, wanted: Iterable[str]) -> dict[str, np.ndarray]:
     except _WRONG as error:
         reason = " ".join(str(error).split())
         raise FedgraftError(f"{path} is not a readable npz file of plain arrays ({reason}); write it anew.") from error
+
+
+def read_rows(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of names or whole numbers with one axis, by name: columns that tell more about each row."""
+    wanted = []
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            with suppress(*_WRONG), archive.open(name) as stream:  # what is no plain array is no column
+                shape, _, dtype, _ = _header(stream)
+                wanted += [name.removesuffix(".npy")] if len(shape) == 1 and dtype.kind in "iuU" else []
+    return read_npz(path, wanted)
 
 
 def npz_names(path: Path) -> list[str]:

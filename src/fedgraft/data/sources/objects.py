@@ -26,7 +26,10 @@ def arrays(
     test: Sequence[Any] | None = None,
     **making: Unpack[Making],
 ) -> Dataset:
-    """Images as a uint8 array or a list of them, and labels (names or numbers); `test` is (x, y[, sites[, groups]])."""
+    """Images as an array of bytes (or of these divided by 255) or a list of arrays or Pillow images, and their labels.
+
+    Labels are names or numbers; `test` is (x, y[, sites[, groups]]).
+    """
     parts = [_table(x, y, sites, groups)]
     if test is not None:
         parts.append(_table(*test))
@@ -69,46 +72,58 @@ def _table(x: Any, y: Any, sites: Any = None, groups: Any = None) -> Table:
 def plain_image(value: Any) -> Any:
     """An image (or several) as NumPy holds it; floats are taken back to the bytes that they were made from."""
     array = value.numpy() if hasattr(value, "detach") else value
-    if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or not array.size:
+    if not isinstance(array, np.ndarray) or array.dtype == np.uint8 or not array.size:
         return array
-    levels = np.rint(array * 255)
-    if array.min() < 0 or array.max() > 1 or np.abs(array * 255 - levels).max() > 1e-3:
+    low, high = array.min(), array.max()
+    if array.dtype.kind in "iu":  # deep grey stays deep
+        return array.astype(np.uint8) if low >= 0 and high <= 255 else array
+    if array.dtype.kind != "f":
+        return array
+    scale = 1 if array.ndim == 4 and high > 1 else 255  # of one image alone nobody can tell 0 to 1 from 0 to 255
+    levels = np.rint(array * scale)
+    if not (low >= 0 and levels.max() <= 255 and np.abs(array * scale - levels).max() <= 1e-3):
         raise FedgraftError(
-            "images must be bytes (0 to 255) or these divided by 255, but they are other fractions; "
-            "leave out the normalisation and the augmentation, which fedgraft does itself."
+            "images must be bytes (0 to 255) or these divided by 255, but they are other numbers; give them as uint8, "
+            "and leave out the normalisation and the augmentation, which fedgraft does itself."
         )
     return levels.astype(np.uint8)
 
 
 def _read(data: Any, names: dict[str, str | None]) -> Table:
-    if hasattr(data, "column_names") and hasattr(data, "features"):
+    if hasattr(data, "__len__") and hasattr(data, "column_names") and hasattr(data, "features"):
         return from_columns(data, names)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        return _from_items(data)
+        return _from_items(data, names)
     raise FedgraftError(
         f"{type(data).__name__} is not a dataset that can be addressed by row; give a torch Dataset with a length, "
         "a datasets.Dataset, or arrays."
     )
 
 
-def _from_items(data: Any) -> Table:
+def _from_items(data: Any, names: dict[str, str | None]) -> Table:
     """A torch `Dataset`: one pass for labels and identity, so that its images need not stay in memory."""
     hasher, labels = hashlib.blake2b(digest_size=16), []
     for row in range(len(data)):
-        image, label = _item(data, row)
+        image, label = _item(data, row, names)
         pixels = np.asarray(image)
         hasher.update(repr((pixels.shape, pixels.dtype.str)).encode())
         hasher.update(np.ascontiguousarray(pixels).data)
         labels.append(label)
-    read = lambda start, stop: [_item(data, row)[0] for row in range(start, stop)]  # noqa: E731
+    read = lambda start, stop: [_item(data, row, names)[0] for row in range(start, stop)]  # noqa: E731
     where = lambda row: f"item {row} of the dataset"  # noqa: E731
     return Table(Originals("dataset", hasher.hexdigest(), len(data), read, where), labels)
 
 
-def _item(data: Any, row: int) -> tuple[Any, Any]:
+def _item(data: Any, row: int, names: dict[str, str | None]) -> tuple[Any, Any]:
     found = data[row]
+    if isinstance(found, Mapping):
+        found = [
+            found[pick_column(found, (str(names[key]),), f"item {row} of the dataset")] for key in ("image", "label")
+        ]
     if not isinstance(found, tuple | list) or len(found) < 2:
-        raise FedgraftError(f"item {row} of the dataset must be (image, label), but it is a {type(found).__name__}.")
+        raise FedgraftError(
+            f"item {row} of the dataset must be (image, label) or a table of both, but it is a {type(found).__name__}."
+        )
     image, label = plain_image(found[0]), found[1]
     if isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] > 4:
         image = np.ascontiguousarray(image.transpose(1, 2, 0))  # torch keeps the channels in front

@@ -59,7 +59,10 @@ def pick_column(names: Iterable[str], wanted: Sequence[str], where: str) -> str:
     for name in wanted:
         if name in have:
             return name
-    raise FedgraftError(f"{where} has the columns {', '.join(have)}, but one of {', '.join(wanted)} is needed.")
+    raise FedgraftError(
+        f"{where} has no column {' or '.join(wanted)}; say which of its columns it is (image=, label=, site=, group=): "
+        f"{', '.join(have) or 'none'}."
+    )
 
 
 def rename(columns: dict[str, Any], names: dict[str, str | None], where: str) -> dict[str, Any]:

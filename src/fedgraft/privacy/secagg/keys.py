@@ -13,20 +13,26 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedgraft.errors import FedgraftError, MissingExtra
+from fedgraft.errors import MissingExtra, Refused
 from fedgraft.privacy.secagg.ring import Words
+
+if TYPE_CHECKING:
+    from fedgraft.privacy.secagg.plan import Plan
 
 KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES = 32, 64, 16
 Agree = Callable[[bytes, bytes], bytes]
 _CHUNK = 1 << 18  # bytes of keystream at a time: stays in cache
 
 
-class SecureRefusal(FedgraftError):
+class SecureRefusal(Refused):
     """A client does not go on with a secure sum because what it was sent is not what an honest server sends."""
+
+    def __init__(self, sentence: str, rule: str = "secure sum") -> None:
+        super().__init__(sentence, rule)
 
 
 @cache
@@ -139,6 +145,11 @@ class Identity:
     private: bytes
     known: dict[int, bytes] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
+    """The latest round of each series of sums; it only grows."""
+    given: dict[str, list[str]] = field(default_factory=dict)
+    """What each series outside the rounds has been asked for: digests of orders. The same one has no second number."""
+    cohorts: dict[str, list[int]] = field(default_factory=dict)
+    """The clients of the latest sum of each of these series; the next may have fewer, never others."""
     closed: bool = False
     least: int = 2
     """Smallest cohort to take part in."""
@@ -160,15 +171,26 @@ class Identity:
         if self.known.setdefault(client, public) != public:
             raise SecureRefusal(f"client {client} appears with another identity key than before")
 
-    def serve(self, run: str, round_: int) -> None:
-        """Remember a round; refuse one that is not after the last.
+    def serve(self, plan: Plan) -> None:
+        """Remember a sum; refuse one that is not after the last of its series, or the same under another number.
 
-        Two sums of one round over different clients would give away the difference. A run that is resumed after a
-        crash repeats its last round under a new run name, which people on the clients' side can see.
+        Two sums of one round over different clients would give away the difference, and so would two sums outside the
+        rounds (a Gram matrix is the same every time). A run that is resumed asks the same question and gets the same
+        answer (`SecureClient`); it never begins a sum a second time.
         """
-        if round_ <= self.served.get(run, -1):
-            raise SecureRefusal(f"round {round_} of the secure sum is a replay: round {self.served[run]} was served")
-        self.served[run] = round_
+        run, number = plan.run, plan.round
+        if number <= self.served.get(run, -1):
+            raise SecureRefusal(
+                f"round {number} of the secure sum is a replay: round {self.served[run]} was served", "repeat"
+            )
+        if plan.outside:
+            if plan.binds in self.given.get(run, []):
+                raise SecureRefusal("this very sum was asked for before, under another number", "repeat")
+            if not set(plan.clients) <= set(self.cohorts.get(run, plan.clients)):
+                raise SecureRefusal("this sum has clients that the one before it had not", "repeat")
+            self.given[run] = [*self.given.get(run, []), plan.binds]
+            self.cohorts[run] = list(plan.clients)
+        self.served[run] = number
 
     def to_bytes(self) -> bytes:
         """For a node's memory; holds the private key."""
@@ -180,4 +202,4 @@ class Identity:
         """What `to_bytes` wrote."""
         plain = json.loads(data)
         known = {int(client): bytes.fromhex(key) for client, key in plain["known"].items()}
-        return cls(bytes.fromhex(plain["private"]), known, plain["served"], plain["closed"], plain["least"])
+        return cls(**{**plain, "private": bytes.fromhex(plain["private"]), "known": known})

@@ -1,14 +1,15 @@
 """The public facts of one secure sum: who takes part, who holds whose shares, how many suffice, what is summed.
 
-Shares go to all others (complete graph) or, for large cohorts, to the neighbours in a k-regular graph as in SecAgg+
-(Bell et al. 2020): a ring over a permutation that nobody chooses, each client tied to k/2 on either side.
+Shares go to all others (complete graph) or, for large cohorts, to k of them that the client itself draws from its own
+entropy when it publishes its keys, as in the version of SecAgg+ (Bell et al. 2020) that withstands a lying server:
+nobody else has a say in who holds a client's shares. Two clients share a mask if one of them has drawn the other.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 
@@ -17,27 +18,20 @@ from torch import Tensor
 from fedgraft.errors import FedgraftError
 from fedgraft.privacy.secagg.keys import context
 from fedgraft.privacy.secagg.ring import Ring, Segment
-from fedgraft.randomness import derive, numpy_stream
 
 STAGES = ("keys", "shares", "masked", "consistency", "unmask")
 Data = Mapping[str, Tensor]
 """What one message of the protocol carries: tensors of uint8, int64 or uint32."""
 
 
+OUTSIDE = "#"
+"""Stands between a run's name and an action in the names of sums outside the rounds."""
+PLAN_BYTES, MOST_CLIENTS = 1 << 18, 10_000
+"""Largest plan that a client reads, and most clients in it: both are checked before anything is built from it."""
+
+
 class SecureAbort(FedgraftError):
     """Too few clients are left to open the sum; the round ends without a result and nothing is revealed."""
-
-
-def neighbours(ids: Iterable[int], degree: int | None, seed: int) -> dict[int, tuple[int, ...]]:
-    """For each client those it shares keys with: all others, or `degree` of them in a ring over a permutation."""
-    order = sorted(ids)
-    if degree is None or degree >= len(order) - 1:
-        return {u: tuple(v for v in order if v != u) for u in order}
-    if degree < 2 or degree % 2:
-        raise FedgraftError(f"the neighbour graph of a secure sum needs an even degree of at least 2, not {degree}")
-    ring = [order[i] for i in numpy_stream(seed, "secure graph").permutation(len(order))]
-    effective_steps = [d for d in range(-degree // 2, degree // 2 + 1) if d]
-    return {u: tuple(sorted(ring[(i + d) % len(ring)] for d in effective_steps)) for i, u in enumerate(ring)}
 
 
 @dataclass(frozen=True)
@@ -50,11 +44,13 @@ class Plan:
     clients: tuple[int, ...]
     segments: tuple[Segment, ...]
     degree: int | None = None
-    """Neighbours per client, even; None: the complete graph."""
+    """Others that hold a client's shares; None: all."""
     threshold: int | None = None
     """Shares needed out of a client's holders (its neighbours and itself); None: floor(2n/3) + 1."""
     room: int | None = None
     """Summands that the ring has room for; None: one per client. It sets the step of the fixed-point numbers."""
+    binds: str = ""
+    """Digest of the order that all clients carry out: action, model, further vectors, every setting."""
 
     def __post_init__(self) -> None:
         ids = self.clients
@@ -67,7 +63,14 @@ class Plan:
             )
         if self.room is not None and self.room < len(ids):
             raise FedgraftError(f"a ring for {self.room} summands would wrap under the sum of {len(ids)} clients")
-        _ = self.graph, self.ring  # refuse a bad degree or bad segments here
+        if self.degree is not None and self.degree < 2:
+            raise FedgraftError(f"the neighbour graph of a secure sum needs a degree of at least 2, not {self.degree}")
+        _ = self.ring  # refuse bad segments here
+
+    @property
+    def outside(self) -> bool:
+        """Whether this is a sum beside the rounds, as of head initialisation and calibration."""
+        return OUTSIDE in self.run
 
     @property
     def holders(self) -> int:
@@ -80,10 +83,26 @@ class Plan:
         """Shares that open a secret."""
         return self.holders * 2 // 3 + 1 if self.threshold is None else self.threshold
 
-    @cached_property
-    def graph(self) -> dict[int, tuple[int, ...]]:
-        """Each client's neighbours. The permutation follows from run and round, so the server does not choose it."""
-        return neighbours(self.clients, self.degree, derive(0, "secure graph", self.run, self.round))
+    @property
+    def draws(self) -> int:
+        """How many holders a client draws; 0 in the complete graph, where all others are."""
+        return self.holders - 1 if self.holders < len(self.clients) else 0
+
+    def draw(self, client: int, entropy: Callable[[int], bytes]) -> tuple[int, ...]:
+        """The holders that a client draws for itself, sorted; none in the complete graph."""
+        others, drawn = [v for v in self.clients if v != client], list[int]()
+        for _ in range(self.draws):  # 128 bits over at most 2^20: the remainder is even to 2^-108
+            drawn.append(others.pop(int.from_bytes(entropy(16), "little") % len(others)))
+        return tuple(sorted(drawn))
+
+    def could_draw(self, client: int, drawn: Sequence[int]) -> bool:
+        """Whether this is a list that `draw` gives."""
+        fits = len(drawn) == self.draws and list(drawn) == sorted(set(drawn))
+        return fits and client not in drawn and all(v in self.places for v in drawn)
+
+    def holds(self, drawn: Collection[int], owner: int, other: int) -> bool:
+        """Whether `other` holds shares of `owner`, who drew these."""
+        return other != owner and (not self.draws or other in drawn)
 
     @cached_property
     def ring(self) -> Ring:
@@ -104,9 +123,11 @@ class Plan:
         """Context bytes for a key, box or signature of this round."""
         return context(self.run, self.round, self.digest, purpose, *who)
 
-    def enough(self, client: int, present: set[int]) -> bool:
-        """Whether enough holders of a client's shares are present."""
-        return sum(v in present for v in (client, *self.graph[client])) >= self.needed
+    def enough(self, client: int, drawn: Iterable[int], present: set[int]) -> bool:
+        """Whether enough holders of a client's shares are present, itself among them."""
+        if not self.draws:
+            return len(present) >= self.needed and client in present
+        return sum(v in present for v in (client, *drawn)) >= self.needed
 
     @cached_property
     def _text(self) -> bytes:
@@ -117,21 +138,30 @@ class Plan:
         return self._text
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Plan:
-        """What `to_bytes` wrote; refuses anything else."""
-        return _read(data)
+    def from_bytes(cls, data: bytes, most: int = MOST_CLIENTS) -> Plan:
+        """What `to_bytes` wrote; refuses anything else, and what is too large before it builds anything from it."""
+        if len(data) > PLAN_BYTES:
+            raise FedgraftError(f"the plan of a secure sum has {len(data)} bytes; {PLAN_BYTES} are allowed")
+        return _read(data, most)
 
 
 @lru_cache(maxsize=4)
-def _read(data: bytes) -> Plan:
-    """A plan is read at every stage, in a simulation by every client; its graph is made once."""
+def _read(data: bytes, most: int) -> Plan:
+    """A plan is read at every stage, in a simulation by every client."""
     try:
         plain = json.loads(data)
+        if len(plain["clients"]) > most:
+            raise ValueError(f"{len(plain['clients'])} clients, and {most} are allowed")
         segments = tuple(Segment(**s) for s in plain.pop("segments"))
         clients = tuple(plain.pop("clients"))
         plan = Plan(clients=clients, segments=segments, **plain)
         ints = [plan.round, *clients, *(s.length for s in segments), plan.holders, plan.needed, plan.ring.clients]
-        if type(plan.run) is not str or not all(type(i) is int for i in ints) or plan.to_bytes() != data:
+        if (
+            type(plan.run) is not str
+            or type(plan.binds) is not str
+            or not all(type(i) is int for i in ints)
+            or plan.to_bytes() != data
+        ):
             raise ValueError("not in the form that to_bytes writes")
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise FedgraftError(f"the plan of a secure sum cannot be read: {str(error)[:120]}") from error

@@ -22,14 +22,14 @@ from torch import Tensor
 from fedgraft.errors import FedgraftError
 from fedgraft.privacy.secagg.client import SecureClient
 from fedgraft.privacy.secagg.keys import Identity, SecureRefusal
-from fedgraft.privacy.secagg.plan import STAGES, Data, Plan, SecureAbort, neighbours
+from fedgraft.privacy.secagg.plan import OUTSIDE, STAGES, Data, Plan, SecureAbort
 from fedgraft.privacy.secagg.ring import Ring, Segment
 from fedgraft.privacy.secagg.server import Answers, Outbox, SecureServer, SumResult
 from fedgraft.randomness import torch_stream
 
 __all__ = [
     "STAGES", "Identity", "Plan", "Ring", "SecureAbort", "SecureClient", "SecureRefusal", "SecureServer", "Segment",
-    "SumResult", "drive", "neighbours", "run_locally", "series", "weighted_input", "weighted_mean",
+    "SumResult", "drive", "run_locally", "series", "weighted_input", "weighted_mean",
     "weighted_segments",
 ]  # fmt: skip
 
@@ -39,7 +39,7 @@ Ask = Callable[[str, Outbox], Answers]
 
 def series(run: str, action: str) -> str:
     """The name of a run's sums of one action; training has the run's own."""
-    return run if action == "train" else f"{run}#{action}"
+    return run if action == "train" else f"{run}{OUTSIDE}{action}"
 
 
 def drive(server: SecureServer, ask: Ask) -> SumResult:

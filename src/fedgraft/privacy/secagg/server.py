@@ -48,6 +48,10 @@ class SecureServer:
         self.lost: dict[int, str] = {}
         self.rejections: dict[int, str] = {}
         self.adverts: dict[int, bytes] = {}
+        self.drawn: dict[int, tuple[int, ...]] = {}
+        """client -> the holders it drew for itself."""
+        self.ties: dict[int, list[int]] = {}
+        """client -> those it shares a mask with: whom it drew and who drew it; sorted."""
         self.boxes: dict[int, dict[int, bytes]] = {}
         """receiver -> sender -> closed box."""
         self.commitments: dict[int, bytes] = {}
@@ -74,35 +78,66 @@ class SecureServer:
 
     def largest(self, stage: str) -> int:
         """Most bytes of tensors that an answer to a stage can have."""
-        boxes, shares = (self.plan.holders - 1) * BOX_BYTES, self.plan.holders * shamir.SHARE_BYTES
+        boxes, shares = (self.plan.holders - 1) * BOX_BYTES, len(self.plan.clients) * shamir.SHARE_BYTES
         return {
-            "keys": ADVERT_BYTES, "shares": boxes + KEY_BYTES, "masked": 4 * self.plan.ring.length,
-            "consistency": SIGNATURE_BYTES, "unmask": shares,
+            "keys": ADVERT_BYTES + 8 * self.plan.draws, "shares": boxes + KEY_BYTES,
+            "masked": 4 * self.plan.ring.length, "consistency": SIGNATURE_BYTES, "unmask": shares,
         }[stage]  # fmt: skip
 
     def keys(self, answers: Mapping[int, Data]) -> Outbox:
-        """Route the public keys to the neighbours."""
-        for u, data in self._valid("keys", answers, self.plan.clients, {"advert": (torch.uint8, (ADVERT_BYTES,))}):
-            self.adverts[u] = as_rows(data["advert"][None])[0]
+        """Route the public keys, and who drew whom, along the ties."""
+        fields = {"advert": (torch.uint8, (ADVERT_BYTES,)), "drawn": (torch.int64, (self.plan.draws,))}
+        for u, data in self._valid("keys", answers, self.plan.clients, fields):
+            drawn = tuple(data["drawn"].tolist())
+            if self.plan.could_draw(u, drawn):  # else its peers would refuse it, and with it the round
+                self.adverts[u], self.drawn[u] = as_rows(data["advert"][None])[0], drawn
+            else:
+                self.lost[u], self.rejections[u] = "keys", "keys: it drew holders that it cannot have"
         self._enough("keys", list(self.adverts))
-        return {u: self._table(u, self.adverts, "adverts", ADVERT_BYTES) for u in self.adverts}
+        self._tie()
+        return {
+            u: self._table(u, self.adverts, "adverts", ADVERT_BYTES)
+            | {"drawn": torch.tensor([self.drawn[v] for v in self.ties[u]]).view(len(self.ties[u]), -1).long()}
+            for u in self.adverts
+        }
+
+    def _tie(self) -> None:
+        """Who shares a mask with whom, among those that advertised."""
+        there = sorted(self.adverts)
+        if not self.plan.draws:
+            self.ties = {u: [v for v in there if v != u] for u in there}
+            return
+        ties: dict[int, set[int]] = {u: set() for u in there}
+        for u in there:
+            for v in self.drawn[u]:
+                if v in ties and v != u:
+                    ties[u].add(v)
+                    ties[v].add(u)
+        self.ties = {u: sorted(found) for u, found in ties.items()}
+
+    def _holds(self, owner: int, other: int) -> bool:
+        return self.plan.holds(self.drawn[owner], owner, other)
 
     def shares(self, answers: Mapping[int, Data]) -> Outbox:
         """Route the closed boxes; whoever has too few holders left is out before any mask depends on it."""
         sent: dict[int, dict[int, bytes]] = {}
         for u in sorted(self.adverts):
-            to = [v for v in self.plan.graph[u] if v in self.adverts]
+            to = [v for v in self.ties[u] if self._holds(u, v)]
             fields = {"boxes": (torch.uint8, (len(to), BOX_BYTES)), "commitment": (torch.uint8, (KEY_BYTES,))}
             for _, data in self._valid("shares", answers, [u], fields):
                 sent[u] = dict(zip(to, as_rows(data["boxes"]), strict=True))
                 self.commitments[u] = as_rows(data["commitment"][None])[0]
-        while few := [u for u in sent if not self.plan.enough(u, set(sent))]:
+        while few := [u for u in sent if not self.plan.enough(u, self.drawn[u], set(sent))]:
             for u in few:
                 del sent[u]
                 self.lost[u] = "shares"
         self.shared = self._enough("shares", list(sent))
-        self.boxes = {v: {u: sent[u][v] for u in self.plan.graph[v] if u in sent} for v in sent}
-        return {v: self._table(v, self.boxes[v], "boxes", BOX_BYTES) for v in sent}
+        self.boxes = {v: {u: sent[u][v] for u in self.ties[v] if u in sent and self._holds(u, v)} for v in sent}
+        return {
+            v: self._table(v, self.boxes[v], "boxes", BOX_BYTES)
+            | {"ids": torch.tensor([u for u in self.ties[v] if u in sent], dtype=torch.int64)}
+            for v in sent
+        }
 
     def masked(self, answers: Iterable[tuple[int, Data]]) -> Outbox:
         """Add each masked input to the sum when it comes and keep none; from here on the survivors are fixed."""
@@ -131,7 +166,7 @@ class SecureServer:
         """Rebuild the survivors' seeds and the lost ones' mask keys, take their masks off, and decode the sum."""
         held: dict[int, dict[int, bytes]] = {u: {} for u in self.shared}  # owner -> place of the holder -> share
         for u in self.alive:
-            owners = sorted(v for v in (u, *self.plan.graph[u]) if v in held)
+            owners = sorted([u, *self.boxes[u]])
             fields = {"shares": (torch.uint8, (len(owners), shamir.SHARE_BYTES))}
             for _, data in self._valid("unmask", answers, [u], fields):
                 for owner, share in zip(owners, as_rows(data["shares"]), strict=True):
@@ -156,7 +191,7 @@ class SecureServer:
         public = self.adverts[lost][KEY_BYTES : 2 * KEY_BYTES]
         agree = crypto.agreement(self._rebuild(lost, shares, lambda secret: crypto.public_key(secret) == public))
         alive = set(self.alive)
-        for u in self.plan.graph[lost]:
+        for u in self.ties[lost]:
             if u in alive:
                 other = self.adverts[u][KEY_BYTES : 2 * KEY_BYTES]
                 # The survivor u added this mask if the lost client's id is above its own, and subtracted it if below.
@@ -191,10 +226,10 @@ class SecureServer:
         return True
 
     def _enough(self, stage: str, left: list[int]) -> list[int]:
-        if not any(self.plan.enough(u, set(left)) for u in left):
+        if not any(self.plan.enough(u, self.drawn[u], set(left)) for u in left):
             raise SecureAbort(f"only {len(left)} clients are left after the stage {stage!r} of the secure sum")
         return sorted(left)
 
     def _table(self, u: int, rows: Mapping[int, bytes], name: str, width: int) -> dict[str, Tensor]:
-        ids = [v for v in self.plan.graph[u] if v in rows]
+        ids = [v for v in self.ties[u] if v in rows]
         return {"ids": torch.tensor(ids, dtype=torch.int64), name: as_tensor([rows[v] for v in ids]).view(-1, width)}

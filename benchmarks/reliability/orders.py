@@ -1,0 +1,68 @@
+"""A server that lies in its orders: every lie of tests/support/hostile.py under every protection it applies to.
+
+A lie is refused if the client answers with the name of the rule and gives nothing after it. The broken variants take
+one guard out and must let some of its lies through.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+from tests.support.hostile import LIES, outcome
+
+from benchmarks.reliability.outcome import Outcome
+from fedgraft import admission, client, client_secure, secure_round
+from fedgraft.policy import Policy
+from fedgraft.privacy.secagg.keys import Identity
+
+
+def _nothing(*args: Any, **more: Any) -> None:
+    return None
+
+
+VARIANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
+    "without the policy": ("clear", [(client, "admit", lambda order, algorithm, context, memory: memory)]),
+    "without ranges": ("numbers", [(Policy, "_number", _nothing)]),
+    "without the binding": (
+        "binding",
+        [(module, "binding", lambda order: "") for module in (client_secure, secure_round)],
+    ),
+    "without the ledger": ("repeat", [(Identity, "serve", _nothing)]),
+    "without daily counts": ("days", [(admission, "count_order", lambda policy, order, ledger: ledger)]),
+    "without plan checks": ("plan", [(client_secure, "check_plan", _nothing)]),
+}
+
+
+def _told(family: str | None = None) -> tuple[int, int]:
+    """(refused, told) of all lies, or of one family."""
+    found = []
+    for name, lie in LIES.items():
+        for where in lie.where if family in (None, lie.family) else ():
+            try:
+                found.append(outcome(name, where)[0])
+            except Exception:  # a crash is not a refusal
+                found.append(False)
+    return sum(found), len(found)
+
+
+def orders(scale: float) -> Outcome:
+    """Every lie once: they are not random, so more of the same would show nothing."""
+    logging.getLogger("fedgraft").setLevel(logging.ERROR)
+    refused, told = _told()
+    broken = {}
+    for variant, (family, guards) in VARIANTS.items():
+        patches = [mock.patch.object(*guard) for guard in guards]
+        for patch in patches:
+            patch.start()
+        broken[variant] = _told(family)
+        for patch in patches:
+            patch.stop()
+    return Outcome(
+        refused == told,
+        f"{refused} of {told} ({len(LIES)} lies under the protections they apply to) refused by name, nothing after it",
+        {variant: f"{a} of {b} refused" for variant, (a, b) in broken.items()},
+        all(a < b for a, b in broken.values()),
+        {"lies": len(LIES), "told": told},
+    )

@@ -1,0 +1,23 @@
+"""Image files in a folder per owner and class, to a model that `transformers` loads and to labels for new images."""
+
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import fedgraft as fg
+
+with tempfile.TemporaryDirectory() as place:
+    root, digits = Path(place), load_digits()
+    for row in range(400):  # anna/3/12.png, ben/7/31.png, ...
+        path = root / "owners" / ("anna", "ben")[row % 2] / str(digits.target[row]) / f"{row}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[row] * 15).astype("uint8")).save(path)
+
+    clients = fg.partition.by_site(fg.data.owners(root / "owners"))
+    result = fg.run(fg.fedavg(trainable=fg.head()), fg.model("nano"), clients, rounds=2)
+    for found in result.predict(root / "owners" / "anna" / "3")[:3]:
+        print(f"{Path(found.image).name} is taken for {found.label} ({found.score:.2f})")
+    folder = result.save_pretrained(root / "adapted")
+    print(sorted(path.name for path in folder.iterdir()))

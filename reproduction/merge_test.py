@@ -1,0 +1,138 @@
+"""Are edits of least-sensitive coordinates more additive than edits of random or most-sensitive ones?
+
+`python -m reproduction.merge_test pacs --model FOLDER --data FOLDER`. Every task (a domain of PACS, a half of the
+classes of CIFAR-100) is a client that trains alone, from the same pretrained backbone, with the same frozen head and
+the same mask. Its edit is what it changed. The edits are then merged, by their sum and by the rules of `edit add`, and
+every task is measured on its own test images: base, its own edit, the merged edits. Additivity is the share of the mean
+gain that the merged model keeps. The update is matched in norm to dense training, so that strategies move alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from fedgraft.aggregate.mean import weighted_mean
+from fedgraft.aggregate.merging import dare, ties
+from fedgraft.config.load import Config, load, to_toml
+from fedgraft.local.evaluate import evaluate
+from fedgraft.randomness import torch_stream
+from fedgraft.runs.job import Job, job_of
+from fedgraft.runs.opening import Opening
+from fedgraft.runs.run import run_job
+from fedgraft.state import ServerState
+
+STRATEGIES = ("least_sensitive", "random", "most_sensitive")
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "pacs": ("partition.kind=by_site", "partition.clients=4", "data.source=parquet"),
+    "halves": (
+        "partition.kind=groups", f"partition.groups=[{list(range(50))},{list(range(50, 100))}]",
+        "partition.clients=2", "data.source=cifar100", "partition.test=all_of_my_classes",
+    ),
+    "digits": ("partition.kind=groups", "partition.groups=[[0,1,2,3,4],[5,6,7,8,9]]", "partition.clients=2"),
+}  # fmt: skip
+BASE = (
+    "algorithm.name=local_only", "trainable.kind=sparse", "trainable.head_too=false", "trainable.match_norm=100",
+    "rounds.fraction=1.0", "rounds.evaluate_every=0", "rounds.test=false",
+)  # fmt: skip
+
+
+def merged(edits: Tensor, seed: int) -> dict[str, Tensor]:
+    """One vector from several edits (m, k), by each rule; means are scaled back to sums, as task arithmetic has it."""
+    m, even = len(edits), torch.ones(len(edits), dtype=torch.float64)
+    return {
+        "sum": edits.sum(0),
+        "mean": weighted_mean(edits, even),
+        "ties": ties(edits, even, 0.2),
+        "dare": m * dare(edits, even, 0.5, torch_stream(seed, "merge_test")),
+    }
+
+
+def measured(job: Job, opening: Opening, state: ServerState, start: Tensor) -> dict[str, Any]:
+    """Accuracy of every task with no edit, with its own, and with all of them merged; percent."""
+    clients, context = range(job.federation.clients), opening.context
+    edits = torch.stack([state.personal[k] - start for k in clients])
+
+    def accuracy(vector: Tensor, k: int) -> float:
+        context.show(vector)
+        assert context.tests is not None
+        return 100 * evaluate(context.network, context.tests, job.task.data.test_rows(k), 128).accuracy
+
+    base = [accuracy(start, k) for k in clients]
+    own = [accuracy(start + edits[k], k) for k in clients]
+    gain = sum(own) - sum(base)
+    found: dict[str, Any] = {"base": base, "own": own, "gain": gain / len(own), "norm": float(edits.norm(dim=1).mean())}
+    unit = torch.nn.functional.normalize(edits.double(), dim=1)
+    pairs = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)]
+    found["cosine"] = float(pairs.mean())
+    for rule, edit in merged(edits, job.config.seed).items():
+        all_ = [accuracy(start + edit, k) for k in clients]
+        found[rule] = {"accuracy": all_, "additivity": (sum(all_) - sum(base)) / gain if gain > 0 else float("nan")}
+    return found
+
+
+def one(config: Config, folder: Path) -> dict[str, Any]:
+    """Train every task alone and measure; a finished folder is measured from what it holds."""
+    result = folder / "merge.json"
+    if result.is_file():
+        return dict(json.loads(result.read_text(encoding="utf-8")))
+    starts: list[Tensor] = []
+
+    class Begin:
+        def on_start(self, job: Job, state: ServerState) -> None:
+            starts.append(state.vector.clone())
+
+        def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None: ...
+        def on_end(self, summary: Mapping[str, Any]) -> None: ...
+
+    _, done = run_job(lambda: (job_of(config), None), folder, config.digest, to_toml(config), None, False, [Begin()])
+    assert done is not None, f"{folder} is finished and has no measurement; delete it"
+    found = measured(*done, starts[0])
+    result.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+def table(rows: Sequence[tuple[str, float, int, Mapping[str, Any]]]) -> str:
+    """A Markdown table of all runs."""
+    head = "| strategy | rate | seed | base | own | gain | cosine | sum | mean | TIES | DARE |"
+    lines = [head, "|" + "---|" * 11]
+    for strategy, rate, seed, r in rows:
+        numbers = [sum(r[k]) / len(r[k]) for k in ("base", "own")]
+        shares = [100 * r[rule]["additivity"] for rule in ("sum", "mean", "ties", "dare")]
+        told = [f"{n:.1f}" for n in (*numbers, r["gain"])] + [f"{r['cosine']:.2f}"] + [f"{s:.0f} %" for s in shares]
+        lines.append(f"| {strategy} | {rate:g} | {seed} | " + " | ".join(told) + " |")
+    return "\n".join(lines)
+
+
+def main(
+    tasks: Annotated[str, typer.Argument(help="pacs, halves, or digits (seconds)")],
+    model: Annotated[str, typer.Option("--model", help="folder of the network")] = "nano",
+    data: Annotated[str | None, typer.Option("--data", help="folder of the data")] = None,
+    rates: Annotated[str, typer.Option("--rates", help="learning rates before norm matching")] = "0.01,0.03",
+    seeds: Annotated[int, typer.Option("--seeds")] = 3,
+    out: Annotated[Path, typer.Option("--out", "-o")] = Path("runs/merge_test"),
+    more: Annotated[list[str] | None, typer.Argument(help="further options, key=value")] = None,
+) -> None:
+    """Train, merge, measure, and print the table."""
+    rows = []
+    for strategy in STRATEGIES:
+        for rate in (float(r) for r in rates.split(",")):
+            for seed in range(seeds):
+                place = [f"data.path={json.dumps(data)}"] if data else []
+                told = [f"model.name={json.dumps(model)}", f"seed={seed}", f"local.lr={rate}", *place, *(more or [])]
+                config = load(None, [*BASE, *TASKS[tasks], f"trainable.sparse.strategy={strategy}", *told])
+                rows.append((strategy, rate, seed, one(config, out / f"{tasks}-{strategy}-{rate:g}-{seed}")))
+                typer.echo(table(rows[-1:]).splitlines()[-1])
+    text = table(rows)
+    (out / f"{tasks}.md").write_text(text + "\n", encoding="utf-8")
+    typer.echo(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)

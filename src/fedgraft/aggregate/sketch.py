@@ -1,0 +1,48 @@
+"""SVCCA from sketched bases, with an error that is known after the fact.
+
+A basis of the leading p directions of X (n, d) comes from a random projection with a few power steps (Halko, Martinsson
+and Tropp 2011) at O(n d l) instead of a full decomposition. Canonical correlations are singular values of a product of
+two projectors, so each moves by at most sin θx + sin θy, the angles between sketched and true subspaces. By Davis and
+Kahan sin θ <= |G Q - Q Λ| / (λ_p - λ_(p+1) - e) for G = X Xᵀ, its Ritz values λ and the energy e that the sketch does
+not hold: all known. Where the gap is not positive nothing is promised and the bound is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgraft.aggregate.similarity import Score, svcca_of_bases
+
+
+@dataclass(frozen=True)
+class SketchedBasis:
+    """An orthonormal basis (n, p) and a bound on the sine of its largest angle to the true one."""
+
+    basis: Tensor
+    sine: float
+
+
+def sketched_basis(x: Tensor, keep: int, generator: torch.Generator, extra: int = 20, power: int = 2) -> SketchedBasis:
+    """The leading `keep` directions of x (n, d), centred over rows, from a sketch of keep + extra columns."""
+    x = x.to(torch.float64)
+    x = x - x.mean(0)
+    size = min(keep + extra, *x.shape)
+    keep = min(keep, size)
+    q = torch.linalg.qr(x @ torch.randn(x.shape[1], size, generator=generator, dtype=torch.float64)).Q
+    for _ in range(power):
+        q = torch.linalg.qr(x @ torch.linalg.qr(x.T @ q).Q).Q
+    u, s, _ = torch.linalg.svd(q.T @ x, full_matrices=False)
+    ritz, found = s.square(), (q @ u)[:, :keep]
+    outside = max(0.0, float(x.square().sum() - ritz.sum()))
+    residual = float((x @ (x.T @ found) - found * ritz[:keep]).norm())
+    below = float(ritz[keep]) if keep < len(ritz) else 0.0
+    gap = float(ritz[keep - 1]) - below - outside
+    return SketchedBasis(found, min(1.0, residual / gap) if gap > 0 else 1.0)
+
+
+def sketched_svcca(x: SketchedBasis, y: SketchedBasis, top: int | None = 20) -> tuple[Score, float]:
+    """SVCCA of two sketched bases over the same rows, and how far it can be from that of the true ones."""
+    return svcca_of_bases(x.basis, y.basis, top), min(1.0, x.sine + y.sine)

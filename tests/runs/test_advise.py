@@ -1,0 +1,90 @@
+"""`fedgraft advise`: what it finds in a path, what it tries, what it recommends, and what it says of the budget."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.support.tiny import without_pictures
+
+from fedgraft.config.build import build_algorithm
+from fedgraft.config.load import load
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.advise import Advice, Tried, advise, bytes_of, config_for, recommendation, source_of, to_file
+
+SMALL = {
+    "model": {"name": "tiny"}, "partition": {"clients": 2}, "workers": 1, "rounds": {"total": 3, "fraction": 1.0},
+    "local": {"steps": 2, "batch_size": 8},
+    "trainable": {"sparse": {"samples": 16, "rounds": 1}},
+}  # fmt: skip
+
+
+def test_amounts() -> None:
+    assert [bytes_of(text) for text in ("50MB", "1.5 GB", "800kb", "12")] == [5e7, 1.5e9, 8e5, 12]
+    for wrong in ("", "fifty", "3 parsec", "0MB"):
+        with pytest.raises(FedgraftError, match="such as 50MB"):
+            bytes_of(wrong)
+
+
+def test_sources_are_recognised_by_what_is_in_them(tmp_path: Path) -> None:
+    image = Image.fromarray(np.zeros((4, 4, 3), np.uint8))
+    for place in ("plain/cat/a.png", "split/train/cat/a.png", "owned/anna/cat/a.png", "own2/anna/train/cat/a.png"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        image.save(tmp_path / place)
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "train.parquet").touch()
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").touch()
+    (tmp_path / "x.npz").touch()
+    wanted = {"plain": "folder", "split": "folder", "owned": "owners", "own2": "owners", "table": "parquet",
+              "saved": "datasets", "x.npz": "npz"}  # fmt: skip
+    assert {name: source_of(str(tmp_path / name))["source"] for name in wanted} == wanted
+    assert source_of("digits") == {"source": "digits"}
+    with pytest.raises(FedgraftError, match="neither a file or folder nor one of"):
+        source_of(str(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FedgraftError, match="nor a directory of images by class"):
+        source_of(str(tmp_path / "empty"))
+
+
+def test_it_tries_recommends_and_writes_a_config_that_runs(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = config_for("digits", None, SMALL)
+    with without_pictures():
+        found = advise(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=said.append)
+        again = advise(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=said.append)
+    assert again == found and sum("trying" in line for line in said) == 4  # the second time nothing is tried
+    rows = {row["candidate"]: row for row in found.rows()}
+    assert list(rows) == ["head", "lora", "sparse 90 %", "last 2 blocks"]
+    assert [row["status"] for row in rows.values()].count("best") == 1
+    assert "over the budget" in rows["last 2 blocks"]["status"]
+    assert "expect" in recommendation(found)[0]
+    to_file(found, tmp_path / "mine.toml", "fedgraft advise digits")
+    written = load(tmp_path / "mine.toml")
+    assert written.digest == found.best.config.digest and written.rounds.total == found.best.rounds
+    assert build_algorithm(written).trainable.kind == found.best.config.trainable.kind
+    assert "privacy" not in tomllib.loads((tmp_path / "mine.toml").read_text())  # defaults are left out
+
+
+def test_time_that_is_over_leaves_candidates_untried(tmp_path: Path) -> None:
+    found = advise(config_for("digits", None, SMALL), 1e9, tmp_path, 1e-9, 1, 120, lambda line: None)
+    assert all("not tried" in one.said for one in found.tried)
+    with pytest.raises(FedgraftError, match=r"nothing fits 1.0 GB .*raise --budget or --minutes"):
+        recommendation(found)
+
+
+def tried(label: str, accuracy: float, each: float, rounds: int, said: str = "") -> Tried:
+    return Tried(label, load(None, []), 0.5, accuracy, 400, each, 20, rounds, 1.0, said)
+
+
+def test_what_a_trial_cannot_tell_apart_is_decided_by_cost() -> None:
+    """One standard error of 0.80 with 400 images is 0.02: 0.785 is as good and cheaper, 0.77 is not as good."""
+    good = [tried("blocks", 0.80, 9e6, 5), tried("lora", 0.785, 1e6, 20), tried("head", 0.77, 1e5, 20)]
+    assert Advice(tuple(good), 5e7).best.label == "lora"
+    assert Advice((*good, tried("all", 0.95, 1e9, 0, "one round is too much")), 5e7).best.label == "lora"
+    lines = recommendation(Advice(tuple(good), 5e7))
+    assert "expect 78.5 % or more (74.2 to 82.2" in lines[0]  # Wilson by hand: centre .7823, half-width .0400
+    assert lines[1] == "blocks: 20 rounds are 130.0 MB over the budget; 5 fit"

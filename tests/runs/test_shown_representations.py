@@ -1,0 +1,54 @@
+"""What a client's classes can be told from: the representations that FedSHIBU shows, with noise and without.
+
+The attack knows the public head. It names every shown row's likeliest class, and guesses that the client holds the
+classes that many rows have. Chance is 0.5 on balanced accuracy.
+"""
+
+from __future__ import annotations
+
+import torch
+from tests.support.toy import CLASSES, Toy
+
+from fedgraft import zoo
+from fedgraft.local.train import LocalTraining
+from fedgraft.messages import Order
+from fedgraft.runs.head_init import install, probe_head
+from fedgraft.secure_round import Sums
+
+
+def told(noise: float, similarity: str = "cka_linear") -> float:
+    """Balanced accuracy of guessing each client's classes from what it shows, over several rounds."""
+    algorithm = zoo.fedshibu(similarity, samples=16, noise=noise, probe=64, local=LocalTraining(steps=1, batch_size=6))
+    toy = Toy(algorithm)
+    install(toy.network, probe_head(Sums(toy.engine.exchange, "toy", range(5), toy.network, algorithm.privacy), 30))
+    head, hits = toy.network.head.weight.detach(), []
+    for round in range(8):
+        orders = [
+            Order("toy", round, k, "train", toy.space.digest, toy.state.vector, {}, {"lr": 1e-4}) for k in range(5)
+        ]
+        for reply in toy.engine.exchange(orders):
+            shown = next(iter(reply.evidence.values()))
+            guess = torch.bincount((shown @ head.T).argmax(1), minlength=CLASSES) > len(shown) / CLASSES
+            held = torch.bincount(toy.examples.labels[toy.context.rows(reply.client)], minlength=CLASSES) > 0
+            hits.append((float(guess[held].float().mean()) + float((~guess[~held]).float().mean())) / 2)
+    return sum(hits) / len(hits)
+
+
+def test_own_images_tell_a_clients_classes_and_noise_hides_them() -> None:
+    plain, some, much = told(0.0), told(1.0), told(20.0)
+    assert plain > 0.9  # the attack works, so that failing means something
+    assert plain > some > much and much < 0.65
+
+
+def test_a_shared_probe_tells_nothing_of_whose_images_it_is() -> None:
+    """Everybody's probe is the same: what is left is what one step of training did."""
+    assert told(0.0, "probe_cka") < 0.65
+
+
+def test_noise_zero_is_no_noise_and_the_mixing_still_runs() -> None:
+    local = LocalTraining(steps=2, batch_size=6)
+    same = [Toy(zoo.fedshibu(samples=12, local=local, **more)).run(2).vector for more in ({}, {"noise": 0.0})]
+    assert torch.equal(*same)
+    noisy = Toy(zoo.fedshibu(samples=12, noise=2.0, local=local))
+    noisy.run(2)
+    assert not noisy.summary.rejections

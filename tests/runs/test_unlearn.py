@@ -1,0 +1,88 @@
+"""Forgetting a client: the replay has the bytes of a run that never had it, for every kind of state a run keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
+from typer.testing import CliRunner
+
+from fedgraft.cli.main import app
+from fedgraft.config.load import merge, validate
+from fedgraft.data.federated import FederatedData
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.run import run
+from fedgraft.runs.unlearn import plan, unlearn
+
+COMMON = ["rounds.total=4", "rounds.fraction=0.5", "partition.clients=4", "rounds.checkpoint_every=1", "seed=1"]
+KINDS = {
+    "fedavg": ["model.head=random"],
+    "sparse": ["trainable.kind=sparse", "trainable.sparse.samples=16", "trainable.sparse.rounds=1"],
+    "lora": ["trainable.kind=lora", "model.head=random"],
+    "scaffold": ["algorithm.name=scaffold", "model.head=random"],
+    "weighted": ["loss.class_weights=federation", "model.head=random"],
+}
+
+
+def first_rounds(folder: Path, clients: int) -> dict[int, int]:
+    """The first round of each client, by the run's record."""
+    seen: dict[int, int] = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        for client in (line.get("clients") or {}).get("ids", []):
+            seen.setdefault(client, line["round"])
+    return {k: seen.get(k, 99) for k in range(clients)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_has_the_bytes_of_a_run_that_never_had_the_client(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(*COMMON, *KINDS[kind])
+    with without_pictures():
+        run(config, tmp_path / "run", console=False)
+        first = first_rounds(tmp_path / "run", 4)
+        client = max((k for k in first if first[k] < 99), key=lambda k: first[k])  # the one that came last
+        replay = plan(tmp_path / "run", str(client))
+        unlearn(replay, tmp_path / "run", console=False)
+        never = validate(merge(config.table, {"partition": {"without": [str(client)]}}))
+        real = FederatedData.rows
+
+        def guarded(self: FederatedData, k: int) -> object:
+            assert k != client, "the run looked at the images of a client that it never had"
+            return real(self, k)
+
+        monkeypatch.setattr(FederatedData, "rows", guarded)
+        run(never, tmp_path / "never", console=False)
+    forgotten, fresh, old = (tensors_of(tmp_path / n) for n in (f"run-without-{client}", "never", "run"))
+    assert same_bits(forgotten, fresh)
+    assert not same_bits({"v": forgotten["vector"]}, {"v": old["vector"]})  # it had learned from the client
+    made_from_all = kind in ("sparse", "weighted")
+    assert replay.start == (0 if made_from_all else first[client] - 1)
+    told = json.loads((tmp_path / f"run-without-{client}" / "unlearned.json").read_text())
+    assert told["exact"] and told["rounds"] == 4 - replay.start
+
+
+def test_the_closed_form_head_is_that_of_the_others_sums(tmp_path: Path) -> None:
+    """With no rounds, forgetting solves the sums of the others; the statistics are additive."""
+    config = tiny("rounds.total=0")
+    with without_pictures():
+        run(config, tmp_path / "run", console=False)
+        unlearn(plan(tmp_path / "run", "2"), tmp_path / "run", console=False)
+        run(tiny("rounds.total=0", 'partition.without=["2"]'), tmp_path / "never", console=False)
+    assert same_bits(tensors_of(tmp_path / "run-without-2"), tensors_of(tmp_path / "never"))
+    assert not same_bits(tensors_of(tmp_path / "run-without-2"), tensors_of(tmp_path / "run"))
+
+
+def test_strangers_and_the_last_client_are_refused(tmp_path: Path) -> None:
+    with without_pictures():
+        run(tiny("rounds.total=1"), tmp_path / "run", console=False)
+    with pytest.raises(FedgraftError, match="names 'west', and the clients are 0, 1, 2"):
+        plan(tmp_path / "run", "west")
+    with pytest.raises(FedgraftError, match="leaves nobody"):
+        run(tiny('partition.without=["0","1","2"]'), tmp_path / "nobody", console=False)
+    done = CliRunner().invoke(app, ["unlearn", str(tmp_path / "run"), "--client", "1", "--dry-run"])
+    assert (
+        done.exit_code == 0 and "took part in 1 of 1 rounds" in done.output and "cannot be called back" in done.output
+    )

@@ -1,0 +1,55 @@
+"""Who gains: the numbers are those of the clients' own models, the verdicts follow the intervals, losers are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.tiny import tiny, without_pictures
+
+from fedgraft.errors import FedgraftError
+from fedgraft.report.metrics import Metric
+from fedgraft.runs.run import run
+from fedgraft.runs.tracking import Silent
+from fedgraft.runs.worth import Site, compare, comparisons, make_missing, summary_line, write
+
+OPTIONS = ("partition.kind=dirichlet", "partition.minimum=8", 'metrics=["accuracy"]')
+
+
+@pytest.mark.slow
+def test_the_page_holds_what_the_runs_themselves_measured(tmp_path: Path) -> None:
+    folder, ran = tmp_path / "run", list[str]()
+    with without_pictures():
+        summary = run(tiny(*OPTIONS), folder, console=False)
+        places = make_missing(folder, {}, Silent, ran.append)
+        assert len(ran) == 2 and make_missing(folder, {}, Silent, ran.append) == places and len(ran) == 2  # not again
+    sites = compare(places, "accuracy", draws=20)
+    write(tmp_path / "page", sites, "accuracy", "run")
+    told = json.loads((tmp_path / "page" / "worth.json").read_text())
+    for site in told["sites"]:
+        own = summary["clients"][site["name"]]["accuracy"]
+        assert site["models"]["federated"]["value"] == pytest.approx(own["value"]) and site["images"] == own["n"]
+        gap = site["models"]["federated"]["value"] - site["models"]["alone"]["value"]
+        assert site["gain"]["value"] == pytest.approx(gap)  # paired on the same images
+    assert {"worth.html", "worth.md", "worth.png"} <= {p.name for p in (tmp_path / "page").iterdir()}
+
+
+def site(name: str, low: float, high: float) -> Site:
+    return Site(name, 10, {}, Metric((low + high) / 2, low, high, 10, "points"))
+
+
+def test_losers_are_named_and_what_holds_zero_is_not_told() -> None:
+    sites = [site("north", 0.1, 0.2), site("south", -0.2, -0.1), site("east", -0.1, 0.1), Site("west", 1, {}, None)]
+    line = summary_line(sites, "balanced_accuracy")
+    assert "gains: north" in line and "loses: south" in line and "cannot be told: east, west" in line
+
+
+def test_comparisons_share_data_seed_and_training_and_one_place_is_refused() -> None:
+    config = tiny("algorithm.name=fedprox", "privacy.aggregation=secure", "seed=3")
+    found = comparisons(config)
+    assert found["alone"].algorithm.name == "local_only" and found["alone"].privacy.aggregation == "clear"
+    assert found["alone"].local == config.local and found["alone"].seed == found["pooled"].seed == 3
+    assert found["pooled"].partition.clients == 1 and found["pooled"].centralized.active
+    with pytest.raises(FedgraftError, match="one place only"):
+        comparisons(found["pooled"])

@@ -1,0 +1,422 @@
+"""A hostile server in a table: every lie it can tell a client, the rule that must refuse it, and what it would gain.
+
+`World` is a toy federation under one protection with an owner's policy. A lie is told to client 1 (`VICTIM`), alone or
+inside an otherwise honest secure sum. It is refused if the victim answers with the rule's name, and nothing more comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tests.support.toy import CLASSES, WIDTH, Toy
+
+from fedgraft import zoo
+from fedgraft.aggregate.slots import uniform
+from fedgraft.algorithm import Algorithm, secure_segments, vary
+from fedgraft.client import carry_out
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Order, Reply, Scalar, wire_size
+from fedgraft.observe import sum_segments
+from fedgraft.policy import Policy
+from fedgraft.privacy.dp import Mechanism, simulation_key
+from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
+from fedgraft.privacy.secagg.client import as_tensor
+from fedgraft.privacy.secagg.plan import Plan
+from fedgraft.privacy.secagg.ring import Segment
+from fedgraft.secure_round import SecureSession
+from fedgraft.server import instruct
+
+PROTECTIONS = ("clear", "secure", "private", "secure+private")
+VICTIM, OTHER, CLIENTS, FOUR = 1, 3, (0, 1, 2, 3, 4), (0, 1, 2, 4)
+Answer = Reply | str
+Tamper = Callable[[Order], Order]
+
+
+def algorithm_of(protection: str, degree: int | None = None) -> Algorithm:
+    """FedAvg under a protection."""
+    made = vary(zoo.fedavg(), weighting=uniform())
+    made = secure(made, limit=2.0, degree=degree) if "secure" in protection else made
+    noise = DifferentialPrivacy(Mechanism(1.0, 1.0, len(CLIENTS)), 0.5, key=simulation_key(1))
+    return private(made, noise) if "private" in protection else made
+
+
+def policy_of(protection: str) -> Policy:
+    """What the owner allows: training, sums before it, one count; nothing in the clear where sums are hidden."""
+    actions = ("train", "statistics", "head_gradient", "fisher_scores", "count")
+    return Policy(
+        config="toy", secure="secure" in protection, actions=actions, noise=1.0 if "private" in protection else None,
+        cohort=3, threshold=0.7, degree=2, most_clients=50, rounds=10, sums=3, rounds_per_day=6, queries_per_day=6,
+        least_images=5, heads=4, ranges={"lr": (0.0, 0.1), "clip": (0.0, 1.0)},
+    )  # fmt: skip
+
+
+class World:
+    """Five clients with their memories under an owner's policy, and a server that says what it likes."""
+
+    def __init__(self, protection: str, degree: int | None = None) -> None:
+        self.toy = Toy(algorithm_of(protection, degree), clients=len(CLIENTS), per_round=len(CLIENTS))
+        self.algorithm, self.context = self.toy.algorithm, self.toy.context
+        self.context.policies, self.context.replays = (policy_of(protection),), True
+        self.context.held = lambda client: torch.arange(8)
+        self.memory: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.said: list[tuple[str, int, Answer]] = []
+        self.lied_at = ""
+        """The stage whose message is the lie; it must be refused there."""
+
+    def order(self, client: int = VICTIM, action: str = "train", **changes: Any) -> Order:
+        """An honest order, apart from the changes; settings are added to, None takes one out."""
+        settings: dict[str, Scalar | None] = dict(changes.pop("settings", {}))
+        toy = self.toy
+        made = instruct(self.algorithm, toy.federation, toy.state, [client], toy.space.digest)[0]
+        both = {**made.settings, **settings}
+        made = replace(made, action=action, settings={k: v for k, v in both.items() if v is not None})
+        return replace(made, **changes)
+
+    def tell(self, order: Order) -> Answer:
+        """Give an order to its client."""
+        answer, self.memory[order.client] = carry_out(
+            order, self.algorithm, self.context, self.memory.get(order.client, {})
+        )
+        self.said.append((order.action, order.client, answer))
+        return answer
+
+    def sum(
+        self,
+        tamper: Tamper = lambda order: order,
+        clients: Sequence[int] = CLIENTS,
+        action: str = "train",
+        number: int = 0,
+        silent: Mapping[str, int] | None = None,
+    ) -> Mapping[str, torch.Tensor] | None:
+        """A secure sum in which the victim is told something else; None where it was not opened."""
+        told: dict[str, Scalar] = {"sums": action, **({"largest": 20} if action == "train" else {})}
+        if action == "train":
+            orders = [self.order(k, round=number, settings=told) for k in clients]
+            segments = secure_segments(self.algorithm, self.context.sent, self.context.space.trained)
+        else:
+            orders = [Order("toy", number, k, action, action, None, {}, told) for k in clients]
+            segments = sum_segments(action, self.context.network, told)
+
+        def exchange(asked: Sequence[Order]) -> list[Any]:
+            heard = [o for o in asked if (silent or {}).get(o.action) != o.client]
+            answers = [(o.client, self.tell(tamper(o) if o.client == VICTIM else o)) for o in heard]
+            return [answer if isinstance(answer, Reply) else (client, answer) for client, answer in answers]
+
+        with suppress(FedgraftError):
+            return SecureSession(self.algorithm.privacy, orders, exchange).total(segments).sums
+        return None
+
+    def plan(self, order: Order, **changes: Any) -> Order:
+        """A first stage whose plan is another one."""
+        if order.action != "secure.keys":
+            return order
+        honest = Plan.from_bytes(order.auxiliary["plan"].numpy().tobytes())
+        text = changes.pop("text", None)
+        data = text if text is not None else replace(honest, **changes).to_bytes()
+        return replace(order, auxiliary={"plan": as_tensor(data)})
+
+
+@dataclass(frozen=True)
+class Lie:
+    """What is told, and the name of the rule that must stop it."""
+
+    rule: str
+    tell: Callable[[World], Any]
+    where: tuple[str, ...] = PROTECTIONS
+    family: str = "order"
+    degree: int | None = None
+
+
+HIDDEN, CLEAR, NOISED = ("secure", "secure+private"), ("clear", "private"), ("private", "secure+private")
+
+
+def _only(**changes: Any) -> Callable[[World], Any]:
+    return lambda world: world.tell(world.order(**changes))
+
+
+def _in(stage: str, change: Callable[[World, Order], Order], **more: Any) -> Callable[[World], Any]:
+    """A lie at one stage of a secure sum."""
+
+    def tell(world: World) -> None:
+        world.lied_at = f"secure.{stage}"
+        world.sum(lambda o: change(world, o) if o.action == world.lied_at else o, **more)
+
+    return tell
+
+
+def _planned(**changes: Any) -> Callable[[World], Any]:
+    return _in("keys", lambda world, order: world.plan(order, **changes))
+
+
+def _told(**settings: Any) -> Callable[[World], Any]:
+    """One client's settings differ, all along."""
+    return lambda world: world.sum(lambda o: replace(o, settings={**o.settings, **settings}))
+
+
+def _aux(stage: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[World], Any]:
+    def spoil(world: World, order: Order) -> Order:
+        return replace(order, auxiliary={**order.auxiliary, name: change(order.auxiliary[name])})
+
+    return _in(stage, spoil)
+
+
+def _after(first: Callable[[World], Any], then: Callable[[World], Any]) -> Callable[[World], Any]:
+    """An honest beginning, which is forgotten, and then the lie."""
+
+    def tell(world: World) -> Any:
+        first(world)
+        world.said.clear()
+        return then(world)
+
+    return tell
+
+
+def _often(count: int, **changes: Any) -> Callable[[World], Any]:
+    return _after(lambda w: [w.tell(w.order(**changes)) for _ in range(count)], _only(**changes))
+
+
+def _rounds(world: World) -> None:
+    for number in range(6):
+        world.sum(number=number)
+
+
+def _scores(**settings: Any) -> dict[str, Any]:
+    known = {
+        "names": "head.weight", "draw": 0, "share": 1.0, "estimator": "batched_gradient", "labels": "true", "batch": 8,
+    }  # fmt: skip
+    return {"action": "fisher_scores", "settings": {**known, **settings}}
+
+
+def _heads(*shape: int) -> dict[str, Any]:
+    return {"action": "count", "vector": None, "auxiliary": {"heads": torch.zeros(shape, dtype=torch.float64)}}
+
+
+def _forged_draws(world: World, order: Order) -> Order:
+    """As if everybody had drawn other holders, the victim among them: what a server would choose for itself."""
+    ids, drawn = order.auxiliary["data:ids"].tolist(), order.auxiliary["data:drawn"].tolist()
+    forged = []
+    for client, row in zip(ids, drawn, strict=True):
+        others = [v for v in CLIENTS if v not in (client, VICTIM)]
+        forged.append(next(sorted((VICTIM, v)) for v in others if sorted((VICTIM, v)) != row))
+    return replace(order, auxiliary={**order.auxiliary, "data:drawn": torch.tensor(forged)})
+
+
+def _other_model(world: World, order: Order) -> Order:
+    assert order.vector is not None
+    return replace(order, vector=order.vector + 1e-6)
+
+
+def _narrow(world: World) -> None:
+    world.context.held = lambda client: torch.arange(2)
+    world.context.policies = tuple(replace(p, in_the_clear=("count",)) for p in world.context.policies)
+    world.tell(world.order(action="count"))
+
+
+def _noise(world: World) -> None:
+    world.context.policies = tuple(replace(p, noise=2.0) for p in world.context.policies)
+    world.tell(world.order())
+
+
+def _unprotected(rule: str) -> Callable[[World], Any]:
+    """A run without the protection that the owner wants."""
+
+    def tell(world: World) -> None:
+        world.algorithm = zoo.fedavg()
+        world.tell(world.order(action="train" if rule == "epsilon" else "secure.keys", settings={"sums": "train"}))
+
+    return tell
+
+
+LIES: dict[str, Lie] = {
+    # plain orders to a client whose sums are hidden
+    "train in the clear": Lie("secure", _only(), HIDDEN, "clear"),
+    "statistics in the clear": Lie("secure", _only(action="statistics"), HIDDEN, "clear"),
+    "head gradient in the clear": Lie("secure", _only(action="head_gradient"), HIDDEN, "clear"),
+    "scores in the clear": Lie("secure", _only(**_scores()), HIDDEN, "clear"),
+    "a count as a leak": Lie("secure", _only(action="count"), HIDDEN, "clear"),
+    "an action the owner left out": Lie("actions", _only(action="evaluate"), family="actions"),
+    "masks the owner left out": Lie("actions", _only(action="own_mask"), family="actions"),
+    "an unknown action": Lie("actions", _only(action="dump_data"), family="unknown"),
+    "an unknown stage": Lie("actions", _only(action="secure.reveal", settings={"sums": "train"}), family="unknown"),
+    "a sum that is none": Lie("actions", _only(action="secure.keys", settings={"sums": "evaluate"}), family="actions"),
+    "a sum without a purpose": Lie("actions", _only(action="secure.keys"), family="actions"),
+    "a run without hiding": Lie("secure", _unprotected("secure"), HIDDEN, "protection"),
+    "a run without noise": Lie("epsilon", _unprotected("epsilon"), ("private",), "protection"),
+    "less noise than required": Lie("noise", _noise, ("private",), "protection"),
+    # absurd orders
+    "another run": Lie("config", _only(run="other"), CLEAR, "config"),
+    "a rate that is no number": Lie("ranges.lr", _only(settings={"lr": float("nan")}), CLEAR, "numbers"),
+    "a rate beyond the range": Lie("ranges.lr", _only(settings={"lr": 0.5}), CLEAR, "numbers"),
+    "a negative rate": Lie("ranges.lr", _only(settings={"lr": -0.01}), CLEAR, "numbers"),
+    "no rate": Lie("order", _only(settings={"lr": None}), CLEAR, "fits"),
+    "a rate in words": Lie("order", _only(settings={"lr": "fast"}), CLEAR, "fits"),
+    "a wide clip": Lie("ranges.clip", _only(settings={"clip": 1e6}), ("private",), "numbers"),
+    "a negative clip": Lie("ranges.clip", _only(settings={"clip": -1.0}), ("private",), "numbers"),
+    "no clip": Lie("order", _only(settings={"clip": None}), ("private",), "fits"),
+    "a round too many": Lie("rounds", _only(round=10), CLEAR, "rounds"),
+    "a round before the first": Lie("rounds", _only(round=-7), CLEAR, "rounds"),
+    "no model": Lie("order", _only(vector=None), CLEAR, "fits"),
+    "a model that is not finite": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector / 0)), CLEAR, "fits"),
+    "a short model": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector[1:])), CLEAR, "fits"),
+    "a model of integers": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector.long())), CLEAR, "fits"),
+    "another edit space": Lie("order", _only(space="0123"), CLEAR, "fits"),
+    "too many heads": Lie("heads", _only(**_heads(5, CLASSES, WIDTH + 1)), CLEAR, "heads"),
+    "heads of another size": Lie("order", _only(**_heads(2, CLASSES, WIDTH)), CLEAR, "fits"),
+    "scores of unknown weights": Lie("order", _only(**_scores(names="secret")), CLEAR, "fits"),
+    "an unknown estimator": Lie("order", _only(**_scores(estimator="eval")), CLEAR, "fits"),
+    "a count of two images": Lie("least_images", _narrow, family="images"),
+    "too many rounds today": Lie("rounds_per_day", _often(6), CLEAR, "days"),
+    "too many hidden rounds today": Lie(
+        "rounds_per_day", _after(_rounds, lambda w: w.sum(number=6)), HIDDEN, "days"
+    ),
+    "too many queries today": Lie("queries_per_day", _often(6, action="count"), CLEAR, "days"),
+    # one client's order differs inside an honest sum
+    "a rate for one client": Lie("binding", _told(lr=0.06), HIDDEN, "binding"),
+    "a rate of zero for one client": Lie("binding", _told(lr=0.0), HIDDEN, "binding"),
+    "a weight for one client": Lie("binding", _told(largest=1e12), HIDDEN, "binding"),
+    "a clip for one client": Lie("binding", _told(clip=0.4), ("secure+private",), "binding"),
+    "a new setting for one client": Lie("binding", _told(extra=1), HIDDEN, "binding"),
+    "another model for one client": Lie("binding", _in("masked", _other_model), HIDDEN, "binding"),
+    "another rate at the last moment": Lie(
+        "binding", _in("masked", lambda w, o: replace(o, settings={**o.settings, "lr": 0.07})), HIDDEN, "binding"
+    ),
+    "a wide clip in a sum": Lie("ranges.clip", _told(clip=1e6), ("secure+private",), "numbers"),
+    "an absurd rate in a sum": Lie("ranges.lr", _told(lr=1e9), HIDDEN, "numbers"),
+    "a model that is not finite in a sum": Lie(
+        "order", _in("masked", lambda w, o: replace(o, vector=w.toy.state.vector * float("inf"))), HIDDEN, "fits"
+    ),
+    # plans
+    "the plan of another round": Lie("plan", _planned(round=4), HIDDEN, "plan"),
+    "the plan of another run": Lie("plan", _planned(run="other"), HIDDEN, "plan"),
+    "coarser segments": Lie("plan", _planned(segments=(Segment("update", 1, 9.0),)), HIDDEN, "plan"),
+    "room for a million": Lie("plan", _planned(room=1 << 20), HIDDEN, "plan"),
+    "a sum of two": Lie("cohort", lambda w: w.sum(clients=(0, VICTIM)), HIDDEN, "plan"),
+    "a low threshold": Lie("threshold", _planned(threshold=3, clients=(0, 1, 2, 3, 4)), HIDDEN, "threshold"),
+    "a threshold under half": Lie(
+        "plan", _in("keys", lambda w, o: _text(w, o, '"threshold":null', '"threshold":2')), HIDDEN, "sane"
+    ),
+    "a plan without the victim": Lie("secure sum", _planned(clients=(0, 2, 3, 4)), HIDDEN, "sane"),
+    "a plan of 20,000 clients": Lie(
+        "plan", _in("keys", lambda w, o: _text(w, o, "[0,1,2,3,4]", str(list(range(20000))).replace(" ", ""))), HIDDEN,
+        "size",
+    ),
+    "a plan of a megabyte": Lie("plan", _planned(text=b"[" * (1 << 20)), HIDDEN, "size"),
+    "a plan of noise": Lie("plan", _planned(text=bytes(range(256))), HIDDEN, "sane"),
+    "no plan": Lie("plan", _planned(text=b""), HIDDEN, "sane"),
+    # sums a second time
+    "the same round over others": Lie(
+        "repeat", _after(lambda w: w.sum(), lambda w: w.sum(clients=(0, 1, 2, 4))), HIDDEN, "repeat"
+    ),
+    "an earlier round": Lie(
+        "repeat", _after(lambda w: [w.sum(number=n) for n in (0, 1)], lambda w: w.sum(number=0)), HIDDEN, "repeat"
+    ),
+    "the same round, one client lost": Lie(
+        "repeat",
+        _after(lambda w: w.sum(), lambda w: w.sum(silent={"secure.masked": OTHER})),
+        HIDDEN,
+        "again",
+    ),
+    "head initialisation twice": Lie(
+        "repeat",
+        _after(lambda w: w.sum(action="statistics"), lambda w: _again(w)),
+        HIDDEN, "repeat",
+    ),
+    "a sum over more than before": Lie(
+        "repeat", _after(lambda w: w.sum(action="statistics", clients=FOUR), lambda w: _more(w)), HIDDEN, "repeat"
+    ),
+    "sums without end": Lie("sums", lambda w: w.sum(action="statistics", number=3), HIDDEN, "sums"),
+    "a stage out of turn": Lie(
+        "secure sum", _after(lambda w: w.sum(silent={"secure.shares": VICTIM}), lambda w: w.tell(_late(w, "unmask"))),
+        HIDDEN, "turn",
+    ),
+    "another list afterwards": Lie(
+        "repeat", _after(lambda w: w.sum(), lambda w: w.tell(_late(w, "consistency"))), HIDDEN, "again"
+    ),
+    # the graph
+    "holders that a peer did not draw": Lie(
+        "secure sum", _in("shares", _forged_draws), HIDDEN, "graph", degree=2
+    ),
+    "a tie that nobody drew": Lie("secure sum", lambda w: _strange_tie(w), HIDDEN, "graph", degree=2),
+    "keys exchanged on the way": Lie("secure sum", _aux("shares", "data:adverts", lambda t: t.flip(0)), HIDDEN, "keys"),
+    "a box exchanged on the way": Lie("secure sum", _aux("masked", "data:boxes", lambda t: t.flip(0)), HIDDEN, "keys"),
+    "survivors that nobody signed": Lie(
+        "secure sum", _aux("unmask", "data:signatures", lambda t: t.flip(0)), HIDDEN, "keys"
+    ),
+    "a degree under the policy's": Lie("degree", lambda w: _low_degree(w), HIDDEN, "threshold", degree=2),
+}  # fmt: skip
+
+
+def _text(world: World, order: Order, old: str, new: str) -> Order:
+    text = order.auxiliary["plan"].numpy().tobytes().decode()
+    assert old in text
+    return world.plan(order, text=text.replace(old, new).encode())
+
+
+def _again(world: World) -> Any:
+    return world.sum(action="statistics", number=1, clients=FOUR)
+
+
+def _more(world: World) -> Any:
+    """Another order of the same series over one client more."""
+    world.sum(lambda o: o, action="statistics", number=1)
+    changed: Tamper = lambda o: world.plan(o, binds="another")  # noqa: E731
+    return world.sum(changed, action="statistics", number=2)
+
+
+def _late(world: World, stage: str) -> Order:
+    lists = {"data:shared": torch.tensor([0, 1, 2, 4]), "data:alive": torch.tensor([0, 1, 2, 4])}
+    settings = {"sums": "train", "largest": 20}
+    return world.order(action=f"secure.{stage}", vector=None, auxiliary=lists, settings=settings)
+
+
+def _strange_tie(world: World) -> Any:
+    """The victim is shown the keys of somebody who drew others and whom it did not draw."""
+
+    def add(w: World, order: Order) -> Order:
+        ids = order.auxiliary["data:ids"].tolist()
+        strangers = [c for c in CLIENTS if c != VICTIM and c not in ids]
+        if not strangers:  # all are tied to it this time
+            return _forged_draws(w, order)
+        rows = sorted([*ids, strangers[0]])
+        adverts = torch.stack([_row(order, "adverts", ids, v) for v in rows])
+        drawn = torch.stack([_row(order, "drawn", ids, v) for v in rows])
+        told = {"data:ids": torch.tensor(rows), "data:adverts": adverts, "data:drawn": drawn}
+        return replace(order, auxiliary={**order.auxiliary, **told})
+
+    return _in("shares", add)(world)
+
+
+def _row(order: Order, name: str, ids: list[int], client: int) -> torch.Tensor:
+    table = order.auxiliary[f"data:{name}"]
+    return table[ids.index(client)] if client in ids else table[0]
+
+
+def _low_degree(world: World) -> Any:
+    world.context.policies = tuple(replace(p, degree=4) for p in world.context.policies)
+    return world.sum()
+
+
+def outcome(name: str, protection: str) -> tuple[bool, str]:
+    """(whether the victim refused by the lie's rule and gave nothing after it, what it said last)."""
+    lie, world = LIES[name], World(protection, LIES[name].degree)
+    lie.tell(world)
+    actions = [action for action, client, _ in world.said if client == VICTIM]
+    mine = [answer for _, client, answer in world.said if client == VICTIM]
+    first = next((i for i, answer in enumerate(mine) if isinstance(answer, str)), None)
+    if first is None or (world.lied_at and actions[first] != world.lied_at):
+        return False, f"did not refuse: {mine}"
+    after = [wire_size(answer) for answer in mine[first:] if isinstance(answer, Reply)]
+    named = str(mine[first]).startswith(f"refused by the rule '{lie.rule}'")
+    return named and not after, f"{mine[first]}; {sum(after)} bytes after it"
+
+
+def as_plan(nodes: Any, run: str) -> dict[str, torch.Tensor]:
+    """The plan of round 0 over two of three clients, as a server would make it for a node's open run."""
+    (node,) = nodes.nodes.values()
+    context, algorithm = node.opening.context, node.opening.algorithm
+    segments = secure_segments(algorithm, context.sent, context.space.trained)
+    return {"plan": as_tensor(Plan(run, 0, (0, 1), segments).to_bytes())}

@@ -1,0 +1,182 @@
+"""What a node keeps beside its key: a rollback resets nothing, a resumed server gets the same bytes, all is logged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.hostile import as_plan
+from tests.support.tiny import without_pictures
+
+from fedgraft.config.agreement import safe_for
+from fedgraft.config.build import build_algorithm
+from fedgraft.config.load import Config, load, to_toml
+from fedgraft.deploy import audit
+from fedgraft.deploy.deployed import run_deployed
+from fedgraft.deploy.keep import Keep
+from fedgraft.deploy.keys import announced_identity, identity_of, make_node_key, public_identity
+from fedgraft.deploy.node import Nodes
+from fedgraft.deploy.run_node import KEEPS
+from fedgraft.engines.flower.node_link import Answer, Request
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Order, pack
+from fedgraft.policy import to_toml as policy_toml
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.run import run
+
+SMALL = [
+    "model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=1", "local.batch_size=8",
+    "rounds.evaluate_every=0", "partition.clients=3", "trainable.kind=head", "engine=reference", "workers=1",
+    "data.source=synthetic", "data.count=60", "data.classes=3", "model.head=ridge", "privacy.aggregation=secure",
+    "rounds.checkpoint_every=1", "rounds.test=false",
+]  # fmt: skip
+
+
+class Machines:
+    """Three nodes with keys and homes of their own in this process; the server may name any step."""
+
+    def __init__(self, config: Config, folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory: dict[int, Any] = {}
+        self.limit, self.classes, self.patch, self.root = 0, (), monkeypatch, root
+        self.nodes = [Nodes() for _ in range(config.partition.clients)]
+        self.requests = [Request(to_toml(config), str(folder), k, 1) for k in range(len(self.nodes))]
+        self.registry = SimpleNamespace(facts={})
+        self.digest, self.opened, self.sent, self.received = "", b"", 0, 0
+        self.die_at: tuple[str, int] | None = None
+        for k in range(len(self.nodes)):
+            if not self.home(k).with_suffix(".key").exists():
+                make_node_key(root / str(k), "node")
+
+    def home(self, client: int) -> Path:
+        return self.root / str(client) / "node.home"
+
+    def ask(self, client: int, request: Request) -> Answer:
+        self.patch.setenv(KEEPS, str(self.home(client)))
+        self.patch.setenv("FEDGRAFT_NODE_HOME", str(self.root / str(client) / "memory"))
+        return self.nodes[client].carry_out(request)
+
+    def gather(self) -> None:
+        for k, request in enumerate(self.requests):
+            self.registry.facts[k] = {"classes": (), "examples": 0, "data": "", **self.ask(k, request).facts}
+
+    def open(self, run: str, tensors: Any) -> None:
+        self.opened = pack(Order(run, -1, 0, "open", auxiliary=tensors))
+        self.digest = hashlib.blake2b(self.opened, digest_size=12).hexdigest()
+
+    def request(self, order: Order, after: int) -> Request:
+        more: dict[str, Any] = {"after": after, "becomes": after + 1, "digest": self.digest}
+        return replace(self.requests[order.client], order=pack(replace(order, client=0)), **more)
+
+    def exchange(self, orders: Sequence[Order]) -> list[Any]:
+        return [self.deliver(order) for order in orders]
+
+    def deliver(self, order: Order) -> Any:
+        k = order.client
+        if self.die_at == (order.action, order.round) and k == 1:
+            raise KeyboardInterrupt
+        request = self.request(order, int(self.memory[k]["step"]) if k in self.memory else 0)
+        answer = self.ask(k, request)
+        if answer.need:
+            answer = self.ask(k, replace(request, opened=self.opened))
+        if answer.step:
+            self.memory[k] = {"step": torch.tensor([answer.step])}
+        return k, answer.error or answer.reply
+
+    def log(self, client: int) -> list[dict[str, Any]]:
+        return list(audit.entries(self.home(client) / "audit.jsonl"))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+
+    def make(*overrides: str, folder: str = "there") -> tuple[Config, Machines]:
+        config = load(None, [*SMALL, *overrides])
+        return config, Machines(config, tmp_path / folder, tmp_path / "keys", monkeypatch)
+
+    with without_pictures():
+        yield make
+
+
+def vector_of(folder: Path) -> torch.Tensor:
+    found = load_latest(folder / "checkpoints")
+    assert found is not None
+    return found.tensors["vector"]
+
+
+@pytest.mark.slow
+def test_nodes_with_ledgers_give_the_bytes_of_one_process_and_a_rollback_resets_nothing(
+    world: Any, tmp_path: Path
+) -> None:
+    config, machines = world()
+    policy = safe_for(config, build_algorithm(config))
+    for k in range(3):
+        (machines.home(k).parent / "policy.toml").write_text(policy_toml(policy))
+    run_deployed(config, tmp_path / "there", machines)
+    run(config, tmp_path / "here", console=False)
+    assert torch.equal(vector_of(tmp_path / "here"), vector_of(tmp_path / "there"))
+    lines = machines.log(1)
+    assert not [line for line in lines if line["kind"] == "refused"]
+    assert [line["action"] for line in lines].count("secure.masked") == 3  # statistics and two rounds
+    assert all(line["protection"] == "hidden" for line in lines if line["kind"] == "reply")
+    assert (machines.home(1) / "ledger").stat().st_mode & 0o077 == 0
+
+    # a server that names step 0 and begins round 0 again over two clients; one that asks in the clear; another run
+    before = len(lines)
+    orders = {
+        "repeat": ("secure.keys", config.digest),
+        "secure": ("train", config.digest),
+        "config": ("train", "other"),
+    }
+    for rule, (action, name) in orders.items():
+        settings = {"sums": "train", "largest": 20, "lr": 0.01} if action == "secure.keys" else {"lr": 0.01}
+        plan = as_plan(machines.nodes[1], name) if action == "secure.keys" else {}
+        told = machines.ask(1, machines.request(Order(name, 0, 1, action, auxiliary=plan, settings=settings), 0))
+        assert not told.reply and told.error.startswith(f"refused by the rule '{rule}'"), told.error
+    added = machines.log(1)[before:]
+    assert [(line["kind"], line["bytes"]) for line in added] == [("refused", 0)] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [("secure.masked", 1), ("secure.unmask", 1), ("secure.shares", 0)])
+def test_a_server_killed_inside_a_secure_sum_is_resumed_to_the_same_bytes(
+    where: tuple[str, int], world: Any, tmp_path: Path
+) -> None:
+    config, machines = world()
+    machines.die_at = where
+    with pytest.raises(KeyboardInterrupt):
+        run_deployed(config, tmp_path / "there", machines)
+    config, machines = world()  # the same keys and homes, a new server
+    run_deployed(config, tmp_path / "there", machines)
+    run(config, tmp_path / "here", console=False)
+    assert torch.equal(vector_of(tmp_path / "here"), vector_of(tmp_path / "there"))
+
+
+def test_a_config_that_the_owner_did_not_agree_to_gets_not_even_a_greeting(world: Any) -> None:
+    config, machines = world()
+    policy = safe_for(config, build_algorithm(config))
+    (machines.home(0).parent / "policy.toml").write_text(policy_toml(policy))
+    other = load(None, [*SMALL, "privacy.aggregation=clear"])
+    answer = machines.ask(0, replace(machines.requests[0], config=to_toml(other)))
+    assert not answer.facts and not answer.reply and answer.error.startswith("refused by the rule 'secure'")
+    assert [(line["kind"], line["bytes"]) for line in machines.log(0)] == [("refused", 0)]
+
+
+def test_a_key_stays_with_its_number_and_its_identity_follows_from_it(tmp_path: Path) -> None:
+    private, public = make_node_key(tmp_path, "north")
+    keep = Keep(tmp_path / "north.home")
+    kept = keep.load(2)
+    keep.store(2, kept, {})
+    assert keep.load(2).keys() == kept.keys()
+    with pytest.raises(FedgraftError, match="has served as client 2"):
+        keep.load(1)
+    assert announced_identity(public) == ("north", public_identity(identity_of(private)))
+    (tmp_path / "north.home" / "ledger").write_bytes(b"nonsense")
+    with pytest.raises(FedgraftError, match="damaged"):
+        keep.load(2)

@@ -1,0 +1,75 @@
+"""Calibration goes on where it was stopped: whoever has answered is not asked again, and the mask is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tiny import tiny
+
+from fedgraft.data.images.store import cache_dir
+from fedgraft.engines.in_process import InProcess
+from fedgraft.messages import Order
+from fedgraft.runs import opening
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.job import job_of
+from fedgraft.runs.kept import PartialSum
+from fedgraft.runs.opening import open_run
+
+SPARSE = (
+    "trainable.kind=sparse", "trainable.samples=24", "trainable.calibration=progressive", "trainable.rounds=2",
+    "model.head=random", "partition.clients=12",
+)  # fmt: skip
+
+
+@pytest.fixture
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(PartialSum, "every", 0.0)
+
+
+def calibrated(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -> tuple[Any, list[int]]:
+    """The stored mask and the clients that were asked, in a job of its own; it may be stopped after so many."""
+    torch.set_num_threads(1)
+    asked: list[int] = []
+    exchange = InProcess.exchange
+
+    def counting(self: InProcess, orders: Sequence[Order]) -> Any:
+        for reply in exchange(self, orders):
+            if stop_after is not None and len(asked) == stop_after:
+                raise KeyboardInterrupt
+            asked.append(reply.client)
+            yield reply
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcess, "exchange", counting)
+        job = job_of(tiny(*SPARSE))
+        try:
+            return open_run(job, Engines(job)).opened.stored["mask"], asked
+        except KeyboardInterrupt:
+            return None, asked
+
+
+def test_calibration_goes_on_where_it_was_stopped(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked = calibrated(monkeypatch, stop_after=20)  # eight clients into the second of two rounds
+    assert len(asked) == 20 and len(list((cache_dir() / "edits").glob("part-*"))) == 2
+    mask, asked = calibrated(monkeypatch)
+    assert asked == [8, 9, 10, 11]
+    assert not list((cache_dir() / "edits").glob("part-*"))
+    for path in (cache_dir() / "edits").iterdir():
+        path.unlink()
+    monkeypatch.setattr(opening, "PartialSum", lambda *a: None)
+    monkeypatch.setattr(opening.FederationAsk, "kept", lambda self, recipe, make: make())
+    alone, asked = calibrated(monkeypatch)
+    assert len(asked) == 24 and torch.equal(mask, alone)
+
+
+def test_a_damaged_part_is_computed_again(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated(monkeypatch, stop_after=20)
+    for path in (cache_dir() / "edits").glob("part-*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    _, asked = calibrated(monkeypatch)
+    assert len(asked) == 24

@@ -1,0 +1,108 @@
+"""The owner's policy as a file, in words, and against a config: each rule has a config or a value that breaks it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.hostile import LIES
+from tests.support.tiny import tiny
+
+from fedgraft.config.agreement import broken_rules, safe_for
+from fedgraft.config.build import build_algorithm
+from fedgraft.deploy import audit
+from fedgraft.errors import FedgraftError, Refused
+from fedgraft.messages import Order
+from fedgraft.policy import Policy, count_order, in_words, parse, to_toml
+
+SECURE = ["privacy.aggregation=secure", "partition.clients=6", "rounds.fraction=1", "local.steps=2"]
+PRIVATE = ["privacy.dp.noise=1.5", "rounds.sampling=poisson", "algorithm.weighting=uniform"]
+
+
+def broken(policy: Policy, *overrides: str) -> list[str]:
+    config = tiny(*overrides)
+    return [sentence.partition(":")[0] for sentence in broken_rules(policy, config, build_algorithm(config))]
+
+
+def safe(*overrides: str) -> Policy:
+    config = tiny(*overrides)
+    return safe_for(config, build_algorithm(config))
+
+
+@pytest.mark.parametrize("overrides", [SECURE, [*SECURE, *PRIVATE], PRIVATE, []])
+def test_a_safe_policy_allows_its_own_config_and_survives_its_file(overrides: list[str]) -> None:
+    made = safe(*overrides)
+    assert not broken(made, *overrides)
+    assert parse(to_toml(made)) == made and len(in_words(made)) >= 8
+    assert "config" in broken(made, *overrides, "seed=5")
+
+
+@pytest.mark.parametrize(
+    "rule, overrides",
+    [
+        ("secure", ["privacy.aggregation=clear"]),
+        ("rounds", ["rounds.total=99"]),
+        ("steps", ["local.steps=50"]),
+        ("ranges.lr", ["local.lr=0.9"]),
+        ("cohort", ["rounds.fraction=0.34"]),
+        ("threshold", ["privacy.threshold=4", "partition.clients=7"]),
+        ("actions", ["personal.evaluate=end"]),
+        ("epsilon", ["privacy.dp=none"]),
+        ("noise", ["privacy.dp.noise=0.7"]),
+        ("most_clients", ["partition.clients=9"]),
+    ],
+)
+def test_a_config_that_breaks_a_rule_is_told_which(rule: str, overrides: list[str]) -> None:
+    base = [*SECURE, *PRIVATE] if rule in {"epsilon", "noise"} else SECURE
+    assert rule in broken(replace(safe(*base), config=""), *base, *overrides)
+
+
+def test_every_rule_is_broken_by_some_order_or_config() -> None:
+    """A rule without a test is a rule that nobody checks."""
+    here = {"steps", "delta", "most_clients", "pinned_peers", "in_the_clear", "config", "secure", "epsilon", "noise"}
+    orders = {lie.rule.partition(".")[0] for lie in LIES.values()}
+    assert {f.name for f in fields(Policy)} - orders - here == set()
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("secure = 1", "wrong kind"), ("cohort = 'many'", "wrong kind"), ("epsilon = inf", "wrong kind"),
+        ("hide = true", "does not know"), ("secure =", "not TOML"), ("ranges = 3", "wrong kind"),
+        ("actions = 'train'", "wrong kind"),
+    ],
+)  # fmt: skip
+def test_a_policy_nobody_can_read_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(FedgraftError, match=sentence):
+        parse(text)
+
+
+def test_a_day_ends_and_a_clock_that_is_set_back_gives_no_second_one() -> None:
+    policy, order, ledger = Policy(rounds_per_day=2), Order("r", 0, 0, "train"), b""
+    for day in ("2030-01-01", "2030-01-01", "2030-01-02", "2030-01-02"):
+        ledger = count_order(policy, order, ledger, lambda day=day: day)  # type: ignore[misc]
+    for day in ("2030-01-02", "2030-01-01", "2029-01-01"):
+        with pytest.raises(Refused, match="2 rounds a day"):
+            count_order(policy, order, ledger, lambda day=day: day)  # type: ignore[misc]
+
+
+def test_the_audit_log_shows_a_changed_line(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    for number in range(4):
+        audit.append(path, kind="reply", bytes=number)
+    assert [line["bytes"] for line in audit.entries(path)] == [0, 1, 2, 3] and path.stat().st_mode & 0o077 == 0
+    whole = path.read_text()
+
+    def changed(text: str) -> Any:
+        path.write_text(text)
+        return list(audit.entries(path))
+
+    lines = whole.splitlines(keepends=True)
+    for text in (whole.replace('"bytes": 2', '"bytes": 9'), "".join(lines[1:]), "".join([*lines[:1], *lines[2:]])):
+        with pytest.raises(FedgraftError, match="line"):
+            changed(text)
+    path.write_text(whole + '{"half')  # a crash while writing
+    audit.append(path, kind="reply", bytes=4)
+    assert len(list(audit.entries(path))) == 5
