@@ -59,16 +59,16 @@ def _train(
     """Answer with the encoded change."""
     done = outcome(order, algorithm, context, memory)
     stream = torch_stream(context.seed, "encode", order.round, order.client)
+    private = algorithm.privacy.dp is not None
     reply = replace(
         answer(order, context),
+        examples=0 if private else len(context.rows(order.client)),
         update=algorithm.compression.encode(done.update, stream, done.memory),
         sums=done.result.closing.sums,
         scalars=done.scalars,
         evidence=done.evidence,
-        # Losses are not part of the privacy account, so a private client keeps them to itself.
-        metrics={}
-        if algorithm.privacy.dp is not None
-        else {"loss": done.result.loss, "steps": float(done.result.steps)},
+        # Losses and numbers of examples are not part of the privacy account, so a private client keeps them to itself.
+        metrics={} if private else {"loss": done.result.loss, "steps": float(done.result.steps)},
     )
     return reply, done.memory
 

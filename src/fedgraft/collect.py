@@ -5,8 +5,11 @@ Everything that arrives is hostile until it is checked. `Collected` is what a ro
 
 from __future__ import annotations
 
+import logging
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +22,22 @@ from fedgraft.messages import Order, Reply, unpack_bits, wire_size
 from fedgraft.privacy.secagg.ring import Ring
 from fedgraft.secure_round import HiddenSum, secure_sum
 from fedgraft.state import Federation, ServerState
-from fedgraft.update.validation import Accepted, Expectation, Field, Rejection, validate_replies
+from fedgraft.update.claims import Claims
+from fedgraft.update.validation import (
+    Accepted,
+    Arrival,
+    Expectation,
+    Field,
+    Range,
+    Rejection,
+    far_off,
+    validate_replies,
+)  # fmt: skip
 
-Arrival = Reply | tuple[int, Reply | bytes | str]
+__all__ = ["Arrival", "Collected", "Engine", "ServerContext", "collect", "describe", "expectation", "relative_drift"]
+log = logging.getLogger("fedgraft")
+EVIDENCE = 1e9
+"""Largest absolute value in a tensor that a client shows by itself: products of larger ones overflow."""
 
 
 class Engine(Protocol):
@@ -47,6 +63,8 @@ class ServerContext:
     """The model the run began with, which every client can make again."""
     align: Callable[[Answers], Tensor] | None = None
     """With server-side alignment: scores (m, layers) of the submitted updates on the server's secret probe."""
+    claims: Claims = field(default_factory=Claims)
+    """What clients said of themselves; where the server dealt the data, what it knows of them."""
 
     def judged(self, weighting: Weighting, answers: Answers) -> Answers:
         """The answers with the scalars that the server computes itself, where the weighting asks for some."""
@@ -81,6 +99,8 @@ class Collected:
         if self.hidden is None:
             return {}
         asked_in_vain = self.hidden.asked and self.hidden.update is None
+        if self.rounding is not None:  # under differential privacy the cohort is nobody's business
+            return {"aborted": True} if asked_in_vain else {}
         return {"aborted": True} if asked_in_vain else {"clients": {"ids": list(self.hidden.survivors)}}
 
     def private_sum(self, clip: float, length: int) -> tuple[list[Tensor], float, int, float | None]:
@@ -92,7 +112,12 @@ class Collected:
         # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
         told, update = max(0, self.count - 1), self.hidden.update
         total = torch.zeros(length) if update is None else update * told
-        return [total], self.hidden.scalars.get("within", 0.0) * told, told, self.rounding
+        most = told * (clip + (self.rounding or 0.0) * math.sqrt(length)) * 1.001
+        if float(torch.linalg.vector_norm(total.double())) > most:
+            log.warning("the hidden sum is longer than clipped updates give: somebody did not clip; nothing is used")
+            total = torch.zeros(length)
+        within = min(max(0.0, self.hidden.scalars.get("within", 0.0) * told), float(told))
+        return [total], within, told, self.rounding
 
 
 def collect(
@@ -106,15 +131,18 @@ def collect(
     """Exchange the orders for what the run's protection lets the server see."""
     if algorithm.privacy.hidden:
         return _collect_hidden(algorithm, federation, state, orders, engine, context)
-    replies, absent = sort_out(engine.exchange(orders)) if orders else ([], [])
+    replies = list(engine.exchange(orders)) if orders else []
     cohort = [order.client for order in orders]
     accepted, rejections = validate_replies(replies, expectation(algorithm, federation, state, cohort, context))
-    refused = {rejection.client for rejection in rejections} - {a.reply.client for a in accepted}
+    if algorithm.privacy.dp is None:  # there everything is clipped
+        accepted, outliers = without_outliers(accepted, federation, state)
+        rejections += outliers
+    refused = {one.client for one in rejections if not one.silent} - {a.reply.client for a in accepted}
     answers = replace(read(accepted, state, context), dropped=len(refused))
     return Collected(
         answers,
         accepted,
-        rejections=(*rejections, *absent),  # who is silent is no attacker, so only now is it counted
+        rejections=tuple(rejections),
         bytes_up=sum(map(size_of, replies)),
         bytes_down=sum(map(wire_size, orders)),
     )
@@ -144,18 +172,25 @@ def _collect_hidden(
     return Collected(nobody, (), done, lost, done.bytes_up, done.bytes_down, rounding)
 
 
-def sort_out(arrivals: Iterable[Arrival]) -> tuple[list[Reply | tuple[int, Reply | bytes]], list[Rejection]]:
-    """What came, apart from the sentences about who did not answer."""
-    replies: list[Reply | tuple[int, Reply | bytes]] = []
-    absent = []
-    for arrival in arrivals:
-        if not isinstance(arrival, tuple):
-            replies.append(arrival)
-        elif isinstance(arrival[1], str):
-            absent.append(Rejection(arrival[0], arrival[1]))
-        else:
-            replies.append((arrival[0], arrival[1]))
-    return replies, absent
+def without_outliers(
+    accepted: Sequence[Accepted], federation: Federation, state: ServerState
+) -> tuple[list[Accepted], list[Rejection]]:
+    """The replies whose update, and whose auxiliary vectors, are not far longer than is usual.
+
+    Usual is the median of the past rounds in units of the learning rate, or this round's median if that is larger.
+    """
+    factor = federation.norm_factor
+    if not factor:
+        return list(accepted), []
+    usual = federation.rate(state) * statistics.median(state.norms) if state.norms else 0.0
+    far = far_off({a.reply.client: a.norm for a in accepted}, factor, usual)
+    reasons = {k: f"change has norm {norm:.4g}, over {factor:g} times the usual" for k, norm in far.items()}
+    for name in accepted[0].reply.sums if accepted else ():
+        norms = {a.reply.client: float(torch.linalg.vector_norm(a.reply.sums[name].double())) for a in accepted}
+        for k, norm in far_off(norms, factor).items():
+            reasons.setdefault(k, f"sums/{name} has norm {norm:.4g}, over {factor:g} times the others'")
+    kept = [a for a in accepted if a.reply.client not in reasons]
+    return kept, [Rejection(client, reason) for client, reason in sorted(reasons.items())]
 
 
 def expectation(
@@ -164,10 +199,14 @@ def expectation(
     """What a well-formed training reply of this round looks like."""
     sizes = {"width": context.width, "classes": context.classes, "trained": context.trained}
     evidence = {
-        name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape))
+        name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape), limit=EVIDENCE)
         for wanted in algorithm.wants
         for name, shape in wanted.evidence.items()
     }
+    private = algorithm.privacy.dp is not None
+    ranges = {name: Range(0.0, one.largest) for one in algorithm.wants for name in one.scalars}
+    for link in algorithm.update:
+        ranges |= {name: Range(0.0, most, name in link.whole) for name, most in link.scalars.items()}
     bits = {k: state.active_of(k) for k in cohort}
     lengths = {k: int(unpack_bits(b, context.trained).sum()) for k, b in bits.items() if b is not None}
     return Expectation(
@@ -182,7 +221,27 @@ def expectation(
         scalars=[*(name for wanted in algorithm.wants for name in wanted.scalars), *algorithm.reports],
         evidence=evidence,
         norm_bound=federation.norm_bound,
-        max_examples=federation.largest if federation.largest > 1 else None,  # as inside a secure sum
+        # Under privacy every client counts once, so nobody needs to know; else as inside a secure sum.
+        max_examples=0 if private else federation.largest if federation.largest > 1 and context.claims.dealt else None,
+        ranges=ranges,
+        claims=None if private else context.claims,
+        check=lambda reply: _steps_lie(algorithm, reply, federation.rate(state)),
+    )
+
+
+def _steps_lie(algorithm: Algorithm, reply: Reply, lr: float) -> str:
+    """Effective steps that these examples do not give; they scale everybody's step (FedNova)."""
+    rule, told = (
+        algorithm.local,
+        [name for link in algorithm.update if link.needs_effective_steps for name in link.scalars],
+    )
+    if not told or rule.optimizer.effective_steps is None:
+        return ""
+    steps = rule.steps_for(reply.examples)
+    most = rule.rate(lr, reply.examples) * rule.optimizer.effective_steps(steps) * (1 + 1e-6)
+    lies = [name for name in told if not 0 < reply.scalars[name] <= most]
+    return (
+        f"scalar {lies[0]!r} is {reply.scalars[lies[0]]:.4g}, and its examples give at most {most:.4g}" if lies else ""
     )
 
 
@@ -195,7 +254,7 @@ def read(accepted: Sequence[Accepted], state: ServerState, context: ServerContex
         updates = [spread(update, where) for update, where in zip(updates, active, strict=True)]
     return Answers(
         tuple(a.reply.client for a in accepted),
-        torch.tensor([a.reply.examples for a in accepted], dtype=torch.float64),
+        torch.tensor([context.claims.counted(a.reply.examples) for a in accepted], dtype=torch.float64),
         updates,
         [a.reply.scalars for a in accepted],
         [a.reply.evidence for a in accepted],
@@ -241,11 +300,11 @@ def relative_drift(clients: Mapping[str, list[float]]) -> float:
     return sum(d / n for d, n in pairs) / len(pairs) if pairs else 0.0
 
 
-def size_of(reply: Reply | tuple[int, Reply | bytes]) -> int:
+def size_of(reply: Arrival) -> int:
     """Bytes of one answer on the wire."""
     message = reply[1] if isinstance(reply, tuple) else reply
     if not isinstance(message, Reply):
-        return len(message)
+        return len(message) if isinstance(message, bytes | bytearray) else 0
     try:
         return wire_size(message)
     except (AttributeError, KeyError, TypeError):  # a malformed object has no wire form; validation has dropped it

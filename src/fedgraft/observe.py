@@ -72,6 +72,21 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
     raise FedgraftError(f"the answers to {action!r} are not sums")
 
 
+def sums_lie(action: str, reply: Reply) -> str:
+    """What cannot be in sums over a client's examples, as far as they are no longer than it says; empty: nothing."""
+    s, n = reply.sums, reply.examples
+    if action == "statistics":
+        diagonal, last = s["gram"].diagonal(), s["cross"][-1]
+        whole = float(diagonal[-1]) == n and float(last.sum()) == n and bool((last >= 0).all())
+        if not whole or not bool((diagonal >= 0).all()) or not torch.allclose(s["gram"], s["gram"].T):
+            return "its sums are not those of so many examples"
+    if action == "head_gradient" and (float(s["count"]) != n or float(s["loss"]) < 0):
+        return "its loss is not that of so many examples"
+    if action == "fisher_scores" and not (0 < float(s["scores"][-1]) <= n and bool((s["scores"] >= 0).all())):
+        return "its scores are not sums of squares over so many examples"
+    return ""
+
+
 def sum_segments(action: str, network: Network, settings: Mapping[str, Scalar]) -> tuple[Segment, ...]:
     """The layout of a secure sum of an action's answers."""
     return tuple(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedgraft import server
@@ -15,8 +18,9 @@ from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithm import Algorithm
 from fedgraft.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
+from fedgraft.messages import pack
 from fedgraft.state import Federation, ServerState
-from fedgraft.update.validation import Rejection
+from fedgraft.update.validation import LARGEST, Rejection, largest
 
 __all__ = ["Engine", "RoundSummary", "ServerContext", "run_round"]
 
@@ -31,6 +35,8 @@ class RoundSummary:
     rejections: tuple[Rejection, ...] = ()
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Matrices for figures: the mixing matrix, alignment scores."""
+    digests: Mapping[int, str] = field(default_factory=dict)
+    """Digest of each accepted reply's bytes by client; none where who took part is hidden or private."""
 
 
 def run_round(
@@ -47,7 +53,7 @@ def run_round(
     # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
     rule = plain_tail(algorithm.server, context.trained) if len(state.vector) > context.trained else algorithm.server
     step = Step(federation, state, rule, server.rate(federation, state))
-    new, record, extra = advance(algorithm, step, collected, context)
+    new, record, extra = checked(step, advance(algorithm, step, collected, context), collected)
     if "skipped" not in record:
         record["update_norm"] = float((new.vector - state.vector).norm())
     seconds = {"exchange": exchanged - began, "aggregate": time.perf_counter() - exchanged}
@@ -60,10 +66,27 @@ def run_round(
         "seconds": seconds,
         "dropped": [{"client": r.client, "reason": r.reason} for r in collected.rejections],
     }
-    return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra)
+    seen = collected.accepted if algorithm.privacy.dp is None else ()
+    digests = {a.reply.client: hashlib.blake2b(pack(a.reply), digest_size=16).hexdigest() for a in seen}
+    return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests)
 
 
+MEMORY = 5
+"""Rounds whose median length of an update says what is usual."""
 Outcome = tuple[ServerState, dict[str, Any], Mapping[str, Tensor]]
+
+
+def checked(step: Step, outcome: Outcome, collected: Collected) -> Outcome:
+    """The outcome, or a skipped round where the step would leave a model or a server's memory that nobody can use."""
+    new = outcome[0]
+    models = [new.vector, *(new.model_of(k) for k in collected.answers.clients if k in new.personal)]
+    bad = not all(largest(model) <= LARGEST for model in models)  # also where it is not a number
+    if not bad and all(bool(torch.isfinite(t).all()) for t in new.rule.values() if t.is_floating_point()):
+        return outcome
+    norms = {a.reply.client: a.norm for a in collected.accepted}
+    longest = f"; the longest update is client {max(norms, key=lambda k: norms[k])}'s" if norms else ""
+    why = f"the server's step would leave numbers that no model can hold{longest}"
+    return server.skip(step.state), {**collected.notes(), "skipped": True, "refused": why}, {}
 
 
 def advance(algorithm: Algorithm, step: Step, collected: Collected, context: ServerContext) -> Outcome:
@@ -86,7 +109,8 @@ def advance(algorithm: Algorithm, step: Step, collected: Collected, context: Ser
             raise
         return server.skip(step.state), {"skipped": True}, {}
     record = describe(answers, collected, weights, done)
-    new = done.state
+    usual = statistics.median(a.norm for a in collected.accepted) / step.lr if step.lr > 0 else 0.0
+    new = replace(done.state, norms=(*step.state.norms, usual)[-MEMORY:])
     if algorithm.trainable.partial:
         new = replace(new, drifts=(*step.state.drifts, relative_drift(record["clients"])))
     return new, record, done.extra

@@ -19,7 +19,7 @@ from fedgraft.algorithm import Algorithm, secure_segments
 from fedgraft.client_secure import binding
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
-from fedgraft.observe import sum_segments, summands
+from fedgraft.observe import sum_segments, summands, sums_lie
 from fedgraft.privacy.protection import Protection
 from fedgraft.privacy.secagg.plan import Data
 from fedgraft.privacy.secagg.ring import Segment
@@ -27,6 +27,7 @@ from fedgraft.privacy.secagg.secure_sum import Plan, SecureAbort, SecureServer, 
 from fedgraft.privacy.secagg.server import Outbox
 from fedgraft.protocols import Network
 from fedgraft.state import Federation
+from fedgraft.update.claims import Claims
 from fedgraft.update.validation import Expectation, Field, validate_replies
 
 log = logging.getLogger("fedgraft")
@@ -154,6 +155,7 @@ class Sums:
     def __init__(self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, privacy: Protection):
         self.exchange, self.run, self.network, self.privacy = exchange, run, network, privacy
         self.clients = tuple(clients)
+        self.claims: Claims | None = None
         self.lost: dict[int, str] = {}
         self.asked = 0
 
@@ -196,7 +198,7 @@ class Sums:
         self, action: str, orders: Sequence[Order], begun: Begun | None
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
         wanted = summands(action, self.network, orders[0].settings) if orders else {}
-        fields = {name: Field(s.shape, s.dtype) for name, s in wanted.items()}
+        fields = {name: Field(s.shape, s.dtype, s.limit) for name, s in wanted.items()}
         total, there, reasons = dict[str, Tensor](), set[int](), dict[int, str]()
         group = max(_GROUP, _HELD // max(1, Expectation(self.run, -1, frozenset(), sums=fields).limit))
         first = 0
@@ -205,8 +207,12 @@ class Sums:
             there = {order.client for order in orders[:first]}
         for begin in range(first, len(orders), group):
             asked = orders[begin : begin + group]
-            expected = Expectation(self.run, -1, frozenset(order.client for order in asked), sums=fields)
-            accepted, rejections = validate_replies(_replies(self.exchange(asked)), expected)
+            expected = Expectation(
+                self.run, -1, frozenset(order.client for order in asked), sums=fields, claims=self.claims,
+                check=partial(sums_lie, action),
+            )  # fmt: skip
+            arrivals: Iterable[Any] = self.exchange(asked)
+            accepted, rejections = validate_replies(arrivals, expected)
             for name in fields if accepted else ():
                 total[name] = _added([a.reply.sums[name] for a in accepted], total.get(name))
             there |= {a.reply.client for a in accepted}
@@ -216,11 +222,6 @@ class Sums:
         if not there:
             raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to sum.")
         return total, {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}
-
-
-def _replies(arrivals: Iterable[Any]) -> Iterator[Any]:
-    """What came, apart from the sentences about who did not answer."""
-    return (a for a in arrivals if not (isinstance(a, tuple) and isinstance(a[1], str)))
 
 
 def _added(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
 
 
 def sample(federation: Federation, round: int) -> list[int]:
-    """The clients of this round, sorted; drawn from (seed, round) alone. The cost is that of the cohort.
+    """The clients of this round, sorted; drawn from (seed or secret, round) alone. The cost is that of the cohort.
 
     Who is left out is drawn all the same, and then not asked: the others meet the rounds that they would have met.
     """
@@ -28,7 +28,8 @@ def sample(federation: Federation, round: int) -> list[int]:
 
 
 def _drawn(federation: Federation, round: int) -> list[int]:
-    stream = numpy_stream(federation.seed, "cohort", round)
+    drawn_from = int.from_bytes(federation.secret, "big") if federation.secret else federation.seed
+    stream = numpy_stream(drawn_from, "cohort", round)
     if federation.sampling == "poisson":
         count = int(stream.binomial(federation.clients, federation.per_round / federation.clients))
     else:
@@ -40,7 +41,7 @@ def _drawn(federation: Federation, round: int) -> list[int]:
 
 def rate(federation: Federation, state: ServerState) -> float:
     """The learning rate of the coming round."""
-    return federation.schedule(state.round, federation.rounds, state.losses)
+    return federation.rate(state)
 
 
 def instruct(

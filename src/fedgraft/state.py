@@ -36,11 +36,19 @@ class Federation:
     """Most examples a client may count for; the unit of weights inside secure aggregation."""
     without: frozenset[int] = frozenset()
     """Clients that are never asked for anything; the numbers and streams of the others stay as they are."""
+    secret: bytes = b""
+    """What cohorts are drawn from where nobody may know them; empty: the seed, so that they can be repeated."""
+    norm_factor: float = 30.0
+    """Updates longer than so many times the usual length are refused; 0: none for their length."""
 
     @property
     def members(self) -> list[int]:
         """The clients that may be asked."""
         return [k for k in range(self.clients) if k not in self.without]
+
+    def rate(self, state: ServerState) -> float:
+        """The learning rate of the coming round."""
+        return self.schedule(state.round, self.rounds, state.losses)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class ServerState:
     """Under differential privacy: the bound on the norm of an update in the coming round."""
     losses: tuple[float, ...] = ()
     """Validation losses so far, for the plateau schedule."""
+    norms: tuple[float, ...] = ()
+    """Median length of the accepted updates over the learning rate, of the last few rounds."""
 
     def model_of(self, client: int) -> Tensor:
         """The vector this client starts from: its own where it has one, else the common one."""
@@ -82,7 +92,12 @@ def to_tensors(state: ServerState, memories: Memories) -> tuple[dict[str, Tensor
         tensors |= {f"personal/{client}": t for client, t in state.personal.items()}
     for client, kept in memories.items():
         tensors |= {f"memory/{client}/{name}": t for name, t in kept.items()}
-    return tensors, {"drifts": list(state.drifts), "clip": state.clip, "losses": list(state.losses)}
+    return tensors, {
+        "drifts": list(state.drifts),
+        "clip": state.clip,
+        "losses": list(state.losses),
+        "norms": list(state.norms),
+    }
 
 
 def from_tensors(
@@ -102,6 +117,5 @@ def from_tensors(
             client, _, what = key.partition("/")
             memories.setdefault(int(client), {})[what] = tensor
     state = ServerState(round, tensors["vector"], rule, personal)
-    return replace(
-        state, drifts=tuple(meta["drifts"]), clip=float(meta["clip"]), losses=tuple(meta["losses"])
-    ), memories
+    drifts, losses, norms = (tuple(meta[name]) for name in ("drifts", "losses", "norms"))
+    return replace(state, clip=float(meta["clip"]), drifts=drifts, losses=losses, norms=norms), memories

@@ -18,6 +18,7 @@ from fedgraft.local.schedules import constant
 from fedgraft.round import run_round
 from fedgraft.server import start
 from fedgraft.state import Federation, ServerState
+from fedgraft.update.claims import Claims
 
 WIDTH, CLASSES, INPUT = 6, 3, 5
 
@@ -139,14 +140,10 @@ class Toy:
         self.federation = Federation(clients=clients, per_round=per_round, **options)
         self.engine = InProcess(algorithm, self.context)
         self.state = start(algorithm, self.space.gather(self.network), self.space.trained)
+        claims = Claims({k: len(client_rows(k)) for k in range(clients)} if clients <= 6 else None)
+        sizes = self.context.sent, self.space.trained, WIDTH, CLASSES
         self.server_context = ServerContext(
-            self.space.digest,
-            self.context.sent,
-            self.space.trained,
-            WIDTH,
-            CLASSES,
-            opened.active,
-            self.context.origin,
+            self.space.digest, *sizes, opened.active, self.context.origin, claims=claims
         )
 
     def run(self, rounds: int = 3) -> ServerState:

@@ -58,6 +58,8 @@ class Observe:
     options: Mapping[str, Any] = field(default_factory=dict)
     needs_probe: bool = False
     """It looks at images that every client has, row by row."""
+    largest: float = 1.0 + 1e-4
+    """Largest value of each scalar; none is negative. Scores are at most 1, but for rounding."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import runs as cli_runs
 from fedgraft.cli import sweep as cli_sweep
+from fedgraft.cli import verify as cli_verify
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.errors import FedgraftError
 from fedgraft.progress import Phase, phase, shown_by
@@ -227,6 +228,7 @@ app.command()(cli_predict.export)
 app.command("find-lr")(cli_sweep.find_lr)
 app.command("list")(cli_runs.list_)
 app.command()(cli_predict.predict)
+app.command()(cli_verify.verify)
 app.command()(cli_consortium.preflight)
 app.command()(cli_consortium.unlearn)
 app.command()(cli_consortium.worth)

@@ -120,8 +120,9 @@ def build_federation(config: Config, lr: float, largest: int = 1) -> Federation:
         rounds=r.total,
         schedule=schedule(config, lr),
         sampling=r.sampling,
-        minimum_answers=r.minimum_answers,
+        minimum_answers=r.minimum_answers or 1,
         norm_bound=r.norm_bound,
+        norm_factor=r.norm_factor,
         largest=largest,
     )
 
@@ -129,7 +130,7 @@ def build_federation(config: Config, lr: float, largest: int = 1) -> Federation:
 def private_delta(config: Config) -> float:
     """The delta of the account."""
     p = config.privacy.dp
-    return p.delta if p is not None and p.delta is not None else 0.1 / config.partition.clients
+    return p.delta if p is not None and p.delta is not None else min(1e-5, 0.1 / config.partition.clients)
 
 
 def build_local(config: Config) -> LocalTraining:
@@ -212,6 +213,18 @@ def protect(config: Config, algorithm: Algorithm) -> Algorithm:
         private_delta(config),
         config.partition.clients,
     )
+    for wrong, sentence in (
+        (config.head != "random", f"model.head={config.head!r} is made from sums of the clients' data, which no noise "
+         "covers; leave it out or set model.head='random'."),
+        (config.personal.evaluate != "never", "personal.evaluate shows numbers of single clients, which no noise "
+         "covers; set personal.evaluate='never'."),
+        (config.data.validation == 0, "without validation images the model would be measured on the clients' own, "
+         "which no noise covers; raise data.validation."),
+        (algorithm.trainable.scores_data, "the mask is chosen by scores of the clients' data, which no noise covers; "
+         "choose trainable.sparse.strategy='random' or a rule by weights."),
+    ):  # fmt: skip
+        if wrong:
+            raise FedgraftError(f"under differential privacy {sentence}")
     if p.dp.epsilon is None and p.dp.noise is None:
         raise FedgraftError("privacy.dp needs a target epsilon or a noise multiplier")
     q = per_round(config) / config.partition.clients
@@ -219,7 +232,7 @@ def protect(config: Config, algorithm: Algorithm) -> Algorithm:
     mechanism = Mechanism(noise, q, config.partition.clients)
     key = secret_key() if p.dp.secret else simulation_key(config.seed)
     adaptive = AdaptiveClip(mechanism) if p.dp.adaptive else None
-    return private(algorithm, DifferentialPrivacy(mechanism, p.dp.clip, adaptive, key, p.dp.secret))
+    return private(algorithm, DifferentialPrivacy(mechanism, p.dp.clip, adaptive, key, bool(p.dp.secret)))
 
 
 def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:

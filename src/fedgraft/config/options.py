@@ -99,8 +99,10 @@ class Model(Section):
         "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
-    head: Literal["ridge", "probe", "ncm", "cof", "random"] = Field(
-        "ridge", description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, at random"
+    head: Literal["ridge", "probe", "ncm", "cof", "random"] | None = Field(
+        None,
+        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, at random; default: "
+        "ridge, under differential privacy random",
     )
     ridge: float | None = Field(
         None,
@@ -121,13 +123,18 @@ class Rounds(Section):
     patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy (0: never)")
     min_delta: float = Field(1e-3, ge=0, description="what counts as better")
     checkpoint_every: int = Field(5, ge=1)
-    minimum_answers: int = Field(1, ge=1, description="fewer good answers: the round is skipped")
+    minimum_answers: int | None = Field(
+        None, ge=1, description="fewer good answers: the round is skipped (default: 1; on other machines 2)"
+    )
     deadline: float | None = Field(
         None,
         gt=0,
         description="seconds that clients have for one order; later answers do not count (default: no limit)",
     )
     norm_bound: float | None = Field(None, gt=0, description="refuse changes of a larger norm")
+    norm_factor: float = Field(
+        30.0, ge=0, description="refuse changes longer than so many times the usual (median) length; 0: none"
+    )
     personal_memory_mb: float = Field(
         2000, ge=0, description="mixtures: keep the clients' models on disk when they need more; same results"
     )
@@ -155,10 +162,14 @@ class DifferentialPrivacy(Section):
 
     epsilon: float | None = Field(None, gt=0, description="the run stops before it would exceed this")
     noise: float | None = Field(None, gt=0, description="noise multiplier; default: what the target needs")
-    delta: float | None = Field(None, gt=0, lt=1, description="default: a tenth of 1 / clients")
+    delta: float | None = Field(None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients")
     clip: float = Field(1.0, gt=0, description="largest norm of a client's change")
     adaptive: bool = Field(False, description="let the bound follow the median of the norms")
-    secret: bool = Field(False, description="noise from the system's entropy, not repeatable; else from the seed")
+    secret: bool | None = Field(
+        None,
+        description="noise and cohorts from a secret; else from the seed, repeatable, for experiments (default: secret "
+        "on other machines)",
+    )
 
 
 class Privacy(Section):
@@ -261,6 +272,11 @@ class Config(Section):
     def kind(self) -> str:
         """What a summary calls this run."""
         return f"centralised {self.centralized.kind}" if self.centralized.active else "federated"
+
+    @property
+    def head(self) -> str:
+        """How the head starts: from sums over the clients, which no account of privacy covers, or at random."""
+        return self.model.head or ("ridge" if self.privacy.dp is None else "random")
 
     @property
     def table(self) -> dict[str, Any]:

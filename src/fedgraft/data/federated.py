@@ -49,6 +49,10 @@ class FederatedData:
         """Training images of the client with most."""
         return int(self.partition.sizes().max())
 
+    def sizes_by_client(self) -> dict[int, int]:
+        """Training images of each client, as far as this machine knows or was told."""
+        return dict(enumerate(self.partition.sizes().tolist()))
+
     @property
     def identity(self) -> list[str]:
         """What tells this data and its partition from any other."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.algorithm import vary
 from fedgraft.config.load import Config, validate
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.images.store import make_store
@@ -26,11 +27,11 @@ from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, Store, load_dataset, open_path
 from fedgraft.data.sources.class_map import check_names, renamed
 from fedgraft.errors import FedgraftError
-from fedgraft.models.network import VisionNetwork
 from fedgraft.runs.engines import Remote
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.run import run
 from fedgraft.runs.tracking import Progress
+from fedgraft.update.claims import Claims
 
 
 def config_of(text: str) -> Config:
@@ -105,8 +106,13 @@ class RemoteData(FederatedData):
 
     @property
     def largest(self) -> int:
-        """Training images of the client with most."""
-        return max(1, *self.sizes.values())
+        """Most training images that a client counts for: of the one with most, as far as its word is good."""
+        claims = Claims(self.sizes, dealt=False)
+        return max(1, *(int(claims.counted(size)) for size in self.sizes.values()))
+
+    def sizes_by_client(self) -> dict[int, int]:
+        """What clients said when they were greeted."""
+        return dict(self.sizes)
 
     @property
     def identity(self) -> list[str]:
@@ -155,11 +161,24 @@ def _remote(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tup
     return RemoteData(own, held[:0], held, partition, sizes, digests)
 
 
-def reply_limit(network: VisionNetwork) -> int:
-    """Most bytes of a benign reply before and beside training: scores of all weights, or the sums for a head."""
-    weights = sum(p.numel() for p in network.parameters())
-    width, classes = network.width + 1, network.classes
-    return 16 * weights + 8 * width * (width + classes) + (1 << 22)
+def least_answers(config: Config) -> int:
+    """Answers a round needs: two by default where clients are on other machines: nobody is the mean."""
+    simulated = config.engine == "flower-sim"
+    return config.rounds.minimum_answers or min(1 if simulated else 2, config.partition.clients)
+
+
+def _meant(job: Job) -> Job:
+    """The job as a deployment means it: its noise and cohorts are secret unless the config says otherwise."""
+    p, privacy = job.config.privacy.dp, job.algorithm.privacy
+    if p is None or privacy.dp is None or job.config.engine == "flower-sim":
+        return job
+    if job.task.data.blind:
+        raise FedgraftError(
+            "under differential privacy nodes send nothing but noised updates, so the server needs images of its own "
+            "to measure on: submit with --server-data."
+        )
+    bound = replace(privacy, dp=replace(privacy.dp, bound=p.secret is not False))
+    return replace(job, algorithm=vary(job.algorithm, privacy=bound))
 
 
 def run_deployed(
@@ -182,9 +201,9 @@ def run_deployed(
                 f"client {without[0]} has no data of its own and client {min(bring)} has; start all nodes with data."
             )
         job = job_of(config, remote_data(config, facts, server_data, source) if bring else None)
-        engine.limit = reply_limit(job.task.network)
+        job = _meant(job)
         engine.classes = job.task.data.dataset.classes if bring else ()
         remote: Remote = engine
-        return job, remote
+        return replace(job, federation=replace(job.federation, minimum_answers=least_answers(config))), remote
 
     return run(config, folder, progress, build=build)

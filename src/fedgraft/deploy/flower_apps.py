@@ -53,14 +53,14 @@ def _main(grid: Any, context: Any) -> None:
 
 
 def _run(grid: Any, settings: Mapping[str, str], progress: Progress | None = None) -> dict[str, Any]:
-    from fedgraft.deploy.deployed import config_of, run_deployed
+    from fedgraft.deploy.deployed import config_of, least_answers, run_deployed
     from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 
     if not settings.get("config") or not settings.get("folder"):
         raise FedgraftError("the Flower run needs the settings 'config' and 'folder'; use fedgraft deploy submit.")
     logging.getLogger("fedgraft").setLevel(logging.INFO)
     config = config_of(settings["config"])
-    patience = Patience(config.rounds.deadline, float(settings.get("wait") or 300), config.rounds.minimum_answers)
+    patience = Patience(config.rounds.deadline, float(settings.get("wait") or 300), least_answers(config))
     engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, patience)
     folder = Path(settings["folder"])
     if not folder.is_absolute():

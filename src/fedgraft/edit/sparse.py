@@ -150,8 +150,13 @@ class Sparse:
 
     def _own_masks(self, network: Network, ask: Ask) -> dict[int, Mask]:
         whole, shapes = select(network, lambda name: True, buffers=False), self._shapes(network)
-        answers = ask.each("own_mask", whole.gather(network), self.settings(network, 1, ask))
-        return {client: Mask.from_bits(found["mask"], shapes) for client, found in sorted(answers.items())}
+        size = sum(math.prod(shape) for shape in shapes.values())
+        answers = ask.each("own_mask", whole.gather(network), self.settings(network, 1, ask), size)
+        own = {client: Mask.from_bits(found["mask"], shapes) for client, found in sorted(answers.items())}
+        if not own:
+            raise FedgraftError("no client answered with a mask that can be used, so there is nothing to train.")
+        # Who did not answer, or lied, works with the mask of one who did.
+        return {client: own.get(client, own[min(own)]) for client in range(ask.clients)}
 
     def calibrated(
         self, network: Network, scores: Callable[[int], Mapping[str, Tensor]], seed: int | None = None

@@ -36,8 +36,10 @@ class Ask(Protocol):
         """The clients' answers, added up by name; hidden where the run hides them."""
         ...
 
-    def each(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[int, Mapping[str, Tensor]]:
-        """What every client answers by itself; such answers cannot be hidden in a sum."""
+    def each(
+        self, action: str, vector: Tensor, settings: Mapping[str, Scalar], coordinates: int
+    ) -> Mapping[int, Mapping[str, Tensor]]:
+        """The mask over so many coordinates that every client answers by itself; none can be hidden in a sum."""
         ...
 
     def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -120,6 +120,11 @@ class Budget:
         """What has been spent."""
         return self._epsilon(self.spent)
 
+    @property
+    def unamplified(self) -> float:
+        """What has been spent against somebody who knows every cohort: sampling then hides nobody."""
+        return epsilon(1.0, self.noise, self.spent, self.delta)
+
     def can_spend(self, rounds: int = 1) -> bool:
         """Whether so many further rounds stay within the target."""
         return self.spent + rounds <= self.affordable

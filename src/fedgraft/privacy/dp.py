@@ -23,12 +23,9 @@ from torch import Tensor
 from fedgraft.errors import FedgraftError
 
 NOT_COVERED = (
-    "head initialisation: a head made from the clients' summed statistics, unless it starts at random",
-    "masks and sensitivity scores computed from private data",
-    "the numbers of examples and the cohort's membership, where they are sent in the clear",
-    "representations and other evidence that clients report by themselves",
-    "metrics, validation results, and choices of model or settings made with them",
-    "changes of buffers such as batch-norm statistics, unless they are part of the clipped vector",
+    "who takes part in the federation, and what nodes tell when they connect (number of images, classes, a digest)",
+    "learning rates, numbers of rounds and other settings chosen by looking at results on the same data",
+    "the server itself, which sees every clipped update unless aggregation is secure",
 )
 """What an epsilon does not speak about; stands in the report."""
 HIDDEN_NOT_COVERED = (
@@ -168,5 +165,8 @@ def check_combination(
         raise FedgraftError(
             f"the privacy account holds for Poisson sampling, not for {sampling!r}: set sampling to 'poisson'"
         )
-    if not 0 < delta < 1 / population:
-        raise FedgraftError(f"delta must lie in (0, 1/{population}), the chance of giving one client away, not {delta}")
+    if not 0 < delta <= 1 / (10 * population):
+        raise FedgraftError(
+            f"privacy.dp.delta={delta:g} is over 1/{10 * population}: with chance delta the promise fails, and giving "
+            f"one of {population} clients away whole would keep it; choose at most {1 / (10 * population):g}."
+        )

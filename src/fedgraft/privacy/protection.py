@@ -43,7 +43,7 @@ class DifferentialPrivacy:
             clipped, within = clip(update, float(sending.settings["clip"]))
             return clipped, {"within": float(within)} if self.adaptive is not None else {}
 
-        return UpdateLink("clip", apply, {"within": 1.0} if self.adaptive is not None else {})
+        return UpdateLink("clip", apply, {"within": 1.0} if self.adaptive is not None else {}, whole=("within",))
 
     def advance(
         self, step: Step, updates: list[Tensor], within: float, answered: int, rounding: float | None = None

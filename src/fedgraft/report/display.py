@@ -118,12 +118,25 @@ class LiveProgress:
         self.spoke = time.monotonic()
 
 
+def protection_rows(told: Mapping[str, Any]) -> dict[str, str]:
+    """The first lines of a private run's result: what is promised to whom, and what is not."""
+    if not told:
+        return {}
+    rows = {"privacy": f"epsilon {told['epsilon']:.3g} at delta {told['delta']:.2g} for each {told['unit']}"}
+    rows["  if cohorts are known"] = f"epsilon {told['epsilon_without_amplification']:.3g}"
+    if told["repeatable_noise"]:
+        rows["  REPEATABLE"] = "for experiments: noise and cohorts follow from the seed and protect nobody"
+    rows["  outside"] = f"{told['not_covered'][0]}; {len(told['not_covered']) - 1} more in report.html"
+    return rows
+
+
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     """The final table of a run; what it did not measure is left out. A note about the delivered model comes first."""
     if "note" in summary:
         console.print(summary["note"], style="yellow", highlight=False, markup=False, soft_wrap=True)
     test, found = summary.get("test") or {}, summary.get("metrics") or {}
-    rows = {f"test {label(key)}": " - ".join(metric(value)) for key, value in found.items() if value and ":" not in key}
+    rows = protection_rows(summary.get("privacy") or {})
+    rows |= {f"test {label(key)}": " - ".join(metric(v)) for key, v in found.items() if v and ":" not in key}
     if test.get("accuracy") is not None and "test accuracy" not in rows:
         rows["test accuracy"] = " - ".join(
             part for part in metric(accuracy(test["accuracy"], test.get("count"))) if part

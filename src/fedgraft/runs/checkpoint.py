@@ -70,7 +70,7 @@ def save(
     path = folder / f"round-{round:08d}-{digest.hexdigest()}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, chunks)
+        write_atomic(path, chunks, 0o600)  # clients' memories may hold their keys
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise FedgraftError(

@@ -19,6 +19,7 @@ from fedgraft.engines.pool import Pool
 from fedgraft.messages import Order, Reply
 from fedgraft.runs.job import Job
 from fedgraft.secure_round import Sums
+from fedgraft.update.claims import Claims
 
 log = logging.getLogger("fedgraft")
 
@@ -88,7 +89,9 @@ class Engines:
         """What asks this run's clients for sums before the first round, hidden where the run hides them."""
         f, job = self.job.federation, self.job
         exchange = self.preparing(context).exchange
-        return Sums(exchange, f.run, f.members, job.task.network, job.algorithm.privacy)
+        asking = Sums(exchange, f.run, f.members, job.task.network, job.algorithm.privacy)
+        asking.claims = Claims(job.task.data.sizes_by_client(), dealt=job.task.data.rows_known)
+        return asking
 
     def close(self) -> None:
         """End the worker processes that are left."""

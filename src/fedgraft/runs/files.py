@@ -92,10 +92,10 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | bool | None) else str(value)
 
 
-def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
     """Put a file in its place whole or not at all; an `OSError` or an interrupt leaves nothing behind."""
     temporary = path.with_name(f".{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         try:
             for chunk in chunks:

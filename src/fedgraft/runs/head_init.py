@@ -28,7 +28,10 @@ from fedgraft.runs.closed_form import check_clear, client_class_sums, cof_heads,
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.kept import kept_tensors
+from fedgraft.runs.opening import claims_of
 from fedgraft.secure_round import Sums
+from fedgraft.update.claims import Claims
+from fedgraft.update.expected import counted, counts, replies_to
 
 log = logging.getLogger("fedgraft")
 
@@ -58,13 +61,6 @@ def install(network: Network, head: Tensor) -> None:
     with torch.no_grad():
         network.head.weight.copy_(head[:, :-1])
         network.head.bias.copy_(head[:, -1])
-
-
-def ask(engine: Engine, run: str, clients: Sequence[int], action: str, **auxiliary: Tensor) -> list[Reply]:
-    """Send one action to all clients; answers in client order."""
-    orders = [Order(run, -1, k, action, auxiliary=auxiliary) for k in clients]
-    replies = [r for r in engine.exchange(orders) if isinstance(r, Reply)]
-    return sorted(replies, key=lambda reply: reply.client)
 
 
 def ridge_head(sums: Sums, penalty: float | None, judge: Judge) -> tuple[Tensor, float]:
@@ -157,34 +153,26 @@ class Judgement:
 class Elsewhere:
     """Accuracy and loss of heads on images that the clients hold out; only counts and sums of losses come back."""
 
-    def __init__(self, engine: Engine, run: str, clients: Sequence[int]) -> None:
-        self.ask = lambda heads: summed_counts(ask(engine, run, clients, "count", heads=heads), len(heads))
-        self.count = 1
+    def __init__(self, engine: Engine, run: str, clients: Sequence[int], claims: Claims) -> None:
+        self.engine, self.run, self.clients, self.claims, self.count = engine, run, clients, claims, 1
 
     def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
         """(accuracy, loss) of each, over the images of all clients."""
-        measured = self.ask(torch.stack(list(heads)).double())
+        models = {"heads": torch.stack(list(heads)).double()}
+        orders = [Order(self.run, -1, k, "count", auxiliary=models) for k in self.clients]
+        expected = counts(orders, len(heads), self.claims, "validation")
+        measured = summed_counts(replies_to(self.engine.exchange, orders, expected), self.claims, "validation")
         self.count = max(1, measured[0].count)
         return [(one.accuracy, one.loss) for one in measured]
 
 
-def summed_counts(replies: Sequence[Reply], models: int) -> list[Evaluation]:
+def summed_counts(replies: Sequence[Reply], claims: Claims, split: str) -> list[Evaluation]:
     """What clients counted, (models, 4) each: right, among the first five, sum of losses, images; summed over them."""
-    total = torch.zeros(models, 4, dtype=torch.float64)
-    for reply in replies:
-        counts = reply.sums.get("counts")
-        if counts is None or counts.shape != total.shape or counts.dtype != torch.float64 or not _plausible(counts):
-            raise FedgraftError(f"client {reply.client} counted what cannot be: its node runs other software.")
-        total += counts
+    weights = counted(replies, claims, split)
+    total = sum((reply.sums["counts"] * weights[reply.client] for reply in replies), torch.zeros(1, 4).double())
     if not total[0, 3]:
-        raise FedgraftError("no client holds out images to measure the model on; raise data.validation.")
+        raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
     return [Evaluation(float(s / n), float(a / n), float(b / n), int(n)) for a, b, s, n in total]
-
-
-def _plausible(counts: Tensor) -> bool:
-    right, near, loss, images = counts.unbind(1)
-    ordered = (right >= 0) & (right <= near) & (near <= images) & (loss >= 0) & (images < 2**40)
-    return bool(torch.isfinite(counts).all() and ordered.all())
 
 
 def tempered(head: Tensor, judge: Judge) -> Tensor:
@@ -205,18 +193,18 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
 def install_head(job: Job, engines: Engines) -> Start | None:
     """Give the network a head made from the clients' sums, or leave it at its random start."""
     m, network, data, f = job.config.model, job.task.network, job.task.data, job.federation
-    if m.head == "random":
+    if job.config.head == "random":
         return None
-    check_clear(m.head == "cof" and job.algorithm.privacy.hidden)
+    check_clear(job.config.head == "cof" and job.algorithm.privacy.hidden)
     context = job.backbone_context
     judge: Judge
     if data.blind:
-        judge = Elsewhere(engines.preparing(context), f.run, f.members)
+        judge = Elsewhere(engines.preparing(context), f.run, f.members, claims_of(data))
     else:
         rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
         judge = Judgement(features_of(network, context.examples, rows), job.task.train_images.labels[rows])
     hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
-    recipe = m.model_dump_json(include={"head", "ridge", "probe_steps"}), job.config.data.model_dump_json()
+    recipe = job.config.head, m.model_dump_json(include={"ridge", "probe_steps"}), job.config.data.model_dump_json()
     identity = [digest(network, network.depth), *data.identity, job.task.transform.digest, str(job.config.seed)]
     sums = engines.sums(context)
 
@@ -227,17 +215,19 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     engines.close()
     install(network, head)
     start = Start(*judge([head])[0])
-    log.info("head initialisation (%s): validation accuracy %.4f, loss %.4f", m.head, start.accuracy, start.loss)
+    log.info(
+        "head initialisation (%s): validation accuracy %.4f, loss %.4f", job.config.head, start.accuracy, start.loss
+    )
     return start
 
 
 def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
     m = job.config.model
-    if m.head == "probe":
+    if job.config.head == "probe":
         return probe_head(sums, m.probe_steps)
-    if m.head == "ncm":
+    if job.config.head == "ncm":
         return tempered(ncm_head(sums), judge)
-    if m.head == "cof":
+    if job.config.head == "cof":
         head, penalty = strongest(cof_heads(client_class_sums(sums), GRID if m.ridge is None else (m.ridge,)), judge)
         return tempered(head, judge)
     head, penalty = ridge_head(sums, m.ridge, judge)

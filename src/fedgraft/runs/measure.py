@@ -8,7 +8,7 @@ client tell of its own images.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,9 @@ from fedgraft.runs.job import Job
 from fedgraft.runs.opening import Opening
 from fedgraft.secure_round import Sums
 from fedgraft.state import ServerState
+from fedgraft.update.claims import Claims
+from fedgraft.update.expected import counts, evaluation, replies_to
+from fedgraft.update.validation import Field
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,34 @@ class Measure:
             self.summed.clear()
             return self.summed.setdefault(known, Found(evaluation_of(sums), sums))
         orders = [Order(f.run, round, k, "count", space, vector, {}, settings) for k in f.members]
-        replies = sorted((r for r in self.engine.exchange(orders) if isinstance(r, Reply)), key=lambda r: r.client)
-        plain = summed_counts(replies, 1)[0]
+        more, lie = self._score_fields(("",) if self.counting else ())
+        expected = counts(orders, 1, self.claims, split, more, lie)
+        replies = replies_to(self.engine.exchange, orders, expected)
+        plain = summed_counts(replies, self.claims, split)[0]
         if not self.counting:
             return Found(plain, {})
         return Found(plain, scores.merge([checked(r, network.classes) for r in replies], network.classes))
+
+    @property
+    def claims(self) -> Claims:
+        """What clients said of themselves so far."""
+        return self.opening.server_context.claims
+
+    def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Reply], str]]:
+        """What the sums for metrics look like, and what is wrong with them in a reply."""
+        size = len(self.classes)
+
+        def lie(reply: Reply) -> str:
+            try:
+                for prefix in prefixes:
+                    own = {k.removeprefix(prefix): v for k, v in reply.sums.items() if k.startswith(prefix)}
+                    checked(replace(reply, sums=own), size)
+            except FedgraftError as error:
+                return str(error)
+            return ""
+
+        shapes = scores.shapes(size).items()
+        return {f"{p}{name}": Field(s.shape, torch.float64, s.limit) for p in prefixes for name, s in shapes}, lie
 
     def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
         """Every client on its own test images: mean, spread, before and after fine-tuning; and each one's metrics."""
@@ -146,7 +172,14 @@ class Measure:
         clients = [k for k in f.members if len(self.job.task.data.test_rows(k))]
         given = self.opening.algorithm.aggregate.gives(state)
         orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients]
-        replies = [r for r in self.engine.exchange(orders) if isinstance(r, Reply) and r.metrics.get("count")]
+        if not orders:
+            return {}, {}
+        for k in clients if self.job.task.data.rows_known else ():
+            self.claims.note(k, {"test images": len(self.job.task.data.test_rows(k))})
+        tuned = bool(p.finetune_epochs)
+        more, lie = self._score_fields(("", *(("finetuned/",) if tuned else ())) if self.job.config.metrics else ())
+        expected = evaluation(orders, self.claims, tuned, more, lie)
+        replies = [r for r in replies_to(self.engine.exchange, orders, expected) if r.metrics["count"]]
         return _spread(replies), self._each(replies) if self.job.config.metrics else {}
 
     def _each(self, replies: Sequence[Reply]) -> dict[str, Any]:

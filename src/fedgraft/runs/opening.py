@@ -22,10 +22,11 @@ from fedgraft.collect import ServerContext
 from fedgraft.config.build import schedule
 from fedgraft.context import ClientContext, shared_and_private
 from fedgraft.data.examples import FeatureExamples
+from fedgraft.data.federated import FederatedData
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.trainable import Opened
 from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, Reply, Scalar
+from fedgraft.messages import Order, Scalar
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
 from fedgraft.observe import hidden
@@ -36,6 +37,8 @@ from fedgraft.runs.job import Job
 from fedgraft.runs.kept import PartialSum, kept_tensors
 from fedgraft.runs.rates import head_curvature, settled
 from fedgraft.state import Federation
+from fedgraft.update.claims import Claims
+from fedgraft.update.expected import mask, replies_to, same_share
 
 log = logging.getLogger("fedgraft")
 COUNTS = "class_counts"
@@ -112,9 +115,14 @@ def open_run(
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
-        context.origin, lambda answers: align(job, context, answers),
+        context.origin, lambda answers: align(job, context, answers), claims_of(task.data),
     )  # fmt: skip
     return Opening(algorithm, federation, opened, context, server_context, head, factor)
+
+
+def claims_of(data: FederatedData) -> Claims:
+    """What the server knows or was told of the numbers of the clients' images."""
+    return Claims(data.sizes_by_client(), dealt=data.rows_known)
 
 
 def _class_counts(
@@ -150,11 +158,14 @@ class FederationAsk:
             self._begun.append(begun)
         return self._sums.ask(action, vector, settings, begun)
 
-    def each(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[int, Mapping[str, Tensor]]:
-        """What every client answers by itself."""
+    def each(
+        self, action: str, vector: Tensor, settings: Mapping[str, Scalar], coordinates: int
+    ) -> Mapping[int, Mapping[str, Tensor]]:
+        """The mask over so many coordinates that every client answers by itself."""
         asked = self._sums
         orders = [Order(asked.run, -1, k, action, "", vector, {}, dict(settings)) for k in asked.clients]
-        return {r.client: r.evidence for r in asked.exchange(orders) if isinstance(r, Reply)}
+        expected = mask(orders, claims_of(self.job.task.data), coordinates)
+        return {r.client: r.evidence for r in same_share(replies_to(asked.exchange, orders, expected))}
 
     def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What this machine kept from making the same for the same network and data, else what `make` gives now."""

@@ -31,11 +31,13 @@ from fedgraft.runs.opening import Opening, open_run
 from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.runs.plan import check
 from fedgraft.runs.reporting import describe, facts_of, keep_phases, keep_skipped, note_of, report_run
+from fedgraft.runs.round_log import RoundLog
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.saving import Best, account_of, pack_run, saved_edit, selected, with_noise_key
+from fedgraft.runs.saving import Best, account_of, pack_run, protection_of, saved_edit, selected
+from fedgraft.runs.secrets import secret_of, with_secrets
 from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, Silent, Tracking
 from fedgraft.runs.warnings import warnings_for
-from fedgraft.state import ServerState, from_tensors
+from fedgraft.state import ServerState, from_tensors, to_tensors
 
 log = logging.getLogger("fedgraft")
 
@@ -87,9 +89,13 @@ def run_job(
                 report_run(record, made[0])
             return record.summary(), None
         job, remote = made
+        private = job.algorithm.privacy.dp is not None and job.algorithm.privacy.dp.bound
+        secret = secret_of(folder, needed=private)
+        job = with_secrets(job, secret)
         told = watching(PhaseLog(), PhaseFile(folder))
         with record.writing(console=console), told, closing(Engines(job, remote)) as engines:  # no worker outlives it
             work = _Run(job, engines, record, progress or Silent(), callbacks)
+            work.secret = secret
             summary = work.go()
         began = time.perf_counter()
         with phase("figures and report"):
@@ -111,7 +117,7 @@ class _Run:
     ) -> None:
         self.job, self.config, self.engines, self.record = job, job.config, engines, record
         self.progress, self.callbacks, self.remote = progress, callbacks, engines.remote
-        self.best = Best()
+        self.best, self.secret = Best(), b""
         self.totals = {"bytes_up": 0, "bytes_down": 0}
         self.spent = 0.0
         self.phases: dict[str, float] = {}
@@ -121,6 +127,7 @@ class _Run:
         """Everything from the first round that is not done yet to the report."""
         config = self.config
         found = self.record.resume(self._check)
+        self.log = RoundLog(self.record.path, self.job.identity, self.secret, None if found is None else found.round)
         keep_skipped(self.record.path, self.job.task.data)
         with Tracking(config, self.record.path, 0 if found is None else found.round) as track:
             state = self._begin(track) if found is None else self._restore(found)
@@ -157,8 +164,9 @@ class _Run:
         self.spent += time.perf_counter() - began
         self.phases["head initialisation"] = self.spent
         self._add(self._traffic())
-        log.info("head initialisation (%s) took %.1f s", self.config.model.head, self.spent)
+        log.info("head initialisation (%s) took %.1f s", self.config.head, self.spent)
         self.record.append(line)
+        self.log.append(line, to_tensors(state, {})[0])
         track.log(line)
         self._save(state)
         return state
@@ -208,6 +216,9 @@ class _Run:
         self._add(line)
         self.spent += time.perf_counter() - began
         self.record.append(line)
+        self.log.append(
+            line, to_tensors(new, {})[0], updates=summary.digests, protection=protection_of(opening.algorithm)
+        )
         track.log(line)
         self.progress.update(line)
         for callback in self.callbacks:
@@ -226,7 +237,7 @@ class _Run:
             log.warning("round %d: client %d dropped: %s", round, rejection.client, rejection.reason)
         line = dict(summary.record)
         if line.get("skipped"):
-            log.warning("round %d: too few usable answers, so nothing changed", round)
+            log.warning("round %d: nothing changed: %s", round, line.get("refused", "too few usable answers"))
         return line
 
     def _traffic(self, before: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -245,7 +256,8 @@ class _Run:
         line |= self.measure.line(result)
         best, score = self.best, self.measure.score(result)
         stale = 0 if score > best.score + self.config.rounds.min_delta else best.stale + 1
-        if score > best.score:
+        # Under differential privacy nothing chooses: the model after the last round is what the account speaks of.
+        if score > best.score or self.opening.algorithm.privacy.dp is not None:
             best = Best(result.plain.accuracy, score, state.round, 0, state.vector)
         self.best = replace(best, stale=stale)
         if self.config.personal.evaluate == "always":
@@ -308,7 +320,6 @@ class _Run:
         """The state a checkpoint holds; the head that the run began with goes back into the network first."""
         tensors, meta = found.tensors, found.meta
         install(self.job.task.network, tensors["head"])
-        self.job = self.engines.job = with_noise_key(self.job, tensors)
         self._open(saved_edit(tensors))
         state, memories = from_tensors(found.round, tensors, meta)
         self.engine.memory = dict(memories)

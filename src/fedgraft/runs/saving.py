@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.algorithm import Algorithm
 from fedgraft.config.build import budget
 from fedgraft.config.options import Config
 from fedgraft.privacy.dp import HIDDEN_NOT_COVERED, NOT_COVERED
@@ -44,9 +43,6 @@ def pack_run(
     tensors |= {f"edit/{key}": value for key, value in opening.opened.stored.items()}
     if best.vector is not None:
         tensors["best/vector"] = best.vector
-    dp, chosen = opening.algorithm.privacy.dp, job.config.privacy.dp
-    if dp is not None and chosen is not None and chosen.secret:  # a key that does not follow from the seed
-        tensors["privacy/key"] = torch.tensor(list(dp.key), dtype=torch.uint8)
     meta |= {
         "space": opening.space.digest,
         "best": {"accuracy": best.accuracy, "score": best.score, "round": best.round, "stale": best.stale},
@@ -62,13 +58,10 @@ def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("edit/"): t for name, t in tensors.items() if name.startswith("edit/")}
 
 
-def with_noise_key(job: Job, tensors: Mapping[str, Tensor]) -> Job:
-    """The job with the checkpoint's noise key: a repeated round gets the same noise; a second sample costs again."""
-    privacy = job.algorithm.privacy
-    if "privacy/key" not in tensors or privacy.dp is None:
-        return job
-    dp = replace(privacy.dp, key=bytes(tensors["privacy/key"].tolist()))
-    return replace(job, algorithm=vary(job.algorithm, privacy=replace(privacy, dp=dp)))
+def protection_of(algorithm: Algorithm) -> str:
+    """How a round's updates were protected, for its line in the log."""
+    kinds = ("secure aggregation" if algorithm.privacy.hidden else "", "noise" if algorithm.privacy.dp else "")
+    return ", ".join(filter(None, kinds)) or "none"
 
 
 def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -77,8 +70,9 @@ def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequenc
     if account is None or dp is None:
         return {}
     told: dict[str, Any] = {
-        "epsilon": account.epsilon, "delta": account.delta, "noise": account.noise, "rounds": account.spent,
-        "not_covered": list(NOT_COVERED), "repeatable_noise": not dp.secret,
+        "epsilon": account.epsilon, "epsilon_without_amplification": account.unamplified, "delta": account.delta,
+        "unit": "client", "noise": account.noise, "sampling": account.probability, "rounds": account.spent,
+        "not_covered": list(NOT_COVERED), "repeatable_noise": not (algorithm.privacy.dp and algorithm.privacy.dp.bound),
     }  # fmt: skip
     if algorithm.privacy.hidden:
         told["not_covered"] += HIDDEN_NOT_COVERED

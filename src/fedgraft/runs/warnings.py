@@ -42,11 +42,16 @@ def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
 def _unprotected(job: Job) -> list[str]:
     """What the protection or the privacy account does not cover."""
     a, found = job.algorithm, list[str]()
+    if a.privacy.dp is not None and not a.privacy.dp.bound:
+        found.append(
+            "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "
+            "nobody; set privacy.dp.secret=true"
+        )
     if a.aggregate.insecure:
         found.append("privacy.aggregation='zero_sum_demo' is INSECURE: the server can read every update; use 'secure'")
     where = "secure aggregation, without noise" if a.privacy.hidden else "the clear"
     demands = a.privacy.dp is not None or bool(a.aggregate.insecure)
-    if demands and job.config.model.head != "random":
+    if demands and job.config.head != "random":
         found.append(
             f"head initialisation sums feature statistics in {where}, outside the account; "
             "model.head='random' avoids it"

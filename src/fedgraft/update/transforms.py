@@ -28,6 +28,8 @@ class UpdateLink:
     apply: Callable[[Tensor, Sending], tuple[Tensor, dict[str, float]]]
     scalars: Mapping[str, float] = field(default_factory=dict)
     needs_effective_steps: bool = False
+    whole: tuple[str, ...] = ()
+    """Scalars that are whole numbers, such as an indicator."""
 
 
 def normalise() -> UpdateLink:

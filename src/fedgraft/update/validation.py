@@ -1,34 +1,52 @@
-"""Screening: every reply is hostile until each of its fields has been held against what was asked for.
+"""The one way in for replies of every kind: each field is held against what was asked for and what was said before.
 
 An offender is dropped and named; nothing it sent reaches the sum, so the round's result equals, bit for bit, the
 round without it. A reply is never repaired: clipping or replacing values would let an offender steer.
+`update/expected.py` says what replies of each kind look like.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fedgraft.messages import HEADER_BYTES, BadMessage, Payload, Reply, unpack
+from fedgraft.update.claims import Claims
 from fedgraft.update.codecs import BadPayload, Codec, body_bytes, check_tensor, decode, is_finite
 
 MOST_METRICS = 256
 MOST_EXAMPLES = 1 << 40
+LARGEST = 1e18
+"""Largest absolute value of a number in a reply: the square of a larger one is no float32, so no layer could use it."""
 
-Arrival = Reply | tuple[int, Reply | bytes]
-"""A reply, or (the client it was received from, reply or its bytes). A transport that knows the sender says so."""
+Arrival = Reply | tuple[int, Reply | bytes | str]
+"""A reply, or (the client it was received from, the reply, its bytes, or a sentence why there is none)."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """Shape and dtype of one tensor that was asked for."""
+    """Shape, dtype and largest absolute value of one tensor that was asked for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    limit: float = LARGEST
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be."""
+
+    least: float = -LARGEST
+    most: float = LARGEST
+    whole: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most and (not self.whole or value == int(value))
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,16 @@ class Expectation:
     """Largest L2 norm of the decoded change."""
     max_examples: int | None = None
     """0: the number of examples is secret (it travels inside a secure sum) and must be left at 0."""
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    """What the scalars may be; a plain finite number where nothing is said."""
+    metrics: Mapping[str, Range] | None = None
+    """Exactly these numbers for the record, within their ranges; None: any, because nothing uses them."""
+    claims: Claims | None = None
+    """What clients have said of themselves so far."""
+    told: Callable[[Reply], Mapping[str, float]] = lambda reply: {"examples": reply.examples}
+    """What a reply says of its sender that must stay as it was first said."""
+    check: Callable[[Reply], str] = lambda reply: ""
+    """What else is wrong with a reply whose fields are well formed; empty: nothing."""
 
     @property
     def limit(self) -> int:
@@ -80,10 +108,12 @@ class Rejection:
     client: int
     """The sender; -1 when the transport does not know it and the reply does not say."""
     reason: str
+    silent: bool = False
+    """Nothing came at all, which is no lie."""
 
 
 class Refused(Exception):
-    """The reason why one reply is dropped; it does not leave `screen`."""
+    """The reason why one reply is dropped; it does not leave `validate_replies`."""
 
 
 def validate_replies(replies: Iterable[Arrival], expected: Expectation) -> tuple[list[Accepted], list[Rejection]]:
@@ -95,11 +125,16 @@ def validate_replies(replies: Iterable[Arrival], expected: Expectation) -> tuple
     rejections: list[Rejection] = []
     for arrival in replies:
         sender, reply = arrival if isinstance(arrival, tuple) else (None, arrival)
+        if isinstance(reply, str):
+            rejections.append(Rejection(-1 if sender is None else sender, reply, silent=True))
+            continue
         try:
             passed = _judge(sender, reply, expected)
             if passed.reply.client in accepted:
                 raise Refused("answered more than once")
             accepted[passed.reply.client] = passed
+            if expected.claims is not None:  # only now: what a dropped reply says binds nobody
+                expected.claims.note(passed.reply.client, expected.told(passed.reply))
         except (Refused, BadPayload, BadMessage) as error:
             rejections.append(Rejection(_whose(sender, reply), str(error)[:200]))
     return [accepted[client] for client in sorted(accepted)], rejections
@@ -111,6 +146,8 @@ def _whose(sender: int | None, reply: Reply | bytes) -> int:
 
 
 def _judge(sender: int | None, reply: Reply | bytes, expected: Expectation) -> Accepted:
+    if not isinstance(reply, Reply | bytes | bytearray):
+        raise Refused("is no message at all")
     if not isinstance(reply, Reply):
         reply = unpack(Reply, reply, limit=expected.limit)
     _check_envelope(sender, reply, expected)
@@ -121,6 +158,10 @@ def _judge(sender: int | None, reply: Reply | bytes, expected: Expectation) -> A
     norm = 0.0 if update is None else _norm(update)
     if expected.norm_bound is not None and norm > expected.norm_bound:
         raise Refused(f"change has norm {norm:.4g}, over the bound {expected.norm_bound:.4g}")
+    if expected.claims is not None and (lie := expected.claims.contradiction(reply.client, expected.told(reply))):
+        raise Refused(lie)
+    if wrong := expected.check(reply):
+        raise Refused(wrong)
     return Accepted(reply, update, norm)
 
 
@@ -158,6 +199,14 @@ def _check_numbers(reply: Reply, expected: Expectation) -> None:
         raise Refused(f"scalars are not {sorted(expected.scalars)}")
     if len(reply.metrics) > MOST_METRICS:
         raise Refused(f"has {len(reply.metrics)} metrics; {MOST_METRICS} are allowed")
+    if expected.metrics is not None and set(reply.metrics) != set(expected.metrics):
+        raise Refused(f"metrics are not {sorted(expected.metrics)}")
+    for group, numbers, ranges in (
+        ("scalar", reply.scalars, expected.ranges), ("metric", reply.metrics, expected.metrics or {}),
+    ):  # fmt: skip
+        for name, allowed in ranges.items():
+            if numbers[name] not in allowed:
+                raise Refused(f"{group} {name!r} is {numbers[name]:.4g}, which cannot be")
 
 
 def _is_number(value: object) -> bool:
@@ -172,6 +221,16 @@ def _check_fields(tensors: Mapping[str, Tensor], fields: Mapping[str, Field], gr
         check_tensor(tensors[name], wanted.dtype, wanted.shape, f"{group}/{name}")
         if not is_finite(tensors[name]):
             raise Refused(f"{group}/{name} is not finite")
+        if largest(tensors[name]) > wanted.limit:
+            raise Refused(f"{group}/{name} has numbers over {wanted.limit:g}")
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value of a tensor, 0 of an empty one; without a copy of it."""
+    if not tensor.numel():
+        return 0.0
+    low, high = tensor.aminmax()
+    return max(-float(low), float(high))
 
 
 def _decode_change(update: Payload | None, expected: Expectation, length: int) -> Tensor | None:
@@ -181,4 +240,17 @@ def _decode_change(update: Payload | None, expected: Expectation, length: int) -
         return None
     if not isinstance(update, Payload):
         raise Refused("carries no change")
-    return decode(update, expected.codec, length)
+    decoded = decode(update, expected.codec, length)
+    if largest(decoded) > LARGEST:
+        raise Refused(f"change has numbers over {LARGEST:g}, which no network can use")
+    return decoded
+
+
+def far_off(norms: Mapping[int, float], factor: float, usual: float = 0.0) -> dict[int, float]:
+    """Of these norms by client those over `factor` times the usual one, or the median here if that is larger.
+
+    With fewer than three here nobody is the middle, and only what was usual before counts. Nothing usual: no bound.
+    """
+    middle = statistics.median(norms.values()) if len(norms) > 2 else 0.0
+    bound = factor * max(usual, middle)
+    return {client: norm for client, norm in norms.items() if norm > bound > 0}

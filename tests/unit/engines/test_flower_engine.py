@@ -34,6 +34,8 @@ from fedgraft.deploy.node import recall
 from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import Registry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+from fedgraft.update.claims import Claims
+from fedgraft.update.expected import evaluation, replies_to
 
 LOCAL = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.0))
 
@@ -305,9 +307,8 @@ def test_oversized_and_malformed_replies_are_dropped_before_they_are_parsed() ->
     toy.run(1)
     reasons = {o.client: o.reason for o in toy.summary.rejections}
     assert "over the limit" in reasons[0] and "shorter than it says" in reasons[4]
-    engine.limit = 1000
-    order = Order("toy", 1, 0, "evaluate", toy.space.digest, toy.state.vector, {}, {"lr": 0.1})
-    assert "over the limit" in engine.exchange([order])[0][1]  # type: ignore[index,operator]
+    orders = [Order("toy", 1, 0, "evaluate", toy.space.digest, toy.state.vector, {}, {"lr": 0.1})]
+    assert replies_to(engine.exchange, orders, evaluation(orders, Claims(), finetuned=False)) == []
 
 
 def test_an_answer_to_another_order_or_with_another_step_is_refused() -> None:
@@ -401,12 +402,51 @@ def test_orders_of_equal_content_share_one_array() -> None:
     assert len(grid.pushed) == 5 and len(arrays) == 1
 
 
-def test_before_round_zero_everyone_is_needed() -> None:
+def test_before_round_zero_a_node_that_comes_back_is_asked_again_and_one_that_does_not_is_left_out() -> None:
     toy = Toy(algorithm("fedavg"))
     engine, grid = deploy(toy, patience=Patience(deadline=5.0))
-    grid.nodes[engine.registry.nodes[3]].silent = True
-    with pytest.raises(FedgraftError, match="client 3 did not do its part"):
-        engine.exchange([Order("toy", -1, k, "statistics") for k in range(5)])
+    orders = [Order("toy", -1, k, "statistics") for k in range(5)]
+    whole = engine.exchange(orders)
+    node = grid.nodes[engine.registry.nodes[3]]
+    node.silent, pushed = True, len(grid.pushed)
+    rest, grid.clock.sleep = (
+        grid.clock.sleep,
+        lambda s: (rest(s), setattr(node, "silent", len(grid.pushed) < pushed + 6)),
+    )  # type: ignore[assignment, return-value, func-returns-value]
+    engine.sleep = grid.clock.sleep
+    assert engine.exchange(orders) == whole
+    engine.sleep, node.silent = rest, True
+    assert [isinstance(said, bytes) for _, said in engine.exchange(orders)] == [True, True, True, False, True]
+    engine.patience = Patience(deadline=5.0, least=5)
+    with pytest.raises(FedgraftError, match=r"only 4 clients did their part \(statistics"):
+        engine.exchange(orders)
+
+
+def test_a_node_that_was_restarted_with_the_greeting_in_its_hands_is_greeted_again() -> None:
+    toy, clock = Toy(algorithm("fedavg"), clients=2), Clock()
+    nodes = {1: FakeNode(toy, 0), 2: FakeNode(toy, 1)}
+    nodes[2].delay = 1e9
+    grid = FakeGrid(nodes, clock)
+    registry = Registry(FlowerTransport(grid), 2, clock)  # type: ignore[arg-type]
+    registry.refresh()
+    assert set(registry.nodes) == {0}
+    nodes[2].delay = 0.0  # the same key, so the same node: it never seemed gone
+    for _ in range(20):
+        clock.sleep(1.0)
+        registry.refresh()
+    assert set(registry.nodes) == {0, 1}
+
+
+def test_a_node_that_comes_back_with_other_data_is_refused_by_name() -> None:
+    toy, clock = Toy(algorithm("fedavg"), clients=2), Clock()
+    nodes = {1: FakeNode(toy, 0), 2: FakeNode(toy, 1)}
+    grid = FakeGrid(nodes, clock)
+    registry = Registry(FlowerTransport(grid), 2, clock)  # type: ignore[arg-type]
+    registry.refresh()
+    nodes[3] = nodes.pop(2)
+    nodes[3].spoil = lambda a: replace(a, facts={**a.facts, "examples": 1 << 39})
+    registry.refresh()
+    assert "client 1 has other data than when the run began" in registry.refused[3]
 
 
 def test_too_few_nodes_at_the_start_is_one_sentence() -> None:
@@ -534,12 +574,8 @@ def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: 
 def test_answers_of_a_secure_sum_are_measured_by_its_plan_and_not_by_the_engine() -> None:
     toy = Toy(algorithm("fedavg"))
     engine, grid = deploy(toy)
-    engine.limit = 10
     grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, reply=b"x" * 50) if a.reply else a
     grid.nodes[engine.registry.nodes[1]].spoil = lambda a: replace(a, reply=b"x" * 50) if a.reply else a
     orders = [Order("toy", 0, 0, "train"), Order("toy", 0, 1, "train")]
     orders = [replace(o, space=toy.space.digest, vector=toy.state.vector, settings={"lr": 0.1}) for o in orders]
     assert engine.exchange(orders) == [(0, b"x" * 50), (1, b"x" * 50)]
-    from fedgraft.engines.flower.server import _screened_later
-
-    assert _screened_later("secure.masked") and not _screened_later("evaluate")

@@ -15,7 +15,6 @@ from tests.support.toy_heads import CLIENTS, setting
 
 from fedgraft.runs.head_init import (
     GRID,
-    ask,
     install,
     probe_head,
     ridge_head,
@@ -35,15 +34,13 @@ def sums(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
 
 def test_sums_over_clients_are_the_sums_over_the_pool() -> None:
     toy, features, labels, _ = setting()
-    replies = ask(toy.engine, "toy", CLIENTS, "statistics")
+    asking = sums(toy)
+    found = asking.ask("statistics")
     z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
-    gram = torch.stack([r.sums["gram"] for r in replies]).sum(0)
-    cross = torch.stack([r.sums["cross"] for r in replies]).sum(0)
-    torch.testing.assert_close(gram, z.T @ z, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found["gram"], z.T @ z, rtol=1e-5, atol=1e-4)
     one_hot = torch.nn.functional.one_hot(labels, CLASSES).double()
-    torch.testing.assert_close(cross, z.T @ one_hot, rtol=1e-5, atol=1e-4)
-    assert [r.client for r in replies] == list(CLIENTS)
-    assert all(set(r.sums) == {"gram", "cross"} and r.update is None and not r.evidence for r in replies)
+    torch.testing.assert_close(found["cross"], z.T @ one_hot, rtol=1e-5, atol=1e-4)
+    assert set(found) == {"gram", "cross"} and asking.clients == tuple(CLIENTS) and not asking.lost
 
 
 def test_the_ridge_head_is_scikit_learns_on_the_pool() -> None:
@@ -111,15 +108,13 @@ def test_the_probe_head_is_logistic_regression_on_the_pool() -> None:
 def test_the_summed_gradient_is_autograds() -> None:
     toy, features, labels, _ = setting()
     head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    replies = ask(toy.engine, "toy", CLIENTS, "head_gradient", head=head)
+    found = sums(toy).ask("head_gradient", head=head)
     z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
     leaf = head.clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(z @ leaf.T, labels, reduction="sum")
     loss.backward()
-    torch.testing.assert_close(
-        torch.stack([r.sums["gradient"] for r in replies]).sum(0), leaf.grad, rtol=1e-5, atol=1e-5
-    )
-    assert sum(float(r.sums["loss"]) for r in replies) == pytest.approx(float(loss.detach()), rel=1e-6)
+    torch.testing.assert_close(found["gradient"], leaf.grad, rtol=1e-5, atol=1e-5)
+    assert float(found["loss"]) == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
 def test_tempering_scales_and_never_worsens_the_loss() -> None:

@@ -1,18 +1,24 @@
 """Which node serves which client: nodes come and go and have random numbers, clients are 0..K-1.
 
-Every node is asked once for its client number. Of two nodes that claim the same one, the first is kept and the other
-refused by name, until the first is gone. A node that joins late is asked when it is first seen.
+Every node is asked for its client number, and again while it does not answer: it may have been restarted with the
+question in its hands. Of two nodes that claim the same number, the first is kept and the other refused by name, until
+the first is gone. A refused node is asked again after a while: its owner may have mended it. A node that joins late is
+asked when it is first seen. What a client said of its data when it was first greeted stands for the whole run.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fedgraft.errors import FedgraftError
 
 log = logging.getLogger("fedgraft")
+ASK_AGAIN = -2
+"""Stands for the client number of a node that failed before it could say it."""
+_AGAIN, _MEND = 15.0, 60.0  # seconds until a silent node is greeted again (then twice as many), and a refused one
 _ANSWER = 300.0  # seconds that a connected node has to answer a greeting: it starts its worker and reads its data
 
 
@@ -35,12 +41,14 @@ class Transport(Protocol):
 class Registry:
     """The nodes of a federation by client number, kept up to date by `refresh`."""
 
-    def __init__(self, transport: Transport, clients: int) -> None:
-        self.transport, self.clients = transport, clients
+    def __init__(self, transport: Transport, clients: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.transport, self.clients, self.clock = transport, clients, clock
         self.nodes: dict[int, int] = {}
         self.facts: dict[int, Mapping[str, Any]] = {}
         self.refused: dict[int, str] = {}
         self._asked: dict[str, int] = {}
+        self._next: dict[int, tuple[float, float]] = {}
+        """When a node that has not answered, or was refused, is greeted again, and after how long the next time."""
 
     def refresh(self) -> None:
         """Forget nodes that left, greet new ones, and enter those that have answered."""
@@ -52,26 +60,43 @@ class Registry:
         if gone:  # whoever was refused as a double may be the successor
             self.refused.clear()
         self._asked = {question: node for question, node in self._asked.items() if node in present}
-        known = {*self.nodes.values(), *self._asked.values(), *self.refused}
-        if new := sorted(present - known):
-            self._asked |= self.transport.greet(new)
+        self._next = {node: when for node, when in self._next.items() if node in present and (not gone or node in
+                      self._asked.values())}  # fmt: skip
+        now, serving = self.clock(), set(self.nodes.values())
+        due = sorted(node for node in present - serving if self._next.get(node, (0.0, 0.0))[0] <= now)
+        if due:
+            self._asked |= self.transport.greet(due)
+            for node in due:
+                pause = _MEND if node in self.refused else self._next.get(node, (0.0, _AGAIN))[1]
+                self._next[node] = (now + pause, 2 * pause)
         answers = self.transport.greetings(list(self._asked)) if self._asked else {}
         for question, (client, facts, error) in answers.items():
-            self._enter(self._asked.pop(question), client, facts, error)
+            if (node := self._asked.pop(question)) not in self.nodes.values():  # else an earlier question's late answer
+                self._enter(node, client, facts, error)
 
     def _enter(self, node: int, client: int, facts: Mapping[str, Any], error: str) -> None:
+        before = self.facts.get(client, facts)
+        if client == ASK_AGAIN:  # it failed before it could say who it is: the next question is due soon
+            log.warning("node %d did not say who it is (%s) and is asked again", node, error)
+            return
         if error:
             reason = error
         elif not 0 <= client < self.clients:
             reason = f"it calls itself client {client}, and there are clients 0 to {self.clients - 1}"
+        elif facts != before:
+            reason = f"client {client} has other data than when the run began ({_told(before)}, now {_told(facts)})"
         elif client in self.nodes:
             reason = f"client {client} is served by node {self.nodes[client]} already"
         else:
             self.nodes[client], self.facts[client] = node, facts
+            self.refused.pop(node, None)
+            self._asked = {question: other for question, other in self._asked.items() if other != node}
             log.info("client %d is served by node %d", client, node)
             return
+        if self.refused.get(node) != reason:
+            log.warning("node %d is refused: %s", node, reason)
         self.refused[node] = reason
-        log.warning("node %d is refused: %s", node, reason)
+        self._next[node] = (self.clock() + _MEND, _MEND)
 
     def gather(self, least: int, patience: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         """Wait until every client has a node; after `patience` seconds `least` of them are enough.
@@ -91,3 +116,7 @@ class Registry:
             )
         if missing := [k for k in range(self.clients) if k not in self.nodes]:
             log.warning("the run starts without the nodes of clients %s; they may join later", missing)
+
+
+def _told(facts: Mapping[str, Any]) -> str:
+    return f"{facts.get('examples', 0)} images, digest {str(facts.get('data', ''))[:8] or 'none'}"

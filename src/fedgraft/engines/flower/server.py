@@ -1,6 +1,6 @@
 """The engine on Flower: orders go out as messages to nodes, replies come back, sampling and order stay ours.
 
-Clients are numbers 0..K-1; `Roster` knows which node serves which. The grid's own `send_and_receive` sleeps three
+Clients are numbers 0..K-1; `Registry` knows which node serves which. The grid's own `send_and_receive` sleeps three
 seconds between looks, so this engine pushes and pulls by itself and looks again soon. Orders of equal content share
 one array, which Flower then stores and hashes once. A node that is silent, gone, or answers with an error is missing
 from the round under its name; everything that does arrive is hostile until it is screened.
@@ -21,17 +21,17 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedgraft.context import ClientMemory
-from fedgraft.engines.flower.registry import Registry
+from fedgraft.engines.flower.registry import ASK_AGAIN, Registry
 from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, put, take, text, whole_number
 from fedgraft.errors import FedgraftError
-from fedgraft.messages import BadMessage, Order, Reply, pack, unpack
+from fedgraft.messages import Order, pack
 from fedgraft.progress import asking
 
 log = logging.getLogger("fedgraft")
 
-Arrival = Reply | tuple[int, bytes | str]
+Arrival = tuple[int, bytes | str]
+_RETRIES = 3
 _EXPIRED = (3, 4)  # Flower's codes of an order or an answer that is over its time to live, which is our deadline
-_SUMS = frozenset({"statistics", "head_gradient", "fisher_scores", "class_counts"})
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class FlowerTransport:
                 "classes": names(settings, "classes"),
                 "data": text(settings, "data"),
             }
-            found[message.metadata.reply_to_message_id] = (whole_number(settings, "client"), facts, error)
+            client = ASK_AGAIN if message.has_error() else whole_number(settings, "client")
+            found[message.metadata.reply_to_message_id] = (client, facts, error)
         return found
 
     def push(self, messages: Sequence[Message]) -> list[str | None]:
@@ -90,11 +91,6 @@ def failure_of(message: Message) -> str:
     return (
         f"its node failed: {str(message.error.reason).splitlines()[0][:300] if message.error.reason else 'no reason'}"
     )
-
-
-def _screened_later(action: str) -> bool:
-    """Whether whoever asked reads the bytes: changes, summands and secure sums have limits and shapes of their own."""
-    return action == "train" or action in _SUMS or action.startswith("secure.")
 
 
 @dataclass(frozen=True)
@@ -118,10 +114,8 @@ class FlowerEngine:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.transport, self.patience, self.clock, self.sleep = transport, patience or Patience(), clock, sleep
-        self.registry = Registry(transport, clients)
+        self.registry = Registry(transport, clients, clock)
         self.memory: dict[int, ClientMemory] = {}
-        self.limit = 1 << 30
-        """Most bytes of a reply that nobody screens against what was asked for."""
         self.classes: tuple[str, ...] = ()
         """The federation's classes, where nodes bring data of their own."""
         self._opened: ArrayRecord | None = None
@@ -144,7 +138,30 @@ class FlowerEngine:
         self._told = set()
 
     def exchange(self, orders: Sequence[Order]) -> list[Arrival]:
-        """Deliver the orders and return what came back, by client; a sentence stands for a missing answer."""
+        """Deliver the orders and return what came back, by client; a sentence stands for a missing answer.
+
+        Before round 0 everyone counts: a head or a mask from some clients would be another one. So what a node owes
+        that was restarted is asked for again.
+        """
+        arrivals = self._once(orders)
+        missing: dict[int, str] = {}
+        for left in range(_RETRIES if orders and orders[0].round < 0 else 0, -1, -1):
+            missing = {client: said for client, said in arrivals.values() if isinstance(said, str)}
+            if not missing or not left or not self._await(missing):
+                break
+            arrivals |= self._once([order for order in orders if order.client in missing])
+        for client, said in missing.items():
+            log.warning("client %d is missing: %s", client, said)
+        if missing and orders[0].round < 0 and len(arrivals) - len(missing) < self.patience.least:
+            client, said = next(iter(missing.items()))
+            raise FedgraftError(
+                f"only {len(arrivals) - len(missing)} clients did their part ({orders[0].action}) before the first "
+                f"round and {self.patience.least} are needed; client {client}: {said}; mend its node and resume."
+            )
+        return [arrivals[client] for client in sorted(arrivals)]
+
+    def _once(self, orders: Sequence[Order]) -> dict[int, Arrival]:
+        """Deliver the orders to the nodes that are there."""
         self.registry.refresh()
         arrivals: dict[int, Arrival] = {}
         letters: list[_Message] = []
@@ -158,21 +175,19 @@ class FlowerEngine:
             content, data = (letters[-1].content, letters[-1].data) if same else (as_record(data), data)
             letters.append(_Message(order, node, content, data, self._step(order.client) + 1))
         self._carry(letters, arrivals)
-        for client, arrival in arrivals.items():
-            if isinstance(arrival, tuple) and isinstance(arrival[1], str):
-                log.warning("client %d is missing: %s", client, arrival[1])
-        if orders and orders[0].round < 0:
-            self._all_or_nothing(orders[0].action, arrivals)
-        return [arrivals[client] for client in sorted(arrivals)]
+        return arrivals
 
-    def _all_or_nothing(self, action: str, arrivals: Mapping[int, Arrival]) -> None:
-        """Before round 0 every client is needed: a head or a mask from some of them would be another one."""
-        for client, arrival in arrivals.items():
-            if isinstance(arrival, tuple) and isinstance(arrival[1], str):
-                raise FedgraftError(
-                    f"client {client} did not do its part ({action}) before the first round: {arrival[1]}; mend its "
-                    "node and resume the run."
-                )
+    def _await(self, missing: Mapping[int, str]) -> bool:
+        """Wait until the missing clients have nodes again, or for as long as at the start; whether one has."""
+        for client, said in missing.items():
+            log.warning("client %d is missing before the first round: %s; waiting for its node", client, said)
+        end = self.clock() + self.patience.wait
+        while True:
+            self.sleep(1.0)
+            self.registry.refresh()
+            back = [client for client in missing if client in self.registry.nodes]
+            if len(back) == len(missing) or self.clock() >= end:
+                return bool(back)
 
     def _step(self, client: int) -> int:
         return int(self.memory[client]["step"]) if client in self.memory else 0
@@ -252,19 +267,9 @@ class FlowerEngine:
         data, step = arrays.get("reply", b""), whole_number(settings, "step")
         if step not in (letter.becomes - 1, letter.becomes):
             return client, f"it answered with step {step} of its memory instead of {letter.becomes}"
-        if _screened_later(letter.order.action):
-            arrival: Arrival = (client, data)
-        else:
-            try:
-                reply = unpack(Reply, data, limit=self.limit)
-            except BadMessage as error:
-                return client, str(error)
-            if (reply.run, reply.round, reply.client) != (letter.order.run, letter.order.round, client):
-                return client, "it answered another order"
-            arrival = reply
         if step:
             self.memory[client] = {"step": torch.tensor([step])}
-        return arrival
+        return client, data  # whoever asked knows what it must look like
 
     def close(self) -> None:
         """Nothing to end: nodes belong to others."""

@@ -1,0 +1,213 @@
+"""A hostile or broken node, every lie over every kind of reply: bit for bit the result without that node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.lies import ANY, LIES, Lie, Lying, values
+from tests.support.toy import CLASSES, WIDTH, Toy
+
+from fedgraft import zoo
+from fedgraft.edit.masks import Mask
+from fedgraft.engines.in_process import InProcess
+from fedgraft.errors import FedgraftError
+from fedgraft.local.optimizers import sgdm
+from fedgraft.local.train import LocalTraining
+from fedgraft.messages import Order
+from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
+from fedgraft.privacy.protection import CLEAR, DifferentialPrivacy, private
+from fedgraft.runs.head_init import summed_counts
+from fedgraft.secure_round import Sums
+from fedgraft.update import expected as kinds
+from fedgraft.update.claims import Claims
+
+LOCAL, LIAR = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.5)), 2
+ROUNDS = ["fedavg", "fedadam", "fedyogi", "fedadagrad", "fednova", "scaffold", "feddyn", "fedshibu", "dp"]
+
+
+def algorithm(name: str) -> Any:
+    if name == "dp":
+        mechanism = Mechanism(0.5, 1.0, 5)
+        adaptive = AdaptiveClip(mechanism, count_noise=1.0)
+        return private(
+            zoo.fedavg(local=LOCAL, weighting=kinds_uniform()),
+            DifferentialPrivacy(mechanism, 0.1, adaptive, simulation_key(0)),
+        )
+    return zoo.named(name, local=LOCAL) if name != "fedshibu" else zoo.fedavg_crsm(local=LOCAL, samples=8)
+
+
+def kinds_uniform() -> Any:
+    from fedgraft.aggregate.slots import uniform
+
+    return uniform()
+
+
+def training(name: str) -> Callable[[Lie | None], Any]:
+    def run(lie: Lie | None) -> Any:
+        toy = Toy(algorithm(name), clients=5, per_round=5)
+        toy.engine = Lying(toy.engine, LIAR, lie)  # type: ignore[assignment]
+        state = toy.run(2)
+        assert all(o.client == LIAR for o in toy.summary.rejections) and toy.summary.rejections
+        personal = [state.personal[k] for k in sorted(state.personal) if k != LIAR]
+        return [state.vector, *state.rule.values(), *personal, torch.tensor([state.clip, *state.norms])]
+
+    return run
+
+
+def asked(action: str, make: Callable[[Toy, Any], Any]) -> Callable[[Lie | None], Any]:
+    def run(lie: Lie | None) -> Any:
+        toy = Toy(zoo.fedavg(local=LOCAL), clients=5)
+        toy.context.held = lambda k: torch.arange(k, 60, 6)
+        return make(toy, Lying(InProcess(toy.algorithm, toy.context), LIAR, lie))
+
+    return run
+
+
+def orders(action: str, **more: Any) -> list[Order]:
+    return [Order("toy", 0, k, action, **more) for k in range(5)]
+
+
+def counted(toy: Toy, engine: Any) -> Any:
+    claims, toy_orders = toy.server_context.claims, orders("count", vector=toy.state.vector)
+    for k in range(5):
+        claims.note(k, {"validation images": 10.0})
+    found = kinds.replies_to(engine.exchange, toy_orders, kinds.counts(toy_orders, 1, claims, "validation"))
+    return [torch.tensor([[e.accuracy, e.loss, e.count] for e in summed_counts(found, claims, "validation")])]
+
+
+def evaluated(toy: Toy, engine: Any) -> Any:
+    claims, toy_orders = toy.server_context.claims, orders("evaluate", vector=toy.state.vector)
+    for k in range(5):
+        claims.note(k, {"test images": 10.0})
+    found = kinds.replies_to(engine.exchange, toy_orders, kinds.evaluation(toy_orders, claims, finetuned=False))
+    return [torch.tensor([[r.client, r.metrics["accuracy"], r.metrics["loss"]] for r in found])]
+
+
+def summed(action: str, **more: Any) -> Callable[[Toy, Any], Any]:
+    def ask(toy: Toy, engine: Any) -> Any:
+        asking = Sums(engine.exchange, "toy", range(5), toy.network, CLEAR)
+        asking.claims = toy.server_context.claims
+        found = asking.ask(action, **({"vector": toy.space.gather(toy.network)} if "settings" in more else {}), **more)
+        assert set(asking.lost) == {LIAR}
+        return [found[name] for name in sorted(found)]
+
+    return ask
+
+
+def masks(toy: Toy, engine: Any) -> Any:
+    """Clients' own masks of the first block; the toy's kind chooses none, so the replies are made here."""
+    shapes = {n: tuple(p.shape) for n, p in toy.network.named_parameters() if "layers.0" in n}
+    size = sum(torch.Size(s).numel() for s in shapes.values())
+
+    class Masking:
+        def exchange(self, asked: Any) -> Any:
+            for order in asked:
+                marked = torch.zeros(size, dtype=torch.bool)
+                marked[order.client : order.client + 9] = True
+                bits = torch.from_numpy(__import__("numpy").packbits(marked.numpy()))
+                yield Reply("toy", 0, order.client, examples=5, evidence={"mask": bits})
+
+    from fedgraft.messages import Reply
+
+    engine.engine = Masking()
+    toy_orders = orders("own_mask")
+    found = kinds.same_share(kinds.replies_to(engine.exchange, toy_orders, kinds.mask(toy_orders, Claims(), size)))
+    return [Mask.from_bits(r.evidence["mask"], shapes).bits() for r in found]
+
+
+NAMES = "\n".join(name for name, _ in Toy(zoo.fedavg()).network.named_parameters())
+SCORING = {"estimator": "per_sample", "labels": "true", "draw": 1, "share": 0.5, "batch": 4, "names": NAMES}
+SCENES: dict[str, tuple[Callable[[Lie | None], Any], dict[str, Lie]]] = {
+    **{
+        name: (training(name), {**(ANY if name in ("fedavg", "dp") else {}), **LIES["train"], **LIES.get(name, {})})
+        for name in ROUNDS
+    },
+    "count": (asked("count", counted), {**ANY, **LIES["count"]}),
+    "evaluate": (asked("evaluate", evaluated), {**ANY, **LIES["evaluate"]}),
+    "statistics": (asked("statistics", summed("statistics")), {**ANY, **LIES["statistics"]}),
+    "head_gradient": (
+        asked("head_gradient", summed("head_gradient", head=torch.zeros(CLASSES, WIDTH + 1).double())),
+        {**ANY, **LIES["head_gradient"]},
+    ),
+    "fisher_scores": (asked("", summed("fisher_scores", settings=SCORING)), {**ANY, **LIES["fisher_scores"]}),
+    "own_mask": (asked("", masks), {**ANY, **LIES["own_mask"]}),
+}
+SCENES["fedshibu"][1].update(LIES["representation"])
+SCENES["dp"][1].update(LIES["clip"])
+UNSAID = {
+    "dp": {"no examples", "a thousand times too long", "all -1e30"},
+    "own_mask": {"one example more", "2^39 examples"},
+}
+"""Under privacy nobody says a number of examples, and what is long is clipped; the masks' scene knows no sizes."""
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_result_is_the_one_without_the_liar(scene: str) -> None:
+    run, lies = SCENES[scene]
+    without = run(None)
+    for name, lie in lies.items():
+        if name in UNSAID.get(scene, set()):
+            continue
+        found = run(lie)
+        assert len(found) == len(without), name
+        assert all(torch.equal(a, b) for a, b in zip(found, without, strict=True)), f"{scene}: {name}"
+
+
+def test_there_are_enough_lies() -> None:
+    assert sum(map(len, LIES.values())) >= 40 and len(ANY) >= 15
+
+
+@pytest.mark.parametrize("scene", ["fedadam", "count", "statistics", "own_mask"])
+def test_without_validation_the_lies_count(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken variant: plausibility is not looked at."""
+    from fedgraft import collect, secure_round
+    from fedgraft.update import validation
+
+    monkeypatch.setattr(validation, "largest", lambda tensor: 0.0)
+    monkeypatch.setattr(validation.Claims, "contradiction", lambda *a: "")
+    monkeypatch.setattr(collect, "far_off", lambda *a: {})
+    monkeypatch.setattr(secure_round, "sums_lie", lambda *a: "")
+    monkeypatch.setattr(kinds, "plausible", lambda counts: True)
+    monkeypatch.setattr(kinds, "same_share", lambda replies: replies)
+    run, lies = SCENES[scene]
+    without, wrong = run(None), 0
+    for lie in lies.values():
+        try:
+            found = run(lie)
+            wrong += len(found) != len(without) or not all(map(torch.equal, found, without))
+        except (AssertionError, FedgraftError):
+            wrong += 1
+    assert wrong >= 2
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedadam", "fedyogi", "fedadagrad", "fednova"])
+def test_a_step_that_overflows_is_refused_and_leaves_the_server_as_it_was(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second fence, with the first one taken away: everybody sends 3e38."""
+    from fedgraft.update import validation
+
+    toy = Toy(zoo.named(name, local=LOCAL), clients=5, per_round=5, norm_factor=0.0)
+    toy.run(1)
+    monkeypatch.setattr(validation, "LARGEST", float("inf"))
+    old, inner, big = toy.state, toy.engine, values(lambda v: v * 0 + 3e38)
+
+    class Everyone:
+        def exchange(self, asked: Any) -> Any:
+            return [big(reply) for reply in inner.exchange(asked)]
+
+    toy.engine = Everyone()  # type: ignore[assignment]
+    after = toy.run(1)
+    assert toy.summary.record.get("skipped") and "no model can hold" in toy.summary.record["refused"]
+    assert torch.equal(after.vector, old.vector) and after.round == old.round + 1
+    assert all(torch.equal(after.rule[key], old.rule[key]) for key in old.rule)
+
+
+def test_a_claim_of_images_counts_up_to_ten_times_the_median() -> None:
+    claims = Claims({0: 100, 1: 120, 2: 1 << 39}, dealt=False)
+    assert claims.counted(1 << 39) == 1200 and claims.counted(120) == 120
+    assert Claims({0: 1, 1: 1, 2: 500}).counted(500) == 500  # the server dealt these itself
+    assert "had 100 before" in claims.contradiction(0, {"examples": 101})
