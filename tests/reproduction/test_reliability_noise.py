@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_a_repeated_round_releases_the_same_bytes(
     """Rounds 1 to 3, death, rounds 3 and 4 from the checkpoint of round 2. Planted bug: the key is not kept."""
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     if broken:
-        monkeypatch.setattr(running, "with_noise_key", lambda job, tensors: job)
+        monkeypatch.setattr(running, "secret_of", lambda folder, needed: os.urandom(32))
     first = released(tmp_path / "run", monkeypatch, stop=3)
     again = released(tmp_path / "run", monkeypatch, stop=None)
     assert sorted(first) == [1, 2, 3] and sorted(again) == [3, 4]

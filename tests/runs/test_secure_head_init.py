@@ -186,9 +186,9 @@ def told(*overrides: str) -> list[str]:
 def test_warnings_say_what_is_still_shown() -> None:
     private = ["privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform"]
     assert "head initialisation" not in "\n".join(told("privacy.aggregation=secure"))
-    assert "head initialisation sums feature statistics in the clear" in "\n".join(told(*private))
-    both = "\n".join(told("privacy.aggregation=secure", *private))
-    assert both.count("in secure aggregation, without noise, outside the account") == 2  # the head and the mask
+    for word in ("model.head=ridge", "trainable.kind=sparse"):
+        with pytest.raises(FedgraftError, match="which no noise covers"):
+            told(*private, word)
     assert "INSECURE" in "\n".join(told("privacy.aggregation=zero_sum_demo"))
 
 
