@@ -48,6 +48,22 @@ app = typer.Typer(
     ),
 )
 
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fedgraft {version('fedgraft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="tell it")] = False,
+) -> None:
+    """Options before the command."""
+
+
 Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")]
 
 
