@@ -219,13 +219,14 @@ def presets_(name: Annotated[str | None, typer.Argument(help="print this preset 
 
 @app.command()
 def algorithms() -> None:
-    """List the algorithms of the zoo."""
+    """List the algorithms of the zoo, each with its own options (algorithm.OPTION=...)."""
     import fedgraft.zoo  # noqa: F401  (fills the registry)
-    from fedgraft.registry import ALGORITHMS, load_plugins
+    from fedgraft.registry import ALGORITHMS, load_plugins, own_options
 
     load_plugins()
     for name, make in ALGORITHMS.items():
-        typer.echo(f"{name:14} {(make.__doc__ or '').strip().splitlines()[0]}")
+        own = ", ".join(own_options(make))
+        typer.echo(f"{name:14} {(make.__doc__ or '').strip().splitlines()[0]}{f' [{own}]' if own else ''}")
 
 
 @app.command()
