@@ -27,6 +27,7 @@ from fedgraft.runs.engines import Engines
 from fedgraft.runs.head_init import install_head
 from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import open_run
+from fedgraft.update.claims import Claims
 
 CLIENTS, SEEDS = 10, (0, 1, 2)
 ATTACKS = ("sign_flip", "gaussian")
@@ -59,15 +60,21 @@ class Boasting:
 
 
 def federation(
-    align: str, attack: str, rounds: int, *overrides: str, examples: int | None = None
+    align: str, attack: str, rounds: int, *overrides: str, examples: int | None = None, believed: bool = False
 ) -> tuple[float, float]:
-    """(test accuracy, largest weight of the liar) of one run; `attack` is empty for an honest one."""
+    """(test accuracy, largest weight of the liar) of one run; `attack` is empty for an honest one.
+
+    With `believed`, the planted bug, the server takes any number of examples.
+    """
     job = job_of(load(None, [*OVERRIDES, f"algorithm.align={align}", f"rounds.total={rounds}", *overrides]))
     network, tests = job.task.network, job.task.test_images
     with closing(Engines(job)) as engines:
         install_head(job, engines)
         opening = open_run(job, engines)
         algorithm, space = opening.algorithm, opening.space
+        if believed:
+            blind = replace(opening.server_context, claims=Claims())
+            opening = replace(opening, server_context=blind, federation=replace(opening.federation, largest=1))
         state = server.start(algorithm, space.gather(network), space.trained)
         engine = engines.training(algorithm, opening.context)
         if attack:
@@ -83,11 +90,11 @@ def federation(
 
 
 def compare(
-    align: str, attack: str, rounds: int, benign: Sequence[float], *overrides: str, examples: int | None = None
+    align: str, attack: str, rounds: int, benign: Sequence[float], examples: int | None = None, believed: bool = False
 ) -> dict[str, float]:
     """Over the seeds: the liar's largest weight, the mean accuracy, and the largest loss against the honest run."""
     runs = [
-        federation(align, attack, rounds, f"seed={seed}", *overrides, examples=examples)
+        federation(align, attack, rounds, f"seed={seed}", examples=examples, believed=believed)
         for seed in SEEDS[: len(benign)]
     ]  # fmt: skip
     lost = max(100 * (fair - found) for fair, (found, _) in zip(benign, runs, strict=True))
@@ -108,7 +115,7 @@ def liar(scale: float) -> Outcome:
         lied = {attack: compare("server", attack, rounds, fair) for attack in ATTACKS}
         boast = compare("server", "sign_flip", rounds, fair, examples=10**9)
         own = max(federation("client", "sign_flip", share(30, scale, 3), f"seed={s}", examples=10**9)[1] for s in seeds)
-        bare = compare("server", "sign_flip", rounds, fair, "algorithm.cap=1.0", examples=10**9)
+        bare = compare("server", "sign_flip", rounds, fair, examples=10**9, believed=True)
     heaviest = max(boast["weight"], own, *(one["weight"] for one in lied.values()))
     worst = max(one["lost"] for one in lied.values())
     return Outcome(
@@ -118,7 +125,7 @@ def liar(scale: float) -> Outcome:
         + f"; sign_flip and a billion claimed examples: {_said(boast)}"
         + f"; the same with a perfect score of its own (scores by clients): weight {own:.3f}"
         + f" ({rounds} rounds, seeds {', '.join(map(str, seeds))})",
-        {"no cap on a weight, a billion claimed examples": _said(bare)},
+        {"any claim believed, a billion claimed examples": _said(bare)},
         bare["weight"] > 2 / CLIENTS and bare["lost"] > 6,
         {"rounds": rounds, "honest": fair, "server": lied, "boast": boast, "client_weight": own, "uncapped": bare},
     )

@@ -24,6 +24,7 @@ from fedgraft.collect import ServerContext, collect
 from fedgraft.errors import FedgraftError
 from fedgraft.local.schedules import constant
 from fedgraft.messages import Order, Reply
+from fedgraft.policy import Policy
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import Mechanism, clip, sensitivity
 from fedgraft.round import advance
@@ -48,10 +49,12 @@ class Clients:
     def __init__(self, algorithm: Algorithm, updates: Sequence[Tensor], lost: dict[int, str]) -> None:
         self.algorithm, self.updates, self.lost = algorithm, updates, lost
         length = len(updates[0])
-        space = SimpleNamespace(trained=length, digest="s")
+        space = SimpleNamespace(trained=length, size=length, digest="s")
+        network: Any = torch.nn.Identity()
+        network.classes, network.width = 2, 2
         self.context: Any = SimpleNamespace(
-            seed=0, sent=length, space=space, private=None, network=torch.nn.Identity(), rows=lambda k: range(5),
-            bind=lambda space: SimpleNamespace(load=lambda start: None),
+            seed=0, sent=length, space=space, private=None, network=network, rows=lambda k: range(5),
+            bind=lambda space: SimpleNamespace(load=lambda start: None), rules=lambda algorithm: (Policy(),), replays=False,
         )  # fmt: skip
         self.memory: dict[int, Any] = {k: {} for k in range(len(updates))}
 

@@ -21,7 +21,7 @@ from benchmarks.reliability.outcome import ROOT, Outcome, share
 WARM_UP, ENOUGH = 0.2, 2000
 """Caches and the allocator's pools fill during the first few hundred rounds; a shorter run measures only that."""
 CHILD = """
-import json, os, sys
+import json, mmap, os, sys
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
@@ -37,10 +37,13 @@ every = max(1, rounds // 200)
 kept = []
 
 class Watch:
+    look = None
     def start(self, total, done, text): pass
     def update(self, line):
         if leak:
-            kept.append((bytearray(8192), open(os.devnull)))
+            pages = mmap.mmap(-1, 65536)  # not from memory that was freed before
+            pages.write(b"x" * 65536)
+            kept.append((pages, open(os.devnull)))
         if line["round"] % every == 0:
             with open("/proc/self/statm") as file:
                 pages = int(file.read().split()[1])
@@ -83,7 +86,7 @@ def soak(scale: float) -> Outcome:
         f"{rounds:,} rounds: {ours['slope']:+.3f} MB per 1,000 rounds after the first {WARM_UP:.0%} "
         f"({ours['first']:.0f} MB then, {ours['megabytes']:.0f} MB at the end), open files {ours['handles']:+d}"
         + ("" if judged else f"; fewer than {ENOUGH:,} rounds are too short to judge the slope"),
-        {"8 kB and a file kept per round": f"{leaky['slope']:+.1f} MB per 1,000, open files {leaky['handles']:+d}"},
+        {"64 kB and a file kept per round": f"{leaky['slope']:+.1f} MB per 1,000, open files {leaky['handles']:+d}"},
         # Half of what is kept on purpose must show on top of what a run of this length shows anyway.
         leaky["slope"] >= max(1.0, ours["slope"] + 4) and leaky["handles"] > 0,
         {"rounds": rounds, "ours": ours, "leaky": leaky},

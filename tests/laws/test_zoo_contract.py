@@ -41,6 +41,7 @@ from fedgraft.messages import Order, Reply, pack, pack_bits, unpack
 from fedgraft.randomness import torch_stream
 from fedgraft.runs import checkpoint
 from fedgraft.state import ServerState, from_tensors, to_tensors
+from fedgraft.update.claims import Claims
 from fedgraft.update.codecs import codec
 
 LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
@@ -552,6 +553,7 @@ def ifca_finds_the_two_kinds_of_clients() -> None:
     """Labels turned round on half of the clients: they part, and each half has a model that fits."""
     toy = Toy(named("ifca", clusters=2)(), clients=6, per_round=6)
     toy.context.rows = lambda k: torch.arange(20 * k, 20 * k + 20)
+    toy.server_context = replace(toy.server_context, claims=Claims())
     toy.examples.labels = torch.where(torch.arange(120) < 60, toy.examples.labels, (toy.examples.labels + 1) % 3)
     toy.run(12)
     told = toy.summary.extra["clusters"].tolist()

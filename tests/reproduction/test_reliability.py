@@ -26,6 +26,7 @@ SLOW = {
     "noise": 0.02,
     "liar": 0.1,
     "soak": 0.02,
+    "orders": 0.02,
 }
 
 

@@ -9,7 +9,8 @@ import torch
 from tests.support.tiny import tensors_of, without_pictures
 
 from fedgraft.config.load import load
-from fedgraft.runs.adapted import adapted, evaluate_run
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.predict import evaluate_run
 from fedgraft.runs.run import run
 
 RESNET = [

@@ -26,6 +26,7 @@ from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import make_probe
 from fedgraft.runs.run import run
 from fedgraft.runs.run_folder import RunFolder
+from fedgraft.update.claims import Claims
 
 LOCAL = LocalTraining(3, batch_size=6)
 SMALL: dict[str, Any] = {"keep": 3, "top": 3, "probe": 64, "local": LOCAL}
@@ -181,7 +182,9 @@ def record_with_liar(setup: Open, **federation: Any) -> dict[str, Any]:
 def test_a_liar_that_claims_more_examples_than_anybody_holds_is_dropped() -> None:
     record = record_with_liar(tiny_server())
     assert [drop["client"] for drop in record["dropped"]] == [0] and "claims 1000000000" in str(record["dropped"])
-    broken = record_with_liar(tiny_server(), largest=1)["clients"]  # the broken variant: nobody knows the most
+    setup = tiny_server()  # the broken variant: nobody knows who holds how much, and nobody asks
+    setup.server_context = replace(setup.server_context, claims=Claims())
+    broken = record_with_liar(setup, largest=1)["clients"]
     assert broken["weight"][broken["ids"].index(0)] > 0.99
 
 

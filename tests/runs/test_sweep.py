@@ -112,7 +112,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def stand_in_here(cell: Cell, progress: Progress) -> None:
     """The same in this process; at rate 1000 a client is dropped."""
     c = cell.config
-    good = 1 - abs(math.log10(c.local.lr) + 1) / 4 + c.seed / 1000
+    good = 1 - abs(math.log10(c.local.lr or 0.01) + 1) / 4 + c.seed / 1000
     folder = RunFolder.create(cell.folder, "", c.digest)
     with (cell.folder.parent / "starts.log").open("a") as log:
         log.write(c.digest + "\n")

@@ -73,6 +73,18 @@ class Job:
         return [f"without {k}" for k in sorted(self.federation.without)]
 
     @property
+    def probe_size(self) -> int:
+        """How many images every client must have in common, 0 for none; more than are held out are refused."""
+        wanted = [int(one.options["probe"]) for one in self.algorithm.wants if one.needs_probe]
+        count, held = max(wanted, default=0), len(self.task.data.validation_rows)
+        if held < count:
+            raise FedgraftError(
+                f"the probe needs {count} validation images and there are {held}; raise data.validation or lower "
+                "algorithm.probe"
+            )
+        return count
+
+    @property
     def cohort(self) -> list[int]:
         """The clients of the first round."""
         return sample(self.federation, 0)

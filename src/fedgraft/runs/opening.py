@@ -25,7 +25,6 @@ from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.trainable import Opened
-from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Scalar
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
@@ -184,24 +183,12 @@ def identity_of(job: Job) -> list[str]:
 
 def make_probe(job: Job) -> FeatureExamples | None:
     """Validation images that every client has, row by row, where an algorithm compares representations."""
-    count = check_probe(job)
+    count = job.probe_size
     if not count:
         return None
     rows, images = job.task.data.validation_rows, job.task.eval_images
     picked = rows[torch.randperm(len(rows), generator=torch_stream(job.config.seed, "probe"))[:count]]
     return FeatureExamples(images.batch(picked), images.labels[picked], 0)
-
-
-def check_probe(job: Job) -> int:
-    """How many images every client must have in common, 0 for none; more than are held out are refused."""
-    wanted = [int(one.options["probe"]) for one in job.algorithm.wants if one.needs_probe]
-    count, held = max(wanted, default=0), len(job.task.data.validation_rows)
-    if held < count:
-        raise FedgraftError(
-            f"the probe needs {count} validation images and there are {held}; raise data.validation or lower "
-            "algorithm.probe"
-        )
-    return count
 
 
 def align(job: Job, context: ClientContext, answers: Answers) -> Tensor:

@@ -15,7 +15,7 @@ from fedgraft.messages import Payload, Reply, wire_size
 from fedgraft.report.display import size
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job, job_of
-from fedgraft.runs.opening import check_probe, open_run
+from fedgraft.runs.opening import open_run
 from fedgraft.runs.reporting import describe
 from fedgraft.runs.warnings import warnings_for
 
@@ -23,7 +23,7 @@ from fedgraft.runs.warnings import warnings_for
 def check(job: Job) -> None:
     """Refuse what cannot work before anything is computed or written: the same for a run and for its plan."""
     data = job.task.data
-    check_probe(job)
+    _ = job.probe_size  # more than are held out are refused
     if data.classes < 2:
         raise FedgraftError(f"the data has one class only ({data.dataset.classes[0]}); there is nothing to tell apart.")
     for _ in (job.task.train_images, job.task.test_images):  # makes the pixels, and refuses files that give none

@@ -146,7 +146,7 @@ def _whose(sender: int | None, reply: Reply | bytes) -> int:
 
 
 def _judge(sender: int | None, reply: Reply | bytes, expected: Expectation) -> Accepted:
-    if not isinstance(reply, Reply | bytes | bytearray):
+    if not isinstance(reply, Reply | bytes | bytearray | memoryview):
         raise Refused("is no message at all")
     if not isinstance(reply, Reply):
         reply = unpack(Reply, reply, limit=expected.limit)

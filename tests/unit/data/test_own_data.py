@@ -176,7 +176,7 @@ def test_parquet_with_any_column_names_sites_and_groups(tmp_path: Path) -> None:
     assert set(plain.train.columns) == {"hospital", "patient"} and plain.train.sites is None
     with pytest.raises(FedgraftError, match=r"no column clinic; .*: hospital, patient"):
         parquet(tmp_path / "d", **told, site="clinic")
-    with pytest.raises(FedgraftError, match="columns scan, diagnosis, hospital, patient"):
+    with pytest.raises(FedgraftError, match=r"no column image or img; .*: scan, diagnosis, hospital, patient"):
         parquet(tmp_path / "d")
     named = write_parquet(tmp_path / "named.parquet", site=SITES, group=GROUPS)  # found without being told
     check(parquet(named), sites=True)
