@@ -137,7 +137,8 @@ def noise(scale: float) -> Outcome:
     refused, wrong = refusals()
     with mock.patch.object(Mechanism, "release", by_answers):
         planted = {kind: max(noise_case(seed, length, kind) for seed in range(2)) for kind in KINDS}
-    with mock.patch.object(protection, "clip", lambda update, bound: (update, True)):
+    # Not clipped at all, an update leaves the range of the hidden sum, and the client leaves the sum.
+    with mock.patch.object(protection, "clip", lambda update, bound: clip(update, 1.5 * bound)):
         unclipped, _ = largest_shift(6, 2000, "secure")
     with mock.patch.object(DifferentialPrivacy, "advance", all_counted(DifferentialPrivacy.advance)):
         both = pair_shift(2000)
@@ -154,7 +155,7 @@ def noise(scale: float) -> Outcome:
             "noise for three answers, whatever comes": "deviation off by "
             + " and ".join(f"{100 * found:.0f} %" for found in planted.values()),
             "realised count as denominator": f"one client moves the mean by {realised:.1f}x the sensitivity",
-            "clients that do not clip, inside the secure sum": f"one moves the result by {unclipped:.0f}x",
+            "clients that clip at 1.5 bounds, inside the secure sum": f"one moves the result by {unclipped:.1f}x",
             "everybody counted in a secure sum": f"one of two moves the result by {both:.1f}x",
         },
         min(planted.values()) > 0.01 and min(realised, unclipped, both) > 1.01,

@@ -54,7 +54,8 @@ class Clients:
         network.classes, network.width = 2, 2
         self.context: Any = SimpleNamespace(
             seed=0, sent=length, space=space, private=None, network=network, rows=lambda k: range(5),
-            bind=lambda space: SimpleNamespace(load=lambda start: None), rules=lambda algorithm: (Policy(),), replays=False,
+            bind=lambda space: SimpleNamespace(load=lambda start: None),
+            rules=lambda algorithm: (Policy(),), replays=False,
         )  # fmt: skip
         self.memory: dict[int, Any] = {k: {} for k in range(len(updates))}
 
