@@ -192,7 +192,7 @@ class PersonalModels(Protocol):
     def renewed(
         self, round: int, clients: Sequence[int], pieces: Iterable[tuple[slice, Tensor]], keep: bool
     ) -> Mapping[int, Tensor]:
-        """The models after this round (0: the start); `pieces` are columns of the clients', (m, k). Others are kept or not."""
+        """The models after this round (0: the start); `pieces` are columns of the clients', (m, k)."""
         ...
 
 
