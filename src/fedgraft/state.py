@@ -35,7 +35,9 @@ class Federation:
     largest: int = 1
     """Most examples a client may count for; the unit of weights inside secure aggregation."""
     without: frozenset[int] = frozenset()
-    """Clients that are never asked for anything; the numbers and streams of the others stay as they are."""
+    """Clients that nothing is made from; the numbers and streams of the others stay as they are."""
+    evaluate_only: frozenset[int] = frozenset()
+    """Those of them that test models all the same."""
     secret: bytes = b""
     """What cohorts are drawn from where nobody may know them; empty: the seed, so that they can be repeated."""
     norm_factor: float = 30.0
@@ -43,8 +45,13 @@ class Federation:
 
     @property
     def members(self) -> list[int]:
-        """The clients that may be asked."""
+        """The clients that a model is made from."""
         return [k for k in range(self.clients) if k not in self.without]
+
+    @property
+    def evaluated(self) -> list[int]:
+        """The clients that test models on images of their own."""
+        return sorted({*self.members, *self.evaluate_only})
 
     def rate(self, state: ServerState) -> float:
         """The learning rate of the coming round."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,7 @@ def preflight(
     show_preflight(out, *look(config_of(overrides)))
 
 
-def show_preflight(out: Path, sites: Sequence[dict[str, Any]], found: Sequence[Finding]) -> None:
+def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], found: Sequence[Finding]) -> None:
     """Say what was found, write the page, and end with 1 where nobody should train yet."""
     from fedgraft.runs.preflight import write
 

@@ -84,6 +84,9 @@ class Partition(Section):
     without: tuple[str, ...] = Field(
         (), description="clients, by name or number, that never take part; all others keep their numbers and streams"
     )
+    evaluate_only: tuple[str, ...] = Field(
+        (), description="clients, by name or number, that test models on their own images and never train"
+    )
 
     @model_validator(mode="after")
     def _named_groups(self) -> Partition:
@@ -296,7 +299,7 @@ class Config(Section):
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
         kept["rounds"].pop("personal_memory_mb")
         later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "rounds": ("deadline",),
-                 "data": ("class_map", "grey_window"), "partition": ("column", "without")}  # fmt: skip
+                 "data": ("class_map", "grey_window"), "partition": ("column", "without", "evaluate_only")}  # fmt: skip
         for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
             options, table = (getattr(self, section), kept[section]) if section else (self, kept)
             for name in names:
