@@ -133,6 +133,11 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     with phase("loading the network"):
         network = build_network(config, data.dataset).to(device_named(config.device))
     algorithm.trainable.check(network)
+    if config.rounds.keep_contributions and not algorithm.subtractable:
+        raise FedgraftError(
+            f"rounds.keep_contributions needs a mean of updates in the clear and a server that remembers nothing, and "
+            f"{algorithm.name} as configured has not; leave it out: unlearn without --fast works for all."
+        )
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
     watching = numbers_of(config.partition.evaluate_only, "evaluate_only", data)
