@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.build import budget, per_round
@@ -41,8 +42,8 @@ def implied_by(config: Config, algorithm: Algorithm) -> Policy:
     return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config))
 
 
-def safe_for(config: Config, algorithm: Algorithm) -> Policy:
-    """A policy under which this config runs and, as far as rules can tell, nothing else does."""
+def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
+    """A policy under which this config runs and, as far as rules can tell, nothing else does but what is in `also`."""
     hidden, rounds, dp = algorithm.privacy.hidden, config.rounds.total, algorithm.privacy.dp
     account, cohort = budget(config, algorithm, rounds), per_round(config)
     wanted, every = needed(config, algorithm), config.rounds.evaluate_every or max(1, rounds)
@@ -57,8 +58,8 @@ def safe_for(config: Config, algorithm: Algorithm) -> Policy:
     if dp is not None:
         ranges["clip"] = (0.0, dp.clip if dp.adaptive is None else 100 * dp.clip)
     return Policy(
-        config=config.digest, secure=hidden, actions=wanted,
-        in_the_clear=tuple(a for a in wanted if a in shown(config)) if hidden else (),
+        config=config.digest, secure=hidden, actions=tuple(dict.fromkeys((*wanted, *also))),
+        in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in shown(config)), *also))) if hidden else (),
         epsilon=None if account is None else _up(account.epsilon), delta=None if account is None else account.delta,
         noise=None if dp is None else dp.mechanism.noise,
         cohort=max(2, (2 * cohort + 2) // 3) if config.rounds.sampling == "fixed" and hidden else 2,
@@ -86,7 +87,8 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
         policy.check_protection(algorithm)
     except Refused as refusal:
         note(refusal.rule, True, str(refusal))
-    note("config", bool(policy.config) and policy.config != config.digest, "it is not the config that was agreed to")
+    agreed = not policy.config or config.digest in policy.config.split()
+    note("config", not agreed, "it is not the config that was agreed to")
     account = budget(config, algorithm, config.rounds.total) if policy.epsilon or policy.delta else None
     if account is not None:
         note("epsilon", account.epsilon > (policy.epsilon or math.inf), f"epsilon is {account.epsilon:.4g}")

@@ -29,6 +29,9 @@ folder = ""
 server-data = ""
 server-source = ""
 wait = ""
+task = ""
+model = ""
+metrics = ""
 """
 
 
