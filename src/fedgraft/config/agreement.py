@@ -48,6 +48,7 @@ def implied_by(config: Config, algorithm: Algorithm) -> Policy:
 def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
     """A policy under which this config runs and, as far as rules can tell, nothing else does but what is in `also`."""
     hidden, rounds, dp = algorithm.privacy.hidden, config.rounds.total, algorithm.privacy.dp
+    open_ones = shown(config, algorithm)
     account, cohort = budget(config, algorithm, rounds), per_round(config)
     wanted, every = needed(config, algorithm), config.rounds.evaluate_every or max(1, rounds)
     sums = (500 if "head_gradient" in wanted else 1) + sum(algorithm.trainable.asks.values())
@@ -59,13 +60,8 @@ def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> 
     if dp is not None:
         ranges["clip"] = (0.0, dp.clip if dp.adaptive is None else 100 * dp.clip)
     return Policy(
-<<<<<<< HEAD
         config=config.digest, secure=hidden, actions=tuple(dict.fromkeys((*wanted, *also))),
-        in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in shown(config)), *also))) if hidden else (),
-=======
-        config=config.digest, secure=hidden, actions=wanted,
-        in_the_clear=tuple(a for a in wanted if a in shown(config, algorithm)) if hidden else (),
->>>>>>> 6534d4a
+        in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in open_ones), *also))) if hidden else (),
         epsilon=None if account is None else _up(account.epsilon), delta=None if account is None else account.delta,
         noise=None if dp is None else dp.mechanism.noise,
         cohort=max(2, (2 * cohort + 2) // 3) if config.rounds.sampling == "fixed" and hidden else 2,
