@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedgraft import server
@@ -28,7 +27,7 @@ from fedgraft.runs.head_init import install, install_head, own_starts
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.measure import Measure
 from fedgraft.runs.opening import Opening, open_run
-from fedgraft.runs.personal_store import PersonalStore
+from fedgraft.runs.personal_store import PersonalStore, first_models
 from fedgraft.runs.plan import check
 from fedgraft.runs.reporting import describe, keep_phases, keep_skipped, noted, report_run, summary_of
 from fedgraft.runs.round_log import RoundLog
@@ -141,14 +140,11 @@ class _Run:
             self.opening.algorithm, self.opening.space.gather(self.job.task.network), self.opening.space.trained
         )
         megabytes = self.job.federation.clients * len(state.vector) * 4 / 1e6
-        own = own_starts(self.job, self.engines, self.opening.space)
-        if self.opening.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb:
+        on_disk = self.opening.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb
+        if on_disk:
             log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
-            store = PersonalStore.create(self.record.path / "personal", len(state.vector))
-            pieces = [(slice(0, len(state.vector)), torch.stack(list(own.values())))] if own else []
-            state = replace(state, personal=store.renewed(0, list(own), pieces, keep=True) if own else store)
-        else:
-            state = replace(state, personal=own)
+        own = own_starts(self.job, self.engines, self.opening.space)
+        state = replace(state, personal=first_models(self.record.path / "personal", len(state.vector), own, on_disk))
         line: dict[str, Any] = {"round": 0, "seconds": {}}
         found = self.measure.validation(state.vector, 0)
         line |= self.measure.line(found)
