@@ -108,12 +108,6 @@ class Algorithm:
         return self.loss.federation_counts or self.local.federation_counts
 
     @property
-    def subtractable(self) -> bool:
-        """What a client added to the common model can be seen and taken off again."""
-        in_the_clear = not self.privacy.hidden and self.privacy.dp is None
-        return self.aggregate.is_mean and self.server.memoryless and in_the_clear
-
-    @property
     def wants(self) -> tuple[Observe, ...]:
         """Every observation clients are asked for."""
         return (*self.weighting.wants, *self.aggregate.wants)

@@ -120,6 +120,11 @@ class Job:
         return () if self.from_objects else (implied_by(self.config, self.algorithm),)
 
 
+def _subtractable(a: Algorithm) -> bool:
+    """What a client added to the common model can be seen and taken off again."""
+    return not a.privacy.hidden and a.privacy.dp is None and a.aggregate.is_mean and a.server.memoryless
+
+
 def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
@@ -133,7 +138,7 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     with phase("loading the network"):
         network = build_network(config, data.dataset).to(device_named(config.device))
     algorithm.trainable.check(network)
-    if config.rounds.keep_contributions and not algorithm.subtractable:
+    if config.rounds.keep_contributions and not _subtractable(algorithm):
         raise FedgraftError(
             f"rounds.keep_contributions needs a mean of updates in the clear and a server that remembers nothing, and "
             f"{algorithm.name} as configured has not; leave it out: unlearn without --fast works for all."
