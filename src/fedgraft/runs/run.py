@@ -24,7 +24,7 @@ from fedgraft.round import RoundSummary, run_round
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
-from fedgraft.runs.head_init import install, install_head
+from fedgraft.runs.head_init import install, install_head, own_starts
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.measure import Measure
 from fedgraft.runs.opening import Opening, open_run
@@ -153,9 +153,14 @@ class _Run:
             self.opening.algorithm, self.opening.space.gather(self.job.task.network), self.opening.space.trained
         )
         megabytes = self.job.federation.clients * len(state.vector) * 4 / 1e6
+        own = own_starts(self.job, self.engines, self.opening.space)
         if self.opening.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb:
             log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
-            state = replace(state, personal=PersonalStore.create(self.record.path / "personal", len(state.vector)))
+            store = PersonalStore.create(self.record.path / "personal", len(state.vector))
+            pieces = [(slice(0, len(state.vector)), torch.stack(list(own.values())))] if own else []
+            state = replace(state, personal=store.renewed(0, list(own), pieces, keep=True) if own else store)
+        else:
+            state = replace(state, personal=own)
         line: dict[str, Any] = {"round": 0, "seconds": {}}
         found = self.measure.validation(state.vector, 0)
         line |= self.measure.line(found)
