@@ -123,7 +123,7 @@ def resume(
     run: Annotated[Path, typer.Argument(help="the run folder")],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
-    """Continue an interrupted run to the very bytes an unbroken one would have given."""
+    """Continue an interrupted or damaged run to the very bytes an unbroken one would have given."""
     from fedgraft.config.load import from_folder
     from fedgraft.runs.run_folder import RunFolder
 
@@ -131,6 +131,7 @@ def resume(
     config = from_folder(run)
     if record.config_digest != config.digest:
         raise FedgraftError(f"{run / 'config.toml'} was changed since the run began; restore it, or start a new run")
+    record.mend()
     _carry_out(config, run, quiet)
 
 
