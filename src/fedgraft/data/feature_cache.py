@@ -283,9 +283,7 @@ class CachedExamples:
     def _blocks(self, places: np.ndarray) -> list[np.ndarray]:
         """The whole blocks of neighbours in the order that these places are in."""
         count = len(self)
-        blocks = np.unique(
-            places // count * count + self._position[places % count] // BLOCK
-        )  # of one view after another
+        blocks = np.unique(places // count * count + self._position[places % count] // BLOCK)  # view after view
         first = blocks % count * BLOCK
         return [view * count + self._order[a : a + BLOCK] for view, a in zip(blocks // count, first, strict=True)]
 
