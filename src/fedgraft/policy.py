@@ -168,13 +168,17 @@ def count_order(policy: Policy, order: Order, ledger: bytes, day: Callable[[], s
 
 
 def parse(text: str, where: str = "policy.toml") -> Policy:
-    """The policy in a TOML text; an unknown rule or a wrong type is refused, because a rule nobody reads is none."""
+    """The policy in a TOML text."""
     try:
-        table: dict[str, Any] = tomllib.loads(text)
+        return from_table(tomllib.loads(text), where)
     except tomllib.TOMLDecodeError as error:
         raise FedgraftError(
             f"{where} is not TOML: {error}; mend it or write it anew with: fedgraft deploy policy."
         ) from None
+
+
+def from_table(table: Mapping[str, Any], where: str) -> Policy:
+    """The policy in a table; an unknown rule or a wrong type is refused, because a rule nobody reads is none."""
     known = {f.name: f for f in fields(Policy)}
     if unknown := sorted(set(table) - set(known)):
         raise FedgraftError(

@@ -2,9 +2,10 @@
 
 The run's settings (`run_config`, all text): `config` is the whole config as TOML; `folder` the run folder on the
 server's machine, which is made there, or gone on with from its last checkpoint; optional are `server-data` and
-`server-source`, the server's own images, and `wait`, the seconds it waits for nodes (300). A node's settings
-(`node_config`): `partition-id` is its client number; `data` a path that only it knows and `source` its kind (folder,
-features, ...). `FEDGRAFT_NODE_HOME` says where a node keeps what its client remembers.
+`server-source`, the server's own images, `federation`, the folder whose keys say which node is which client, and
+`wait`, the seconds it waits for nodes (300). A node's settings (`node_config`): `partition-id` is its client number;
+`data` a path that only it knows and `source` its kind (folder, features, ...). `FEDGRAFT_NODE_HOME` says where a node
+keeps what its client remembers.
 
 Importing this file loads neither torch nor a network: Flower starts a process per message, and that process only
 hands the message to the node's worker.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +62,29 @@ def _run(grid: Any, settings: Mapping[str, str], progress: Progress | None = Non
     logging.getLogger("fedgraft").setLevel(logging.INFO)
     config = config_of(settings["config"])
     patience = Patience(config.rounds.deadline, float(settings.get("wait") or 300), least_answers(config))
-    engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, patience)
+    transport, members = FlowerTransport(grid), _members(settings.get("federation", ""))
+    engine = FlowerEngine(transport, config.partition.clients, patience, members=members)
     folder = Path(settings["folder"])
     if not folder.is_absolute():
         raise FedgraftError(f"the run folder must be an absolute path, not {folder}.")
     data, source = settings.get("server-data", ""), settings.get("server-source", "")
     return run_deployed(config, folder, engine, data, source, progress)
+
+
+def _members(federation: str) -> Callable[[], dict[int, int]] | None:
+    """What tells which client each connected node's key was registered for; None where there are no keys."""
+    if not federation:
+        return None
+
+    def ask() -> dict[int, int]:
+        from fedgraft.deploy.folder import open_federation
+        from fedgraft.deploy.server import control_of
+
+        found = open_federation(Path(federation))
+        with control_of(found) as control:
+            return {node.id: found.names.index(node.name) for node in control.nodes() if node.name in found.names}
+
+    return ask
 
 
 def simulate(config: Config, folder: Path, progress: Progress | None = None) -> dict[str, Any]:

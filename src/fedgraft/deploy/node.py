@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from fedgraft.client import carry_out
-from fedgraft.config.agreement import broken_rules, implied_by
+from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
 from fedgraft.context import ClientContext, ClientMemory
@@ -177,12 +177,8 @@ def node_key(request: Request) -> tuple[object, ...]:
 
 def agreed(config: Config, owner: Policy | None) -> tuple[Policy, ...]:
     """The rules of a run: what its config implies and what the owner wants; a config that breaks those is refused."""
-    algorithm = build_algorithm(config)
-    if owner is not None and (broken := broken_rules(owner, config, algorithm)):
-        rule, _, sentence = broken[0].partition(": ")
-        raise Refused(sentence, rule)
-    own = replace(implied_by(config, algorithm), rounds=config.rounds.total)
-    return (own,) if owner is None else (own, owner)
+    first, *others = rules_of(config, build_algorithm(config), owner)
+    return (replace(first, rounds=config.rounds.total), *others)
 
 
 class Nodes:

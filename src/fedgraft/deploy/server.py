@@ -152,7 +152,7 @@ def submit(fed: FederationFolder, folder: Path, server_data: Path | None = None,
     """
     from fedgraft.config.load import to_toml
 
-    settings = {"config": to_toml(fed.config), "folder": str(folder)}
+    settings = {"config": to_toml(fed.config), "folder": str(folder), "federation": str(fed.path)}
     if server_data is not None:
         if not server_data.exists():
             raise FedgraftError(f"there is no {server_data}; --server-data names the coordinator's own images.")
