@@ -28,6 +28,7 @@ config = ""
 folder = ""
 server-data = ""
 server-source = ""
+federation = ""
 wait = ""
 """
 

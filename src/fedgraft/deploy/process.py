@@ -19,6 +19,8 @@ from fedgraft.errors import FedgraftError
 
 _PATIENCE = 10.0  # seconds a process gets to end by itself
 _LIVES_WITH = "FEDGRAFT_LIVES_WITH"
+KEEPS = "FEDGRAFT_NODE_KEEPS"
+"""Names the node's home to its processes: ledger and audit log are there, the owner's policy beside it."""
 
 
 @dataclass(frozen=True)

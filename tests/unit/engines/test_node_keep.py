@@ -22,7 +22,7 @@ from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.keep import Keep
 from fedgraft.deploy.keys import announced_identity, identity_of, make_node_key, public_identity
 from fedgraft.deploy.node import Nodes
-from fedgraft.deploy.run_node import KEEPS
+from fedgraft.deploy.process import KEEPS
 from fedgraft.engines.flower.node_link import Answer, Request
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, pack

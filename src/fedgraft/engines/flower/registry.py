@@ -1,10 +1,10 @@
 """Which node serves which client: nodes come and go and have random numbers, clients are 0..K-1.
 
-Every node is asked for its client number, which must be that of its registered key, and again while it does not answer:
-it may have been restarted with the question in its hands. Of two nodes that claim the same number, the first is kept and
-the other refused by name, until the first is gone. A refused node is asked again after a while: its owner may have mended
-it. A node that joins late is asked when it is first seen. What a client said of its data when it was first greeted stands
-for the whole run.
+Every node is asked for its client number, which must be that of its registered key, and again while it does not
+answer: it may have been restarted with the question in its hands. Of two nodes that claim the same number, the first
+is kept and the other refused by name, until the first is gone. A refused node is asked again after a while: its owner
+may have mended it. A node that joins late is asked when it is first seen. What a client said of its data when it was
+first greeted stands for the whole run.
 """
 
 from __future__ import annotations
