@@ -93,7 +93,7 @@ def test_a_preset_is_whole(name: str) -> None:
     assert all(figure.kind in FIGURES for figure in preset.figures)
     axes = {axis.name for axis in preset.axes}
     for figure in preset.figures:
-        assert {figure.lines, figure.panels} <= {*axes, ""} and figure.x in {*axes, "round"}
+        assert {figure.lines, figure.panels} <= {*axes, ""} and figure.x in {*axes, "round", "seconds"}
     assert not preset.study or preset.study in {*studies.WHOLE, "matched"}
 
 
