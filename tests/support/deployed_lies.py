@@ -122,19 +122,22 @@ def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str
 
 
 def large_orders(stage: Stage, protection: str) -> list[dict[str, Any]]:
-    """An honest order for comparison, and one of 300 MB."""
+    """An honest order for comparison, and two of 300 MB: of noise, and of one piece that stands in it sixty times."""
     if protection != "clear":
         return []
     world = DeployedWorld(stage, protection)
     began = time.monotonic()
     honest = world.tell(world.order())
-    ended, junk = time.monotonic(), {"junk": torch.zeros(300 << 18)}
-    said = world.tell(world.order(auxiliary=junk))
-    refused = "larger than the 32 MB" in str(said)
+    ended = time.monotonic()
+    noise = world.tell(
+        world.order(auxiliary={"junk": torch.frombuffer(bytearray(os.urandom(HUGE)), dtype=torch.uint8)})
+    )
+    bomb = world.tell(world.order(auxiliary={"junk": torch.zeros(HUGE, dtype=torch.uint8)}))
+    refused = "larger than the 32 MB" in str(noise) and "shorter than it says" in str(bomb)
     return [
         {"name": "honest", "refused": isinstance(honest, Reply), "said": str(honest)[:80], "refusals": [], "bytes":
             (began, ended, 4 * len(world.toy.state.vector))},
-        {"name": "300 MB", "refused": refused, "said": str(said)[:200], "refusals": [], "when":
+        {"name": "300 MB", "refused": refused, "said": f"{noise} {bomb}"[:300], "refusals": [], "when":
             (ended, time.monotonic())},
     ]  # fmt: skip
 
@@ -166,13 +169,13 @@ TRAINING = [*ANY.values(), *REPLIES["train"].values()]
 EVALUATION = [*REPLIES["evaluate"].values(), *ANY.values()]
 NAMES = [f"train: {n}" for n in (*ANY, *REPLIES["train"])] + [f"evaluate: {n}" for n in (*REPLIES["evaluate"], *ANY)]
 AT_LARGE = 3
-"""The round in which a node told to be large answers with `HUGE` bytes."""
+"""The round in which a node told to be large answers with so many bytes of noise; then of one piece many times."""
 
 
 def spoiled(order: Order, reply: bytes) -> bytes:
     """What the liar sends instead: the next lie of each kind every round."""
     if os.environ.get("LARGE"):
-        return bytes(HUGE) if order.round == AT_LARGE else reply
+        return {AT_LARGE: os.urandom(HUGE), AT_LARGE + 1: bytes(HUGE)}.get(order.round, reply)
     lies = TRAINING if order.action == "train" else EVALUATION
     made = lies[order.round % len(lies)](unpack(Reply, reply))
     if not isinstance(made, Reply):

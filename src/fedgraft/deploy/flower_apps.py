@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgraft.deploy import limits
+from fedgraft.deploy.process import KEEPS
 from fedgraft.engines.flower.client import Slots, client_app
 from fedgraft.engines.flower.node_link import Answer, Request, ask_worker
 from fedgraft.engines.flower.wire import server_app
@@ -125,5 +127,7 @@ def _first_cause(error: BaseException) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
+if KEEPS in os.environ:  # a node's process
+    limits.bound_arrays(limits.order_limit(Path(os.environ[KEEPS]).parent / "policy.toml"))
 client = client_app(_serve)
 server = server_app(_main)

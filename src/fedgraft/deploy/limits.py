@@ -2,14 +2,15 @@
 
 Flower sends a message as a tree of objects, an array as pieces of at most `PIECE` bytes, and takes what comes whole.
 Here no request to the server and no answer to a node may be longer than one object (`BODY`), and no message may name
-more objects than its limit in bytes needs; a piece that is named often counts as often. The server's limit for
-replies is stated by the run (`state`: it knows its network), the node's for orders by the owner's policy
-(`order_megabytes`). Whoever sends too much is answered for: the other side gets an error in its place and the run
-goes on.
+more objects than its limit in bytes needs; and no process builds an array over it, however often one piece stands in
+that. The server's limit for replies is stated by the run (`state`: it knows its network), the node's for orders by
+the owner's policy (`order_megabytes`). Whoever sends too much is answered for: the other side gets an error in its
+place and the run goes on.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -35,7 +36,8 @@ def reply_limit(parameters: int, width: int, classes: int) -> int:
 
 
 def state(limit: int) -> None:
-    """Tell the server's port how large replies may be."""
+    """Tell the server's port how large replies may be, and let this process build no larger ones."""
+    bound_arrays(limit)
     if home := os.environ.get("FLWR_HOME"):
         (Path(home) / _FILE).write_text(str(limit))
 
@@ -63,6 +65,24 @@ def _walk(tree: Any) -> Iterator[Any]:
     while waiting:
         waiting += (one := waiting.pop()).children
         yield one
+
+
+def bound_arrays(limit: int) -> None:
+    """From now on this process builds no array over the limit: one piece may stand in it a million times."""
+    from flwr.app.message.array import Array
+    from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_children_ids_from_object_content
+
+    def inflate(cls: Any, object_content: bytes, children: Any = None) -> Any:
+        said, known = json.loads(get_object_body(object_content, cls)), children or {}
+        ids = get_object_children_ids_from_object_content(object_content)
+        pieces = [known[ids[i]].data for i in said["arraychunk_ids"]]
+        whole = sum(map(len, pieces)) <= limit
+        return cls(said["dtype"], tuple(said["shape"]), said["stype"], b"".join(pieces) if whole else _NONE)
+
+    Array.inflate = classmethod(inflate)  # type: ignore[assignment, method-assign]
+
+
+_NONE = b"an array over the limit"  # no message: whoever reads it refuses it by name
 
 
 class Bounded:
