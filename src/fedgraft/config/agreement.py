@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.build import budget, per_round
 from fedgraft.config.options import Config
-from fedgraft.errors import Refused
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order
-from fedgraft.policy import Policy
+from fedgraft.policy import Policy, from_table
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
@@ -43,6 +43,19 @@ def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 def implied_by(config: Config, algorithm: Algorithm) -> Policy:
     """The rules of a run without an owner's: where it hides, it shows only what its own config says it will show."""
     return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm))
+
+
+def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
+    """The rules of a run: what its config implies, its own `policy` table, the owner's; a config that breaks one of
+    the latter two is refused."""
+    said = from_table(config.policy, "the config's policy") if config.policy else None
+    if said is not None and (broken := broken_rules(said, config, algorithm)):
+        rule, _, sentence = broken[0].partition(": ")
+        raise FedgraftError(f"the config breaks the rule policy.{rule} that it sets itself: {sentence}; change either.")
+    if owner is not None and (broken := broken_rules(owner, config, algorithm)):
+        rule, _, sentence = broken[0].partition(": ")
+        raise Refused(sentence, rule)
+    return tuple(policy for policy in (implied_by(config, algorithm), said, owner) if policy is not None)
 
 
 def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:

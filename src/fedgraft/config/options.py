@@ -152,6 +152,10 @@ class Config(Section):
     privacy: Privacy = Privacy()
     centralized: Centralized = Centralized()
     track: Track = Track()
+    policy: dict[str, Any] = Field(
+        {},
+        description="rules that every order to a client must keep, as in a node's policy.toml: docs/deploy",
+    )
 
     @field_validator("select")
     @classmethod
@@ -199,8 +203,8 @@ class Config(Section):
 
     @property
     def digest(self) -> str:
-        """Identity of everything that decides the bytes of the result (not the name, trackers or workers)."""
-        kept = self.model_dump(mode="json", exclude={"name", "track", "workers"})
+        """Identity of everything that decides the bytes of the result (not the name, trackers, workers or rules)."""
+        kept = self.model_dump(mode="json", exclude={"name", "track", "workers", "policy"})
         kept["rounds"].pop("personal_memory_mb")
         later = {
             "": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",),

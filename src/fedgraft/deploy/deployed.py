@@ -26,6 +26,7 @@ from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, Store, load_dataset, open_path
 from fedgraft.data.sources.class_map import check_names, renamed
+from fedgraft.deploy import limits
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.engines import Remote
 from fedgraft.runs.job import Job, job_of
@@ -218,6 +219,8 @@ def run_deployed(
 
     def build() -> tuple[Job, Remote]:
         job = _meant(gathered(config, engine, server_data, source))
+        network = job.task.network
+        limits.state(limits.reply_limit(sum(p.numel() for p in network.parameters()), network.width, network.classes))
         remote: Remote = engine
         return replace(job, federation=replace(job.federation, minimum_answers=least_answers(config))), remote
 

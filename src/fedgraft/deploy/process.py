@@ -20,6 +20,8 @@ from fedgraft.errors import FedgraftError
 PROC = Path("/proc")
 _PATIENCE = 10.0  # seconds a process gets to end by itself
 _LIVES_WITH = "FEDGRAFT_LIVES_WITH"
+KEEPS = "FEDGRAFT_NODE_KEEPS"
+"""Names the node's home to its processes: ledger and audit log are there, the owner's policy beside it."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.config.agreement import implied_by
+from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named, federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
@@ -116,8 +116,8 @@ class Job:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The rules that clients hold orders against: those that the config implies; of objects, the algorithm."""
-        return () if self.from_objects else (implied_by(self.config, self.algorithm),)
+        """The rules that clients hold orders against: those of the config; of objects, the algorithm's."""
+        return () if self.from_objects else rules_of(self.config, self.algorithm)
 
 
 def _subtractable(a: Algorithm) -> bool:
@@ -129,6 +129,7 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
+    rules_of(config, algorithm)
     config = head_only(config, algorithm)
     with phase("reading the data"):
         data = federate(config) if data is None else data
