@@ -101,6 +101,8 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """Commands by what they are for, each with its whole sentence."""
 
+    _main_shell_completion = click.Group._main_shell_completion  # typer expects other words than click's scripts send
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
