@@ -13,7 +13,7 @@ The weight travels inside the sum: clients send weight * change and the weight, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -123,11 +123,3 @@ def run_locally(
 def rounding(seed: int, plan: Plan, client: int) -> torch.Generator:
     """The generator of one client's stochastic rounding in one sum."""
     return torch_stream(seed, "secure rounding", plan.run, plan.round, client)
-
-
-def plain_sum(inputs: Mapping[int, Mapping[str, Tensor]], plan: Plan, seed: int, survivors: Iterable[int]) -> Tensor:
-    """The ring sum without any protection, int32 view of the words: what the protocol must equal bit for bit."""
-    total = torch.zeros(plan.ring.length, dtype=torch.int32)
-    for u in survivors:
-        total += torch.from_numpy(plan.ring.encode(inputs[u], rounding(seed, plan, u)).view("int32"))
-    return total
