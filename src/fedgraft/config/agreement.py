@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.build import budget, per_round
 from fedgraft.config.options import Config
-from fedgraft.errors import Refused
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order
-from fedgraft.policy import Policy
+from fedgraft.policy import Policy, from_table
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
@@ -44,9 +45,23 @@ def implied_by(config: Config, algorithm: Algorithm) -> Policy:
     return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm))
 
 
-def safe_for(config: Config, algorithm: Algorithm) -> Policy:
-    """A policy under which this config runs and, as far as rules can tell, nothing else does."""
+def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
+    """The rules of a run: what its config implies, its own `policy` table, the owner's; a config that breaks one of
+    the latter two is refused."""
+    said = from_table(config.policy, "the config's policy") if config.policy else None
+    if said is not None and (broken := broken_rules(said, config, algorithm)):
+        rule, _, sentence = broken[0].partition(": ")
+        raise FedgraftError(f"the config breaks the rule policy.{rule} that it sets itself: {sentence}; change either.")
+    if owner is not None and (broken := broken_rules(owner, config, algorithm)):
+        rule, _, sentence = broken[0].partition(": ")
+        raise Refused(sentence, rule)
+    return tuple(policy for policy in (implied_by(config, algorithm), said, owner) if policy is not None)
+
+
+def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
+    """A policy under which this config runs and, as far as rules can tell, nothing else does but what is in `also`."""
     hidden, rounds, dp = algorithm.privacy.hidden, config.rounds.total, algorithm.privacy.dp
+    open_ones = shown(config, algorithm)
     account, cohort = budget(config, algorithm, rounds), per_round(config)
     wanted, every = needed(config, algorithm), config.rounds.evaluate_every or max(1, rounds)
     sums = (500 if "head_gradient" in wanted else 1) + sum(algorithm.trainable.asks.values())
@@ -58,8 +73,8 @@ def safe_for(config: Config, algorithm: Algorithm) -> Policy:
     if dp is not None:
         ranges["clip"] = (0.0, dp.clip if dp.adaptive is None else 100 * dp.clip)
     return Policy(
-        config=config.digest, secure=hidden, actions=wanted,
-        in_the_clear=tuple(a for a in wanted if a in shown(config, algorithm)) if hidden else (),
+        config=config.digest, secure=hidden, actions=tuple(dict.fromkeys((*wanted, *also))),
+        in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in open_ones), *also))) if hidden else (),
         epsilon=None if account is None else _up(account.epsilon), delta=None if account is None else account.delta,
         noise=None if dp is None else dp.mechanism.noise,
         cohort=max(2, (2 * cohort + 2) // 3) if config.rounds.sampling == "fixed" and hidden else 2,
@@ -87,7 +102,8 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
         policy.check_protection(algorithm)
     except Refused as refusal:
         note(refusal.rule, True, str(refusal))
-    note("config", bool(policy.config) and policy.config != config.digest, "it is not the config that was agreed to")
+    agreed = not policy.config or config.digest in policy.config.split()
+    note("config", not agreed, "it is not the config that was agreed to")
     account = budget(config, algorithm, config.rounds.total) if policy.epsilon or policy.delta else None
     if account is not None:
         note("epsilon", account.epsilon > (policy.epsilon or math.inf), f"epsilon is {account.epsilon:.4g}")
