@@ -1,8 +1,8 @@
 """The real job: vit-tiny at 112 px on CIFAR-100, 100 clients, 10 a round, to 60 % and 67 % validation accuracy.
 
 Head only, 90 % sparse, LoRA and all of the last four blocks; beside a plain loop and Flower's simulation, with
-transformers and peft, as their users write them. Whole runs take hours, so what differs is measured and the rest counted. Measured
-here: seconds, peak memory and bytes of rounds of `--cohort` clients, a first run (features computed) and a second one
+transformers and peft, as their users write them. Whole runs take hours, so what differs is measured and the rest
+counted. Measured: seconds, peak memory and bytes of rounds of `--cohort` clients, a first run (features computed) and a second one
 (images met before); from them seconds by image and by round. Counted: the rounds that each kind needs (`ROUNDS`, from
 whole runs by fedgraft, commands beside them) times 10 clients, 8 steps, batches of 32. The rounds are given to peers as
 they are; a peer starts from a drawn head, which it needs more rounds for: that number stands beside. Where vit-tiny or
@@ -103,7 +103,7 @@ def peer(which: str, python: str, kind: str, folder: Path) -> dict[str, Any]:
 
 def prepare(folder: Path, cohort: int, rounds: int, real: bool) -> None:
     """Images, model and sizes for the peers."""
-    from fedgraft.config.data import federate
+    from fedgraft.config.federate import federate
     from fedgraft.config.load import load
     from fedgraft.models.backbones import model
 
@@ -176,8 +176,8 @@ def section(path: Path = OUT) -> str:
     lines = [
         f"## The real job: {what}", "",
         f"Command: `python -m benchmarks.bench_job`, {found['date']}. 100 clients, 10 a round, 8 steps, batch 32. "
-        f"Rounds were measured with {found['cohort']} clients and are given for ten. `features once` is the time in which all "
-        "images have been met; seconds to an accuracy are that plus the rounds, for peers the rounds alone.", "",
+        f"Rounds were measured with {found['cohort']} clients and are given for ten. `features once` is the time in "
+        "which all images have been met; seconds to an accuracy are that plus the rounds, for peers the rounds alone.", "",
         "| trains | tool | features once, s | a round, s | times fedgraft | s to 60 % | s to 67 % | MB up to 60 % | "
         "peak MB |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -35,7 +35,7 @@ def draw_all(found: Found, folder: Path, formats: Sequence[str] = ("png",)) -> l
 
 def _draw(figure: Figure, found: Found, path: Path) -> bool:
     kind = figures.FIGURES[figure.kind]
-    texts = {"title": figure.title} if figure.title else {}
+    texts: dict[str, Any] = {"title": figure.title} if figure.title else {}
     if kind.draw in (figures.pipelines_schematic, figures.fedshibu_schematic):
         figures.draw(figure.kind, path, **texts)
         return True
@@ -47,6 +47,9 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
         run = next(iter(found.folders[here[0].label].values()))
         return draw_of_run(figure.run, run, path, **{**figures.texts_of(figure.kind), **texts})
     data: Any
+    if figure.reference:
+        texts["levels"] = _levels_of(figure, found, here)
+        here = [cell for cell in here if cell.levels[-1] not in figure.reference]
     if figure.x != "round":
         texts["ylabel"] = found.title(figure.y)
     elif figure.y in _CURVES:
@@ -56,6 +59,8 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
         texts["ylabel"] = found.title(measure)
         if kind.draw is figures.bars:
             texts["xlabel"] = figure.lines or found.work.preset.axes[-1].name
+        elif figure.x != "round":
+            texts["xlabel"] = found.title(figure.x)
         data = (_bars if kind.draw is figures.bars else _points)(figure, found, here, measure)
     elif figure.panels:
         split = {
@@ -68,6 +73,18 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
         return False
     figures.draw(figure.kind, path, data, **texts)
     return True
+
+
+def _levels_of(figure: Figure, found: Found, cells: Sequence[Cell]) -> dict[str, float]:
+    """Heights of the level lines by name; one of another measure than the preset's says so."""
+    made = {}
+    for cell in cells:
+        level = cell.levels[-1]
+        if level in figure.reference and (seen := numbers(found.measured(cell.label, figure.reference[level]))):
+            same = figure.reference[level] in {found.work.preset.measure, "best"}
+            name = level if same else f"{level}: {found.title(figure.reference[level])}"
+            made[name] = summarise(seen).mean
+    return made
 
 
 def _levels(found: Found, axis: str) -> list[str]:
@@ -137,7 +154,9 @@ def _bars(
 def _points(figure: Figure, found: Found, cells: Sequence[Cell], measure: str) -> dict[str, tuple[float, float]]:
     points = {}
     for cell in cells:
-        gain, cost = (numbers(found.measured(cell.label, m)) for m in (measure, "megabytes"))
+        gain, cost = (
+            numbers(found.measured(cell.label, m)) for m in (measure, "megabytes" if figure.x == "round" else figure.x)
+        )
         if gain and cost:
             points[_name(figure, found, cell)] = (summarise(cost).mean, summarise(gain).mean)
     return points

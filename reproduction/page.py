@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fedgraft.config.load import to_toml
@@ -14,11 +16,12 @@ from fedgraft.runs.files import write_text
 from fedgraft.runs.run_folder import RunFolder
 from reproduction import claims, rounds
 from reproduction import figures as reproduce_figures
-from reproduction.preset import Cell, cells
+from reproduction.preset import Cell, cells, names
 from reproduction.question import keep, load_question
 from reproduction.reproduce import Found, numbers, with_rate
 from reproduction.runs import curve, measure_of
-from reproduction.statistics import Series, paired
+from reproduction.statistics import Series, detectable, paired
+from reproduction.verdicts import Dense, gate
 
 
 def write(found: Found, out: Path, formats: Sequence[str] = ("png",)) -> Path:
@@ -101,7 +104,7 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         if preset.baseline in scores and len(scores) > 1:
             gap = None if level == preset.baseline else paired(scores[level], scores[preset.baseline])
             row[f"minus {preset.baseline}"] = "–" if gap is None else str(gap)
-        for more in ("test", "last", "finetuned"):
+        for more in ("test", "last", "personal", "finetuned"):
             series = found.measured(cell.label, more)
             if series and more != preset.measure:
                 row[found.title(more)] = _spread(series)
@@ -228,6 +231,8 @@ def _markdown(
     for name, rows in tables.items():
         heading = f"## {name}\n\n" if name else ""
         parts.append(heading + _table(rows))
+    if tables and preset.gate.cells() and work.name in names():  # a question's are on its page of answers
+        parts.append(_gated(found))
     for name, settings in preset.tables.items():
         parts.append(f"## {name}\n\n" + _table(settings))
     for name, (sentence, rows) in found.extra.items():
@@ -237,9 +242,25 @@ def _markdown(
     if preset.notes:
         parts.append("## Notes on the documents\n\n" + "\n".join(f"- {note}" for note in preset.notes))
     parts += [f"![{title}]({work.name}/{path.name})\n\n`{work.command}`" for title, path in drawn]
-    names = [*(["runs.csv"] if tables else []), "table.csv", "table.tex"]
-    parts.append("Files: " + ", ".join(f"[{name}]({work.name}/{name})" for name in names) + ".")
+    files = [*(["runs.csv"] if tables else []), "table.csv", "table.tex"]
+    parts.append("Files: " + ", ".join(f"[{name}]({work.name}/{name})" for name in files) + ".")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _gated(found: Found) -> str:
+    """The protocol's gate in words: for the arm that differs most surely from the baseline, and sharing or dense."""
+    preset = found.work.preset
+    arms = {cell.label: series for cell in found.cells if (series := found.measured(cell.label, preset.measure))}
+    gaps = [gap for series in arms.values() if (gap := paired(series, arms[preset.baseline])) and gap.error]
+    smallest = median(detectable(gap.error * gap.n**0.5, gap.n) for gap in gaps) if gaps else math.nan
+    trained = [n for label in arms if (n := found.evaluations(label))]  # heads from one exchange have no rounds
+    plan, of = preset.gate, {name: arms.get(name, {}) for name in preset.gate.cells()}
+    dense = Dense(of[plan.dense], of[plan.start], of[plan.head_only]) if plan.dense else None
+    shared = (of[plan.sharing[0]], of[plan.sharing[1]]) if plan.sharing else None
+    checks = gate(arms, smallest, min(trained, default=0), dense, shared)
+    unmet = [str(check) for check in checks if not check.met]
+    word = "met" if not unmet else "not met, so there is **no range here** to call algorithms equal in"
+    return f"Gate of the protocol: {word}. " + "; ".join(map(str, checks)) + "."
 
 
 _LEGEND = (

@@ -77,7 +77,8 @@ class Figure(Section):
     title: str = ""
     where: dict[str, str] = Field({})
     lines: str = Field("", description="the axis whose levels are lines or bars; default: the last one")
-    x: str = Field("round", description="round, or an axis")
+    x: str = Field("round", description="round, or an axis; of a scatter what it costs: megabytes unless seconds")
+    reference: dict[str, Measure] = Field({}, description="levels drawn as level lines, and the measure of each")
     y: Measure | Literal["accuracy", "loss", "personal_curve"] = "accuracy"
     panels: str = Field("", description="the axis with one panel for each level")
     run: str = Field("", description="the name of a picture that the first seed's run left")

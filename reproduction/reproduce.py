@@ -183,7 +183,7 @@ def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float
     return {
         f"{cell.label} lr {rate:g}": (_short(cell.config(seed=TUNING_SEED), rate, tuning.rounds), cell.central)
         for cell in every
-        if _tuned_at(work, cell) == cell.label
+        if _tuned_at(work, cell) == cell.label and not (work.scale != "tiny" and len(_rates(work, cell)) == 1)
         for rate in (rates[cell.label] if rates else _rates(work, cell))
     }
 

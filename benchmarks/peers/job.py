@@ -1,8 +1,8 @@
 """The real job as users of other tools write it: `python job.py loop|flower KIND FOLDER`; needs no fedgraft.
 
 A `transformers` image classifier (with peft for LoRA) is trained by FedAvg: images go through the whole network in
-every step. `loop` is a plain loop; `flower` the same client in Flower's simulation. FOLDER holds job.npz (images, labels),
-job.json (the sizes) and the model; the result is written beside them.
+every step. `loop` is a plain loop; `flower` the same client in Flower's simulation. FOLDER holds job.npz (images and
+labels), job.json (the sizes) and the model; the result is written beside them.
 """
 
 from __future__ import annotations

@@ -92,9 +92,6 @@ NORMED = {
     **{f"{name}/batch norm": batch_norm(name) for name in zoo.ALGORITHMS},
     "fedavg/batch norm, head": batch_norm("fedavg", trainable=head()),  # statistics outside the space
     "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
-    **{f"{name}/batch norm": batch_norm(name) for name in ("fedlc", "moon", "fedbn", "fedala", "ifca")},
-    **{f"{name}/batch norm": batch_norm(name) for name in ("fedawa", "fedties", "feddare", "fedfisher")},
-    **{f"{name}/batch norm": batch_norm(name) for name in ("fedsa_lora", "fedsb", "flexlora", "flasc", "fedncm")},
 }
 SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip")

@@ -23,7 +23,7 @@ from reproduction.runs import FinishedRuns
 from reproduction.verdicts import CONTRADICTED, NO_RANGE, SUPPORTED, UNDECIDED
 from typer.testing import CliRunner
 
-from fedgraft.config.data import partition_options
+from fedgraft.config.federate import partition_options
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
 from fedgraft.registry import ALGORITHMS
@@ -93,7 +93,7 @@ def test_a_preset_is_whole(name: str) -> None:
     assert all(figure.kind in FIGURES for figure in preset.figures)
     axes = {axis.name for axis in preset.axes}
     for figure in preset.figures:
-        assert {figure.lines, figure.panels} <= {*axes, ""} and figure.x in {*axes, "round"}
+        assert {figure.lines, figure.panels} <= {*axes, ""} and figure.x in {*axes, "round", "seconds"}
     assert not preset.study or preset.study in {*studies.WHOLE, "matched"}
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Series = Mapping[str, Sequence[Any]]
 """`{label: (x, y)}` or `{label: (x, y, spread)}`; spread is drawn as a band of plus and minus that much."""
+Levels = Mapping[str, float] | None
+"""Heights that are drawn across the whole figure, by name."""
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # yellow vanishes on white
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -38,10 +40,13 @@ STYLE: dict[Any, Any] = {
 _UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}
 
 
-def curves(path: Path | str, series: Series, *, xlabel: str = "", ylabel: str = "", title: str = "") -> Path:
+def curves(
+    path: Path | str, series: Series, *, xlabel: str = "", ylabel: str = "", title: str = "", levels: Levels = None
+) -> Path:
     """Lines with a band for the spread, named beside the axes in the order in which they end."""
     with canvas(path, title) as figure:
         axes = figure.add_subplot()
+        _draw_levels(axes, levels)
         handles = plot_lines(axes, series, dict(zip(series, looks(), strict=False)))
         dress(axes, xlabel, ylabel)
         if len(series) > 1:
@@ -100,13 +105,15 @@ def heatmap(path: Path | str, matrix: Any, **options: Any) -> Path:
 
 
 def scatter_front(
-    path: Path | str, points: Mapping[str, tuple[float, float]], *, xlabel: str = "", ylabel: str = "", title: str = ""
-) -> Path:
+    path: Path | str, points: Mapping[str, tuple[float, float]], *, xlabel: str = "", ylabel: str = "", title: str = "",
+    levels: Levels = None,
+) -> Path:  # fmt: skip
     """Cost against gain, cost on a logarithmic axis, with the points nothing else beats joined by a line."""
     need(points, "points")
     front = pareto(points)
     with canvas(path, title) as figure:
         axes = figure.add_subplot()
+        _draw_levels(axes, levels)
         axes.step([points[n][0] for n in front], [points[n][1] for n in front], where="post", color="#AAAAAA", zorder=1)
         for name, (cost, gain) in points.items():
             best = name in front
@@ -118,6 +125,13 @@ def scatter_front(
         figure.draw_without_rendering()  # fixes the limits, so that labels can be placed
         _name_points(axes, points, front)
     return Path(path)
+
+
+def _draw_levels(axes: Axes, levels: Levels) -> None:
+    for dashes, (name, height) in zip(itertools.cycle(DASHES[1:]), (levels or {}).items()):
+        axes.axhline(height, color="#888888", linestyle=dashes, linewidth=1.2, zorder=0)
+        at = axes.get_yaxis_transform()
+        axes.text(0.01, height, plain_text(name), transform=at, fontsize=8, color="#666666", va="bottom")
 
 
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fedgraft.config.data import federate
+from fedgraft.config.federate import federate
 from fedgraft.config.load import Config
 from fedgraft.report import figures
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.config.build import build_network
-from fedgraft.config.data import open_data
+from fedgraft.config.federate import open_data
 from fedgraft.config.load import Config, merge, validate
 from fedgraft.data.sources import SOURCES
 from fedgraft.errors import FedgraftError

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.agreement import implied_by
 from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named
-from fedgraft.config.data import federate
+from fedgraft.config.federate import federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
 from fedgraft.context import ClientContext

@@ -135,14 +135,14 @@ def test_small_counts_and_single_images_stay_hidden(data: Path, tmp_path: Path) 
 
 
 def _one(data: Path) -> tuple[object, list[np.ndarray]]:
-    from fedgraft.config.data import open_data
+    from fedgraft.config.federate import open_data
 
     dataset = open_data(config(data))
     return dataset, module.by_site(dataset)[1][0]
 
 
 def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_path: Path) -> None:
-    from fedgraft.config.data import federate
+    from fedgraft.config.federate import federate
 
     rename(data, "Melanoma ")
     with pytest.raises(FedgraftError, match=r'data.class_map = \{"melanoma" = "Melanoma "\}'):
