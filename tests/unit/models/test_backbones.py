@@ -500,8 +500,9 @@ def test_the_last_block_for_the_class_token_is_the_whole_block(name: str) -> Non
     (short, some), (long, every) = passed(False), passed(True)
     torch.testing.assert_close(short, long, rtol=1e-5, atol=1e-5)
     assert some.keys() == every.keys()
+    scale = max(float(gradient.abs().max()) for gradient in every.values())  # keys' biases have none but noise
     for key, gradient in every.items():
-        torch.testing.assert_close(some[key], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+        torch.testing.assert_close(some[key], gradient, rtol=1e-3, atol=1e-5 * scale)
     last = f"block{network.depth - 1}"
     seen = []
     hook = network.layer(last).register_forward_hook(lambda *_: seen.append(1))
