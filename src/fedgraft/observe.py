@@ -20,11 +20,12 @@ from fedgraft.context import ClientContext, ClientMemory, answer, features, vect
 from fedgraft.edit.calibrate import Calibration
 from fedgraft.edit.fisher import ESTIMATORS, Scores
 from fedgraft.edit.space import Bound, select
-from fedgraft.errors import FedgraftError
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local import scores
 from fedgraft.local.evaluate import counted
 from fedgraft.local.features import features as look_through
 from fedgraft.local.features import hidden as hidden
+from fedgraft.local.self_weight import learned, parted
 from fedgraft.messages import Order, Reply, Scalar
 from fedgraft.privacy.secagg.ring import Segment
 from fedgraft.protocols import Examples, Network
@@ -349,6 +350,18 @@ def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: 
     return (total / max(1, len(rows))).float()
 
 
+def _self_weight(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """How much this client's own model should count when it is mixed with the others' mean."""
+    common = order.auxiliary.get("common")
+    if common is None:
+        raise Refused("the order lacks the mean of all models, with which a self-weight is learned", "order")
+    rows = parted(context.rows(order.client), float(wanted.options["aside"]), context.seed, order.client)[1]
+    space, network = context.space, context.network
+    own = space.gather(network)
+    weight = learned(network, lambda v: space.scatter(v, network), own, common, context.examples, rows)
+    return {"self_weight": weight}, {}
+
+
 def _labels(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The client's label histogram: an oracle that a private federation would not give away."""
     labels = context.examples.labels[context.rows(order.client)]
@@ -370,6 +383,7 @@ OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str
     "probe_representation": _probe_representation,
     "labels": _labels,
     "fisher": _fisher,
+    "self_weight": _self_weight,
 }
 SUMS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {
     "statistics": statistics,
