@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fedgraft.local.evaluate import evaluate as evaluate
     from fedgraft.local.losses import Loss as Loss
     from fedgraft.local.losses import cross_entropy as cross_entropy
+    from fedgraft.local.memory import one_thread as one_thread
     from fedgraft.local.train import LocalTraining as LocalTraining
     from fedgraft.messages import Order as Order
     from fedgraft.messages import Reply as Reply
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from fedgraft.runs.opening import open_run as open_run
     from fedgraft.runs.predict import evaluate_run as evaluate_run
     from fedgraft.runs.predict import predictor as predictor
-    from fedgraft.runs.run import one_thread as one_thread
     from fedgraft.runs.run import run as run_config
     from fedgraft.runs.run_folder import RunFolder as RunFolder
     from fedgraft.runs.run_folder import list_runs as list_runs
@@ -205,7 +205,7 @@ _HOMES = {
     "model": "models.backbones",
     "module": "models.foreign",
     "named": "zoo",
-    "one_thread": "runs.run",
+    "one_thread": "local.memory",
     "partition": "data.partition:",
     "predictor": "runs.predict",
     "private": "privacy.protection",

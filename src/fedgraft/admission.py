@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
+from fedgraft.client_sums import SUMS
 from fedgraft.context import ClientContext, ClientMemory, filled, vector_of
 from fedgraft.edit.fisher import ESTIMATORS
 from fedgraft.errors import Refused
 from fedgraft.messages import Order, as_bytes
-from fedgraft.observe import SUMS
 from fedgraft.policy import HIDES, count_order, purpose
 from fedgraft.privacy.secagg.client import as_tensor
 

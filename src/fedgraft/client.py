@@ -13,12 +13,13 @@ from dataclasses import replace
 from fedgraft.admission import admit
 from fedgraft.algorithm import Algorithm
 from fedgraft.client_secure import secure_stage
+from fedgraft.client_sums import SUMS, count
 from fedgraft.client_train import finetuned, outcome, with_chosen_model
 from fedgraft.context import ClientContext, ClientMemory, answer, filled, give_stream, vector_of
 from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.evaluate import counted
 from fedgraft.messages import Order, Reply
-from fedgraft.observe import SUMS, count, own_mask
+from fedgraft.observe import own_mask
 from fedgraft.privacy.secagg.secure_sum import STAGES
 from fedgraft.randomness import torch_stream
 
@@ -92,11 +93,18 @@ def _evaluate(
     return replace(answer(order, context), metrics=metrics, sums=sums), memory
 
 
+def _summed(
+    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Reply, ClientMemory]:
+    """Answer with sums over the client's examples."""
+    work = count if order.action == "count" else SUMS[order.action]
+    return replace(answer(order, context), sums=work(order, context)), memory
+
+
 ACTIONS: dict[str, Callable[[Order, Algorithm, ClientContext, ClientMemory], tuple[Reply, ClientMemory]]] = {
     "train": _train,
     "evaluate": _evaluate,
-    "count": count,
-    **SUMS,
+    **dict.fromkeys(("count", *SUMS), _summed),
     "own_mask": own_mask,
     **{f"secure.{stage}": secure_stage for stage in STAGES},
 }

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, secure_segments
+from fedgraft.client_sums import SUMS, sum_segments
 from fedgraft.client_train import outcome
 from fedgraft.context import ClientContext, ClientMemory, filled
 from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order, Reply, as_bytes
-from fedgraft.observe import SUMS, sum_segments
 from fedgraft.privacy.secagg.client import as_tensor, digest_of
 from fedgraft.privacy.secagg.ring import Unfit
 from fedgraft.privacy.secagg.secure_sum import Identity, Plan, SecureClient, SecureRefusal, series, weighted_input
@@ -116,8 +115,7 @@ def _summand(
     """What this client adds to the secure sum: its weighted change, or the sums that the order asks for."""
     action = str(order.settings["sums"])
     if action != "train":
-        reply, after = SUMS[action](replace(order, action=action), algorithm, context, memory)
-        return dict(reply.sums), after
+        return SUMS[action](order, context), memory
     done = outcome(order, algorithm, context, memory)
     assert algorithm.weighting.own is not None
     largest = float(order.settings["largest"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -30,8 +29,8 @@ from fedgraft.update.validation import (
     Field,
     Range,
     Rejection,
-    far_off,
     validate_replies,
+    without_outliers,
 )  # fmt: skip
 
 __all__ = ["Arrival", "Collected", "Engine", "ServerContext", "collect", "describe", "expectation", "relative_drift"]
@@ -172,27 +171,6 @@ def _collect_hidden(
     nobody = Answers((), torch.zeros(0, dtype=torch.float64), ())
     rounding = ring.step("update") if ring else None
     return Collected(nobody, (), done, lost, done.bytes_up, done.bytes_down, rounding)
-
-
-def without_outliers(
-    accepted: Sequence[Accepted], federation: Federation, state: ServerState
-) -> tuple[list[Accepted], list[Rejection]]:
-    """The replies whose update, and whose auxiliary vectors, are not far longer than is usual.
-
-    Usual is the median of the past rounds in units of the learning rate, or this round's median if that is larger.
-    """
-    factor = federation.norm_factor
-    if not factor:
-        return list(accepted), []
-    usual = federation.rate(state) * statistics.median(state.norms) if state.norms else 0.0
-    far = far_off({a.reply.client: a.norm for a in accepted}, factor, usual)
-    reasons = {k: f"change has norm {norm:.4g}, over {factor:g} times the usual" for k, norm in far.items()}
-    for name in accepted[0].reply.sums if accepted else ():
-        norms = {a.reply.client: float(torch.linalg.vector_norm(a.reply.sums[name].double())) for a in accepted}
-        for k, norm in far_off(norms, factor).items():
-            reasons.setdefault(k, f"sums/{name} has norm {norm:.4g}, over {factor:g} times the others'")
-    kept = [a for a in accepted if a.reply.client not in reasons]
-    return kept, [Rejection(client, reason) for client, reason in sorted(reasons.items())]
 
 
 def expectation(

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fedgraft.algorithm import Algorithm, secure_segments
 from fedgraft.client_secure import binding
+from fedgraft.client_sums import sum_segments, summands, sums_lie
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
-from fedgraft.observe import sum_segments, summands, sums_lie
 from fedgraft.privacy.protection import Protection
 from fedgraft.privacy.secagg.plan import Data
 from fedgraft.privacy.secagg.ring import Segment

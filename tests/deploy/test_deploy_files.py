@@ -24,7 +24,8 @@ from fedgraft.deploy import gate as federation_gate
 from fedgraft.deploy import process as federation_process
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.control import RunState, app_bundle, reason_of
-from fedgraft.deploy.gate import IN_USE, Pace, admitted, same_app
+from fedgraft.deploy.gate import IN_USE, admitted, same_app
+from fedgraft.deploy.helper import Pace
 from fedgraft.deploy.keys import check_private_key, days_left, fingerprint, make_node_key, public_key_of
 from fedgraft.deploy.run_node import NodeChoice, tell, why_ended
 from fedgraft.deploy.server import run_folder
@@ -421,7 +422,7 @@ def test_a_node_looks_often_while_there_is_work_and_calmly_when_not() -> None:
 FORKS = """
 import os, signal, sys
 from flwr.supercore.exit import exit_handler
-from fedgraft.deploy.gate import _be
+from fedgraft.deploy.helper import be
 
 def command():
     print(sys.argv, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, len(exit_handler.registered_exit_handlers))
@@ -431,7 +432,7 @@ signal.signal(signal.SIGTERM, lambda *words: print("the helper's handler"))
 exit_handler.add_exit_handler(lambda: print("the helper's end"))
 child = os.fork()
 if child == 0:
-    _be(["flwr-clientapp", "--token", "x"], command)
+    be(["flwr-clientapp", "--token", "x"], command)
 print("helper:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
@@ -446,16 +447,16 @@ def test_a_forked_client_inherits_nothing_of_its_helper_and_never_returns(what: 
 
 STUCK = """
 import os, signal, sys, threading, time
-from fedgraft.deploy import gate
+from fedgraft.deploy import helper
 
 def stuck():
     print(os.getpid(), flush=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Event().wait()
 
-gate._end_after.__defaults__ = (0.2,)
+helper._end_after.__defaults__ = (0.2,)
 if os.fork() == 0:
-    gate._be(["flwr-clientapp"], stuck)
+    helper.be(["flwr-clientapp"], stuck)
 time.sleep(60)
 """
 

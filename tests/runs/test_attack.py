@@ -19,8 +19,9 @@ from fedgraft.errors import FedgraftError
 from fedgraft.runs import attacked
 from fedgraft.runs.attack import RULES, AttackPlan, Measured, attack_table, partition_of, summary_rows, write
 from fedgraft.runs.attacked import BENIGN, OUTCOME
+from fedgraft.runs.files import without_timing
 from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder, without_timing
+from fedgraft.runs.run_folder import RunFolder
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)

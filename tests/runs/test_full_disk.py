@@ -16,10 +16,10 @@ from fedgraft.report import html as report
 from fedgraft.runs import reporting
 from fedgraft.runs import run as running
 from fedgraft.runs.engines import Engines
-from fedgraft.runs.files import keep
+from fedgraft.runs.files import keep, read_metrics, without_timing
 from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import open_run
-from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
+from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.warnings import warnings_for
 
 # ---- a deadline that cannot be kept ---------------------------------------------------------------------------------

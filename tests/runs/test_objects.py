@@ -17,7 +17,8 @@ import fedgraft as fg
 from fedgraft import client
 from fedgraft.config.load import load, to_toml
 from fedgraft.identity import digest
-from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
+from fedgraft.runs.files import read_metrics, without_timing
+from fedgraft.runs.run_folder import RunFolder
 
 CONFIG = [
     "model.name=tiny", "data.source=digits", "data.image_size=16", "data.limit=60", "partition.clients=3",

@@ -37,9 +37,10 @@ from fedgraft.errors import FedgraftError
 from fedgraft.runs import centralized, checkpoint, measure
 from fedgraft.runs import run as run_module
 from fedgraft.runs import run_folder as record
+from fedgraft.runs.files import read_metrics, without_timing
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder, read_metrics, without_timing
+from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.warnings import warnings_for
 
 TINY = [

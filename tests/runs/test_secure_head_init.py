@@ -22,11 +22,11 @@ from torch import Tensor
 from fedgraft import secure_round, zoo
 from fedgraft.algorithm import vary
 from fedgraft.client import handle
+from fedgraft.client_sums import summands
 from fedgraft.data.federated import FederatedData
 from fedgraft.engines.pool import Pool
 from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order, Reply, pack, unpack
-from fedgraft.observe import summands
 from fedgraft.privacy.protection import Protection
 from fedgraft.privacy.secagg.ring import Ring, Segment, Unfit
 from fedgraft.privacy.secagg.secure_sum import STAGES

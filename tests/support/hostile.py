@@ -18,9 +18,9 @@ from fedgraft import zoo
 from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithm import Algorithm, secure_segments, vary
 from fedgraft.client import carry_out
+from fedgraft.client_sums import sum_segments
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, Scalar, wire_size
-from fedgraft.observe import sum_segments
 from fedgraft.policy import Policy
 from fedgraft.privacy.dp import Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, private, secure

@@ -194,7 +194,7 @@ class PersonalModels(Protocol):
     def renewed(
         self, round: int, clients: Sequence[int], pieces: Iterable[tuple[slice, Tensor]], keep: bool
     ) -> Mapping[int, Tensor]:
-        """The models after this round; `pieces` are columns of the clients', (m, k). Others are kept or forgotten."""
+        """The models after this round (0: the start); `pieces` are columns of the clients', (m, k)."""
         ...
 
 
@@ -241,7 +241,7 @@ class Mixing:
         personal: Mapping[int, Tensor]
         if isinstance(state.personal, PersonalModels):
             pieces = blended(anchor, offsets, matrix, (weights, common))
-            personal = state.personal.renewed(state.round, answers.clients, pieces, self.absent_keep)
+            personal = state.personal.renewed(state.round + 1, answers.clients, pieces, self.absent_keep)
         else:
             mixed = mix(anchor, offsets, matrix, (weights, common))
             kept = state.personal if self.absent_keep else {}

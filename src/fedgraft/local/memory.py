@@ -1,10 +1,13 @@
-"""How this process treats memory that a training step has freed."""
+"""How this process computes: on one thread, and keeping the memory that a training step has freed."""
 
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+
+import torch
 
 _TRIM, _MAP = -1, -3  # mallopt's names for the two thresholds
 KEPT, MAPPED = 1 << 30, 1 << 25
@@ -23,3 +26,15 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_TRIM, KEPT)
         library.mallopt(_MAP, MAPPED)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Clients compute on one thread: the number of threads changes the bits of a sum."""
+    keep_freed_memory()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

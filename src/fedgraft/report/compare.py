@@ -16,7 +16,8 @@ from fedgraft.report.html import CHARTS, csv_row, flatten, grid, header, rows_cs
 from fedgraft.report.run_page import read_config
 from fedgraft.report.statistics import gap_cells, paired, summarise
 from fedgraft.report.values import NONE
-from fedgraft.runs.run_folder import RunFolder, RunInfo, describe, plain
+from fedgraft.runs.files import plain
+from fedgraft.runs.run_folder import RunFolder, RunInfo, describe
 
 log = logging.getLogger(__name__)
 Configs = Mapping[str, Mapping[str, Any]]

@@ -20,8 +20,7 @@ from typing import Any
 
 from fedgraft.report.charts import compare_charts
 from fedgraft.report.values import show
-from fedgraft.runs.files import write_atomic
-from fedgraft.runs.run_folder import plain
+from fedgraft.runs.files import plain, write_atomic
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
 _CLIENT_FIELDS = ("loss", "norm", "drift", "cosine", "weight")

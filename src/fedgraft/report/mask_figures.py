@@ -147,5 +147,8 @@ def _results(seen: Sequence[Seen], out: Path) -> list[Path]:
         sent = (summary.get("bytes_up", 0) + summary.get("bytes_down", 0)) / 1e6
         if sent and "test" in summary:
             points[s.label] = (sent, 100 * summary["test"]["accuracy"])
-    texts = {"title": "Accuracy against traffic", "xlabel": "megabytes up and down", "ylabel": "test accuracy (%)"}
-    return [*made, scatter_front(out / "accuracy_by_traffic.png", points, **texts)] if points else made
+    if points:
+        title, xlabel, ylabel = "Accuracy against traffic", "megabytes up and down", "test accuracy (%)"
+        file = out / "accuracy_by_traffic.png"
+        made.append(scatter_front(file, points, title=title, xlabel=xlabel, ylabel=ylabel))
+    return made

@@ -17,7 +17,8 @@ from fedgraft.report import run_tables as tables
 from fedgraft.report.charts import run_charts
 from fedgraft.report.html import section
 from fedgraft.report.values import accuracy, clock, label, metric, percent, seconds_of, show, size
-from fedgraft.runs.run_folder import RunFolder, describe, plain
+from fedgraft.runs.files import plain
+from fedgraft.runs.run_folder import RunFolder, describe
 
 _SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
 Lines = Sequence[Mapping[str, Any]]

@@ -9,7 +9,7 @@ from typing import Any
 from fedgraft.report.html import Rows, grid, safe
 from fedgraft.report.representation_figures import by_client, read_mixing
 from fedgraft.report.values import NONE, cell, label, metric
-from fedgraft.runs.run_folder import plain
+from fedgraft.runs.files import plain
 
 _ROWS, _CELLS = 200, 20_000  # more clients, or more cells of a table, than this make the page heavy
 _UPDATES = {"norm": "norm of its update", "drift": "distance from the mean", "cosine": "cosine to the mean"}

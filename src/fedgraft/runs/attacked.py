@@ -20,10 +20,11 @@ from fedgraft.config.load import Config, to_toml
 from fedgraft.data.examples import FeatureExamples, ImageExamples
 from fedgraft.engines.attackers import Attacked, Trigger, choose_attackers
 from fedgraft.local.evaluate import evaluate
+from fedgraft.local.memory import one_thread
 from fedgraft.runs.files import write_text
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening
-from fedgraft.runs.run import one_thread, run_job
+from fedgraft.runs.run import run_job
 from fedgraft.runs.task import Task
 from fedgraft.runs.tracking import Progress
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedgraft.client_sums import summands
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order
-from fedgraft.observe import summands
 from fedgraft.secure_round import Sums
 from fedgraft.update.validation import Expectation, Field, validate_replies
 

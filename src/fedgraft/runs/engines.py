@@ -85,11 +85,13 @@ class Engines:
         images = rule.batch_size * rule.steps_for(max(1, job.task.data.total // job.federation.clients))
         return float(met * images * job.federation.per_round)
 
-    def sums(self, context: ClientContext) -> Sums:
-        """What asks this run's clients for sums before the first round, hidden where the run hides them."""
+    def sums(self, context: ClientContext, clients: Sequence[int] | None = None) -> Sums:
+        """What asks this run's clients (or these) for sums before the first round, hidden where the run hides them."""
         f, job = self.job.federation, self.job
         exchange = self.preparing(context).exchange
-        asking = Sums(exchange, f.run, f.members, job.task.network, job.algorithm.privacy)
+        asking = Sums(
+            exchange, f.run, f.members if clients is None else clients, job.task.network, job.algorithm.privacy
+        )
         asking.claims = Claims(job.task.data.sizes_by_client(), dealt=job.task.data.rows_known)
         return asking
 

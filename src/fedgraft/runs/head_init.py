@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft.collect import Engine
+from fedgraft.edit.space import EditSpace
+from fedgraft.edit.trainable import is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.local.evaluate import Evaluation
 from fedgraft.messages import Order, Reply
@@ -192,17 +194,12 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
 
 def install_head(job: Job, engines: Engines) -> Start | None:
     """Give the network a head made from the clients' sums, or leave it at its random start."""
-    m, network, data, f = job.config.model, job.task.network, job.task.data, job.federation
+    m, network, data = job.config.model, job.task.network, job.task.data
     if job.config.head == "random":
         return None
     check_clear(job.config.head == "cof" and job.algorithm.privacy.hidden)
     context = job.backbone_context
-    judge: Judge
-    if data.blind:
-        judge = Elsewhere(engines.preparing(context), f.run, f.members, claims_of(data))
-    else:
-        rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
-        judge = Judgement(features_of(network, context.examples, rows), job.task.train_images.labels[rows])
+    judge = _judge(job, engines)
     hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
     recipe = job.config.head, m.model_dump_json(include={"ridge", "probe_steps"}), job.config.data.model_dump_json()
     identity = [digest(network, network.depth), *data.identity, job.task.transform.digest, str(job.config.seed)]
@@ -221,6 +218,34 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     return start
 
 
+def own_starts(job: Job, engines: Engines, space: EditSpace) -> dict[int, Tensor]:
+    """Where clients share nothing: the vector each one starts from, with the head that its own images alone give.
+
+    A head of everybody's sums would not be training alone. Empty where heads are not made of sums or do not train.
+    """
+    network, head = job.task.network, job.task.network.head
+    trains = any(is_head(network, part.name) and part.index is None for part in space.parts)
+    if job.algorithm.aggregate.shares or job.config.head == "random" or job.task.data.blind or not trains:
+        return {}
+    judge, common = _judge(job, engines), torch.cat([head.weight, head.bias[:, None]], 1).detach().clone()
+    found = {}
+    for client in job.federation.members:
+        install(network, _make_head(job, engines.sums(job.backbone_context, [client]), judge))
+        found[client] = space.gather(network)
+    install(network, common)
+    engines.close()
+    return found
+
+
+def _judge(job: Job, engines: Engines) -> Judge:
+    """On the server's images, or on those that clients hold out."""
+    data, context = job.task.data, job.backbone_context
+    if data.blind:
+        return Elsewhere(engines.preparing(context), job.federation.run, job.federation.members, claims_of(data))
+    rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
+    return Judgement(features_of(job.task.network, context.examples, rows), job.task.train_images.labels[rows])
+
+
 def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
     m = job.config.model
     if job.config.head == "probe":
@@ -231,5 +256,6 @@ def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
         head, penalty = strongest(cof_heads(client_class_sums(sums), GRID if m.ridge is None else (m.ridge,)), judge)
         return tempered(head, judge)
     head, penalty = ridge_head(sums, m.ridge, judge)
-    log.info("head initialisation: ridge penalty %g", penalty)
+    if len(sums.clients) > 1:  # a line for each client that starts alone would bury the others
+        log.info("head initialisation: ridge penalty %g", penalty)
     return tempered(head, judge)

@@ -25,10 +25,10 @@ from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.trainable import Opened, layer_ranges
+from fedgraft.local.features import hidden
 from fedgraft.messages import Order, Scalar
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
-from fedgraft.observe import hidden
 from fedgraft.protocols import Examples
 from fedgraft.randomness import torch_stream
 from fedgraft.runs.engines import Engines

@@ -174,3 +174,12 @@ def _named_by(checkpoint: Path) -> list[int]:
         return [int(name) for name in meta.get("personal", {}).get("files", {})]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError):
         return []
+
+
+def first_models(folder: Path, length: int, own: Mapping[int, Tensor], on_disk: bool) -> Mapping[int, Tensor]:
+    """The clients' models before the first round, of those that have one, in memory or in files."""
+    if not on_disk:
+        return own
+    store = PersonalStore.create(folder, length)
+    rows = [(slice(0, length), torch.stack(list(own.values())))] if own else []
+    return store.renewed(0, list(own), rows, keep=True) if own else store

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.errors import FedgraftError
+from fedgraft.local.memory import one_thread
 from fedgraft.report import figures
 from fedgraft.report.run_page import write_report
 from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.files import write_text
 from fedgraft.runs.reporting import PHASES_FILE
 from fedgraft.runs.roofline import Roofline, best_seconds, measure_roofline
-from fedgraft.runs.run import one_thread
 from fedgraft.runs.run_folder import RunFolder
 
 

@@ -13,12 +13,12 @@ from fedgraft.runs.job import Job
 def settled(algorithm: Algorithm, curvature: float | None = None) -> Algorithm:
     """The algorithm with its learning rates written out: what was left open gets what suits the trainable kind.
 
-    The head's rate is a tenth of the inverse of its `curvature`; where that is unknown, or steps are adaptive, a
+    The head's rate is a twentieth of the inverse of its `curvature`; where that is unknown, or steps are adaptive, a
     constant. Normalised updates and control variates divide by one number of steps for all weights: one rate.
     """
     local, kind, lr = algorithm.local, algorithm.trainable, algorithm.lr
     adaptive = local.optimizer.adaptive
-    head = 0.001 if adaptive else HEAD if curvature is None else 0.1 / curvature
+    head = 0.001 if adaptive else HEAD if curvature is None else 0.05 / curvature
     if not kind.trains_body:
         return vary(algorithm, lr=local.lr or head)
     own = algorithm.leaves_head_rate and not algorithm.divides_by_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from fedgraft.runs.files import write_text
 from fedgraft.runs.job import Job
 from fedgraft.runs.opening import Opening
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.saving import Best
+from fedgraft.runs.saving import Best, account_of, selected
+from fedgraft.state import ServerState
 
 PHASES_FILE = "phases.json"
 
@@ -80,3 +81,24 @@ def rates(opening: Opening) -> str:
     """The learning rates as they are, whoever chose them."""
     lr, head = opening.algorithm.lr * opening.rate_factor, opening.algorithm.local.head_lr
     return f"rate {lr:.3g}" if head is None else f"rate {lr:.3g}, the head's {lr * head:.3g}"
+
+
+def summary_of(
+    job: Job, opening: Opening, state: ServerState, best: Best, lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What summary.json says of a finished run but for its test, its traffic and its time."""
+    config, algorithm, data = job.config, opening.algorithm, job.task.data
+    start = next((line["accuracy"] for line in lines if line["round"] == 0), None)
+    summary = {
+        "kind": config.kind,
+        "validation": {"accuracy": best.accuracy, **selected(config.select, best)},
+        "best_round": best.round,
+        "rounds": state.round,
+        "edited": {"coordinates": opening.space.trained, "of": sum(p.numel() for p in job.task.network.parameters())},
+        "start": start,
+        "data": facts_of(data),
+        **note_of(start, best, state.round, algorithm.privacy.dp is not None),
+        **({"protection": algorithm.aggregate.insecure} if algorithm.aggregate.insecure else {}),
+        **account_of(config, algorithm, state.round, lines),
+    }
+    return summary if data.rows_known else {**summary, "classes": list(data.dataset.classes)}

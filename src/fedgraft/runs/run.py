@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedgraft import server
 from fedgraft.config.build import budget
 from fedgraft.config.load import Config, to_toml
 from fedgraft.errors import FedgraftError
-from fedgraft.local.memory import keep_freed_memory
+from fedgraft.local.memory import one_thread
 from fedgraft.progress import phase, shown_by, watching
 from fedgraft.report import representation_figures
 from fedgraft.round import RoundSummary, run_round
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
-from fedgraft.runs.head_init import install, install_head
+from fedgraft.runs.head_init import install, install_head, own_starts
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.measure import Measure
 from fedgraft.runs.opening import Opening, open_run
-from fedgraft.runs.personal_store import PersonalStore
+from fedgraft.runs.personal_store import PersonalStore, first_models
 from fedgraft.runs.plan import check
-from fedgraft.runs.reporting import describe, facts_of, keep_phases, keep_skipped, note_of, report_run
+from fedgraft.runs.reporting import describe, keep_phases, keep_skipped, report_run, summary_of
 from fedgraft.runs.round_log import RoundLog
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.saving import Best, account_of, pack_run, protection_of, saved_edit, selected
+from fedgraft.runs.saving import Best, pack_run, protection_of, saved_edit
 from fedgraft.runs.secrets import secret_of, with_secrets
 from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, Silent, Tracking
 from fedgraft.runs.warnings import warnings_for
@@ -42,18 +41,6 @@ from fedgraft.state import ServerState, from_tensors, to_tensors
 log = logging.getLogger("fedgraft")
 
 Build = Callable[[], tuple[Job, Remote | None]]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Clients compute on one thread: the number of threads changes the bits of a sum."""
-    keep_freed_memory()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run(
@@ -153,9 +140,11 @@ class _Run:
             self.opening.algorithm, self.opening.space.gather(self.job.task.network), self.opening.space.trained
         )
         megabytes = self.job.federation.clients * len(state.vector) * 4 / 1e6
-        if self.opening.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb:
+        on_disk = self.opening.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb
+        if on_disk:
             log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
-            state = replace(state, personal=PersonalStore.create(self.record.path / "personal", len(state.vector)))
+        own = own_starts(self.job, self.engines, self.opening.space)
+        state = replace(state, personal=first_models(self.record.path / "personal", len(state.vector), own, on_disk))
         line: dict[str, Any] = {"round": 0, "seconds": {}}
         found = self.measure.validation(state.vector, 0)
         line |= self.measure.line(found)
@@ -267,34 +256,15 @@ class _Run:
 
     def _finish(self, state: ServerState) -> dict[str, Any]:
         """What is kept of the run; the test set is seen here, once, with the best model by validation."""
-        before, opening, data = self._traffic(), self.opening, self.job.task.data
-        best = state.vector if self.best.vector is None else self.best.vector
-        summary: dict[str, Any] = {
-            "kind": self.config.kind,
-            "validation": {"accuracy": self.best.accuracy, **selected(self.config.select, self.best)},
-            "best_round": self.best.round,
-            **(self.measure.tested(best, state.round) if self.config.rounds.test else {}),
-            "rounds": state.round,
-            **self.totals,
-            "seconds": self.spent,
-            "edited": {
-                "coordinates": opening.space.trained, "of": sum(p.numel() for p in self.job.task.network.parameters()),
-            },
-        }  # fmt: skip
-        start = next((line["accuracy"] for line in self.record.metrics() if line["round"] == 0), None)
-        summary |= {"start": start, "data": facts_of(data)}
-        summary |= note_of(start, self.best, state.round, opening.algorithm.privacy.dp is not None)
-        if opening.algorithm.aggregate.insecure:
-            summary["protection"] = opening.algorithm.aggregate.insecure
-        summary |= account_of(self.config, opening.algorithm, state.round, self.record.metrics())
-        summary |= self.measure.served(state, best)
+        before, best = self._traffic(), state.vector if self.best.vector is None else self.best.vector
+        tested = self.measure.tested(best, state.round) if self.config.rounds.test else {}
+        summary = summary_of(self.job, self.opening, state, self.best, self.record.metrics()) | tested
+        summary |= {**self.totals, "seconds": self.spent, **self.measure.served(state, best)}
         if self.remote is not None:
             self._add(self._traffic(before))
             for key, total in self.totals.items():  # preparations and the final test are no round's
                 inside = sum(int(one.get(key, 0)) for one in self.record.metrics())
                 summary |= {key: total, f"{key}_outside_rounds": total - inside}
-        if not data.rows_known:
-            summary["classes"] = list(data.dataset.classes)
         return summary
 
     # ---- saving and restoring -------------------------------------------------------------------------------------

@@ -18,26 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.errors import FedgraftError
-from fedgraft.runs.files import (
-    TIMING,
-    is_locked,
-    logging_to,
-    plain,
-    read_metrics,
-    repair,
-    take_lock,
-    without_timing,
-    write_text,
-)  # fmt: skip
+from fedgraft.runs.files import is_locked, logging_to, plain, read_metrics, repair, take_lock, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedgraft.runs.checkpoint import Checkpoint
-
-__all__ = [
-    "TIMING", "RunFolder", "RunInfo", "describe", "list_runs", "logging_to", "plain", "read_metrics", "without_timing",
-]  # fmt: skip
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from fedgraft.errors import FedgraftError, MissingExtra
 from fedgraft.report.html import csv_row, flatten
-from fedgraft.runs.run_folder import plain
+from fedgraft.runs.files import plain
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fedgraft.messages import HEADER_BYTES, BadMessage, Payload, Reply, unpack
+from fedgraft.state import Federation, ServerState
 from fedgraft.update.claims import Claims
 from fedgraft.update.codecs import BadPayload, Codec, body_bytes, check_tensor, decode, is_finite
 
@@ -254,3 +255,24 @@ def far_off(norms: Mapping[int, float], factor: float, usual: float = 0.0) -> di
     middle = statistics.median(norms.values()) if len(norms) > 2 else 0.0
     bound = factor * max(usual, middle)
     return {client: norm for client, norm in norms.items() if norm > bound > 0}
+
+
+def without_outliers(
+    accepted: Sequence[Accepted], federation: Federation, state: ServerState
+) -> tuple[list[Accepted], list[Rejection]]:
+    """The replies whose update, and whose auxiliary vectors, are not far longer than is usual.
+
+    Usual is the median of the past rounds in units of the learning rate, or this round's median if that is larger.
+    """
+    factor = federation.norm_factor
+    if not factor:
+        return list(accepted), []
+    usual = federation.rate(state) * statistics.median(state.norms) if state.norms else 0.0
+    far = far_off({a.reply.client: a.norm for a in accepted}, factor, usual)
+    reasons = {k: f"update has norm {norm:.4g}, over {factor:g} times the usual" for k, norm in far.items()}
+    for name in accepted[0].reply.sums if accepted else ():
+        norms = {a.reply.client: float(torch.linalg.vector_norm(a.reply.sums[name].double())) for a in accepted}
+        for k, norm in far_off(norms, factor).items():
+            reasons.setdefault(k, f"sums/{name} has norm {norm:.4g}, over {factor:g} times the others'")
+    kept = [a for a in accepted if a.reply.client not in reasons]
+    return kept, [Rejection(client, reason) for client, reason in sorted(reasons.items())]

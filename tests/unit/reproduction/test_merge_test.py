@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from reproduction import merge_test
 
 from fedgraft.config.load import load
+from reproduction import merge_test
 
 TINY = (
     "model.name=tiny", "data.source=digits", "data.limit=200", "data.image_size=16", "rounds.total=2", "local.steps=4",

@@ -202,12 +202,12 @@ def test_damaged_rows_fall_back_to_an_earlier_checkpoint(
 ) -> None:
     folder = tmp_path / "run"
     killed(folder, 4, "after")
-    newest = folder / "personal" / "round-00000003.f32"
+    newest = folder / "personal" / "round-00000004.f32"
     data = bytearray(newest.read_bytes())
     data[100] ^= 1
     newest.write_bytes(data)
     run(load(None, [*TINY, ON_DISK]), folder, console=False)
-    assert "personal models of round 3 are missing or damaged" in (folder / "log.txt").read_text()
+    assert "personal models of round 4 are missing or damaged" in (folder / "log.txt").read_text()
     assert same(models(folder), unbroken[0])
 
 
@@ -217,7 +217,7 @@ def test_without_the_check_the_damage_would_go_unnoticed(
     """The broken variant: rows that are opened without comparing their digest."""
     folder = tmp_path / "run"
     killed(folder, 4, "after")
-    newest = folder / "personal" / "round-00000003.f32"
+    newest = folder / "personal" / "round-00000004.f32"
     newest.write_bytes(bytes(len(newest.read_bytes())))
     real = PersonalStore.restore.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr("fedgraft.runs.personal_store._Shelf.digest", lambda self, round: "")

@@ -19,7 +19,8 @@ import torch
 from fedgraft.errors import FedgraftError
 from fedgraft.runs import checkpoint, environment
 from fedgraft.runs.checkpoint import load_best
-from fedgraft.runs.run_folder import RunFolder, describe, list_runs, plain, read_metrics, without_timing
+from fedgraft.runs.files import plain, read_metrics, without_timing
+from fedgraft.runs.run_folder import RunFolder, describe, list_runs
 
 
 def line(round: int, **more: Any) -> dict[str, Any]:

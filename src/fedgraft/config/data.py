@@ -1,0 +1,106 @@
+"""The options of what is adapted to what: the images, how they lie with clients, the pretrained network."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from fedgraft.config.section import Section
+
+
+class Data(Section):
+    """Where the images come from."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    source: str = Field(
+        "digits",
+        description="digits, cifar10, cifar100, folder, owners (a folder per owner), parquet, npz, datasets, features, "
+        "synthetic, or a registered name; its own options stand beside it (image, label, site, group: column names)",
+    )
+    path: str | None = Field(None, description="file or folder with the data; else the usual places, then the Hub")
+    validation: float = Field(0.1, ge=0, lt=1, description="share of the training images held out, stratified")
+    image_size: int | None = Field(
+        None, ge=4, le=4096, description="pixels the network sees; default: what it was trained on"
+    )
+    resize: Literal["model", "crop", "squash"] = Field(
+        "model", description="how images get the network's size; default: as the network was trained, else crop"
+    )
+    grey_window: tuple[float, float] | None = Field(
+        None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
+    )
+    unreadable: Literal["refuse", "skip"] | None = Field(
+        None, description="images that cannot be read: refuse the data (the default), or leave them out and say so"
+    )
+    augment: tuple[Literal["flip", "crop", "resized_crop", "jitter", "randaugment"], ...] = Field(
+        (), description="training transforms, in this order; evaluation never augments"
+    )
+    normalise: Literal["model", "imagenet", "cifar100"] = Field(
+        "model", description="one normalisation for all splits; default: what the network was trained with"
+    )
+    class_map: dict[str, str] | None = Field(
+        None, description="other names for classes, as a table or a TOML file: what is left stands for what is right"
+    )
+    limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
+    classes: int = Field(10, ge=2, description="synthetic only: number of classes")
+    count: int = Field(2000, ge=10, description="synthetic only: number of training images")
+    cache_features: bool = Field(True, description="keep the frozen backbone's outputs; equal within 1e-6, much faster")
+
+    @field_validator("class_map", mode="before")
+    @classmethod
+    def _read_map(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return tomllib.loads(Path(value).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"the file {value} is no map of class names ({error})") from None
+
+
+class Partition(Section):
+    """How the training images are divided among clients."""
+
+    kind: Literal[
+        "iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"
+    ] = Field("stratified", description="by_site: one client per owner, as the data's site column says")  # fmt: skip
+    column: str = Field("site", description="kind=by_site: the column of the data that says whose each row is")
+    clients: int = Field(10, ge=1, description="K, the number of clients")
+    classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")
+    shards_per_client: int = Field(2, ge=1, description="kind=shards: s")
+    shard_rule: Literal["sorted", "per_class"] = Field("per_class", description="kind=shards: sort-and-cut or by class")
+    alpha: float = Field(0.5, gt=0, description="kind=dirichlet*: concentration, small is uneven")
+    minimum: int = Field(10, ge=1, description="kind=dirichlet: least images of a client")
+    groups: tuple[tuple[int, ...], ...] = Field((), description="kind=groups: the labels of each group of clients")
+    allow_uncovered: bool = Field(False, description="allow classes that nobody holds")
+    test: Literal["shard", "all_of_my_classes"] = Field("shard", description="each client's own test images")
+    without: tuple[str, ...] = Field(
+        (), description="clients, by name or number, that never take part; all others keep their numbers and streams"
+    )
+
+    @model_validator(mode="after")
+    def _named_groups(self) -> Partition:
+        if self.kind == "groups" and not self.groups:
+            raise ValueError("kind='groups' needs the labels of each group, for example groups=[[0,1,2],[3,4,5]]")
+        return self
+
+
+class Model(Section):
+    """The pretrained network and its head."""
+
+    name: str = Field(
+        "nano", description="nano, cnn, features, resnet18[:width=..,norm=group], a transformers folder, or a Hub name"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="before the head")
+    head: Literal["ridge", "probe", "ncm", "cof", "random"] | None = Field(
+        None,
+        description="how the head starts: ridge (Fed3R), logistic probe, class means, FedCOF, at random; default: "
+        "ridge, under differential privacy random",
+    )
+    ridge: float | None = Field(
+        None,
+        gt=0,
+        description="λ of the ridge head, relative to the mean feature energy; default: chosen on validation",
+    )
+    probe_steps: int = Field(50, ge=1, description="head=probe: full-batch steps on summed gradients")

@@ -1,0 +1,57 @@
+"""Clients that share nothing start from heads of their own images; with a common start, training alone is not alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.support.tiny import Open, tiny, without_pictures
+
+from fedgraft.runs.head_init import features_of, own_starts
+from fedgraft.runs.run import run
+
+ALONE = ("algorithm.name=local_only", "trainable.kind=head", "partition.kind=dirichlet")
+
+
+def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_its_scale() -> None:
+    from sklearn.linear_model import Ridge
+
+    made = Open(tiny(*ALONE))
+    found = own_starts(made.job, made.engines, made.space)
+    before = made.space.gather(made.network)
+    for client, vector in found.items():
+        rows = made.data.rows(client)
+        z = features_of(made.network, made.job.backbone_context.examples, rows).double()
+        targets = torch.nn.functional.one_hot(made.task.train_images.labels[rows], made.network.classes) - 0.1
+        theirs = Ridge(alpha=float(z.square().sum(0).mean()), solver="cholesky").fit(z.numpy(), targets.numpy())
+        made.space.scatter(vector, made.network)
+        ours = made.network.head.weight.detach().double().numpy()
+        scale = (ours * theirs.coef_).sum() / np.square(theirs.coef_).sum()
+        np.testing.assert_allclose(ours, scale * theirs.coef_, rtol=1e-3, atol=1e-4 * np.abs(ours).max())
+    assert len(found) == 3 and not any(torch.equal(vector, before) for vector in found.values())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("algorithm.name=fedavg",), ("model.head=random",), ("trainable.kind=body",)],
+    ids=["shared", "random head", "head frozen"],
+)
+def test_where_clients_share_or_have_no_head_of_sums_they_start_together(overrides: tuple[str, ...]) -> None:
+    made = Open(tiny(*ALONE, *overrides))
+    assert own_starts(made.job, made.engines, made.space) == {}
+
+
+@pytest.mark.slow
+def test_starts_on_disk_are_those_in_memory(tmp_path: Path) -> None:
+    with without_pictures():
+        summaries = [
+            run(
+                tiny(*ALONE, "personal.evaluate=end", f"rounds.personal_memory_mb={mb}"),
+                tmp_path / str(mb),
+                console=False,
+            )
+            for mb in (100, 0)
+        ]
+    assert summaries[0]["personal"] == summaries[1]["personal"]
