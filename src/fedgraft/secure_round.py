@@ -157,7 +157,7 @@ class Sums:
         self.clients = tuple(clients)
         self.claims: Claims | None = None
         self.lost: dict[int, str] = {}
-        self.asked = 0
+        self.asked = self.up = self.down = 0
 
     def ask(
         self,
@@ -187,6 +187,7 @@ class Sums:
         session = SecureSession(self.privacy, orders, self.exchange)
         try:
             result = session.total(sum_segments(action, self.network, orders[0].settings))
+            self.up, self.down = self.up + session.up, self.down + session.down
         except SecureAbort as error:
             raise FedgraftError(f"the secure sum of {action} was aborted and nothing was revealed: {error}") from error
         shapes = {name: s.shape for name, s in summands(action, self.network, orders[0].settings).items()}
@@ -213,6 +214,8 @@ class Sums:
             )  # fmt: skip
             arrivals: Iterable[Any] = self.exchange(asked)
             accepted, rejections = validate_replies(arrivals, expected)
+            self.down += sum(map(wire_size, asked))
+            self.up += sum(wire_size(a.reply) for a in accepted)
             for name in fields if accepted else ():
                 total[name] = _added([a.reply.sums[name] for a in accepted], total.get(name))
             there |= {a.reply.client for a in accepted}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgraft.client_sums import summands
 from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order
+from fedgraft.messages import Order, wire_size
 from fedgraft.secure_round import Sums
 from fedgraft.update.validation import Expectation, Field, validate_replies
 
@@ -46,6 +46,8 @@ def client_class_sums(sums: Sums) -> Tensor:
     expected = Expectation(sums.run, -1, frozenset(sums.clients), sums=fields)
     replies = [a for a in sums.exchange(orders) if not (isinstance(a, tuple) and isinstance(a[1], str))]
     accepted, _ = validate_replies(replies, expected)  # type: ignore[arg-type]
+    sums.down += sum(map(wire_size, orders))
+    sums.up += sum(wire_size(one.reply) for one in accepted)
     if not accepted:
         raise FedgraftError("no client answered the order 'class_sums', so there is nothing to make a head from.")
     return torch.stack([one.reply.sums["cross"] for one in accepted])
