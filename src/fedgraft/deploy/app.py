@@ -28,7 +28,11 @@ config = ""
 folder = ""
 server-data = ""
 server-source = ""
+federation = ""
 wait = ""
+task = ""
+model = ""
+metrics = ""
 """
 
 
