@@ -23,7 +23,7 @@ from reproduction.runs import FinishedRuns
 from reproduction.verdicts import CONTRADICTED, NO_RANGE, SUPPORTED, UNDECIDED
 from typer.testing import CliRunner
 
-from fedgraft.config.build import partition_options
+from fedgraft.config.federate import partition_options
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
 from fedgraft.registry import ALGORITHMS

@@ -59,6 +59,7 @@ def _spent(make: Callable[[Any], Any], probability: float, noise: float, rounds:
     return float(account.get_epsilon(delta))
 
 
+@lru_cache(maxsize=64)
 def noise_for(target: float, probability: float, rounds: int, delta: float, tolerance: float = 2e-3) -> float:
     """The smallest noise multiplier (up to the relative tolerance, from above) that spends at most `target`."""
     if not target > 0 or rounds < 1:
