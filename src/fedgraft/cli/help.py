@@ -19,9 +19,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Several owners": ("preflight", "worth", "unlearn", "deploy"),
 }
 DEPLOY: Mapping[str, tuple[str, ...]] = {
-    "Coordinator": tuple("init register server preflight submit status evaluate stop revoke renew".split()),
+    "Rehearse": ("local",),
+    "Coordinator": ("init", "register", "server", "preflight", "submit", "status", "evaluate", "stop"),
     "Data owner": ("key", "policy", "trust", "node", "audit"),
-    "Both": ("local", "fingerprint"),
+    "Keys and certificates": ("fingerprint", "revoke", "renew"),
 }
 """Commands in the order of use, for the program and for `deploy`; what is not named comes last."""
 
