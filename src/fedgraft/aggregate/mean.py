@@ -85,12 +85,15 @@ def count_normalised(updates: Iterable[Tensor], masks: Iterable[Tensor], weights
     that are zero outside their masks; it shrinks coordinates that few clients chose.
     """
     total = count = torch.zeros(0, dtype=torch.float64)
+    whole = 0.0
     for update, mask, weight in zip(updates, masks, normalised(weights).tolist(), strict=True):
         if not len(total):
             total, count = torch.zeros(2, len(update), dtype=torch.float64)
         total += torch.where(mask, update, 0).to(torch.float64) * weight
         count += mask.to(torch.float64) * weight
-    return torch.where(count > 0, total / count, 0.0).to(torch.float32)
+        whole += weight
+    # Where everybody may move, nothing is divided: equal masks give the plain mean, bit for bit.
+    return torch.where(count == whole, total, torch.where(count > 0, total / count, 0.0)).to(torch.float32)
 
 
 def norm(vector: Tensor) -> float:

@@ -209,7 +209,8 @@ def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
         sums = {name: vector[:trained] for name, vector in info.sums.items()}
         head = RoundInfo(info.clients_total, info.clients_answered, info.lr, sums, info.scalars)
         moved, new = rule.step(x[:trained], update[:trained], state, head)
-        return torch.cat([moved, x[trained:] + update[trained:]]), new
+        tail = x[trained:] + update[trained:] if len(update) > trained else x[trained:]  # own masks send no statistics
+        return torch.cat([moved, tail]), new
 
     return replace(rule, init=lambda size: rule.init(trained), step=step)
 
