@@ -89,7 +89,7 @@ def _run_here(config: Config, folder: Path, central: bool) -> None:
 
 def check_data(config: Config) -> None:
     """Open the data once, so that what is wrong with it is said once and not by every run."""
-    from fedgraft.config.build import open_data
+    from fedgraft.config.federate import open_data
 
     try:
         open_data(config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
@@ -20,6 +19,7 @@ from fedgraft.errors import Refused
 from fedgraft.messages import Order, as_bytes
 from fedgraft.policy import HIDES, count_order, purpose
 from fedgraft.privacy.secagg.client import as_tensor
+from fedgraft.update.codecs import is_finite
 
 LEDGER = "ledger"
 _SCORING = {"names": str, "draw": int, "share": float, "estimator": str, "labels": str, "batch": int}
@@ -99,5 +99,5 @@ def _numbers(order: Order, wanted: Mapping[str, type]) -> None:
 def _vector(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
     if tensor is None or not tensor.is_floating_point() or tuple(tensor.shape) != shape:
         raise Refused(f"{name} of the order is missing or of another size than here", "order")
-    if not bool(torch.isfinite(tensor).all()):
+    if not is_finite(tensor):
         raise Refused(f"{name} of the order is not finite", "order")

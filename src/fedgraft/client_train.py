@@ -131,7 +131,7 @@ def _adapt(
 def _train_active(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Tensor, Trained]:
-    """Train only the coordinates that the order marks as active; the change covers just these."""
+    """Train only the coordinates that the order marks as active; the update covers just these."""
     active = unpack_bits(order.auxiliary["active"], context.space.trained)
     context.release()
     context.space.scatter(vector_of(order), context.network)

@@ -44,7 +44,7 @@ _GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together w
 
 @dataclass
 class HiddenSum:
-    """What a secure round gives: the mean change, sums and scalars of the survivors; and what it cost."""
+    """What a secure round gives: the mean update, sums and scalars of the survivors; and what it cost."""
 
     update: Tensor | None = None
     sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def stage_order(order: Order, stage: str, data: Data) -> Order:
 def secure_sum(
     algorithm: Algorithm, federation: Federation, orders: Sequence[Order], exchange: Exchange, length: int, trained: int
 ) -> HiddenSum:
-    """Carry the training orders through the five stages; a round with too few clients gives no change."""
+    """Carry the training orders through the five stages; a round with too few clients gives no update."""
     told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
     asked = [replace(order, settings={**order.settings, **told}) for order in orders]
     session = SecureSession(algorithm.privacy, asked, exchange)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedgraft.config.load import from_folder
+from fedgraft.config.load import from_folder, load
 from fedgraft.runs import checkpoint
+from fedgraft.runs.run import run
 from fedgraft.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -69,9 +70,8 @@ def test_a_local_federation_ends_in_the_bytes_of_one_process(root: Path) -> None
     text, _ = deployed.communicate(timeout=400)
     assert deployed.returncode == 0, text
     assert "all 2 nodes are connected" in text
-    alone = start(root, "run", *overrides, "--folder", "here", "--quiet")
-    assert alone.wait(timeout=200) == 0
     here, there = root / "here", root / "there"
+    run(load(None, overrides), here, console=False)
     assert torch.equal(final_vector(here), final_vector(there))
     assert RunFolder.open(there).status == "finished"
     assert (there / "report.html").is_file()

@@ -223,4 +223,4 @@ class AlgorithmChoice(Section):
     )
     attackers: int = Field(0, ge=0, description="robust rules: attackers to withstand in a cohort")
     neighbours: bool = Field(False, description="nearest-neighbour mixing before the robust rule")
-    clip_norm: float | None = Field(None, gt=0, description="clip every change to this norm before combining")
+    clip_norm: float | None = Field(None, gt=0, description="clip every update to this norm before combining")
