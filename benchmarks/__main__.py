@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 PEERS = ["-m", "benchmarks.peers", "--quick", "--timeout", "240"]
-FIRST = ("W1", "W2", "W3", "W4-sparse-nano", "W4-sparse-vits", "W4-qk-nano", "W4-lora-nano")
+FIRST = ("features", "cnn", "frozen", "edit-sparse-nano", "edit-sparse-vits", "edit-qk-nano", "edit-lora-nano")
 ALONE = ("scale", "micro", "sparse", "fisher", "head")
 
 
@@ -37,7 +37,7 @@ def steps() -> list[tuple[str, list[str]]]:
     return [
         ("peers, once", [*PEERS, "--repeats", "1", *FIRST]),
         *((name, found[name]) for name in ALONE),
-        ("peers, W1 and W2 again", [*PEERS, "W1", "W2"]),
+        ("peers, features and cnn again", [*PEERS, "features", "cnn"]),
         ("peers, all again", PEERS),
         *((name, overrides) for name, overrides in found.items() if name not in (*ALONE, "peers")),
     ]
