@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks" / "peers" / "shared"))
 
 from benchmarks import __main__ as benchmarks_main  # noqa: E402
-from benchmarks import bench_sparse  # noqa: E402
+from benchmarks import bench_job, bench_sparse  # noqa: E402
 from benchmarks.__main__ import commands  # noqa: E402
 from benchmarks.peers import figure, harness, page, workloads  # noqa: E402
 from benchmarks.peers.measure import memory, watch  # noqa: E402
@@ -145,6 +145,22 @@ def test_page_shows_the_benchmarks_without_peers(tmp_path: Path) -> None:
     assert (
         "| sparse | client reset: a coordinate at 90 %, times one at 99 % (at most) | 1.25 | 0.20 | reached |" in text
     )
+
+
+def test_the_real_job_counts_what_it_measured(tmp_path: Path) -> None:
+    """Ten clients from two, all images at the price of those that a first round met, peers from a drawn head."""
+    images = 2 * bench_job.STEPS * bench_job.BATCH
+    ours = {"first": {"rounds": [1.0 + images / 100, 2.0], "peak_mb": 900.0}, "again": {"rounds": [1.0, 1.5]}}
+    peer = {"rounds": [6.0, 4.0], "bytes_up": 1_000_000, "peak_mb": 800.0}
+    found = {"real": True, "cohort": 2, "date": "today", "kinds": {"head": {
+        "fedgraft": ours | {"bytes_up": 200_000}, "plain loop": peer}}}  # fmt: skip
+    (tmp_path / "job.json").write_text(json.dumps(found))
+    made = bench_job.costs(found, "head")
+    assert made["fedgraft"]["start"] == pytest.approx(500.0) and made["fedgraft"]["round"] == 5.0
+    assert made["plain loop"]["round"] == 20.0 and made["plain loop"]["bytes"] == 10_000_000
+    text = page.page(tmp_path, [])
+    assert "| head | fedgraft | 500 | 5.00 | 1.0 | 700 | - | 40 | 900 |" in text  # 40 rounds of 5 s
+    assert "| head | plain loop | 0 | 20.00 | 4.0 | 3,600 | - | 1,800 | 800 |" in text  # 180 of 20 s
 
 
 def test_page_has_the_bars_of_extraction_and_bytes(tmp_path: Path) -> None:
