@@ -81,6 +81,8 @@ def _receives(order: Order, algorithm: Algorithm, context: ClientContext) -> Non
         tensor = order.auxiliary.get(name)
         _vector(name, tensor, (context.space.trained if tensor is None else min(len(tensor), context.space.size),))
 
+    if (common := order.auxiliary.get("common")) is not None:
+        _vector("the mean of all models", common, (context.space.size,))
     clusters = order.auxiliary.get("clusters")
     if clusters is not None:
         _vector("the clusters", clusters, (len(clusters), context.space.size))

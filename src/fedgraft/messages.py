@@ -48,7 +48,7 @@ class Order:
     action: str
     """`train`, `evaluate`, `statistics`, `fisher_scores`, `secure.*`: a name in the client's table of actions."""
     space: str = ""
-    """Digest of the edit space that `vector` and the answer's `change` are coordinates of."""
+    """Digest of the edit space that `vector` and the answer's `update` are coordinates of."""
     vector: Tensor | None = None
     auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
     """Further vectors the rule needs, for example the server's control variate."""
@@ -70,7 +70,7 @@ class Reply:
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Auxiliary vectors; summed without weights."""
     scalars: Mapping[str, float] = field(default_factory=dict)
-    """Numbers averaged with the same weights as the change."""
+    """Numbers averaged with the same weights as the update."""
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors the server needs from each client by itself, for example representations."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -180,24 +180,6 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
 
 
 @app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page")] = Path("comparison"),
-    formats: Annotated[str, typer.Option("--format", help="also draw a figure: png, pdf, svg")] = "",
-) -> None:
-    """Compare runs: a table here, a page with the curves in a folder, and a figure where --format names one."""
-    import rich
-
-    from fedgraft.report import display
-    from fedgraft.report.compare import compare_runs, figure_formats
-
-    infos, written = compare_runs(runs, out, figure_formats(formats))
-    display.runs_table(rich.get_console(), infos)
-    for path in written:
-        typer.echo(path)
-
-
-@app.command()
 def partition(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="draw it as a heat map (png, svg, pdf)")] = None,
@@ -242,6 +224,7 @@ def options() -> None:
 
 app.command()(cli_advise.advise)
 app.command()(cli_attack.attack)
+app.command()(cli_runs.compare)
 app.command()(cli_predict.evaluate)
 app.command()(cli_predict.export)
 app.command("find-lr")(cli_sweep.find_lr)

@@ -103,7 +103,8 @@ def build_local(config: Config) -> LocalTraining:
     else:
         optimizer = adamw(weight_decay=c.weight_decay)
     return LocalTraining(
-        steps=None if c.epochs else c.steps or 4,
+        steps=None if c.epochs else c.steps or max(c.client_steps, default=4),
+        client_steps=c.client_steps,
         epochs=c.epochs,
         batch_size=c.batch_size,
         lr=c.lr,

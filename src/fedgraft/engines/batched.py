@@ -164,7 +164,10 @@ class Batched:
         if not orders:
             return []
         rule, seed = self.algorithm.local, self.context.seed
-        jobs = [_Job(i, order, self.context.rows(order.client), rule, seed) for i, order in enumerate(orders)]
+        jobs = [
+            _Job(i, order, self.context.rows(order.client), rule.of(order.client), seed)
+            for i, order in enumerate(orders)
+        ]
         if isinstance(self.context.examples, Preparable) and torch.get_num_threads() == 1:
             prepare_features(self.context.examples, torch.cat([job.drawn for job in jobs]), self.threads)
         jobs.sort(key=lambda job: (len(job.sizes), float(job.order.settings["lr"]), job.sizes[0], job.place))
@@ -193,7 +196,7 @@ class Batched:
     @torch.no_grad()
     def _chunk(self, jobs: list[_Job]) -> list[Reply]:
         """Train the heads of these clients side by side."""
-        rule, network = self.algorithm.local, self.context.network
+        rule, network = jobs[0].rule, self.context.network
         c, b, d, k = len(jobs), max(job.sizes[0] for job in jobs), network.width, network.classes
         buffers = self._buffers.pop() if self._buffers else {}
         values, gradient = (_buffer(buffers, name, c * k * (d + 1)) for name in ("values", "gradient"))
