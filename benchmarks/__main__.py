@@ -1,6 +1,6 @@
 """`make bench`: every benchmark, the most telling first, each in a process of its own. Words choose some.
 
-    python -m benchmarks                # all, about fifty minutes
+    python -m benchmarks                # all, about an hour
     python -m benchmarks --minutes 20   # the same until then; what is measured by then is the result
     python -m benchmarks head sparse
 
@@ -21,13 +21,14 @@ from pathlib import Path
 
 PEERS = ["-m", "benchmarks.peers", "--quick", "--timeout", "240"]
 FIRST = ("features", "cnn", "frozen", "edit-sparse-nano", "edit-sparse-vits", "edit-qk-nano", "edit-lora-nano")
-ALONE = ("scale", "micro", "sparse", "fisher", "head")
+ALONE = ("job", "head", "scale", "micro", "sparse", "fisher")
 
 
 def commands() -> dict[str, list[str]]:
     """Every benchmark by name, as the words that start it."""
     here = Path(__file__).parent
-    alone = {path.stem.removeprefix("bench_"): [str(path)] for path in sorted(here.glob("bench_*.py"))}
+    stems = [path.stem for path in sorted(here.glob("bench_*.py"))]
+    alone = {stem.removeprefix("bench_"): ["-m", f"benchmarks.{stem}"] for stem in stems}
     return {**alone, "peers": PEERS}
 
 
