@@ -43,6 +43,8 @@ class ClientState:
     optimizer: bool = False
     """Momentum and moments go on from round to round, as in training in one place."""
     start: AdaptiveStart | None = None
+    aside: float = 0.0
+    """Share of its images that a client never trains on, because it chooses something by them."""
 
     @property
     def empty(self) -> bool:
@@ -106,12 +108,6 @@ class Algorithm:
     def federation_counts(self) -> bool:
         """Clients need the class counts of all of them together."""
         return self.loss.federation_counts or self.local.federation_counts
-
-    @property
-    def subtractable(self) -> bool:
-        """What a client added to the common model can be seen and taken off again."""
-        in_the_clear = not self.privacy.hidden and self.privacy.dp is None
-        return self.aggregate.is_mean and self.server.memoryless and in_the_clear
 
     @property
     def wants(self) -> tuple[Observe, ...]:
@@ -192,8 +188,8 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         ),
         (
             hidden and a.trainable.partial,
-            "clients that move different coordinates cannot share one hidden sum; use one common mask "
-            "(trainable.sparse.per_client=false).",
+            "clients that move different coordinates cannot share one hidden sum: it would have to carry a count for "
+            "each; use one common mask (trainable.sparse.per_client=false, no budgets).",
         ),
         (
             a.aggregate.one_vector and bool(correction.sends),

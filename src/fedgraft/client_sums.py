@@ -74,6 +74,10 @@ def sums_lie(action: str, reply: Reply) -> str:
         whole = float(diagonal[-1]) == n and float(last.sum()) == n and bool((last >= 0).all())
         if not whole or not bool((diagonal >= 0).all()) or not torch.allclose(s["gram"], s["gram"].T):
             return "its sums are not those of so many examples"
+    if action in {"class_sums", "class_counts"}:
+        counts = s["cross"][-1] if action == "class_sums" else s["counts"]
+        if float(counts.sum()) != n or not bool((counts >= 0).all()) or not bool((counts % 1 == 0).all()):
+            return "its sums are not those of so many examples"
     if action == "head_gradient" and (float(s["count"]) != n or float(s["loss"]) < 0):
         return "its loss is not that of so many examples"
     if action == "fisher_scores" and not (0 < float(s["scores"][-1]) <= n and bool((s["scores"] >= 0).all())):

@@ -56,6 +56,9 @@ class Policy:
     queries_per_day: int | None = field(default=None, metadata={"says": "most other orders a day"})
     least_images: int = field(default=0, metadata={"says": "fewest images an evaluation or count may be about"})
     heads: int = field(default=1024, metadata={"says": "most heads that one count may compare"})
+    order_megabytes: int = field(
+        default=1024, metadata={"says": "largest order in megabytes; a larger one is refused before it is fetched"}
+    )
     steps: int | None = field(default=None, metadata={"says": "most steps of local training a round"})
     pinned_peers: bool = field(default=False, metadata={"says": "no secure sum with a peer that `deploy trust` lacks"})
     ranges: Mapping[str, tuple[float, float]] = field(
@@ -168,13 +171,17 @@ def count_order(policy: Policy, order: Order, ledger: bytes, day: Callable[[], s
 
 
 def parse(text: str, where: str = "policy.toml") -> Policy:
-    """The policy in a TOML text; an unknown rule or a wrong type is refused, because a rule nobody reads is none."""
+    """The policy in a TOML text."""
     try:
-        table: dict[str, Any] = tomllib.loads(text)
+        return from_table(tomllib.loads(text), where)
     except tomllib.TOMLDecodeError as error:
         raise FedgraftError(
             f"{where} is not TOML: {error}; mend it or write it anew with: fedgraft deploy policy."
         ) from None
+
+
+def from_table(table: Mapping[str, Any], where: str) -> Policy:
+    """The policy in a table; an unknown rule or a wrong type is refused, because a rule nobody reads is none."""
     known = {f.name: f for f in fields(Policy)}
     if unknown := sorted(set(table) - set(known)):
         raise FedgraftError(

@@ -28,7 +28,7 @@ from fedgraft.privacy.secagg.server import Outbox
 from fedgraft.protocols import Network
 from fedgraft.state import Federation
 from fedgraft.update.claims import Claims
-from fedgraft.update.validation import Expectation, Field, validate_replies
+from fedgraft.update.validation import Accepted, Expectation, Field, Rejection, validate_replies
 
 log = logging.getLogger("fedgraft")
 
@@ -44,7 +44,7 @@ _GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together w
 
 @dataclass
 class HiddenSum:
-    """What a secure round gives: the mean change, sums and scalars of the survivors; and what it cost."""
+    """What a secure round gives: the mean update, sums and scalars of the survivors; and what it cost."""
 
     update: Tensor | None = None
     sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def stage_order(order: Order, stage: str, data: Data) -> Order:
 def secure_sum(
     algorithm: Algorithm, federation: Federation, orders: Sequence[Order], exchange: Exchange, length: int, trained: int
 ) -> HiddenSum:
-    """Carry the training orders through the five stages; a round with too few clients gives no change."""
+    """Carry the training orders through the five stages; a round with too few clients gives no update."""
     told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
     asked = [replace(order, settings={**order.settings, **told}) for order in orders]
     session = SecureSession(algorithm.privacy, asked, exchange)
@@ -157,7 +157,7 @@ class Sums:
         self.clients = tuple(clients)
         self.claims: Claims | None = None
         self.lost: dict[int, str] = {}
-        self.asked = 0
+        self.asked = self.up = self.down = 0
 
     def ask(
         self,
@@ -175,10 +175,7 @@ class Sums:
         orders = [Order(self.run, number, k, action, space, vector, auxiliary, told) for k in self.clients]
         self.asked += 1
         total, lost = self._hidden(action, orders) if hidden else self._clear(action, orders, begun)
-        for client, reason in lost.items():
-            log.warning("client %d is left out of the sums of %s: %s", client, action, reason)
-        self.lost |= lost
-        self.clients = tuple(k for k in self.clients if k not in lost)
+        self._leave_out(action, lost)
         return total
 
     def _hidden(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
@@ -187,6 +184,7 @@ class Sums:
         session = SecureSession(self.privacy, orders, self.exchange)
         try:
             result = session.total(sum_segments(action, self.network, orders[0].settings))
+            self.up, self.down = self.up + session.up, self.down + session.down
         except SecureAbort as error:
             raise FedgraftError(f"the secure sum of {action} was aborted and nothing was revealed: {error}") from error
         shapes = {name: s.shape for name, s in summands(action, self.network, orders[0].settings).items()}
@@ -197,22 +195,16 @@ class Sums:
     def _clear(
         self, action: str, orders: Sequence[Order], begun: Begun | None
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        wanted = summands(action, self.network, orders[0].settings) if orders else {}
-        fields = {name: Field(s.shape, s.dtype, s.limit) for name, s in wanted.items()}
+        fields = self._fields(action, orders)
         total, there, reasons = dict[str, Tensor](), set[int](), dict[int, str]()
         group = max(_GROUP, _HELD // max(1, Expectation(self.run, -1, frozenset(), sums=fields).limit))
         first = 0
-        if begun is not None and all(s.dtype == torch.float32 for s in wanted.values()):  # added one by one
+        if begun is not None and all(f.dtype == torch.float32 for f in fields.values()):  # added one by one
             (first, total), group = begun.load(), min(group, _CONTINUED)
             there = {order.client for order in orders[:first]}
         for begin in range(first, len(orders), group):
             asked = orders[begin : begin + group]
-            expected = Expectation(
-                self.run, -1, frozenset(order.client for order in asked), sums=fields, claims=self.claims,
-                check=partial(sums_lie, action),
-            )  # fmt: skip
-            arrivals: Iterable[Any] = self.exchange(asked)
-            accepted, rejections = validate_replies(arrivals, expected)
+            accepted, rejections = self._validated(action, asked, fields)
             for name in fields if accepted else ():
                 total[name] = _added([a.reply.sums[name] for a in accepted], total.get(name))
             there |= {a.reply.client for a in accepted}
@@ -222,6 +214,36 @@ class Sums:
         if not there:
             raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to sum.")
         return total, {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}
+
+    def each(self, action: str) -> list[Reply]:
+        """Every client's own answer in the clear, in client order; who lies or is silent is named and left out."""
+        orders = [Order(self.run, -1, k, action) for k in self.clients]
+        accepted, rejections = self._validated(action, orders, self._fields(action, orders))
+        self._leave_out(action, {r.client: r.reason for r in rejections})
+        if not accepted:
+            raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to make a head from.")
+        return [one.reply for one in accepted]
+
+    def _fields(self, action: str, orders: Sequence[Order]) -> dict[str, Field]:
+        wanted = summands(action, self.network, orders[0].settings) if orders else {}
+        return {name: Field(s.shape, s.dtype, s.limit) for name, s in wanted.items()}
+
+    def _validated(
+        self, action: str, asked: Sequence[Order], fields: Mapping[str, Field]
+    ) -> tuple[list[Accepted], list[Rejection]]:
+        clients, lie = frozenset(order.client for order in asked), partial(sums_lie, action)
+        expected = Expectation(self.run, -1, clients, sums=fields, claims=self.claims, check=lie)
+        arrivals: Iterable[Any] = self.exchange(asked)
+        accepted, rejections = validate_replies(arrivals, expected)
+        self.down += sum(map(wire_size, asked))
+        self.up += sum(wire_size(one.reply) for one in accepted)
+        return accepted, rejections
+
+    def _leave_out(self, action: str, lost: Mapping[int, str]) -> None:
+        for client, reason in lost.items():
+            log.warning("client %d is left out of the sums of %s: %s", client, action, reason)
+        self.lost |= lost
+        self.clients = tuple(k for k in self.clients if k not in lost)
 
 
 def _added(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import ssl
 import subprocess
 import sys
@@ -506,3 +507,41 @@ def test_flower_inherits_no_settings_of_its_own(tmp_path: Path, monkeypatch: pyt
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL",
     }
     assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+
+
+def test_status_says_who_is_in_which_round() -> None:
+    def line(number: int, ids: list[int], **dropped: str) -> dict[str, Any]:
+        gone = [{"client": int(k[1:]), "reason": why} for k, why in dropped.items()]
+        return {"round": number, "clients": {"ids": ids}, "dropped": gone}
+
+    lines = [line(1, [0, 1]), line(2, [0], c1="no answer within 6 s"), line(3, [0, 1], c2="claims 7 examples")]
+    assert federation.contributions(lines) == {
+        0: "in 3 of 3 rounds (1-3)",
+        1: "in 2 of 3 rounds (1, 3); left out last in round 2: no answer within 6 s",
+        2: "in 0 of 3 rounds (none); left out last in round 3: claims 7 examples",
+    }
+    assert federation.contributions([{"round": 1, "dropped": []}]) is None  # under differential privacy
+
+
+TERMINAL = """
+import os, signal, sys, time
+from fedgraft.cli.deploy_node import leave_when_told
+leave_when_told()
+os.kill(os.getpid(), signal.SIGHUP)
+print("into a closed terminal", flush=True)
+open(sys.argv[1], "w").write("done")
+"""
+
+
+def test_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
+    """The reader of the terminal is gone, as after a lost connection; without the handler the signal would end it."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    done = tmp_path / "done"
+    process = subprocess.Popen([sys.executable, "-c", TERMINAL, str(done)], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.close(ours)
+    assert process.wait(60) == 0 and done.read_text() == "done"
+    bare = TERMINAL.replace("leave_when_told()\n", "", 1).replace("leave_when_told()\n", "")
+    assert subprocess.run([sys.executable, "-c", bare, str(done)]).returncode == -signal.SIGHUP

@@ -207,7 +207,9 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(hospitals: Hospitals) -> Story:
-    config, folder = load(None, [*SMALL, "rounds.total=99", f"rounds.deadline={DEADLINE}"]), hospitals.root / "story"
+    # Two answers are a deployment's own default, and the same run in one process must ask for as many.
+    more = ["rounds.total=99", f"rounds.deadline={DEADLINE}", "rounds.minimum_answers=2"]
+    config, folder = load(None, [*SMALL, *more]), hospitals.root / "story"
     hospitals.start(0)
     hospitals.start(1)
     hospitals.online(2)

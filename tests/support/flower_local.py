@@ -27,7 +27,7 @@ def free_port() -> int:
 class LocalFederation:
     """SuperLink and SuperNodes in a scratch folder; everything that was started is ended, with this process at last."""
 
-    def __init__(self, folder: Path, nodes: int = 3, cache: Path | None = None) -> None:
+    def __init__(self, folder: Path, nodes: int = 3, cache: Path | None = None, **more: str) -> None:
         self.folder, self.port = folder, free_port()
         (folder / "home").mkdir(parents=True, exist_ok=True)
         kept = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")}
@@ -35,8 +35,10 @@ class LocalFederation:
             "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", "FEDGRAFT_CACHE": str(cache or folder / "cache"),
             "FEDGRAFT_NODE_HOME": str(folder / "node"), "OMP_NUM_THREADS": "1",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **more,
         }  # fmt: skip
+        self.door = self.port
+        """Where nodes knock; a proxy's port, where somebody counts."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.count = nodes
 
@@ -70,7 +72,7 @@ class LocalFederation:
     def start_node(self, client: int, **overrides: str) -> None:
         config = " ".join([f"partition-id={client}", *(f"{k}={v!r}".replace("'", '"') for k, v in overrides.items())])
         self.spawn(
-            f"node{client}", "supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}",
+            f"node{client}", "supernode", "--insecure", "--superlink", f"127.0.0.1:{self.door}",
             "--host", "127.0.0.1", "--port", str(free_port()), "--node-config", config,
         )  # fmt: skip
 

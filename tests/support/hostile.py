@@ -57,6 +57,8 @@ def policy_of(protection: str) -> Policy:
 class World:
     """Five clients with their memories under an owner's policy, and a server that says what it likes."""
 
+    run = "toy"
+
     def __init__(self, protection: str, degree: int | None = None) -> None:
         self.toy = Toy(algorithm_of(protection, degree), clients=len(CLIENTS), per_round=len(CLIENTS))
         self.algorithm, self.context = self.toy.algorithm, self.toy.context
@@ -75,6 +77,10 @@ class World:
         both = {**made.settings, **settings}
         made = replace(made, action=action, settings={k: v for k, v in both.items() if v is not None})
         return replace(made, **changes)
+
+    def allow(self, **changes: Any) -> None:
+        """Other rules than the owner's usual ones."""
+        self.context.policies = tuple(replace(p, **changes) for p in self.context.policies)
 
     def tell(self, order: Order) -> Answer:
         """Give an order to its client."""
@@ -98,7 +104,7 @@ class World:
             orders = [self.order(k, round=number, settings=told) for k in clients]
             segments = secure_segments(self.algorithm, self.context.sent, self.context.space.trained)
         else:
-            orders = [Order("toy", number, k, action, action, None, {}, told) for k in clients]
+            orders = [Order(self.run, number, k, action, action, None, {}, told) for k in clients]
             segments = sum_segments(action, self.context.network, told)
 
         def exchange(asked: Sequence[Order]) -> list[Any]:
@@ -109,6 +115,10 @@ class World:
         with suppress(FedgraftError):
             return SecureSession(self.algorithm.privacy, orders, exchange).total(segments).sums
         return None
+
+    def refused(self) -> str:
+        """The victim's first refusal."""
+        return next((a for _, client, a in self.said if client == VICTIM and isinstance(a, str)), "")
 
     def plan(self, order: Order, **changes: Any) -> Order:
         """A first stage whose plan is another one."""
@@ -211,13 +221,12 @@ def _other_model(world: World, order: Order) -> Order:
 
 
 def _narrow(world: World) -> None:
-    world.context.held = lambda client: torch.arange(2)
-    world.context.policies = tuple(replace(p, in_the_clear=("count",)) for p in world.context.policies)
+    world.allow(in_the_clear=("count",), least_images=10_000)
     world.tell(world.order(action="count"))
 
 
 def _noise(world: World) -> None:
-    world.context.policies = tuple(replace(p, noise=2.0) for p in world.context.policies)
+    world.allow(noise=2.0)
     world.tell(world.order())
 
 
@@ -225,7 +234,7 @@ def _unprotected(rule: str) -> Callable[[World], Any]:
     """A run without the protection that the owner wants."""
 
     def tell(world: World) -> None:
-        world.algorithm = zoo.fedavg()
+        world.algorithm = zoo.fedavg()  # on a node: a policy that the run's config breaks, before any order
         world.tell(world.order(action="train" if rule == "epsilon" else "secure.keys", settings={"sums": "train"}))
 
     return tell
@@ -396,13 +405,14 @@ def _row(order: Order, name: str, ids: list[int], client: int) -> torch.Tensor:
 
 
 def _low_degree(world: World) -> Any:
-    world.context.policies = tuple(replace(p, degree=4) for p in world.context.policies)
+    world.allow(degree=4)
     return world.sum()
 
 
-def outcome(name: str, protection: str) -> tuple[bool, str]:
+def outcome(name: str, protection: str, world: World | None = None) -> tuple[bool, str]:
     """(whether the victim refused by the lie's rule and gave nothing after it, what it said last)."""
-    lie, world = LIES[name], World(protection, LIES[name].degree)
+    lie = LIES[name]
+    world = World(protection, lie.degree) if world is None else world
     lie.tell(world)
     actions = [action for action, client, _ in world.said if client == VICTIM]
     mine = [answer for _, client, answer in world.said if client == VICTIM]

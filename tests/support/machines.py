@@ -16,7 +16,7 @@ from fedgraft.config.load import Config, to_toml
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.node import Nodes
-from fedgraft.deploy.run_node import KEEPS
+from fedgraft.deploy.process import KEEPS
 from fedgraft.engines.flower.node_link import Answer, Request
 from fedgraft.messages import Order, pack
 

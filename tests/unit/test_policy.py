@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.hostile import LIES
-from tests.support.tiny import tiny
+from tests.support.tiny import Open, tiny
 
 from fedgraft.config.agreement import broken_rules, safe_for
 from fedgraft.config.build import build_algorithm
@@ -16,6 +16,7 @@ from fedgraft.deploy import audit
 from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order
 from fedgraft.policy import Policy, count_order, in_words, parse, to_toml
+from fedgraft.runs.job import job_of
 
 SECURE = ["privacy.aggregation=secure", "partition.clients=6", "rounds.fraction=1", "local.steps=2"]
 PRIVATE = ["privacy.dp.noise=1.5", "rounds.sampling=poisson", "algorithm.weighting=uniform"]
@@ -40,6 +41,26 @@ def test_a_safe_policy_allows_its_own_config_and_survives_its_file(overrides: li
 
 
 @pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ([], {"statistics"}),
+        (["model.head=probe"], {"statistics", "head_gradient"}),
+        (["model.head=ncm"], {"class_sums"}),
+        (["model.head=random"], set()),
+        (["trainable.kind=sparse"], {"statistics", "fisher_scores"}),
+        (["trainable.kind=sparse", "trainable.sparse.strategy=random"], {"statistics"}),
+        (["trainable.kind=sparse", "trainable.sparse.per_client=true"], {"statistics", "own_mask"}),
+        (["trainable.kind=lora", "trainable.lora.aggregate=core"], {"statistics", "gradient"}),
+        (["personal.evaluate=end"], {"statistics", "evaluate"}),
+    ],
+)
+def test_a_safe_policy_allows_what_the_head_and_the_trainable_kind_ask_for(
+    overrides: list[str], asked: set[str]
+) -> None:
+    assert set(safe(*overrides).actions) == {"train", "count"} | asked
+
+
+@pytest.mark.parametrize(
     "rule, overrides",
     [
         ("secure", ["privacy.aggregation=clear"]),
@@ -61,7 +82,18 @@ def test_a_config_that_breaks_a_rule_is_told_which(rule: str, overrides: list[st
 
 def test_every_rule_is_broken_by_some_order_or_config() -> None:
     """A rule without a test is a rule that nobody checks."""
-    here = {"steps", "delta", "most_clients", "pinned_peers", "in_the_clear", "config", "secure", "epsilon", "noise"}
+    here = {"order_megabytes"}  # tests/deploy/test_deploy_hostile.py
+    here |= {
+        "steps",
+        "delta",
+        "most_clients",
+        "pinned_peers",
+        "in_the_clear",
+        "config",
+        "secure",
+        "epsilon",
+        "noise",
+    }
     orders = {lie.rule.partition(".")[0] for lie in LIES.values()}
     assert {f.name for f in fields(Policy)} - orders - here == set()
 
@@ -106,3 +138,25 @@ def test_the_audit_log_shows_a_changed_line(tmp_path: Path) -> None:
     path.write_text(whole + '{"half')  # a crash while writing
     audit.append(path, kind="reply", bytes=4)
     assert len(list(audit.entries(path))) == 5
+
+
+def test_a_run_in_this_process_keeps_the_policy_in_its_config(tmp_path: Path) -> None:
+    """A config that breaks its own table is refused before any work; one that keeps it runs to the same bytes."""
+    from fedgraft.runs.run import run
+
+    rules = ["policy.rounds=2", "policy.ranges.lr=[0.0, 0.1]"]
+    assert tiny(*rules).digest == tiny().digest  # rules refuse, they decide no byte
+    with pytest.raises(FedgraftError, match=r"rule policy\.rounds that it sets itself: it has 9 rounds"):
+        run(tiny(*rules, "rounds.total=9"), tmp_path / "broken", console=False)
+    with pytest.raises(FedgraftError, match=r"rule policy\.secure"):
+        job_of(tiny("policy.secure=true"))
+    with pytest.raises(FedgraftError, match="does not know"):
+        job_of(tiny("policy.hide=true"))
+    assert run(tiny(*rules), tmp_path / "kept", console=False)["rounds"] == 2
+
+
+def test_the_policy_of_a_config_is_asked_at_every_order() -> None:
+    open_ = Open(tiny("policy.ranges.lr=[0.0, 0.1]"))
+    open_.context.policies[1].check(order := Order("", 0, 0, "train", settings={"lr": 0.05}), open_.algorithm)
+    with pytest.raises(Refused, match=r"lr is 0\.5"):
+        open_.context.policies[1].check(replace(order, settings={"lr": 0.5}), open_.algorithm)

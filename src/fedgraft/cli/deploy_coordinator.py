@@ -140,7 +140,7 @@ def _name_missing(fed: FederationFolder, nodes: list[Node]) -> None:
 
 
 def status(fed: Fed) -> None:
-    """Coordinator: who is connected and how the latest run stands, as the server says. Exit code 1: the run died."""
+    """Coordinator: how the latest run stands and whose updates are in which rounds. Exit code 1: the run died."""
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.server import control_of, server_of, state_of
     from fedgraft.runs.tracking import present
@@ -156,13 +156,14 @@ def status(fed: Fed) -> None:
         nodes, runs = {node.name: node for node in control.nodes()}, control.runs()
     for number, name in enumerate(found.names):
         how = "no key registered" if name not in nodes else "connected" if nodes[name].online else "not connected"
-        typer.echo(f"client {number}: {name}: {how}")
+        typer.echo(f"client {number}: {name}: {how} now")
     if not runs:
         typer.echo(f"runs: none; start one with: fedgraft deploy submit {fed}")
         return
     state, reason = state_of(found, runs[0].id)
     folder = next((Path(r["folder"]) for r in found.runs() if r["id"] == str(state.id)), None)
     typer.echo(f"run {state.id}: {state.status}{_rounds(found, folder)}")
+    _contributions(found, folder)
     for line in () if folder is None or state.over else present(folder):
         typer.echo(f"now: {line}")
     if folder is not None:
@@ -185,6 +186,19 @@ def _rounds(fed: FederationFolder, folder: Path | None) -> str:
     return done + (f", validation accuracy {100 * scores[-1]:.2f} %" if scores else "")
 
 
+def _contributions(fed: FederationFolder, folder: Path | None) -> None:
+    """Who is in which round, from the run's own record; being connected is not taking part."""
+    from fedgraft.deploy.folder import contributions, rounds_of
+
+    lines = [line for line in rounds_of(folder) if line["round"]] if folder is not None else []
+    found = contributions(lines) if lines else {}
+    if found is None:
+        typer.echo("contributions: not on record, because differential privacy covers who took part")
+        return
+    for number, name in enumerate(fed.names) if lines else ():
+        typer.echo(f"contributed: {name}: {found.get(number, 'in none of the rounds so far')}")
+
+
 def _offline_runs(fed: FederationFolder) -> None:
     """Runs of a stopped server: only their folders can be asked."""
     from fedgraft.runs.run_folder import RunFolder
@@ -193,6 +207,7 @@ def _offline_runs(fed: FederationFolder) -> None:
         folder = Path(known["folder"])
         how = RunFolder.open(folder).status if (folder / "run.json").exists() else "never began"
         typer.echo(f"run {known['id']}: {how}{_rounds(fed, folder)}\nfolder: {folder}")
+        _contributions(fed, folder)
 
 
 def _folder_words(fed: FederationFolder, run: int) -> str:

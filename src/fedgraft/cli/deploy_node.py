@@ -46,14 +46,24 @@ def node(
 
 
 def leave_when_told() -> None:
-    """Let the signal by which service managers end a service do what Ctrl-C does: nothing may be left running."""
+    """Let the signal by which service managers end a service do what Ctrl-C does: nothing may be left running.
+
+    A terminal that is closed ends nothing: work goes on, and what it would have said goes nowhere.
+    """
+    import os
     import signal
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for told in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    def go_on(*_: object) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+
+    for told in (signal.SIGTERM, signal.SIGINT):
         signal.signal(told, leave)
+    signal.signal(signal.SIGHUP, go_on)
 
 
 def local(

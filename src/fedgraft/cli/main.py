@@ -19,6 +19,7 @@ from fedgraft.cli import attack as cli_attack
 from fedgraft.cli import consortium as cli_consortium
 from fedgraft.cli import deploy as cli_deploy
 from fedgraft.cli import edit as cli_edit
+from fedgraft.cli import help as cli_help
 from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import runs as cli_runs
@@ -35,14 +36,16 @@ if TYPE_CHECKING:
 _display: LiveProgress | None = None
 
 app = typer.Typer(
+    cls=cli_help.Group,
     no_args_is_help=True,
+    suggest_commands=False,  # `Group` does
     rich_markup_mode=None,  # plain help: drawing boxes would take longer than everything else
     add_completion=False,
     pretty_exceptions_enable=False,
     help=(
         "Adapt one pretrained vision model to data that many owners keep private.\n\n"
         "Try `fedgraft run demo`: ten clients adapt a small pretrained ViT to handwritten digits. "
-        "A run is a TOML file or a preset, changed by key=value words, for example "
+        "A run is a TOML file or a preset, changed by key=value, for example "
         "`fedgraft run data.source=cifar100 partition.clients=100 local.lr=0.05`. "
         "`fedgraft options` lists every key; `--dry-run` shows the plan and does nothing."
     ),
@@ -59,7 +62,9 @@ def _tell_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="tell it")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
+    ] = False,
 ) -> None:
     """Options before the command."""
 
@@ -87,7 +92,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan, with bytes and steps, and stop")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
-    """Run a federated adaptation: clients train, only changes travel, one model (or one each) comes out."""
+    """Run a federation: clients train, only updates travel, one model (or one each) comes out."""
     config = config_of(overrides)
     if dry_run:
         from fedgraft.runs.plan import plan
@@ -103,7 +108,7 @@ def centralized(
     overrides: Overrides = None,
     folder: Folder = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
     """Train with all data in one place: centralized.kind=probe, finetune or ridge. The baseline."""
     from fedgraft.runs.centralized import as_central
@@ -116,9 +121,9 @@ def centralized(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="the run folder")],
-    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
-    """Continue an interrupted run to the very bytes an unbroken one would have given."""
+    """Continue an interrupted or damaged run to the very bytes an unbroken one would have given."""
     from fedgraft.config.load import from_folder
     from fedgraft.runs.run_folder import RunFolder
 
@@ -126,6 +131,7 @@ def resume(
     config = from_folder(run)
     if record.config_digest != config.digest:
         raise FedgraftError(f"{run / 'config.toml'} was changed since the run began; restore it, or start a new run")
+    record.mend()
     _carry_out(config, run, quiet)
 
 
@@ -169,35 +175,16 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
         raise typer.Exit(130) from None
     finally:
         console.quiet = False
-    if not quiet:
-        display.results(console, config.name, summary)
+    display.results(console, config.name, summary)
     display.path_line(console, folder)
-
-
-@app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the figure")] = Path("comparison"),
-    formats: Annotated[str, typer.Option("--format", help="of the figure: png, and pdf or svg for papers")] = "png",
-) -> None:
-    """Compare runs: a table here, a page and a figure in a folder."""
-    import rich
-
-    from fedgraft.report import display
-    from fedgraft.report.compare import compare_runs, figure_formats
-
-    infos, written = compare_runs(runs, out, figure_formats(formats))
-    display.runs_table(rich.get_console(), infos)
-    for path in written:
-        typer.echo(path)
 
 
 @app.command()
 def partition(
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="where the heat map goes (png, svg, pdf)")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="draw it as a heat map (png, svg, pdf)")] = None,
 ) -> None:
-    """Show how the data is divided among clients: statistics and the client x class heat map."""
+    """Show how the data is divided among clients: statistics, and who holds which class."""
     import rich
 
     from fedgraft.report.partition_view import show_partition
@@ -220,13 +207,10 @@ def presets_(name: Annotated[str | None, typer.Argument(help="print this preset 
 @app.command()
 def algorithms() -> None:
     """List the algorithms of the zoo, each with its own options (algorithm.OPTION=...)."""
-    import fedgraft.zoo  # noqa: F401  (fills the registry)
-    from fedgraft.registry import ALGORITHMS, load_plugins, own_options
+    from fedgraft.registry import listed_algorithms
 
-    load_plugins()
-    for name, make in ALGORITHMS.items():
-        own = ", ".join(own_options(make))
-        typer.echo(f"{name:14} {(make.__doc__ or '').strip().splitlines()[0]}{f' [{own}]' if own else ''}")
+    for name, (line, own) in listed_algorithms().items():
+        typer.echo(f"{name:14} {line}" + (f" [{', '.join(own)}]" if own else ""))
 
 
 @app.command()
@@ -240,6 +224,7 @@ def options() -> None:
 
 app.command()(cli_advise.advise)
 app.command()(cli_attack.attack)
+app.command()(cli_runs.compare)
 app.command()(cli_predict.evaluate)
 app.command()(cli_predict.export)
 app.command("find-lr")(cli_sweep.find_lr)
@@ -255,6 +240,7 @@ app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)
 app.add_typer(cli_edit.app, name="edit")
 app.add_typer(cli_deploy.app, name="deploy")
+cli_help.polish(app)
 
 
 def _screen(phases: Sequence[Phase]) -> None:
@@ -270,9 +256,20 @@ def _screen(phases: Sequence[Phase]) -> None:
         _display.look(phases)
 
 
+def keep_only(command: str) -> None:
+    """Leave the other commands out: typer would read the signatures of all of them, which takes longer than most."""
+    groups = [one for one in app.registered_groups if one.name == command]
+    commands = [
+        one for one in app.registered_commands if (one.name or getattr(one.callback, "__name__", "")) == command
+    ]
+    if groups or commands:
+        app.registered_groups, app.registered_commands = groups, commands
+
+
 def main() -> None:
     """The entry point: errors meant for people are one sentence on stderr and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for some reads every installed package
     try:
         with shown_by(_screen):
             app(standalone_mode=True)

@@ -8,48 +8,63 @@ from collections.abc import Sequence
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.build import budget, per_round
 from fedgraft.config.options import Config
-from fedgraft.errors import Refused
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order
-from fedgraft.policy import Policy
+from fedgraft.policy import Policy, from_table
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
+HEAD_ASKS = {"ridge": ("statistics",), "probe": ("statistics", "head_gradient"), "ncm": ("class_sums",),
+             "cof": ("class_sums",), "random": ()}  # fmt: skip
+"""What each way to start the head asks of clients."""
 
-def shown(config: Config) -> tuple[str, ...]:
+
+def shown(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     """What an honest run of this config asks of each client by itself, whatever its protection."""
-    sparse, personal = config.trainable.sparse, config.personal
-    masks = config.trainable.kind == "sparse" and (sparse.per_client or sparse.merge != "score_mean")
-    asked = {"count": True, "evaluate": personal.evaluate != "never", "own_mask": masks}
-    return tuple(action for action, wanted in asked.items() if wanted)
+    personal, own = config.personal.evaluate != "never", "own_mask" in algorithm.trainable.asks
+    return ("count", *(("evaluate",) if personal else ()), *(("own_mask",) if own else ()))
 
 
 def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     """Every action that an honest run of this config asks for; counts only where images are held out."""
-    head, sparse = config.model.head, config.trainable.kind == "sparse"
     held = config.data.validation > 0 and (config.rounds.evaluate_every > 0 or config.rounds.test)
     summed = held and algorithm.privacy.hidden and (bool(config.metrics) or config.select != "accuracy")
     asked = {
-        "train": config.rounds.total > 0, "statistics": head in {"ridge", "probe"}, "head_gradient": head == "probe",
-        "class_sums": head in {"ncm", "cof"}, "class_counts": algorithm.federation_counts,
-        "gradient": config.trainable.kind == "lora" and config.trainable.lora.aggregate == "core",
-        "fisher_scores": sparse, "count": held and not summed, "scores": summed,
+        "train": config.rounds.total > 0, "class_counts": algorithm.federation_counts,
+        "count": held and not summed, "scores": summed, "evaluate": config.personal.evaluate != "never",
     }  # fmt: skip
-    return (*(name for name, wanted in asked.items() if wanted), *(a for a in shown(config) if a != "count"))
+    return (
+        *(name for name, wanted in asked.items() if wanted),
+        *HEAD_ASKS[algorithm.closed_form or config.head],
+        *algorithm.trainable.asks,
+    )
 
 
 def implied_by(config: Config, algorithm: Algorithm) -> Policy:
     """The rules of a run without an owner's: where it hides, it shows only what its own config says it will show."""
-    return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config))
+    return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm))
+
+
+def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
+    """The rules of a run: what its config implies, its own `policy` table, the owner's; a config that breaks one of
+    the latter two is refused."""
+    said = from_table(config.policy, "the config's policy") if config.policy else None
+    if said is not None and (broken := broken_rules(said, config, algorithm)):
+        rule, _, sentence = broken[0].partition(": ")
+        raise FedgraftError(f"the config breaks the rule policy.{rule} that it sets itself: {sentence}; change either.")
+    if owner is not None and (broken := broken_rules(owner, config, algorithm)):
+        rule, _, sentence = broken[0].partition(": ")
+        raise Refused(sentence, rule)
+    return tuple(policy for policy in (implied_by(config, algorithm), said, owner) if policy is not None)
 
 
 def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
     """A policy under which this config runs and, as far as rules can tell, nothing else does but what is in `also`."""
     hidden, rounds, dp = algorithm.privacy.hidden, config.rounds.total, algorithm.privacy.dp
+    open_ones = shown(config, algorithm)
     account, cohort = budget(config, algorithm, rounds), per_round(config)
     wanted, every = needed(config, algorithm), config.rounds.evaluate_every or max(1, rounds)
-    sums = (500 if config.model.head == "probe" else 1) + (
-        config.trainable.sparse.rounds if config.trainable.kind == "sparse" else 0
-    )
+    sums = (500 if "head_gradient" in wanted else 1) + sum(algorithm.trainable.asks.values())
     sums = max(sums, 2 * rounds + 2) if "scores" in wanted else sums
     room = 1.0 if config.local.lr is not None else 100.0  # a rate left open is found when the run begins
     rates = [algorithm.lr * room * (config.trainable.match_norm or 1.0)]
@@ -59,14 +74,15 @@ def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> 
         ranges["clip"] = (0.0, dp.clip if dp.adaptive is None else 100 * dp.clip)
     return Policy(
         config=config.digest, secure=hidden, actions=tuple(dict.fromkeys((*wanted, *also))),
-        in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in shown(config)), *also))) if hidden else (),
+        in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in open_ones), *also))) if hidden else (),
         epsilon=None if account is None else _up(account.epsilon), delta=None if account is None else account.delta,
         noise=None if dp is None else dp.mechanism.noise,
         cohort=max(2, (2 * cohort + 2) // 3) if config.rounds.sampling == "fixed" and hidden else 2,
         threshold=0.6 if algorithm.privacy.threshold is None else 0.5, degree=algorithm.privacy.degree or 2,
         most_clients=max(config.partition.clients, 2), rounds=rounds, sums=sums, rounds_per_day=2 * rounds,
         queries_per_day=2 * (rounds // every + rounds * (config.personal.evaluate == "always") + sums + 8),
-        least_images=10, heads=64, steps=config.local.steps, ranges=ranges,
+        least_images=10, heads=64, ranges=ranges,
+        steps=config.local.steps or max(config.local.client_steps, default=None),
     )  # fmt: skip
 
 
@@ -94,7 +110,7 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
         note("epsilon", account.epsilon > (policy.epsilon or math.inf), f"epsilon is {account.epsilon:.4g}")
         note("delta", account.delta > (policy.delta or 1.0), f"delta is {account.delta:.4g}")
     note("rounds", config.rounds.total > (policy.rounds or math.inf), f"it has {config.rounds.total} rounds")
-    steps = config.local.steps
+    steps = config.local.steps or max(config.local.client_steps, default=None)
     note("steps", (steps or 4) > (policy.steps or math.inf), f"a client takes {steps} steps a round")
     low, high = policy.ranges.get("lr", (0.0, math.inf))
     note("ranges.lr", not low <= algorithm.lr <= high, f"the learning rate is {algorithm.lr:g}")
@@ -102,7 +118,7 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
     low, high = policy.ranges.get("clip", (0.0, math.inf))
     note("ranges.clip", clip is not None and not low <= clip <= high, f"updates are clipped at {clip}")
     for action in needed(config, algorithm):
-        hides = algorithm.privacy.hidden and action not in shown(config)
+        hides = algorithm.privacy.hidden and action not in shown(config, algorithm)
         order = Order(
             policy.config, 0, 0, "secure.keys" if hides else action, settings={"sums": action} if hides else {}
         )

@@ -26,6 +26,7 @@ from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, Store, load_dataset, open_path
 from fedgraft.data.sources.class_map import check_names, renamed
+from fedgraft.deploy import limits
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.engines import Remote
 from fedgraft.runs.job import Job, job_of
@@ -71,7 +72,7 @@ def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> 
     train, held = stratified_split(labels, config.data.validation, config.seed)
     tests = np.asarray(dataset.test.labels)
     partition = make_partition("iid", labels[train], tests, 1, config.seed)
-    return OwnData(dataset, torch.from_numpy(np.asarray(train)), torch.from_numpy(np.asarray(held)), partition)
+    return OwnData(dataset, train, held, partition)
 
 
 def _named(store: Store, classes: Sequence[str]) -> Store:
@@ -167,7 +168,7 @@ def _remote(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tup
     none = np.zeros(config.partition.clients + 1, np.int64)
     rows = np.zeros(0, np.int64)
     partition = Partition("elsewhere", rows, rows, none, rows, none, rows)
-    held = torch.arange(len(own.train.labels))
+    held = np.arange(len(own.train.labels))
     return RemoteData(own, held[:0], held, partition, sizes, digests)
 
 
@@ -218,6 +219,8 @@ def run_deployed(
 
     def build() -> tuple[Job, Remote]:
         job = _meant(gathered(config, engine, server_data, source))
+        network = job.task.network
+        limits.state(limits.reply_limit(sum(p.numel() for p in network.parameters()), network.width, network.classes))
         remote: Remote = engine
         return replace(job, federation=replace(job.federation, minimum_answers=least_answers(config))), remote
 

@@ -2,10 +2,11 @@
 
 The run's settings (`run_config`, all text): `config` is the whole config as TOML; `folder` the run folder on the
 server's machine, which is made there, or gone on with from its last checkpoint; optional are `server-data` and
-`server-source`, the server's own images, `wait`, the seconds it waits for nodes (300), and `task`: `preflight`, or
-`evaluate` with the place of a `model` and `metrics`, instead of a run. A node's settings
-(`node_config`): `partition-id` is its client number; `data` a path that only it knows and `source` its kind (folder,
-features, ...). `FEDGRAFT_NODE_HOME` says where a node keeps what its client remembers.
+`server-source`, the server's own images, `federation`, the folder whose keys say which node is which client, `wait`,
+the seconds it waits for nodes (300), and `task`: `preflight`, or `evaluate` with the place of a `model` and `metrics`,
+instead of a run. A node's settings (`node_config`): `partition-id` is its client number; `data` a path that only it
+knows and `source` its kind (folder, features, ...). `FEDGRAFT_NODE_HOME` says where a node keeps what its client
+remembers.
 
 Importing this file loads neither torch nor a network: Flower starts a process per message, and that process only
 hands the message to the node's worker.
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgraft.deploy import limits
+from fedgraft.deploy.process import KEEPS
 from fedgraft.engines.flower.client import Slots, client_app
 from fedgraft.engines.flower.node_link import Answer, Request, ask_worker
 from fedgraft.engines.flower.wire import server_app
@@ -65,7 +68,8 @@ def _run(grid: Any, settings: Mapping[str, str], progress: Progress | None = Non
     patience = Patience(config.rounds.deadline, float(settings.get("wait") or 300), least_answers(config))
     if settings.get("task"):
         patience = replace(patience, least=1)
-    engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, patience)
+    transport, members = FlowerTransport(grid), _members(settings.get("federation", ""))
+    engine = FlowerEngine(transport, config.partition.clients, patience, members=members)
     folder = Path(settings["folder"])
     if not folder.is_absolute():
         raise FedgraftError(f"the run folder must be an absolute path, not {folder}.")
@@ -78,6 +82,22 @@ def _run(grid: Any, settings: Mapping[str, str], progress: Progress | None = Non
         return evaluate.measure(config, folder, engine, settings.get("model", ""), chosen)
     data, source = settings.get("server-data", ""), settings.get("server-source", "")
     return run_deployed(config, folder, engine, data, source, progress)
+
+
+def _members(federation: str) -> Callable[[], dict[int, int]] | None:
+    """What tells which client each connected node's key was registered for; None where there are no keys."""
+    if not federation:
+        return None
+
+    def ask() -> dict[int, int]:
+        from fedgraft.deploy.folder import open_federation
+        from fedgraft.deploy.server import control_of
+
+        found = open_federation(Path(federation))
+        with control_of(found) as control:
+            return {node.id: found.names.index(node.name) for node in control.nodes() if node.name in found.names}
+
+    return ask
 
 
 def simulate(config: Config, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
@@ -118,5 +138,7 @@ def _first_cause(error: BaseException) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
+if KEEPS in os.environ:  # a node's process
+    limits.bound_arrays(limits.order_limit(Path(os.environ[KEEPS]).parent / "policy.toml"))
 client = client_app(_serve)
 server = server_app(_main)

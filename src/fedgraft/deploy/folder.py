@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +148,38 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     text = path.read_text() if path.is_file() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def contributions(lines: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
+    """Which rounds each client's update is in, in words, with why the last one it missed lacks it.
+
+    None where no round says: under differential privacy who took part is nobody's business.
+    """
+    told = [line for line in lines if "ids" in (line.get("clients") or {})]
+    if not told:
+        return None
+    there, missed = dict[int, list[int]](), dict[int, str]()
+    for line in told:
+        for client in line["clients"]["ids"]:
+            there.setdefault(client, []).append(line["round"])
+    for line in lines:
+        missed |= {one["client"]: f"round {line['round']}: {one['reason']}" for one in line.get("dropped") or ()}
+    return {
+        k: f"in {len(there.get(k, []))} of {lines[-1]['round']} rounds ({_spans(there.get(k, []))})"
+        + (f"; left out last in {missed[k]}" if k in missed else "")
+        for k in sorted({*there, *missed})
+    }  # fmt: skip
+
+
+def _spans(rounds: Sequence[int]) -> str:
+    """Rounds as `1-3, 5`."""
+    spans: list[list[int]] = []
+    for one in rounds:
+        if spans and one == spans[-1][1] + 1:
+            spans[-1][1] = one
+        else:
+            spans.append([one, one])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans) or "none"
 
 
 def check_config(config: Config, nodes: int, one_machine: bool = False) -> None:

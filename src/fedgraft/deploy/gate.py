@@ -1,9 +1,9 @@
-"""Starts Flower's SuperLink and SuperNode with two doors closed that Flower 1.41 leaves open, and three waits cut.
+"""Starts Flower's SuperLink and SuperNode with three doors closed that Flower 1.41 leaves open, and three waits cut.
 
 On its one port a SuperLink serves nodes (which prove who they are by their keys) and also its control and task
 interfaces, which ask nobody who he is: whoever reaches the port could register a key of his own or start a program on
 every node. `superlink` answers those two only to its own machine. A SuperNode runs whatever app it is sent;
-`supernode` runs only the app of the fedgraft that is installed beside it.
+`supernode` runs only the app of the fedgraft that is installed beside it. Neither bounds what it is sent: `limits`.
 
 A SuperNode also looks for orders every three seconds only, so that each message costs a pause; `supernode` looks often
 while there is work and calmly when not. It gives signs of life three times as often, so that a vanished node is known
@@ -17,19 +17,23 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import subprocess
 import sys
 import time
 import tomllib
 import zipfile
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fedgraft.deploy import limits
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.helper import COMMANDS, Pace, be, superexec
-from fedgraft.deploy.process import gate, live_with_parent
+from fedgraft.deploy.limits import App, Scope
+from fedgraft.deploy.process import KEEPS, gate, live_with_parent
 from fedgraft.errors import FedgraftError
 
 FLOWER = "1.41.0"
@@ -41,8 +45,6 @@ IN_USE = "an earlier process with this key still counts as connected"
 IN_USE_SECONDS = 60.0
 """How long a node waits for that to end; one that was killed counts as gone after 20 seconds."""
 OPEN_PATHS = ("/v1/fleet/",)
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 
 class LocalControl:
@@ -93,8 +95,9 @@ def superlink() -> None:
     from starlette.middleware import Middleware
 
     command: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")  # its package has a function so named
-    extensions.get_middleware = lambda: (Middleware(LocalControl),)
+    extensions.get_middleware = lambda: (Middleware(LocalControl), Middleware(limits.Bounded, paths=OPEN_PATHS))
     fleet_handlers.activate_node = naming_use(fleet_handlers.activate_node)
+    fleet_handlers.push_messages = limits.bounded_replies(fleet_handlers.push_messages)
     command.subprocess = _OwnHelper
     command.flower_superlink()
 
@@ -138,6 +141,7 @@ def waiting_for_use(
 
 def supernode() -> None:
     """Run Flower's SuperNode so that it refuses every app but the installed fedgraft's own."""
+    from flwr.app import Error, Message
     from flwr.supercore import heartbeat as sending
     from flwr.supercore.retry import http_retry
     from flwr.supernode import fleet_http_connection as connecting
@@ -145,12 +149,21 @@ def supernode() -> None:
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     pull, expected, pace = loop._pull_and_store_message, app_files(), Pace()
+    limit = limits.order_limit(Path(os.environ.get(KEEPS, ".")).parent / "policy.toml")
 
     def guarded(**parts: Any) -> int | None:
         get = parts["get_fab"]
         # Flower checks signatures only where a licence vouches for them; ours is a comparison, made in `_verify_fab`.
         parts["get_fab"] = lambda digest, run: replace(get(digest, run), verifications={"valid_license": "fedgraft"})
-        run = pull(**{**parts, "trusted_entities": {"fedgraft": "the installed one"}})
+        parts["receive"] = limits.bounded_orders(parts["receive"], limit)
+        try:
+            run = pull(**{**parts, "trusted_entities": {"fedgraft": "the installed one"}})
+        except limits.TooLarge as found:  # nothing of it was fetched; Flower sends the error as it sends replies
+            reason = f"the order is larger than the {limit >> 20} MB that its owner's policy allows"
+            loop._insert_message(
+                Message(Error(0, reason), reply_to=found.message), parts["state"], parts["object_store"]
+            )
+            run = found.message.metadata.run_id
         if run is not None:
             pace.worked()
         return run
@@ -161,6 +174,8 @@ def supernode() -> None:
     http_retry.MAX_RETRY_DELAY = RETRY  # a server that was restarted is found soon
     client: Any = connecting.FleetHttpClient
     client.ActivateNode = waiting_for_use(client.ActivateNode)
+    connect = client.from_server_address
+    client.from_server_address = lambda *words, **more: limits.bounded_answers(connect(*words, **more))
     loop._pull_and_store_message = guarded  # type: ignore[assignment]
     loop._verify_fab = verified
     sending.HEARTBEAT_DEFAULT_INTERVAL = connecting.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT

@@ -21,7 +21,7 @@ from fedgraft.admission import LEDGER
 from fedgraft.client_secure import SECURE
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import identity_of
-from fedgraft.deploy.run_node import KEEPS
+from fedgraft.deploy.process import KEEPS
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import BadMessage, Order, as_bytes, pack, unpack
 from fedgraft.policy import Policy, parse

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from fedgraft.client import carry_out
-from fedgraft.config.agreement import broken_rules, implied_by
+from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
 from fedgraft.context import ClientContext, ClientMemory
@@ -185,11 +185,8 @@ def agreed(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy
     if task:
         own = Policy(secure=algorithm.privacy.hidden, in_the_clear=("evaluate",), actions=("evaluate",))
         return (own,) if owner is None else (own, owner)
-    if owner is not None and (broken := broken_rules(owner, config, algorithm)):
-        rule, _, sentence = broken[0].partition(": ")
-        raise Refused(sentence, rule)
-    own = replace(implied_by(config, algorithm), rounds=config.rounds.total)
-    return (own,) if owner is None else (own, owner)
+    first, *others = rules_of(config, algorithm, owner)
+    return (replace(first, rounds=config.rounds.total), *others)
 
 
 class Nodes:

@@ -14,8 +14,6 @@ from fedgraft.deploy.gate import IN_USE, IN_USE_SECONDS
 from fedgraft.deploy.keys import check_authority, check_private_key
 from fedgraft.errors import FedgraftError
 
-KEEPS = "FEDGRAFT_NODE_KEEPS"
-"""Names the node's home to its worker, which keeps ledger and audit log there."""
 SOURCES = ("folder", "parquet", "npz")
 
 
@@ -72,7 +70,7 @@ class NodeChoice:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the node, its words in the log of its home; it ends with this process."""
         self.home.mkdir(mode=0o700, exist_ok=True)
-        keeps = {KEEPS: str(self.home)}
+        keeps = {processes.KEEPS: str(self.home)}
         return processes.spawn(self.arguments(), self.home, self.home / "node.log", bound=True, more=keeps)
 
 

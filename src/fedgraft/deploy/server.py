@@ -156,7 +156,7 @@ def submit(
     """
     from fedgraft.config.load import to_toml
 
-    settings = {"config": to_toml(fed.config), "folder": str(folder), **more}
+    settings = {"config": to_toml(fed.config), "folder": str(folder), "federation": str(fed.path), **more}
     if server_data is not None:
         if not server_data.exists():
             raise FedgraftError(f"there is no {server_data}; --server-data names the coordinator's own images.")

@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.report.charts import compare_charts
-from fedgraft.report.values import show
+from fedgraft.report.values import NONE, show
 from fedgraft.runs.files import plain, write_atomic
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
@@ -27,25 +26,14 @@ _CLIENT_FIELDS = ("loss", "norm", "drift", "cosine", "weight")
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_tables(
-    path: Path | str, title: str, tables: Mapping[str, Rows], notes: Sequence[str] = (),
-    lines: Mapping[str, Rows] | None = None, pictures: Sequence[Path] = (), configs: Mapping[str, str] | None = None,
-) -> Path:  # fmt: skip
-    """Write a page of tables, each a list of rows under a heading, with all their numbers as one CSV file.
-
-    `notes` are paragraphs before them, `lines` metrics by name, drawn over each other; `pictures` are files that
-    become part of the page, `configs` texts by name that fold out.
-    """
-    charts = compare_charts(lines or {})
+def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes: Sequence[str] = ()) -> Path:
+    """Write a page of tables, each a list of rows under a heading, with all numbers as one CSV file, notes first."""
     text = rows_csv([{"table": name, **row} for name, rows in tables.items() for row in rows])
     parts = [
         *(f"<p>{safe(note)}</p>" for note in notes),
         *(section(name, grid(rows)) for name, rows in tables.items()),
-        section("Curves", CHARTS if charts else ""),
-        section("Figures", "".join(picture(file) for file in pictures)),
-        *(folded(f"Config of {name}", preformatted(text)) for name, text in (configs or {}).items()),
     ]
-    return write_page(path, title, header(title, "finished", f"{Path(path).stem}.csv", text), parts, charts)
+    return write_page(path, title, header(title, "finished", f"{Path(path).stem}.csv", text), parts, [])
 
 
 def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> Path:
@@ -120,12 +108,17 @@ def grid(rows: Rows) -> str:
     """A table with the first row's keys as its head; columns of numbers stand to the right."""
     if not rows:
         return ""
-    numeric = {key for key in rows[0] if not any(isinstance(row[key], str) for row in rows)}
+    numeric = {key for key in rows[0] if not any(isinstance(row[key], str) and _words(row[key]) for row in rows)}
     mark = {key: ' class="number"' if key in numeric else "" for key in rows[0]}
     head = "".join(f'<th scope="col"{mark[key]}>{safe(key)}</th>' for key in rows[0])
     lines = ("".join(_cell(show(key, v), mark[key]) for key, v in row.items()) for row in rows)
-    table = f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-    return f'<div class="scroll">{table}</div>'
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _words(text: str) -> bool:
+    """Whether a text is more than a number already written down, or none."""
+    return text != NONE and not re.fullmatch(r"-?\d+(\.\d*)?(e[+-]\d+)?", text)
 
 
 def _cell(text: str, mark: str) -> str:

@@ -13,11 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedgraft.client_sums import summands
 from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order
 from fedgraft.secure_round import Sums
-from fedgraft.update.validation import Expectation, Field, validate_replies
 
 
 def ncm_head(sums: Sums) -> Tensor:
@@ -41,14 +38,7 @@ def unit(rows: Tensor) -> Tensor:
 def client_class_sums(sums: Sums) -> Tensor:
     """Every client's sums by class, (clients, width+1, classes)."""
     check_clear(sums.privacy.hidden)
-    orders = [Order(sums.run, -1, k, "class_sums") for k in sums.clients]
-    fields = {name: Field(s.shape, s.dtype) for name, s in summands("class_sums", sums.network, {}).items()}
-    expected = Expectation(sums.run, -1, frozenset(sums.clients), sums=fields)
-    replies = [a for a in sums.exchange(orders) if not (isinstance(a, tuple) and isinstance(a[1], str))]
-    accepted, _ = validate_replies(replies, expected)  # type: ignore[arg-type]
-    if not accepted:
-        raise FedgraftError("no client answered the order 'class_sums', so there is nothing to make a head from.")
-    return torch.stack([one.reply.sums["cross"] for one in accepted])
+    return torch.stack([reply.sums["cross"] for reply in sums.each("class_sums")])
 
 
 def check_clear(hidden: bool) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
-from fedgraft.config.agreement import implied_by
-from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named, federate
+from fedgraft.config.agreement import rules_of
+from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named
+from fedgraft.config.federate import federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
 from fedgraft.context import ClientContext
@@ -116,14 +117,20 @@ class Job:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The rules that clients hold orders against: those that the config implies; of objects, the algorithm."""
-        return () if self.from_objects else (implied_by(self.config, self.algorithm),)
+        """The rules that clients hold orders against: those of the config; of objects, the algorithm's."""
+        return () if self.from_objects else rules_of(self.config, self.algorithm)
+
+
+def _subtractable(a: Algorithm) -> bool:
+    """What a client added to the common model can be seen and taken off again."""
+    return not a.privacy.hidden and a.privacy.dp is None and a.aggregate.is_mean and a.server.memoryless
 
 
 def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
     algorithm = build_algorithm(config)
+    rules_of(config, algorithm)
     config = head_only(config, algorithm)
     with phase("reading the data"):
         data = federate(config) if data is None else data
@@ -133,7 +140,7 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     with phase("loading the network"):
         network = build_network(config, data.dataset).to(device_named(config.device))
     algorithm.trainable.check(network)
-    if config.rounds.keep_contributions and not algorithm.subtractable:
+    if config.rounds.keep_contributions and not _subtractable(algorithm):
         raise FedgraftError(
             f"rounds.keep_contributions needs a mean of updates in the clear and a server that remembers nothing, and "
             f"{algorithm.name} as configured has not; leave it out: unlearn without --fast works for all."

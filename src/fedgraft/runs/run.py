@@ -19,7 +19,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import one_thread
 from fedgraft.progress import phase, shown_by, watching
 from fedgraft.report import representation_figures
-from fedgraft.round import RoundSummary, run_round
+from fedgraft.round import run_round
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
@@ -29,7 +29,7 @@ from fedgraft.runs.measure import Measure
 from fedgraft.runs.opening import Opening, open_run
 from fedgraft.runs.personal_store import PersonalStore, first_models
 from fedgraft.runs.plan import check
-from fedgraft.runs.reporting import describe, keep_phases, keep_skipped, report_run, summary_of
+from fedgraft.runs.reporting import describe, keep_phases, keep_skipped, noted, report_run, summary_of
 from fedgraft.runs.round_log import RoundLog
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.saving import Best, pack_run, protection_of, saved_edit
@@ -134,7 +134,7 @@ class _Run:
     def _begin(self, track: Tracking) -> ServerState:
         """Head initialisation, then the state before round 1, measured: the start is on every curve."""
         began = time.perf_counter()
-        install_head(self.job, self.engines)
+        head = install_head(self.job, self.engines)
         self._open(None)
         state = server.start(
             self.opening.algorithm, self.opening.space.gather(self.job.task.network), self.opening.space.trained
@@ -152,7 +152,8 @@ class _Run:
             self.best = Best(found.plain.accuracy, self.measure.score(found), 0, 0, state.vector)
         self.spent += time.perf_counter() - began
         self.phases["head initialisation"] = self.spent
-        self._add(self._traffic())
+        shared = head is not None and self.opening.algorithm.aggregate.shares  # training alone sends nothing
+        self._add(self._traffic() if self.remote else head.traffic if head and shared else {})
         log.info("head initialisation (%s) took %.1f s", self.config.head, self.spent)
         self.record.append(line)
         self.log.append(line, to_tensors(state, {})[0])
@@ -198,7 +199,7 @@ class _Run:
         began, r, before, opening = time.perf_counter(), self.config.rounds, self._traffic(), self.opening
         new, summary = run_round(opening.algorithm, opening.federation, state, self.engine, opening.server_context)
         representation_figures.keep_mixing(self.record.path, self.config, summary)
-        line = self._noted(summary, new.round)
+        line = noted(summary, new.round)
         if new.round == r.total or (r.evaluate_every and new.round % r.evaluate_every == 0):
             new = self._validate(new, line)
         line |= self._traffic(before)  # all that crossed the wire, also what only a deployment sends
@@ -219,15 +220,6 @@ class _Run:
                 "local.lr (fedgraft find-lr finds one) or set local.clip."
             )
         return new
-
-    def _noted(self, summary: RoundSummary, round: int) -> dict[str, Any]:
-        """The round's line, after saying who was dropped and why nothing changed."""
-        for rejection in summary.rejections:
-            log.warning("round %d: client %d dropped: %s", round, rejection.client, rejection.reason)
-        line = dict(summary.record)
-        if line.get("skipped"):
-            log.warning("round %d: nothing changed: %s", round, line.get("refused", "too few usable answers"))
-        return line
 
     def _traffic(self, before: Mapping[str, int] | None = None) -> dict[str, int]:
         """Bytes that crossed the wire, since `before`, where clients are on other machines; else there is no wire."""
@@ -259,12 +251,11 @@ class _Run:
         before, best = self._traffic(), state.vector if self.best.vector is None else self.best.vector
         tested = self.measure.tested(best, state.round) if self.config.rounds.test else {}
         summary = summary_of(self.job, self.opening, state, self.best, self.record.metrics()) | tested
-        summary |= {**self.totals, "seconds": self.spent, **self.measure.served(state, best)}
-        if self.remote is not None:
-            self._add(self._traffic(before))
-            for key, total in self.totals.items():  # preparations and the final test are no round's
-                inside = sum(int(one.get(key, 0)) for one in self.record.metrics())
-                summary |= {key: total, f"{key}_outside_rounds": total - inside}
+        summary |= {"seconds": self.spent, **self.measure.served(state, best)}
+        self._add(self._traffic(before))
+        for key, total in self.totals.items():  # preparations and the final test are no round's
+            inside = sum(int(one.get(key, 0)) for one in self.record.metrics())
+            summary |= {key: total} | ({f"{key}_outside_rounds": total - inside} if total > inside else {})
         return summary
 
     # ---- saving and restoring -------------------------------------------------------------------------------------

@@ -449,6 +449,23 @@ def test_a_node_that_comes_back_with_other_data_is_refused_by_name() -> None:
     assert "client 1 has other data than when the run began" in registry.refused[3]
 
 
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_claimed_client_number_must_be_that_of_the_nodes_key(bound: bool) -> None:
+    """Node 2 has client 1's key and claims to be client 0; without the binding it would be believed."""
+    toy, clock = Toy(algorithm("fedavg"), clients=2), Clock()
+    keys = {2: 1}
+    grid = FakeGrid({2: FakeNode(toy, 0)}, clock)
+    registry = Registry(FlowerTransport(grid), 2, clock, (lambda: keys) if bound else None)  # type: ignore[arg-type]
+    registry.refresh()
+    assert registry.nodes == ({} if bound else {0: 2})
+    if bound:
+        assert registry.refused == {2: "it calls itself client 0, and its key is that of client 1"}
+        keys[3] = 0  # registered since
+        grid.nodes[3] = FakeNode(toy, 0)
+        registry.refresh()
+        assert registry.nodes == {0: 3}
+
+
 def test_too_few_nodes_at_the_start_is_one_sentence() -> None:
     toy = Toy(algorithm("fedavg"))
     clock = Clock()

@@ -1,9 +1,10 @@
 """Which node serves which client: nodes come and go and have random numbers, clients are 0..K-1.
 
-Every node is asked for its client number, and again while it does not answer: it may have been restarted with the
-question in its hands. Of two nodes that claim the same number, the first is kept and the other refused by name, until
-the first is gone. A refused node is asked again after a while: its owner may have mended it. A node that joins late is
-asked when it is first seen. What a client said of its data when it was first greeted stands for the whole run.
+Every node is asked for its client number, which must be that of its registered key, and again while it does not
+answer: it may have been restarted with the question in its hands. Of two nodes that claim the same number, the first
+is kept and the other refused by name, until the first is gone. A refused node is asked again after a while: its owner
+may have mended it. A node that joins late is asked when it is first seen. What a client said of its data when it was
+first greeted stands for the whole run.
 """
 
 from __future__ import annotations
@@ -41,8 +42,16 @@ class Transport(Protocol):
 class Registry:
     """The nodes of a federation by client number, kept up to date by `refresh`."""
 
-    def __init__(self, transport: Transport, clients: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.transport, self.clients, self.clock = transport, clients, clock
+    def __init__(
+        self,
+        transport: Transport,
+        clients: int,
+        clock: Callable[[], float] = time.monotonic,
+        members: Callable[[], Mapping[int, int]] | None = None,
+    ) -> None:
+        self.transport, self.clients, self.clock, self.members = transport, clients, clock, members
+        """`members` says which client each node's key was registered for; None: nodes have no keys."""
+        self._keys: Mapping[int, int] = {}
         self.nodes: dict[int, int] = {}
         self.facts: dict[int, Mapping[str, Any]] = {}
         self.refused: dict[int, str] = {}
@@ -87,6 +96,9 @@ class Registry:
             reason = f"client {client} has other data than when the run began ({_told(before)}, now {_told(facts)})"
         elif client in self.nodes:
             reason = f"client {client} is served by node {self.nodes[client]} already"
+        elif (owner := self._owner(node, client)) != client:
+            who = "of nobody here" if owner is None else f"that of client {owner}"
+            reason = f"it calls itself client {client}, and its key is {who}"
         else:
             self.nodes[client], self.facts[client] = node, facts
             self.refused.pop(node, None)
@@ -97,6 +109,14 @@ class Registry:
             log.warning("node %d is refused: %s", node, reason)
         self.refused[node] = reason
         self._next[node] = (self.clock() + _MEND, _MEND)
+
+    def _owner(self, node: int, claimed: int) -> int | None:
+        """The client whose key this node proved to have; without keys, whom it claims to be."""
+        if self.members is None:
+            return claimed
+        if node not in self._keys:  # it may have been registered since
+            self._keys = self.members()
+        return self._keys.get(node)
 
     def gather(self, least: int, patience: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         """Wait until every client has a node; after `patience` seconds `least` of them are enough.

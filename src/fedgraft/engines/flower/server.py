@@ -112,9 +112,10 @@ class FlowerEngine:
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        members: Callable[[], Mapping[int, int]] | None = None,
     ) -> None:
         self.transport, self.patience, self.clock, self.sleep = transport, patience or Patience(), clock, sleep
-        self.registry = Registry(transport, clients, clock)
+        self.registry = Registry(transport, clients, clock, members)
         self.memory: dict[int, ClientMemory] = {}
         self.classes: tuple[str, ...] = ()
         """The federation's classes, where nodes bring data of their own."""

@@ -1,0 +1,296 @@
+"""The tables of lies over real Flower: what tests put into the processes of a federation (`hostile_site`).
+
+A hostile server tells one real node every lie of `hostile.py`; the other clients of a secure sum are played inside the
+server, because a node sees messages and not who wrote them. A hostile node answers a real server with the lies of
+`lies.py`, another one each round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tests.support.hostile import LIES, VICTIM, Answer, World, outcome, policy_of
+from tests.support.lies import ANY
+from tests.support.lies import LIES as REPLIES
+from tests.support.tiny import Open
+
+from fedgraft.messages import Order, Reply, pack, unpack
+from fedgraft.policy import to_toml
+
+UNPROTECTED = {"a run without hiding", "a run without noise"}
+RULES: Mapping[str, Mapping[str, dict[str, Any]]] = {
+    "clear": {
+        "secure": {"secure": True}, "epsilon": {"epsilon": 1.0}, "config": {"config": "another"},
+        "steps": {"steps": 1}, "rounds": {"rounds": 3}, "actions": {"actions": ("statistics",)},
+        "ranges.lr": {"ranges": {"lr": (0.0, 1e-6)}},
+    },
+    "secure": {"most_clients": {"most_clients": 4}, "cohort": {"cohort": 6}, "threshold": {"threshold": 0.95}},
+    "private": {"delta": {"delta": 1e-9}, "noise": {"noise": 2.0}, "ranges.clip": {"ranges": {"clip": (0.0, 0.01)}}},
+}  # fmt: skip
+"""By protection, policies that the run's own config breaks: not even an honest order is carried out."""
+
+
+class Stage:
+    """One run of the federation: what the hostile server knows, and its line to the node."""
+
+    def __init__(self, grid: Any, config: Any) -> None:
+        from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+
+        self.open, self.home = Open(config), Path(os.environ["VICTIM_HOME"])
+        self.engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, Patience(deadline=120.0))
+        self.written, self.count = "", 0
+        until = time.monotonic() + 120
+        while VICTIM not in self.engine.registry.nodes and time.monotonic() < until:
+            self.engine.registry.refresh()
+            time.sleep(0.1)
+        self.engine.open(self.open.job.federation.run, self.open.opening.message(False))
+
+    def begin(self, policy: Any) -> None:
+        """A node without a past, under this policy."""
+        (self.home / "ledger").unlink(missing_ok=True)
+        self.engine.memory = {}
+        if (text := to_toml(policy)) != self.written:  # another list of classes makes the node read its policy again
+            (self.home.parent / "policy.toml").write_text(text)
+            self.written, self.count = text, self.count + 1
+            self.engine.classes = (str(self.count),)
+
+
+class DeployedWorld(World):
+    """The world of the table of lies with its victim behind Flower."""
+
+    def __init__(self, stage: Stage, protection: str) -> None:
+        opened = stage.open
+        self.stage, self.algorithm, self.context = stage, opened.algorithm, opened.context
+        self.run = opened.job.federation.run
+        self.toy: Any = SimpleNamespace(federation=opened.opening.federation, state=opened.begin(), space=opened.space)
+        self.memory, self.said, self.lied_at = {}, [], ""
+        self.refusals: list[tuple[float, float, int]] = []
+        """(from, until, length of the sentence) of every refusal."""
+        self.context.replays = opened.job.backbone_context.replays = True
+        self.policy = replace(policy_of(protection), config=self.run, order_megabytes=32)
+        self.allow()
+
+    def allow(self, **changes: Any) -> None:
+        self.policy = replace(self.policy, **changes)
+        self.context.policies = opened = (replace(self.policy, pinned_peers=False),)
+        self.stage.open.job.backbone_context.policies = opened
+        self.stage.begin(self.policy)
+
+    def tell(self, order: Order) -> Answer:
+        if order.client != VICTIM:
+            whole, purpose = self.context, order.settings.get("sums", order.action)
+            self.context = self.stage.open.job.backbone_context if purpose == "statistics" else whole
+            try:
+                return super().tell(order)
+            finally:
+                self.context = whole
+        began = time.monotonic()
+        _, said = self.stage.engine._once([order])[VICTIM]
+        answer = said if isinstance(said, str) else unpack(Reply, said)
+        self.said.append((order.action, order.client, answer))
+        if isinstance(answer, str):
+            self.refusals.append((began, time.monotonic(), len(answer)))
+        return answer
+
+
+def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str, Any]]:
+    """Every lie that fits this run, the honest order, and policies that its config breaks."""
+    found = []
+    for name, lie in LIES.items():
+        if protection in lie.where and lie.degree == degree and name not in UNPROTECTED:
+            world = DeployedWorld(stage, protection)
+            refused, said = outcome(name, protection, world)
+            found.append({"name": name, "refused": refused, "said": said, "refusals": world.refusals[-1:]})
+            print(name, refused, said[:200], flush=True)  # into the link's log
+    for rule, changes in RULES.get(protection, {}).items() if degree is None else ():
+        world = DeployedWorld(stage, protection)
+        world.allow(**changes)
+        said = world.tell(world.order()) if protection != "secure" else (world.sum(), world.refused())[1]
+        named = str(said).startswith(f"refused by the rule '{rule}'")
+        found.append({"name": f"policy {rule}", "refused": named, "said": str(said), "refusals": world.refusals})
+    return [*found, *large_orders(stage, protection)] if degree is None else found
+
+
+def large_orders(stage: Stage, protection: str) -> list[dict[str, Any]]:
+    """An honest order for comparison, and two of 300 MB: of noise, and of one piece that stands in it sixty times."""
+    if protection != "clear":
+        return []
+    world = DeployedWorld(stage, protection)
+    began = time.monotonic()
+    honest = world.tell(world.order())
+    ended = time.monotonic()
+    noise = world.tell(
+        world.order(auxiliary={"junk": torch.frombuffer(bytearray(os.urandom(HUGE)), dtype=torch.uint8)})
+    )
+    bomb = world.tell(world.order(auxiliary={"junk": torch.zeros(HUGE, dtype=torch.uint8)}))
+    refused = "larger than the 32 MB" in str(noise) and "shorter than it says" in str(bomb)
+    return [
+        {"name": "honest", "refused": isinstance(honest, Reply), "said": str(honest)[:80], "refusals": [], "bytes":
+            (began, ended, 4 * len(world.toy.state.vector))},
+        {"name": "300 MB", "refused": refused, "said": f"{noise} {bomb}"[:300], "refusals": [], "when":
+            (ended, time.monotonic())},
+    ]  # fmt: skip
+
+
+def take_server() -> None:
+    """Put the hostile server in the place of fedgraft's."""
+    from fedgraft.deploy import flower_apps
+
+    def hostile(grid: Any, settings: Mapping[str, str], progress: Any = None) -> dict[str, Any]:
+        import tests.support.deployed_lies as here
+
+        from fedgraft.deploy.deployed import config_of
+
+        folder = Path(settings["folder"])
+        folder.mkdir(parents=True, exist_ok=True)
+        config = config_of(settings["config"])
+        protection, _, degree = config.name.replace("_", "+").partition("-")
+        told = here.tell_all(here.Stage(grid, config), protection, int(degree) if degree else None)
+        (folder / "told.json").write_text(json.dumps(told))
+        return {}
+
+    flower_apps._run = hostile
+
+
+# ---- a hostile node --------------------------------------------------------------------------------------------------
+
+LIAR, HUGE = 2, 300 << 20
+TRAINING = [*ANY.values(), *REPLIES["train"].values()]
+EVALUATION = [*REPLIES["evaluate"].values(), *ANY.values()]
+NAMES = [f"train: {n}" for n in (*ANY, *REPLIES["train"])] + [f"evaluate: {n}" for n in (*REPLIES["evaluate"], *ANY)]
+AT_LARGE = 3
+"""The round in which a node told to be large answers with so many bytes of noise; then of one piece many times."""
+
+
+def spoiled(order: Order, reply: bytes) -> bytes:
+    """What the liar sends instead: the next lie of each kind every round."""
+    if os.environ.get("LARGE"):
+        return {AT_LARGE: os.urandom(HUGE), AT_LARGE + 1: bytes(HUGE)}.get(order.round, reply)
+    lies = TRAINING if order.action == "train" else EVALUATION
+    made = lies[order.round % len(lies)](unpack(Reply, reply))
+    if not isinstance(made, Reply):
+        return made if isinstance(made, bytes) else b"\x07"
+    return pack(made)
+
+
+def take_node() -> None:
+    """Let one node's worker lie."""
+    from fedgraft.engines.flower import node_link
+
+    serve = node_link.serve
+
+    def lying(address: Path, owner: int, carry_out: Callable[..., Any], **more: Any) -> None:
+        def answer(request: Any) -> Any:
+            found = carry_out(request)
+            if request.client != LIAR or not found.reply:
+                return found
+            return replace(found, reply=spoiled(unpack(Order, request.order), found.reply))
+
+        serve(address, owner, answer, **more)
+
+    node_link.serve = lying
+
+
+# ---- what is seen from outside ---------------------------------------------------------------------------------------
+
+
+class Meter:
+    """A plain proxy to a port, which notes when how many bytes of which request went up."""
+
+    def __init__(self, port: int) -> None:
+        self.target, self.seen = port, list[tuple[float, str, int]]()
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.door.getsockname()[1])
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                here, _ = self.door.accept()
+            except OSError:
+                return
+            try:
+                there = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:  # the server is gone
+                here.close()
+                continue
+            for one, other, note in ((here, there, self._requests()), (there, here, None)):
+                threading.Thread(target=self._carry, args=(one, other, note), daemon=True).start()
+
+    @staticmethod
+    def _carry(one: socket.socket, other: socket.socket, note: Callable[[bytes], None] | None) -> None:
+        try:
+            while data := one.recv(1 << 16):
+                if note:
+                    note(data)
+                other.sendall(data)
+        except OSError:
+            pass
+        for each in (one, other):
+            each.close()
+
+    def _requests(self) -> Callable[[bytes], None]:
+        """Reads the requests of one connection: path and length of each."""
+        rest = bytearray()
+
+        def note(data: bytes) -> None:
+            rest.extend(data)
+            while (end := rest.find(b"\r\n\r\n")) >= 0:
+                head = bytes(rest[:end]).decode("latin-1")
+                fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:])
+                whole = end + 4 + int(fields.get("content-length", 0))
+                if len(rest) < whole:
+                    return
+                self.seen.append((time.monotonic(), head.split(" ")[1], whole - end - 4))
+                del rest[:whole]
+
+        return note
+
+    def pushed(self, began: float, ended: float) -> int:
+        """Bytes of messages and objects that went up meanwhile; looking for orders and signs of life are none."""
+        return sum(size for when, path, size in self.seen if began <= when <= ended and "push" in path)
+
+
+class Watch:
+    """Peaks of the memory of a process's family, ten times a second."""
+
+    def __init__(self, root: int) -> None:
+        self.root, self.seen, self.over = root, list[tuple[float, int, int]](), False
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread.start()
+
+    def _look(self) -> None:
+        from fedgraft.deploy.process import _descendants
+
+        while not self.over:
+            now = time.monotonic()
+            for pid in (self.root, *(one.pid for one in _descendants(self.root))):
+                self.seen.append((now, pid, _resident(pid)))
+            time.sleep(0.1)
+
+    def rise(self, began: float, ended: float) -> int:
+        """How far the process that grew most did so in this time."""
+        found = {}
+        for pid in {pid for _, pid, _ in self.seen}:
+            mine = [(when, size) for when, one, size in self.seen if one == pid]
+            before = [size for when, size in mine if when <= began][-1:] or [size for _, size in mine][:1]
+            found[pid] = max([size for when, size in mine if began <= when <= ended + 1], default=0) - before[0]
+        return max(found.values(), default=0)
+
+
+def _resident(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmRSS")), 0)
