@@ -44,6 +44,12 @@ CHECKS: dict[str, Check] = {
     "noise": Check(
         "noise and sensitivity with drops, zero and NaN updates", "within 1 %, or refused", "privacy", 3
     ),
+    "membership": Check(
+        "cohorts guessed from everything that a node and the run folder know", "no better than chance", "neighbours", 3
+    ),
+    "epsilon": Check(
+        "runs with and without a client told apart, 1,000 pairs", "lower bound below the told epsilon", "neighbours", 2
+    ),
     "liar": Check("a liar on similarity, one of ten", "weight <= 2/m, accuracy within 6 points", "liar", 5),
     "soak": Check(
         "10,000 rounds, head only", "< 1 MB per 1,000 rounds after warm-up, file handles flat", "soak", 12
