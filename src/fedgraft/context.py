@@ -55,6 +55,10 @@ class ClientContext:
     _bound: dict[str, Bound] = field(default_factory=dict)
     _active: str = ""
 
+    def __getstate__(self) -> dict[str, object]:
+        """For a worker that is no fork: it binds its own copy of the network."""
+        return vars(self) | {"_bound": {}, "_active": ""}
+
     @property
     def sent(self) -> int:
         """Coordinates of an update."""

@@ -37,7 +37,7 @@ SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
 class Policy:
     """An owner's rules. The defaults allow what any honest run does."""
 
-    config: str = field(default="", metadata={"says": "only the run whose config has this digest"})
+    config: str = field(default="", metadata={"says": "only runs of a config with this digest, or one of several"})
     secure: bool = field(default=False, metadata={"says": "secure aggregation: nothing of this node alone is shown"})
     in_the_clear: tuple[str, ...] = field(
         default=(), metadata={"says": "actions that may answer in the clear although secure aggregation is required"}
@@ -71,7 +71,7 @@ class Policy:
         """Refuse an order that breaks a rule; nothing has been computed yet."""
         self.check_action(order)
         self.check_protection(algorithm)
-        if self.config and order.run != self.config:
+        if self.config and order.run not in self.config.split():
             raise Refused("the order belongs to a run that the owner did not agree to", "config")
         for name, value in order.settings.items():
             if isinstance(value, int | float) and not isinstance(value, bool):

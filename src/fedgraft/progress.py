@@ -149,11 +149,12 @@ def _forked() -> None:
 
 
 # Nobody holds a lock of a display or a log while this process is copied.
-os.register_at_fork(
-    before=lambda: _state.looking.acquire(),
-    after_in_parent=lambda: _state.looking.release(),
-    after_in_child=_forked,
-)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=lambda: _state.looking.acquire(),
+        after_in_parent=lambda: _state.looking.release(),
+        after_in_child=_forked,
+    )
 
 
 @contextmanager

@@ -89,6 +89,20 @@ def checked(step: Step, outcome: Outcome, collected: Collected) -> Outcome:
     return server.skip(step.state), {**collected.notes(), "skipped": True, "refused": why}, {}
 
 
+def added(step: Step, mean: Tensor, collected: Collected, weights: Tensor) -> dict[int, Tensor]:
+    """The contributions so far with this round's: of client k with weight w, the mean minus the mean of the others.
+
+    That is w / (1 - w) times (its update - the mean); of a client by itself, all of the step.
+    """
+    kept, info = dict(step.state.contributions), step.info(collected.answers, weights)
+    for k, update, w in zip(collected.answers.clients, collected.answers.updates, weights / weights.sum(), strict=True):
+        share = float(w)
+        more = mean if share >= 1 else share / (1 - share) * (update - mean)
+        moved, _ = step.rule.step(torch.zeros_like(mean), more, dict(step.state.rule), info)
+        kept[k] = kept[k] + moved if k in kept else moved
+    return kept
+
+
 def advance(algorithm: Algorithm, step: Step, collected: Collected, context: ServerContext) -> Outcome:
     """The next state from what came back: each update by itself, or the hidden sum of all."""
     hidden, dp, count = collected.hidden, algorithm.privacy.dp, collected.count
@@ -111,6 +125,8 @@ def advance(algorithm: Algorithm, step: Step, collected: Collected, context: Ser
     record = describe(answers, collected, weights, done)
     usual = statistics.median(a.norm for a in collected.accepted) / step.lr if step.lr > 0 else 0.0
     new = replace(done.state, norms=(*step.state.norms, usual)[-MEMORY:])
+    if step.federation.keeps_contributions:
+        new = replace(new, contributions=added(step, done.update, collected, weights))
     if algorithm.trainable.partial:
         new = replace(new, drifts=(*step.state.drifts, relative_drift(record["clients"])))
     return new, record, done.extra

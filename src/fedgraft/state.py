@@ -35,16 +35,25 @@ class Federation:
     largest: int = 1
     """Most examples a client may count for; the unit of weights inside secure aggregation."""
     without: frozenset[int] = frozenset()
-    """Clients that are never asked for anything; the numbers and streams of the others stay as they are."""
+    """Clients that nothing is made from; the numbers and streams of the others stay as they are."""
+    evaluate_only: frozenset[int] = frozenset()
+    """Those of them that test models all the same."""
     secret: bytes = b""
     """What cohorts are drawn from where nobody may know them; empty: the seed, so that they can be repeated."""
+    keeps_contributions: bool = False
+    """Whether the state holds what each client added, so that it can be subtracted (`unlearn --fast`)."""
     norm_factor: float = 30.0
     """Updates longer than so many times the usual length are refused; 0: none for their length."""
 
     @property
     def members(self) -> list[int]:
-        """The clients that may be asked."""
+        """The clients that a model is made from."""
         return [k for k in range(self.clients) if k not in self.without]
+
+    @property
+    def evaluated(self) -> list[int]:
+        """The clients that test models on images of their own."""
+        return sorted({*self.members, *self.evaluate_only})
 
     def rate(self, state: ServerState) -> float:
         """The learning rate of the coming round."""
@@ -72,6 +81,8 @@ class ServerState:
     """Validation losses so far, for the plateau schedule."""
     norms: tuple[float, ...] = ()
     """Median length of the accepted updates over the learning rate, of the last few rounds."""
+    contributions: Mapping[int, Tensor] = field(default_factory=dict)
+    """By client: how much farther the model went than the others' updates alone would have taken it, where kept."""
 
     def model_of(self, client: int) -> Tensor:
         """The vector this client starts from: its own where it has one, else the common one."""
@@ -90,6 +101,7 @@ def to_tensors(state: ServerState, memories: Memories) -> tuple[dict[str, Tensor
     tensors = {"vector": state.vector, **{f"rule/{name}": t for name, t in state.rule.items()}}
     if type(state.personal) is dict:
         tensors |= {f"personal/{client}": t for client, t in state.personal.items()}
+    tensors |= {f"contribution/{client}": t for client, t in state.contributions.items()}
     for client, kept in memories.items():
         tensors |= {f"memory/{client}/{name}": t for name, t in kept.items()}
     return tensors, {
@@ -106,6 +118,7 @@ def from_tensors(
     """The state and the memories that `to_tensors` wrote; other names are ignored."""
     rule: dict[str, Tensor] = {}
     personal: dict[int, Tensor] = {}
+    contributions: dict[int, Tensor] = {}
     memories: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         group, _, key = name.partition("/")
@@ -113,9 +126,11 @@ def from_tensors(
             rule[key] = tensor
         elif group == "personal":
             personal[int(key)] = tensor
+        elif group == "contribution":
+            contributions[int(key)] = tensor
         elif group == "memory":
             client, _, what = key.partition("/")
             memories.setdefault(int(client), {})[what] = tensor
-    state = ServerState(round, tensors["vector"], rule, personal)
+    state = ServerState(round, tensors["vector"], rule, personal, contributions=contributions)
     drifts, losses, norms = (tuple(meta[name]) for name in ("drifts", "losses", "norms"))
     return replace(state, clip=float(meta["clip"]), drifts=drifts, losses=losses, norms=norms), memories

@@ -14,7 +14,7 @@ SLOTS = frozenset({
     "algorithm", "trainable", "loss", "update", "weighting", "aggregate", "server", "client_state", "privacy",
     "compression", "codec",
 })  # fmt: skip
-MOST = 15
+MOST = 8
 
 
 def slot_of(node: ast.expr) -> str:

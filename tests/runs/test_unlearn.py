@@ -14,7 +14,7 @@ from fedgraft.config.load import merge, validate
 from fedgraft.data.federated import FederatedData
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.run import run
-from fedgraft.runs.unlearn import plan, unlearn
+from fedgraft.runs.unlearn import plan, subtract, unlearn
 
 COMMON = ["rounds.total=4", "rounds.fraction=0.5", "partition.clients=4", "rounds.checkpoint_every=1", "seed=1"]
 KINDS = {
@@ -86,3 +86,31 @@ def test_strangers_and_the_last_client_are_refused(tmp_path: Path) -> None:
     assert (
         done.exit_code == 0 and "took part in 1 of 1 rounds" in done.output and "cannot be called back" in done.output
     )
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_subtracting_is_exact_for_one_round_and_measured_for_more(rounds: int, tmp_path: Path) -> None:
+    """In the first round nobody has learned from the client yet, so the mean without it is the exact model."""
+    config = tiny("model.head=random", "rounds.fraction=1", f"rounds.total={rounds}", "rounds.keep_contributions=true")
+    source = tmp_path / "run"
+    with without_pictures():
+        run(config, source, console=False)
+        assert subtract(plan(source, "1", tmp_path / "early", fast=True), source, console=False)["unlearned"][
+            "distance"
+        ] is None  # fmt: skip
+        unlearn(plan(source, "1"), source, console=False)
+        told = subtract(plan(source, "1", fast=True), source, console=False)["unlearned"]
+    kept = json.loads((tmp_path / "run-without-1-approximate" / "unlearned.json").read_text())
+    assert kept == told and kept["exact"] is False and kept["rounds"] == 0
+    near = told["distance"] / told["of_the_run"]
+    assert near < (1e-5 if rounds == 1 else 0.8) and (rounds == 1 or near > 1e-3)
+    assert "contribution/1" not in tensors_of(tmp_path / "run-without-1-approximate")
+    plain = tmp_path / "plain"
+    with without_pictures():
+        run(tiny("model.head=random", "rounds.fraction=1", f"rounds.total={rounds}"), plain, console=False)
+        with pytest.raises(FedgraftError, match="kept no contributions"):
+            subtract(plan(plain, "1", fast=True), plain, console=False)
+    assert same_bits({"v": tensors_of(plain)["vector"]}, {"v": tensors_of(source)["vector"]})  # keeping changes nothing
+    for option in ("privacy.aggregation=secure", "algorithm.name=scaffold"):
+        with pytest.raises(FedgraftError, match="keep_contributions needs a mean"):
+            run(tiny("rounds.keep_contributions=true", option), tmp_path / "no", console=False)

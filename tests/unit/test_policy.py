@@ -41,6 +41,26 @@ def test_a_safe_policy_allows_its_own_config_and_survives_its_file(overrides: li
 
 
 @pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ([], {"statistics"}),
+        (["model.head=probe"], {"statistics", "head_gradient"}),
+        (["model.head=ncm"], {"class_sums"}),
+        (["model.head=random"], set()),
+        (["trainable.kind=sparse"], {"statistics", "fisher_scores"}),
+        (["trainable.kind=sparse", "trainable.sparse.strategy=random"], {"statistics"}),
+        (["trainable.kind=sparse", "trainable.sparse.per_client=true"], {"statistics", "own_mask"}),
+        (["trainable.kind=lora", "trainable.lora.aggregate=core"], {"statistics", "gradient"}),
+        (["personal.evaluate=end"], {"statistics", "evaluate"}),
+    ],
+)
+def test_a_safe_policy_allows_what_the_head_and_the_trainable_kind_ask_for(
+    overrides: list[str], asked: set[str]
+) -> None:
+    assert set(safe(*overrides).actions) == {"train", "count"} | asked
+
+
+@pytest.mark.parametrize(
     "rule, overrides",
     [
         ("secure", ["privacy.aggregation=clear"]),

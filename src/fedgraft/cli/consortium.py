@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,7 @@ def preflight(
     show_preflight(out, *look(config_of(overrides)))
 
 
-def show_preflight(out: Path, sites: Sequence[dict[str, Any]], found: Sequence[Finding]) -> None:
+def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], found: Sequence[Finding]) -> None:
     """Say what was found, write the page, and end with 1 where nobody should train yet."""
     from fedgraft.runs.preflight import write
 
@@ -43,6 +43,7 @@ def unlearn(
     client: Annotated[str, typer.Option("--client", help="the client to forget, by name or number")],
     to: Annotated[Path | None, typer.Option("--to", help="the new folder (default: RUN-without-CLIENT)")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what it takes, and stop")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="APPROXIMATE: only subtract what the client added")] = False,
 ) -> None:
     """Forget a client exactly: replay the run without it, to the bytes of a run that never had it."""
     import rich
@@ -50,19 +51,22 @@ def unlearn(
     from fedgraft.report import display
     from fedgraft.runs import unlearn as forgetting
 
-    plan = forgetting.plan(run, client, to)
-    typer.echo(
-        f"client {plan.client} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: "
-        f"{plan.rounds - plan.start} rounds are done again"
-    )
+    plan = forgetting.plan(run, client, to, fast)
+    again = "none is done again, which is APPROXIMATE" if fast else f"{plan.rounds - plan.start} rounds are done again"
+    typer.echo(f"client {plan.client} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: {again}")
     typer.echo(f"note: {forgetting.CANNOT}")
     if dry_run:
         return
     console = rich.get_console()
     with display.LiveProgress(console) as live:
-        summary = forgetting.unlearn(plan, run, live)
+        summary = (forgetting.subtract if fast else forgetting.unlearn)(plan, run, live)
     display.results(console, plan.config.name, summary)
     display.path_line(console, plan.folder)
+    if fast and (far := summary["unlearned"]["distance"]) is None:
+        typer.echo("approximate; how far from exact is not known: run it without --fast first, then this again")
+    elif fast:
+        before = summary["unlearned"]["of_the_run"]
+        typer.echo(f"approximate: {far:.4g} from the exact model, and the run itself is {before:.4g} from it")
 
 
 def worth(

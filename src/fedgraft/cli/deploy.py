@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from fedgraft.cli import deploy_ask as asking
 from fedgraft.cli import deploy_coordinator as coordinator
 from fedgraft.cli import deploy_node as node
 from fedgraft.cli import deploy_trust as trust
@@ -11,9 +12,9 @@ from fedgraft.cli import deploy_trust as trust
 app = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, submit, "
-        "status, stop, revoke, renew; a data owner uses key, policy, trust, node, audit. `local` does all of it on "
-        "this machine. See docs/deploy.md."
+        "Run on other people's machines, over TLS, with Flower. The coordinator uses init, register, server, "
+        "preflight, submit, status, evaluate, stop, revoke, renew; a data owner uses key, policy, trust, node, audit. "
+        "`local` does all of it on this machine. See docs/deploy.md."
     ),
 )
 for _command in (
@@ -22,8 +23,10 @@ for _command in (
     coordinator.register,
     coordinator.server,
     node.node,
+    asking.preflight,
     coordinator.submit,
     coordinator.status,
+    asking.evaluate,
     coordinator.stop,
     node.local,
     trust.policy,

@@ -33,7 +33,7 @@ def init(
     called = [f"node-{i}" for i in range(nodes)] if nodes is not None else [n.strip() for n in (names or "").split(",")]
     if not called:
         raise FedgraftError("a federation needs at least one node; give --nodes 1 or more.")
-    fed = create(folder, with_clients(config_of(overrides), len(called)), called, host)
+    fed = create(folder, with_clients(config_of(overrides), len(called), called), called, host)
     typer.echo(f"written: {folder}, a federation of {len(called)} nodes with the server at {host}")
     typer.echo(f"1. send to every node, over a channel you trust: {folder / 'certificates' / 'ca.crt'}")
     typer.echo("2. every node makes its key (fedgraft deploy key NAME) and sends you NAME.pub; register each:")

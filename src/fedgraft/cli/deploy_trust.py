@@ -23,6 +23,9 @@ def policy(
     check: Annotated[
         Path | None, typer.Option("--check", help="a policy.toml to hold the config against; nothing is written")
     ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option("--allow", help="also answer: preflight, evaluate (in the clear, as sums)")
+    ] = None,
 ) -> None:
     """Node: a safe policy for a config (or a federation's folder), in plain words; or what of it breaks yours."""
     from fedgraft.config.agreement import broken_rules, safe_for
@@ -41,7 +44,9 @@ def policy(
             raise typer.Exit(1)
         typer.echo(f"a node with {check} takes part in the run {config.digest}")
         return
-    made = safe_for(config, algorithm)
+    if strange := set(allow or ()) - {"preflight", "evaluate"}:
+        raise FedgraftError(f"--allow {min(strange)} is none of preflight, evaluate; a run's own actions are allowed.")
+    made = safe_for(config, algorithm, allow or ())
     typer.echo("a node with this policy carries out an order only if it keeps all of these rules:")
     for sentence in in_words(made):
         typer.echo(f"  {sentence}")

@@ -19,6 +19,7 @@ from fedgraft.cli import attack as cli_attack
 from fedgraft.cli import consortium as cli_consortium
 from fedgraft.cli import deploy as cli_deploy
 from fedgraft.cli import edit as cli_edit
+from fedgraft.cli import help as cli_help
 from fedgraft.cli import predict as cli_predict
 from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import runs as cli_runs
@@ -35,14 +36,16 @@ if TYPE_CHECKING:
 _display: LiveProgress | None = None
 
 app = typer.Typer(
+    cls=cli_help.Group,
     no_args_is_help=True,
+    suggest_commands=False,  # `Group` does
     rich_markup_mode=None,  # plain help: drawing boxes would take longer than everything else
     add_completion=False,
     pretty_exceptions_enable=False,
     help=(
         "Adapt one pretrained vision model to data that many owners keep private.\n\n"
         "Try `fedgraft run demo`: ten clients adapt a small pretrained ViT to handwritten digits. "
-        "A run is a TOML file or a preset, changed by key=value words, for example "
+        "A run is a TOML file or a preset, changed by key=value, for example "
         "`fedgraft run data.source=cifar100 partition.clients=100 local.lr=0.05`. "
         "`fedgraft options` lists every key; `--dry-run` shows the plan and does nothing."
     ),
@@ -59,7 +62,9 @@ def _tell_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="tell it")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
+    ] = False,
 ) -> None:
     """Options before the command."""
 
@@ -87,7 +92,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan, with bytes and steps, and stop")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
-    """Run a federated adaptation: clients train, only changes travel, one model (or one each) comes out."""
+    """Run a federation: clients train, only updates travel, one model (or one each) comes out."""
     config = config_of(overrides)
     if dry_run:
         from fedgraft.runs.plan import plan
@@ -103,7 +108,7 @@ def centralized(
     overrides: Overrides = None,
     folder: Folder = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
     """Train with all data in one place: centralized.kind=probe, finetune or ridge. The baseline."""
     from fedgraft.runs.centralized import as_central
@@ -116,9 +121,9 @@ def centralized(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="the run folder")],
-    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
-    """Continue an interrupted run to the very bytes an unbroken one would have given."""
+    """Continue an interrupted or damaged run to the very bytes an unbroken one would have given."""
     from fedgraft.config.load import from_folder
     from fedgraft.runs.run_folder import RunFolder
 
@@ -126,6 +131,7 @@ def resume(
     config = from_folder(run)
     if record.config_digest != config.digest:
         raise FedgraftError(f"{run / 'config.toml'} was changed since the run began; restore it, or start a new run")
+    record.mend()
     _carry_out(config, run, quiet)
 
 
@@ -169,8 +175,7 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
         raise typer.Exit(130) from None
     finally:
         console.quiet = False
-    if not quiet:
-        display.results(console, config.name, summary)
+    display.results(console, config.name, summary)
     display.path_line(console, folder)
 
 
@@ -255,6 +260,7 @@ app.command()(cli_sweep.sweep)
 app.command()(cli_sweep.watch)
 app.add_typer(cli_edit.app, name="edit")
 app.add_typer(cli_deploy.app, name="deploy")
+cli_help.polish(app)
 
 
 def _screen(phases: Sequence[Phase]) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fedgraft.config.load import Config
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="a TOML file or preset name first, then key=value words", show_default=False)
+    list[str] | None, typer.Argument(help="a TOML file or preset name first, then key=value pairs", show_default=False)
 ]
 
 

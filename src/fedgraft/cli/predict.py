@@ -25,7 +25,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="every score, as JSON")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="image, label, score, as CSV")] = False,
 ) -> None:
-    """Label images with an adapted model, one line each: fedgraft predict runs/mine-... new/*.png
+    """Label images with an adapted model, one line each.
 
     An image that cannot be read is named with the reason; then the exit code is 1 (2 if none could be read).
     """
@@ -76,10 +76,9 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(_plain(found), indent=2))
         return
-    typer.echo(
-        f"accuracy {100 * found.accuracy:.2f} %  top-5 {100 * found.top5:.2f} %  loss {found.loss:.4f}  "
-        f"({found.count} images)"
-    )
+    near = f"  top-5 {100 * found.top5:.2f} %" if len(found.classes) > display.FEW else ""
+    images = "1 image" if found.count == 1 else f"{found.count} images"
+    typer.echo(f"accuracy {100 * found.accuracy:.2f} %{near}  loss {found.loss:.4f}  ({images})")
     display.class_table(rich.get_console(), found.classes, found.metrics)
     for place, reason in found.skipped:
         typer.echo(f"left out: {place}: {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.build import budget, per_round
@@ -13,32 +14,35 @@ from fedgraft.policy import Policy, from_table
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
+HEAD_ASKS = {"ridge": ("statistics",), "probe": ("statistics", "head_gradient"), "ncm": ("class_sums",),
+             "cof": ("class_sums",), "random": ()}  # fmt: skip
+"""What each way to start the head asks of clients."""
 
-def shown(config: Config) -> tuple[str, ...]:
+
+def shown(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     """What an honest run of this config asks of each client by itself, whatever its protection."""
-    sparse, personal = config.trainable.sparse, config.personal
-    masks = config.trainable.kind == "sparse" and (sparse.per_client or sparse.merge != "score_mean")
-    asked = {"count": True, "evaluate": personal.evaluate != "never", "own_mask": masks}
-    return tuple(action for action, wanted in asked.items() if wanted)
+    personal, own = config.personal.evaluate != "never", "own_mask" in algorithm.trainable.asks
+    return ("count", *(("evaluate",) if personal else ()), *(("own_mask",) if own else ()))
 
 
 def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     """Every action that an honest run of this config asks for; counts only where images are held out."""
-    head, sparse = config.model.head, config.trainable.kind == "sparse"
     held = config.data.validation > 0 and (config.rounds.evaluate_every > 0 or config.rounds.test)
     summed = held and algorithm.privacy.hidden and (bool(config.metrics) or config.select != "accuracy")
     asked = {
-        "train": config.rounds.total > 0, "statistics": head in {"ridge", "probe"}, "head_gradient": head == "probe",
-        "class_sums": head in {"ncm", "cof"}, "class_counts": algorithm.federation_counts,
-        "gradient": config.trainable.kind == "lora" and config.trainable.lora.aggregate == "core",
-        "fisher_scores": sparse, "count": held and not summed, "scores": summed,
+        "train": config.rounds.total > 0, "class_counts": algorithm.federation_counts,
+        "count": held and not summed, "scores": summed, "evaluate": config.personal.evaluate != "never",
     }  # fmt: skip
-    return (*(name for name, wanted in asked.items() if wanted), *(a for a in shown(config) if a != "count"))
+    return (
+        *(name for name, wanted in asked.items() if wanted),
+        *HEAD_ASKS[algorithm.closed_form or config.head],
+        *algorithm.trainable.asks,
+    )
 
 
 def implied_by(config: Config, algorithm: Algorithm) -> Policy:
     """The rules of a run without an owner's: where it hides, it shows only what its own config says it will show."""
-    return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config))
+    return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm))
 
 
 def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
@@ -54,14 +58,13 @@ def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) 
     return tuple(policy for policy in (implied_by(config, algorithm), said, owner) if policy is not None)
 
 
-def safe_for(config: Config, algorithm: Algorithm) -> Policy:
-    """A policy under which this config runs and, as far as rules can tell, nothing else does."""
+def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
+    """A policy under which this config runs and, as far as rules can tell, nothing else does but what is in `also`."""
     hidden, rounds, dp = algorithm.privacy.hidden, config.rounds.total, algorithm.privacy.dp
+    open_ones = shown(config, algorithm)
     account, cohort = budget(config, algorithm, rounds), per_round(config)
     wanted, every = needed(config, algorithm), config.rounds.evaluate_every or max(1, rounds)
-    sums = (500 if config.model.head == "probe" else 1) + (
-        config.trainable.sparse.rounds if config.trainable.kind == "sparse" else 0
-    )
+    sums = (500 if "head_gradient" in wanted else 1) + sum(algorithm.trainable.asks.values())
     sums = max(sums, 2 * rounds + 2) if "scores" in wanted else sums
     room = 1.0 if config.local.lr is not None else 100.0  # a rate left open is found when the run begins
     rates = [algorithm.lr * room * (config.trainable.match_norm or 1.0)]
@@ -70,8 +73,8 @@ def safe_for(config: Config, algorithm: Algorithm) -> Policy:
     if dp is not None:
         ranges["clip"] = (0.0, dp.clip if dp.adaptive is None else 100 * dp.clip)
     return Policy(
-        config=config.digest, secure=hidden, actions=wanted,
-        in_the_clear=tuple(a for a in wanted if a in shown(config)) if hidden else (),
+        config=config.digest, secure=hidden, actions=tuple(dict.fromkeys((*wanted, *also))),
+        in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in open_ones), *also))) if hidden else (),
         epsilon=None if account is None else _up(account.epsilon), delta=None if account is None else account.delta,
         noise=None if dp is None else dp.mechanism.noise,
         cohort=max(2, (2 * cohort + 2) // 3) if config.rounds.sampling == "fixed" and hidden else 2,
@@ -99,7 +102,8 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
         policy.check_protection(algorithm)
     except Refused as refusal:
         note(refusal.rule, True, str(refusal))
-    note("config", bool(policy.config) and policy.config != config.digest, "it is not the config that was agreed to")
+    agreed = not policy.config or config.digest in policy.config.split()
+    note("config", not agreed, "it is not the config that was agreed to")
     account = budget(config, algorithm, config.rounds.total) if policy.epsilon or policy.delta else None
     if account is not None:
         note("epsilon", account.epsilon > (policy.epsilon or math.inf), f"epsilon is {account.epsilon:.4g}")
@@ -113,7 +117,7 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
     low, high = policy.ranges.get("clip", (0.0, math.inf))
     note("ranges.clip", clip is not None and not low <= clip <= high, f"updates are clipped at {clip}")
     for action in needed(config, algorithm):
-        hides = algorithm.privacy.hidden and action not in shown(config)
+        hides = algorithm.privacy.hidden and action not in shown(config, algorithm)
         order = Order(
             policy.config, 0, 0, "secure.keys" if hides else action, settings={"sums": action} if hides else {}
         )

@@ -124,6 +124,7 @@ def build_federation(config: Config, lr: float, largest: int = 1) -> Federation:
         norm_bound=r.norm_bound,
         norm_factor=r.norm_factor,
         largest=largest,
+        keeps_contributions=r.keep_contributions,
     )
 
 

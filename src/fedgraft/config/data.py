@@ -78,6 +78,9 @@ class Partition(Section):
     without: tuple[str, ...] = Field(
         (), description="clients, by name or number, that never take part; all others keep their numbers and streams"
     )
+    evaluate_only: tuple[str, ...] = Field(
+        (), description="clients, by name or number, that test models on their own images and never train"
+    )
 
     @model_validator(mode="after")
     def _named_groups(self) -> Partition:

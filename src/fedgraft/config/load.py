@@ -124,6 +124,8 @@ def to_toml(config: Config) -> str:
 
 def from_folder(folder: Path) -> Config:
     """The config of an existing run."""
+    if not (folder / "config.toml").is_file():
+        raise FedgraftError(f"there is no run in {folder}; `fedgraft list` shows the runs there are.")
     return load(folder / "config.toml")
 
 

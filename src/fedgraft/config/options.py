@@ -39,6 +39,9 @@ class Rounds(Section):
     norm_factor: float = Field(
         30.0, ge=0, description="refuse changes longer than so many times the usual (median) length; 0: none"
     )
+    keep_contributions: bool = Field(
+        False, description="keep what each client added to the model (one vector each), for unlearn --fast"
+    )
     personal_memory_mb: float = Field(
         2000, ge=0, description="mixtures: keep the clients' models on disk when they need more; same results"
     )
@@ -203,8 +206,11 @@ class Config(Section):
         """Identity of everything that decides the bytes of the result (not the name, trackers, workers or rules)."""
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers", "policy"})
         kept["rounds"].pop("personal_memory_mb")
-        later = {"": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",), "rounds": ("deadline",),
-                 "data": ("class_map", "grey_window"), "partition": ("column", "without")}  # fmt: skip
+        later = {
+            "": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",),
+            "rounds": ("deadline", "keep_contributions"), "data": ("class_map", "grey_window"),
+            "partition": ("column", "without", "evaluate_only"),
+        }  # fmt: skip
         for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
             options, table = (getattr(self, section), kept[section]) if section else (self, kept)
             for name in names:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class FeatureCache:
     """A file of float32 activations (views, N, *shape) and one mark per row; knows nothing of networks."""
 
     def __init__(self, folder: Path, views: int, count: int, shape: tuple[int, ...]) -> None:
-        self.folder, self.count, self.shape = folder, count, shape
+        self.folder, self.count, self.shape, self.views = folder, count, shape, views
         self._size = 4 * int(np.prod(shape))  # bytes of a row
         folder.mkdir(parents=True, exist_ok=True)
         meta = json.dumps({"views": views, "count": count, "shape": list(shape), "marks": "rows"})
@@ -63,6 +64,10 @@ class FeatureCache:
             small = self._size * views * count <= MAPPED
             self._data = np.memmap(self._file, np.float32, "r", shape=(views * count, *shape)) if small else None
         self._checked = np.zeros(views * count, dtype=bool)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker that is no fork opens the same files."""
+        return FeatureCache, (self.folder, self.views, self.count, self.shape)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -278,9 +283,7 @@ class CachedExamples:
     def _blocks(self, places: np.ndarray) -> list[np.ndarray]:
         """The whole blocks of neighbours in the order that these places are in."""
         count = len(self)
-        blocks = np.unique(
-            places // count * count + self._position[places % count] // BLOCK
-        )  # of one view after another
+        blocks = np.unique(places // count * count + self._position[places % count] // BLOCK)  # view after view
         first = blocks % count * BLOCK
         return [view * count + self._order[a : a + BLOCK] for view, a in zip(blocks // count, first, strict=True)]
 

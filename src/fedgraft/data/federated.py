@@ -26,6 +26,8 @@ class FederatedData:
 
     rows_known = True
     """This machine knows which rows each client has (a simulation); else clients bring data of their own."""
+    others_known = True
+    """This machine knows how many clients there are; a node with data of its own knows only itself."""
     blind = False
     """The server has no images of its own: the clients measure for it, on images they hold out."""
 

@@ -30,6 +30,9 @@ server-data = ""
 server-source = ""
 federation = ""
 wait = ""
+task = ""
+model = ""
+metrics = ""
 """
 
 

@@ -47,7 +47,7 @@ def config_of(text: str) -> Config:
 class OwnData(FederatedData):
     """A node's own data: whatever its number, the client has all of it."""
 
-    rows_known = False
+    rows_known = others_known = False
 
     def rows(self, client: int) -> Tensor:
         """All training rows."""
@@ -130,12 +130,22 @@ def _path_source(config: Config) -> str:
     return config.data.source if config.data.source in ("cifar10", "cifar100", "features") else ""
 
 
-def remote_data(config: Config, facts: Mapping[int, Mapping[str, Any]], server_data: str, source: str) -> RemoteData:
-    """The server's view of nodes that bring their own data; `facts` are what they said of it."""
+def remote_data(
+    config: Config,
+    facts: Mapping[int, Mapping[str, Any]],
+    server_data: str = "",
+    source: str = "",
+    classes: Sequence[str] = (),
+) -> RemoteData:
+    """The server's view of nodes that bring their own data; `facts` are what they said of it.
+
+    The classes are the server's own data's, else those given, else all that nodes have.
+    """
     if server_data:
         own = load_own(source or _path_source(config), server_data)
     else:
-        own = _elsewhere(config, sorted({name for found in facts.values() for name in found["classes"]}))
+        told = sorted({name for found in facts.values() for name in found["classes"]})
+        own = _elsewhere(config, classes or told)
     check_names(own.classes)
     if len(own.classes) < 2:
         raise FedgraftError(f"the nodes' data has the classes {list(own.classes)}; a federation needs at least two.")
@@ -182,6 +192,21 @@ def _meant(job: Job) -> Job:
     return replace(job, algorithm=vary(job.algorithm, privacy=bound))
 
 
+def gathered(config: Config, engine: Any, server_data: str = "", source: str = "", classes: Sequence[str] = ()) -> Job:
+    """Wait for nodes, then the job of a config on their data, or on the config's own where they bring none."""
+    engine.gather()
+    facts: dict[int, Mapping[str, Any]] = dict(engine.registry.facts)
+    bring = {client for client, found in facts.items() if found["classes"]}
+    if bring and bring != set(facts):
+        without = sorted(set(facts) - bring)
+        raise FedgraftError(
+            f"client {without[0]} has no data of its own and client {min(bring)} has; start all nodes with data."
+        )
+    job = job_of(config, remote_data(config, facts, server_data, source, classes) if bring else None)
+    engine.classes = job.task.data.dataset.classes if bring else ()
+    return job
+
+
 def run_deployed(
     config: Config,
     folder: Path,
@@ -193,19 +218,9 @@ def run_deployed(
     """The server's part: wait for nodes, then the very run of `fedgraft run`, with clients on other machines."""
 
     def build() -> tuple[Job, Remote]:
-        engine.gather()
-        facts: dict[int, Mapping[str, Any]] = dict(engine.registry.facts)
-        bring = {client for client, found in facts.items() if found["classes"]}
-        if bring and bring != set(facts):
-            without = sorted(set(facts) - bring)
-            raise FedgraftError(
-                f"client {without[0]} has no data of its own and client {min(bring)} has; start all nodes with data."
-            )
-        job = job_of(config, remote_data(config, facts, server_data, source) if bring else None)
-        job = _meant(job)
+        job = _meant(gathered(config, engine, server_data, source))
         network = job.task.network
         limits.state(limits.reply_limit(sum(p.numel() for p in network.parameters()), network.width, network.classes))
-        engine.classes = job.task.data.dataset.classes if bring else ()
         remote: Remote = engine
         return replace(job, federation=replace(job.federation, minimum_answers=least_answers(config))), remote
 

@@ -2,10 +2,11 @@
 
 The run's settings (`run_config`, all text): `config` is the whole config as TOML; `folder` the run folder on the
 server's machine, which is made there, or gone on with from its last checkpoint; optional are `server-data` and
-`server-source`, the server's own images, `federation`, the folder whose keys say which node is which client, and
-`wait`, the seconds it waits for nodes (300). A node's settings (`node_config`): `partition-id` is its client number;
-`data` a path that only it knows and `source` its kind (folder, features, ...). `FEDGRAFT_NODE_HOME` says where a node
-keeps what its client remembers.
+`server-source`, the server's own images, `federation`, the folder whose keys say which node is which client, `wait`,
+the seconds it waits for nodes (300), and `task`: `preflight`, or `evaluate` with the place of a `model` and `metrics`,
+instead of a run. A node's settings (`node_config`): `partition-id` is its client number; `data` a path that only it
+knows and `source` its kind (folder, features, ...). `FEDGRAFT_NODE_HOME` says where a node keeps what its client
+remembers.
 
 Importing this file loads neither torch nor a network: Flower starts a process per message, and that process only
 hands the message to the node's worker.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +66,20 @@ def _run(grid: Any, settings: Mapping[str, str], progress: Progress | None = Non
     logging.getLogger("fedgraft").setLevel(logging.INFO)
     config = config_of(settings["config"])
     patience = Patience(config.rounds.deadline, float(settings.get("wait") or 300), least_answers(config))
+    if settings.get("task"):
+        patience = replace(patience, least=1)
     transport, members = FlowerTransport(grid), _members(settings.get("federation", ""))
     engine = FlowerEngine(transport, config.partition.clients, patience, members=members)
     folder = Path(settings["folder"])
     if not folder.is_absolute():
         raise FedgraftError(f"the run folder must be an absolute path, not {folder}.")
+    if settings.get("task"):
+        from fedgraft.deploy import evaluate, preflight
+
+        if settings["task"] == preflight.ACTION:
+            return preflight.look(config, folder, engine)
+        chosen = tuple(filter(None, settings.get("metrics", "").split(",")))
+        return evaluate.measure(config, folder, engine, settings.get("model", ""), chosen)
     data, source = settings.get("server-data", ""), settings.get("server-source", "")
     return run_deployed(config, folder, engine, data, source, progress)
 

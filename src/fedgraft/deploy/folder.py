@@ -103,13 +103,13 @@ class FederationFolder:
         return list(json.loads(path.read_text())) if path.is_file() else []
 
 
-def create(path: Path, config: Config, names: Sequence[str], host: str) -> FederationFolder:
+def create(path: Path, config: Config, names: Sequence[str], host: str, one_machine: bool = False) -> FederationFolder:
     """Write the folder of a new federation; an existing one is never touched."""
     from fedgraft.config.load import to_toml
 
     _check_names(names)
     _check_host(host)
-    check_config(config, len(names))
+    check_config(config, len(names), one_machine)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FedgraftError(f"{path} is there already and not empty; choose another folder for the federation.")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -182,14 +182,14 @@ def _spans(rounds: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans) or "none"
 
 
-def check_config(config: Config, nodes: int) -> None:
-    """Refuse a config that a deployed federation cannot carry out."""
+def check_config(config: Config, nodes: int, one_machine: bool = False) -> None:
+    """Refuse a config that a deployed federation cannot carry out; on one machine everybody finds the config's data."""
     if config.partition.clients != nodes:
         raise FedgraftError(
             f"the config has {config.partition.clients} clients and the federation {nodes} nodes; "
             "each node is one client."
         )
-    if config.data.path is not None:
+    if config.data.path is not None and not one_machine:
         raise FedgraftError(
             "data.path names a place on one machine, and nodes have places of their own; leave it out and give "
             "each node its own with --data."

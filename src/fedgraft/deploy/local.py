@@ -61,7 +61,7 @@ def local_federation(
     root = Path(tempfile.mkdtemp(prefix="fedgraft-local-"))
     names = [f"node-{number}" for number in range(config.partition.clients)]
     nodes: dict[int, tuple[NodeChoice, Any]] = {}
-    fed = federation.create(root / "federation", config, names, "127.0.0.1")
+    fed = federation.create(root / "federation", config, names, "127.0.0.1", one_machine=True)
     try:
         for name in names:
             fed.register(name, make_node_key(root / name, name)[1])

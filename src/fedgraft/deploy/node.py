@@ -32,6 +32,7 @@ from fedgraft.config.load import Config
 from fedgraft.context import ClientContext, ClientMemory
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.images.store import cache_dir
+from fedgraft.deploy import preflight
 from fedgraft.deploy.deployed import config_of, own_data
 from fedgraft.deploy.keep import Keep, lasts
 from fedgraft.engines.flower.node_link import Answer, Request, serve, without_path
@@ -118,7 +119,7 @@ class Node:
                 f"this node is client {request.client}, and the run has clients 0 to {config.partition.clients - 1}."
             )
         self.keep = Keep.here()
-        self.policies = agreed(full, None if self.keep is None else self.keep.policy())
+        self.policies = agreed(full, None if self.keep is None else self.keep.policy(), request.task)
         federated = own_data(config, request.source, request.data, request.classes) if request.data else None
         self.job, self.run = job_of(config, federated), full.digest
         self.opening: Opening | None = None
@@ -172,12 +173,19 @@ class Node:
 
 def node_key(request: Request) -> tuple[object, ...]:
     """What a node is built from; another key means another node."""
-    return request.config, request.run, request.client, request.data, request.source, request.classes
+    return request.config, request.run, request.client, request.data, request.source, request.classes, request.task
 
 
-def agreed(config: Config, owner: Policy | None) -> tuple[Policy, ...]:
-    """The rules of a run: what its config implies and what the owner wants; a config that breaks those is refused."""
-    first, *others = rules_of(config, build_algorithm(config), owner)
+def agreed(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:
+    """The rules of a run: what its config implies and what the owner wants; a config that breaks those is refused.
+
+    Where a model is only evaluated nothing trains, so that the owner's rules are asked by order and not by config.
+    """
+    algorithm = build_algorithm(config)
+    if task:
+        own = Policy(secure=algorithm.privacy.hidden, in_the_clear=("evaluate",), actions=("evaluate",))
+        return (own,) if owner is None else (own, owner)
+    first, *others = rules_of(config, algorithm, owner)
     return (replace(first, rounds=config.rounds.total), *others)
 
 
@@ -201,10 +209,13 @@ class Nodes:
         return answer
 
     def _answer(self, request: Request, slots: MutableMapping[str, bytes] | None) -> Answer:
+        if request.task == preflight.ACTION:  # before a policy agrees to a run, and of images that no run could read
+            asked = request.order and preflight.tell(request, unpack(Order, request.order))
+            return Answer(asked, facts={} if asked else {"client": request.client})
         if not request.order:
             keep = Keep.here()
             if keep is not None:
-                agreed(config_of(request.config), keep.policy())
+                agreed(config_of(request.config), keep.policy(), request.task)
                 keep.load(request.client)  # a key stays with its number
             if not request.data:  # nothing more will be known, so the first order may find all ready
                 self._node(request)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fedgraft.errors import FedgraftError
 
+PROC = Path("/proc")
 _PATIENCE = 10.0  # seconds a process gets to end by itself
 _LIVES_WITH = "FEDGRAFT_LIVES_WITH"
 KEEPS = "FEDGRAFT_NODE_KEEPS"
@@ -182,34 +183,44 @@ def _await(family: Sequence[Process], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which may itself hold spaces; empty where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def _began(pid: int) -> int | None:
-    """When a process began, in ticks since the machine did; None when it is gone (or dead and not yet collected)."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields and fields[0] != "Z" else None
+    """When a process began; None when it is gone (or dead and not yet collected)."""
+    found = _seen(pid).get(pid)
+    return found[1] if found else None
 
 
 def _descendants(pid: int) -> list[Process]:
     """Everything a process has started, directly or not."""
-    parents = {
-        int(entry.name): fields
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit()
-        if (fields := _stat(int(entry.name)))
-    }
+    running = _seen()
     found: list[Process] = []
     waiting = [pid]
     while waiting:
         parent = waiting.pop()
-        for child, fields in parents.items():
-            if int(fields[1]) == parent and fields[0] != "Z":
-                found.append(Process(child, int(fields[19])))
+        for child, (its_parent, began) in running.items():
+            if its_parent == parent:
+                found.append(Process(child, began))
                 waiting.append(child)
     return found
+
+
+def _seen(pid: int | None = None) -> dict[int, tuple[int, int]]:
+    """Parent and beginning of every process that runs, or of one; from `ps` where there is no /proc."""
+    if not (PROC / "self").exists():
+        return _listed(pid)
+    names = [str(pid)] if pid is not None else [one.name for one in PROC.iterdir() if one.name.isdigit()]
+    found = {}
+    for name in names:
+        with contextlib.suppress(OSError):
+            fields = (PROC / name / "stat").read_text().rpartition(")")[2].split()  # the name may hold spaces
+            if fields[0] != "Z":
+                found[int(name)] = int(fields[1]), int(fields[19])
+    return found
+
+
+def _listed(pid: int | None) -> dict[int, tuple[int, int]]:
+    which = ["-ax"] if pid is None else ["-p", str(pid)]
+    asked = ["ps", *which, "-o", "pid=,ppid=,stat=,lstart="]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
+    lines = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
+    when = "%a %b %d %H:%M:%S %Y"
+    return {int(a): (int(b), int(time.mktime(time.strptime(t, when)))) for a, b, state, t in lines if state[0] != "Z"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,14 +146,17 @@ def run_folder(fed: FederationFolder, folder: Path | None, resume: bool) -> Path
     return path
 
 
-def submit(fed: FederationFolder, folder: Path, server_data: Path | None = None, wait: float | None = None) -> int:
+def submit(
+    fed: FederationFolder, folder: Path, server_data: Path | None = None, wait: float | None = None, **more: str
+) -> int:
     """Start the run of this federation's config, or continue it from its last checkpoint; returns its id.
 
-    The run waits up to `wait` seconds until every node is connected, and then starts with those that are.
+    The run waits up to `wait` seconds until every node is connected, and then starts with those that are. `more` are
+    further settings of the app: a `task` instead of a run, with a `config` of its own.
     """
     from fedgraft.config.load import to_toml
 
-    settings = {"config": to_toml(fed.config), "folder": str(folder), "federation": str(fed.path)}
+    settings = {"config": to_toml(fed.config), "folder": str(folder), "federation": str(fed.path), **more}
     if server_data is not None:
         if not server_data.exists():
             raise FedgraftError(f"there is no {server_data}; --server-data names the coordinator's own images.")
@@ -182,8 +186,22 @@ def state_of(fed: FederationFolder, run: int) -> tuple[RunState, str]:
     return state, reason or (fed.end_of(run) if state.status == "stopped" else "")
 
 
-def with_clients(config: Config, nodes: int) -> Config:
-    """The config with one client per node."""
+def ask(fed: FederationFolder, folder: Path, wait: float, **settings: str) -> None:
+    """Let the server's app carry out a task on the connected nodes, and wait for its end; a task that died says why."""
+    from fedgraft.deploy.local import check_ended
+
+    run = submit(fed, folder, None, wait, **settings)
+    while not (found := state_of(fed, run))[0].over:
+        time.sleep(1)
+    check_ended(*found)
+
+
+def with_clients(config: Config, nodes: int, names: Sequence[str] = ()) -> Config:
+    """The config with one client per node; clients that it names become numbers, which nodes know them by."""
     from fedgraft.config.load import merge, validate
 
-    return validate(merge(config.table, {"partition": {"clients": nodes}}))
+    number = {name: str(k) for k, name in enumerate(names)}
+    p = config.partition
+    said = {"without": p.without, "evaluate_only": p.evaluate_only}
+    numbered = {option: [number.get(name, name) for name in given] for option, given in said.items() if given}
+    return validate(merge(config.table, {"partition": {"clients": nodes, **numbered}}))

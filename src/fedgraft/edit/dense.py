@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,6 +31,12 @@ class Dense:
     partial = False
     needs_each = ""
     scores_data = False
+    asks: ClassVar[Mapping[str, int]] = {}
+
+    @property
+    def label(self) -> str:
+        """Which blocks, or the kind's name."""
+        return f"last {self.blocks} blocks" if self.blocks else self.kind
 
     def check(self, network: Network) -> None:
         """Refuse more blocks than the network has."""

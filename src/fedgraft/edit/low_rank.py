@@ -50,6 +50,16 @@ class LowRank:
             )
 
     @property
+    def label(self) -> str:
+        """Rank and rule."""
+        return f"LoRA r={self.rank} {self.aggregate}"
+
+    @property
+    def asks(self) -> Mapping[str, int]:
+        """Gradients, for fixed factors."""
+        return {"gradient": 1} if self.scores_data else {}
+
+    @property
     def scores_data(self) -> bool:
         """Fixed factors are made from the clients' gradients."""
         return self.aggregate == "core" and self.core_from == "gradient"

@@ -84,6 +84,20 @@ class Sparse:
         )
 
     @property
+    def label(self) -> str:
+        """Strategy and sparsity."""
+        start = "" if self.adaptive_start is None else f"{100 * self.adaptive_start:g}-"
+        own = " own" if self.per_client else ""
+        return f"{self.strategy.replace('_', ' ')} {start}{100 * self.sparsity:g} %{own}"
+
+    @property
+    def asks(self) -> Mapping[str, int]:
+        """Masks of the clients' own, or sums of their scores; adaptive sparsity sums them once more."""
+        own = self.per_client or self.merge != "score_mean"
+        sums = (0 if own else self.rounds) + (self.adaptive_start is not None)
+        return ({"own_mask": 1} if own else {}) | ({"fisher_scores": sums} if self.scores_data and sums else {})
+
+    @property
     def scores_data(self) -> bool:
         """Fisher scores come from the clients' images."""
         return strategy_named(self.strategy).scores is None

@@ -113,6 +113,16 @@ class Trainable(Protocol):
         ...
 
     @property
+    def label(self) -> str:
+        """What trains, in a few words, for figures."""
+        ...
+
+    @property
+    def asks(self) -> Mapping[str, int]:
+        """What opening asks of clients, and how often."""
+        ...
+
+    @property
     def scores_data(self) -> bool:
         """Opening asks clients for something computed from their images."""
         ...

@@ -1,9 +1,10 @@
 """Clients side by side in worker processes of one thread each: the engine for networks.
 
 Two processes of one thread get more out of two cores than one process of two threads, and the bits of a sum do not
-depend on how many there are. Workers are forks of this process: they inherit the network, the data and the caches
-without a copy, see them as they were at the first exchange, and get all that changes later with the orders. What
-clients remember stays here; it travels with the order and comes back with the reply.
+depend on how many there are. Workers are forks of this process (where the platform does not fork, processes that are
+given a copy): they have the network, the data and the caches as they were at the first exchange, and get all that
+changes later with the orders. What clients remember stays here; it travels with the order and comes back with the
+reply.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Forked worker processes that trade bytes with this one through shared memory.
+"""Worker processes that trade bytes with this one: forks through shared memory, others through their pipe.
 
-A `Board` is an unnamed file in memory that parent and child both map: it grows when a message does, needs no
-space in a shared-memory mount, and is gone with the last process that holds it, however that one ended. A `Crew` is
-a set of workers that each carry out one function from byte strings to byte strings, the next task going to
-whoever is free. Nothing is pickled: workers are forks, so they already have the function and all it refers to.
+A `Buffer` is an unnamed file in memory that parent and child both map: it grows when a message does, needs no
+space in a shared-memory mount, and is gone with the last process that holds it, however that one ended. `Workers`
+each carry out one function from byte strings to byte strings, the next task going to whoever is free. A fork already
+has the function and all it refers to; where processes are spawned, `spawned.py` sends it once to each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from fedgraft import progress
+from fedgraft.engines.spawned import forks, packed, unpacked, without_main
 from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import keep_freed_memory
 
@@ -77,21 +79,46 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class _Post:
+    """One end of what a worker and its parent say to each other: a header, and bytes beside or behind it."""
+
+    pipe: Connection
+    board: Buffer | None
+
+    def put(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
+        sizes = [len(part) for part in parts] if self.board is None else self.board.write(parts)
+        head = json.dumps(header | {"sizes": sizes}).encode()
+        behind = () if self.board is not None else parts
+        self.pipe.send_bytes(b"".join([len(head).to_bytes(4, "little"), head, *behind]))
+
+    def get(self) -> tuple[dict[str, Any], Parts]:
+        data = memoryview(self.pipe.recv_bytes())
+        begin = 4 + int.from_bytes(data[:4], "little")
+        header = json.loads(bytes(data[4:begin]))
+        if self.board is not None:
+            return header, self.board.read(header["sizes"])
+        ends = list(accumulate(header["sizes"], initial=begin))
+        return header, [data[a:b] for a, b in pairwise(ends)]
+
+
+@dataclass(frozen=True)
 class _Worker:
     process: BaseProcess
-    pipe: Connection
-    board: Buffer
+    post: _Post
+
+    @property
+    def pipe(self) -> Connection:
+        return self.post.pipe
 
     def give(self, parts: Sequence[bytes]) -> None:
-        sizes = self.board.write(parts)
         # A worker that is gone shows itself when its answer is awaited, where the task has a name.
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.pipe.send_bytes(json.dumps(sizes).encode())
+            self.post.put({}, parts)
 
     def take(self, task: str, hear: Callable[[progress.News], None]) -> Parts | None:
         """Its answer; None when it only said how far it is."""
         try:
-            header = json.loads(self.pipe.recv_bytes())
+            header, parts = self.post.get()
         except (EOFError, ConnectionResetError):
             self.process.join(1)
             raise FedgraftError(
@@ -107,11 +134,11 @@ class _Worker:
             raise FedgraftError(f"the worker process of {task} failed: {header['failed']}") from RuntimeError(
                 header["trace"]
             )
-        return self.board.read(header["sizes"])
+        return parts
 
 
 class Workers:
-    """So many forked workers, each on one thread. They see this process as it was when the crew was made."""
+    """So many workers, each on one thread. They see this process as it was when the crew was made."""
 
     def __init__(self, work: Work, workers: int) -> None:
         if torch.get_num_threads() != 1:
@@ -119,7 +146,8 @@ class Workers:
                 f"worker processes compute on one thread, and this one computes on {torch.get_num_threads()}, "
                 "which gives other bits; call torch.set_num_threads(1) before."
             )
-        self._work = work
+        self._forks = forks()
+        self._work = work if self._forks else packed(work)
         self._workers: list[_Worker] = []
         # The pid keeps a fork that inherits this object from ending its siblings.
         self._end = weakref.finalize(self, _end, self._workers, os.getpid())
@@ -128,17 +156,17 @@ class Workers:
 
     def _hire(self) -> _Worker:
         """One more worker."""
-        context = get_context("fork")
+        context: Any = get_context("fork" if self._forks else "spawn")
         mine, theirs = context.Pipe()
-        board = Buffer()
-        others = [worker.pipe for worker in self._workers]
-        process = context.Process(target=_serve, args=(self._work, theirs, board, [mine, *others]), daemon=True)
-        with warnings.catch_warnings():
+        board = Buffer() if self._forks else None
+        others = [mine, *(worker.pipe for worker in self._workers)] if self._forks else []
+        process = context.Process(target=_serve, args=(self._work, _Post(theirs, board), others), daemon=True)
+        with warnings.catch_warnings(), nullcontext() if self._forks else without_main():
             # Python 3.12 warns of any fork beside threads; a worker takes no lock that a thread here may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
-        self._workers.append(_Worker(process, mine, board))
+        self._workers.append(_Worker(process, _Post(mine, board)))
         return self._workers[-1]
 
     def _replace(self, late: _Worker) -> _Worker:
@@ -224,7 +252,7 @@ def _end(workers: list[_Worker], owner: int) -> None:
     workers.clear()
 
 
-def _serve(work: Work, pipe: Connection, board: Buffer, inherited: list[Connection]) -> None:
+def _serve(work: Work | bytes, post: _Post, inherited: list[Connection]) -> None:
     """A worker's life: one task after another until the parent closes the pipe or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -232,16 +260,18 @@ def _serve(work: Work, pipe: Connection, board: Buffer, inherited: list[Connecti
         other.close()
     torch.set_num_threads(1)
     keep_freed_memory()
-    relay = progress.relay_to(lambda news: pipe.send_bytes(json.dumps({"news": news}).encode()))
+    relay = progress.relay_to(lambda news: post.put({"news": news}))
+    carry_out = unpacked(work) if isinstance(work, bytes) else work
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
-            header: dict[str, Any]
-            parts = board.read(json.loads(pipe.recv_bytes()))
+            _, parts = post.get()
+            header: dict[str, Any] = {}
+            answer: Sequence[bytes] = ()
             try:
-                header = {"sizes": board.write(work(parts))}
+                answer = carry_out(parts)
             except FedgraftError as error:
                 header = {"refused": str(error)}
             except Exception as error:
                 header = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
             relay.between()
-            pipe.send_bytes(json.dumps(header).encode())
+            post.put(header, answer)

@@ -157,7 +157,8 @@ def check_combination(
     """Refuse settings for which the account would be wrong."""
     if weighting != "uniform" and largest_weight is None:
         raise FedgraftError(
-            f"weighting {weighting!r} has no bounded sensitivity: cap it with a largest weight, or weigh uniformly"
+            f"weighting {weighting!r} has no bounded sensitivity: cap it with a largest weight, or weigh uniformly "
+            "(algorithm.weighting=uniform)"
         )
     if largest_weight is not None and not 0 < largest_weight < math.inf:
         raise FedgraftError(f"the largest weight must be positive and finite, not {largest_weight}")

@@ -22,7 +22,7 @@ def run_charts(lines: Lines, best: int | None = None) -> list[dict[str, Any]]:
     charts = [
         _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines)) | {"best": best},
         _chart("Loss", "", _line("validation", lines, _value("loss")), _training(lines)),
-        _chart("Sent so far", " MB", _traffic("up", lines, "bytes_up"), _traffic("down", lines, "bytes_down")),
+        _sent(lines),
     ]
     more = [
         _chart("Norm of the update", "", applied, _clients(clients, lines, "norm")),
@@ -30,8 +30,9 @@ def run_charts(lines: Lines, best: int | None = None) -> list[dict[str, Any]]:
         _chart("Cosine of the clients' updates to their mean", "", _clients(clients, lines, "cosine")),
         _chart("Representation drift, 1 - SVCCA", "", *(_alignment(lines, layer) for layer in layers)),
         _chart("Time per round", " s", *(_line(label(name), lines, _value("seconds", name)) for name in phases)),
-        _chart("Learning rate", "", _line("learning rate", lines, _value("lr"))),
     ]
+    if len({line.get("lr") for line in lines} - {None}) > 1:  # a constant one is in the config
+        more.append(_chart("Learning rate", "", _line("learning rate", lines, _value("lr"))))
     return [chart for chart in charts + [chart | {"place": "more"} for chart in more] if chart["series"]]
 
 
@@ -111,9 +112,15 @@ def _against_bytes(name: str, lines: Lines) -> dict[str, Any] | None:
     return _thin(name, megabytes, [_percent("accuracy")(line) for line in lines]) if any(megabytes) else None
 
 
-def _traffic(name: str, lines: Lines, key: str) -> dict[str, Any] | None:
-    megabytes = [number / 1e6 for number in accumulate(_get(line, key) or 0 for line in lines)]
-    return _series(name, lines, megabytes) if any(megabytes) else None
+def _sent(lines: Lines) -> dict[str, Any]:
+    """Bytes so far, both ways; where both are the same to a hundredth, one line says so instead of hiding another."""
+    up, down = ([*accumulate(_get(line, key) or 0 for line in lines)] for key in ("bytes_up", "bytes_down"))
+    most = max([*up, *down], default=0)
+    scale, unit = (1e9, " GB") if most >= 1e9 else (1e6, " MB")
+    alike = all(abs(a - b) <= 0.01 * most for a, b in zip(up, down, strict=True))
+    told = {"up, and as much down": up} if alike else {"up": up, "down": down}
+    series = (_series(name, lines, [n / scale for n in sums]) for name, sums in told.items() if any(sums))
+    return _chart("Sent so far", unit, *series)
 
 
 def _get(line: Mapping[str, Any], *keys: str) -> Any:

@@ -37,7 +37,12 @@ def compare_runs(
     series = {}
     for name, folder in zip(_names(folders), folders, strict=True):
         lines = [line for line in folder.metrics() if line.get("accuracy") is not None]
-        series[name] = ([x["round"] for x in lines], [100 * x["accuracy"] for x in lines], None)
+        short = name if len(name) < 42 else f"{name[:20]}…{name[-20:]}"  # a figure has no room for more
+        series[short] = (
+            [x["round"] for x in lines],
+            [100 * x["accuracy"] for x in lines],
+            None,
+        )
     drawn = [out / f"accuracy.{kind}" for kind in formats]
     for figure in drawn:
         figures.curves(figure, series, xlabel="round", ylabel="validation accuracy (%)")

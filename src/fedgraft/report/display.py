@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from fedgraft.runs.run_folder import RunInfo
 
 
+FEW = 10
+"""With so many classes or fewer, a class among the five likeliest says little."""
+
+
 class LiveProgress:
     """Phases and rounds as bars in a terminal, else as plain lines now and then; implements `tracking.Progress`.
 
@@ -141,7 +145,8 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
         rows["test accuracy"] = " - ".join(
             part for part in metric(accuracy(test["accuracy"], test.get("count"))) if part
         )
-        rows["test top-5"] = percent(test.get("top5"))
+        if (summary.get("data") or {}).get("classes", 0) > FEW:
+            rows["test top-5"] = percent(test.get("top5"))
         rows["test loss"] = f"{test['loss']:.4f}" if test.get("loss") is not None else NONE
     for key, value in (summary.get("validation") or {}).items():
         at = f" (round {summary.get('best_round')} of {summary.get('rounds')})"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.report.charts import compare_charts
-from fedgraft.report.values import show
+from fedgraft.report.values import NONE, show
 from fedgraft.runs.files import plain, write_atomic
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
@@ -120,12 +120,17 @@ def grid(rows: Rows) -> str:
     """A table with the first row's keys as its head; columns of numbers stand to the right."""
     if not rows:
         return ""
-    numeric = {key for key in rows[0] if not any(isinstance(row[key], str) for row in rows)}
+    numeric = {key for key in rows[0] if not any(isinstance(row[key], str) and _words(row[key]) for row in rows)}
     mark = {key: ' class="number"' if key in numeric else "" for key in rows[0]}
     head = "".join(f'<th scope="col"{mark[key]}>{safe(key)}</th>' for key in rows[0])
     lines = ("".join(_cell(show(key, v), mark[key]) for key, v in row.items()) for row in rows)
-    table = f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-    return f'<div class="scroll">{table}</div>'
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _words(text: str) -> bool:
+    """Whether a text is more than a number already written down, or none."""
+    return text != NONE and not re.fullmatch(r"-?\d+(\.\d*)?(e[+-]\d+)?", text)
 
 
 def _cell(text: str, mark: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgraft.config.load import Config
 from fedgraft.edit.lora import adapted as adapters
 from fedgraft.edit.masks import Mask, density_by, overlap
 from fedgraft.edit.space import EditSpace
@@ -55,19 +54,7 @@ def _see(folder: RunFolder) -> Seen:
     mask = None if adapters(run.network) else whole_mask(run.network, space)
     bits = {name.removeprefix("own/"): value for name, value in stored.items() if name.startswith("own/")}
     own = {f"client {k}": unpack_bits(value, space.trained) for k, value in bits.items()}
-    return Seen(label_of(run.job.config), folder, run.network, mask, own)
-
-
-def label_of(config: Config) -> str:
-    """What a run trained, in a few words."""
-    trainable = config.trainable
-    if trainable.kind == "lora":
-        return f"LoRA r={trainable.lora.rank} {trainable.lora.aggregate}"
-    if trainable.kind != "sparse":
-        return f"last {trainable.blocks} blocks" if trainable.kind == "last_blocks" else str(trainable.kind or "head")
-    start = trainable.sparse.adaptive_start
-    sparsity = f"{'' if start is None else f'{100 * start:g}-'}{100 * trainable.sparse.sparsity:g} %"
-    return f"{trainable.sparse.strategy.replace('_', ' ')} {sparsity}{' own' if trainable.sparse.per_client else ''}"
+    return Seen(run.opening.algorithm.trainable.label, folder, run.network, mask, own)
 
 
 def _distinct(labels: Sequence[str], names: Sequence[str]) -> list[str]:

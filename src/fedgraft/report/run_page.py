@@ -33,7 +33,7 @@ def write_report(
     folder = run if isinstance(run, RunFolder) else RunFolder.open(run)
     lines, summary, config = folder.metrics(), folder.summary(), read_config(folder)
     info, held = describe(folder, lines), [] if partition is None else plain(partition)
-    top = page.header(info.name, info.status, f"{info.name}.csv", page.metrics_csv(lines), _about(config))
+    top = page.header(info.name, info.status, f"{info.name}.csv", page.metrics_csv(lines), _about(config, summary))
     parts = [
         page.notices([folder.reason] if folder.reason else []),
         _cards(summary, [*_result(summary, lines), *_costs(summary, config, lines)]),
@@ -64,13 +64,14 @@ def read_config(folder: RunFolder) -> dict[str, Any]:
         raise FedgraftError(f"{folder.path / 'config.toml'} is damaged ({error}); leave this run out.") from error
 
 
-def _about(config: Mapping[str, Any]) -> str:
+def _about(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """One line: algorithm, model, data, who takes part, what is trained."""
     get = page.flatten(config).get
     trained = str(get("trainable.kind", "")).replace("last_blocks", f"last {get('trainable.blocks')} blocks")
+    clients = (summary.get("data") or {}).get("clients") or get("partition.clients")  # the data may name its owners
     parts = {
         "{}": get("algorithm.name"), "model {}": get("model.name"), "data {}": get("data.source"),
-        "{} clients": get("partition.clients"), "trains {}": trained.replace("_", " "), "seed {}": get("seed"),
+        "{} clients": clients, "trains {}": trained.replace("_", " "), "seed {}": get("seed"),
     }  # fmt: skip
     return " · ".join(text.format(Path(str(part)).name) for text, part in parts.items() if part not in (None, ""))
 

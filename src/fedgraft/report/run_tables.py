@@ -75,7 +75,7 @@ def _took_part(lines: Rows) -> dict[int, dict[str, Any]]:
     for client, seen in found.items():
         cells = {"last training loss": seen["loss"][-1]} if "loss" in seen else {}
         cells |= {word: sum(seen[key]) / len(seen[key]) for key, word in _UPDATES.items() if key in seen}
-        made[client] = {"rounds": len(seen["rounds"])} | {key: float(f"{v:.3g}") for key, v in cells.items()}
+        made[client] = {"rounds": len(seen["rounds"])} | {key: f"{v:#.3g}" for key, v in cells.items()}
     return made
 
 

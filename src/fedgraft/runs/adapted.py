@@ -68,7 +68,7 @@ def adapted(folder: Path | str, data: bool = True) -> Adapted:
     found = checkpoint.load_latest(record.checkpoints, record.config_digest)
     if found is None:
         raise FedgraftError(
-            f"{folder} has no good checkpoint yet; let it run, or resume it with: fedgraft resume {folder}"
+            f"{folder} has no good checkpoint; let it run, or make it again to the same bytes: fedgraft resume {folder}"
         )
     config = from_folder(folder)
     if config.digest != record.config_digest:

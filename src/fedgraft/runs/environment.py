@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 import fedgraft
+from fedgraft.engines.choice import cores
 
 PACKAGES = (
     "fedgraft", "torch", "transformers", "safetensors", "numpy", "scipy", "scikit-learn", "pillow", "pyarrow", "peft",
@@ -31,7 +31,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "revision": revision(),

@@ -120,6 +120,11 @@ class Job:
         return () if self.from_objects else rules_of(self.config, self.algorithm)
 
 
+def _subtractable(a: Algorithm) -> bool:
+    """What a client added to the common model can be seen and taken off again."""
+    return not a.privacy.hidden and a.privacy.dp is None and a.aggregate.is_mean and a.server.memoryless
+
+
 def job_of(config: Config, data: FederatedData | None = None) -> Job:
     """The objects that a config names; `data` where it lies elsewhere than the config says."""
     identity = config.digest
@@ -134,25 +139,41 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
     with phase("loading the network"):
         network = build_network(config, data.dataset).to(device_named(config.device))
     algorithm.trainable.check(network)
+    if config.rounds.keep_contributions and not _subtractable(algorithm):
+        raise FedgraftError(
+            f"rounds.keep_contributions needs a mean of updates in the clear and a server that remembers nothing, and "
+            f"{algorithm.name} as configured has not; leave it out: unlearn without --fast works for all."
+        )
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
+    watching = numbers_of(config.partition.evaluate_only, "evaluate_only", data)
     federation = replace(
-        build_federation(config, algorithm.lr, data.largest), run=identity, without=left_out(config, data)
-    )
+        build_federation(config, algorithm.lr, data.largest), run=identity, without=left_out(config, data),
+        evaluate_only=watching - numbers_of(config.partition.without, "without", data),
+    )  # fmt: skip
     return Job(config, algorithm, task, federation, identity)
 
 
 def left_out(config: Config, data: FederatedData) -> frozenset[int]:
-    """The numbers of the clients that a config leaves out."""
-    known = {name: k for k, name in enumerate(data.client_names)} | {str(k): k for k in range(data.clients)}
-    if strange := [name for name in config.partition.without if name not in known]:
-        raise FedgraftError(
-            f"partition.without names {strange[0]!r}, and the clients are {', '.join(data.client_names)[:300]}."
-        )
-    found = frozenset(known[name] for name in config.partition.without)
+    """The numbers of the clients that nothing is made from."""
+    p = config.partition
+    found = numbers_of(p.without, "without", data) | numbers_of(p.evaluate_only, "evaluate_only", data)
     if len(found) >= data.clients:
-        raise FedgraftError("partition.without leaves nobody; keep at least one client.")
+        option = "without" if p.without else "evaluate_only"
+        raise FedgraftError(f"partition.{option} leaves nobody; keep at least one client.")
     return found
+
+
+def numbers_of(names: Sequence[str], option: str, data: FederatedData) -> frozenset[int]:
+    """The numbers of clients that an option of the partition names, by name or number; a node knows only itself."""
+    if not data.others_known:
+        return frozenset()
+    known = {name: k for k, name in enumerate(data.client_names)} | {str(k): k for k in range(data.clients)}
+    if strange := [name for name in names if name not in known]:
+        raise FedgraftError(
+            f"partition.{option} names {strange[0]!r}, and the clients are {', '.join(data.client_names)[:300]}."
+        )
+    return frozenset(known[name] for name in names)
 
 
 def head_only(config: Config, algorithm: Algorithm) -> Config:

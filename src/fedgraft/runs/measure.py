@@ -29,7 +29,8 @@ from fedgraft.secure_round import Sums
 from fedgraft.state import ServerState
 from fedgraft.update.claims import Claims
 from fedgraft.update.expected import counts, evaluation, replies_to
-from fedgraft.update.validation import Field
+from fedgraft.update.expected import name as name_all
+from fedgraft.update.validation import Field, Rejection, validate_replies
 
 
 @dataclass(frozen=True)
@@ -118,20 +119,20 @@ class Measure:
     def _counted(self, vector: Tensor, round: int, split: str) -> Found:
         """The common model on images that the clients hold; they send counts and sums, nothing else."""
         f, space, network = self.job.federation, self.opening.space.digest, self.job.task.network
-        privacy = self.opening.algorithm.privacy
+        privacy, asked = self.opening.algorithm.privacy, f.evaluated if split == "test" else f.members
         settings: dict[str, Scalar] = {"split": split, "scores": self.counting}
         if self.counting and privacy.hidden:
             known = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
             if known in self.summed:  # a round without a step: clients give the same sum only once
                 return self.summed[known]
-            asking = Sums(self.engine.exchange, f.run, f.members, network, privacy)
+            asking = Sums(self.engine.exchange, f.run, asked, network, privacy)
             asking.asked = 2 * round + (split == "test")  # clients serve each number once, and a resumed run repeats it
             sums = asking.ask("scores", vector, {"split": split})
             if not sums["confusion"].sum():
                 raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
             self.summed.clear()
             return self.summed.setdefault(known, Found(evaluation_of(sums), sums))
-        orders = [Order(f.run, round, k, "count", space, vector, {}, settings) for k in f.members]
+        orders = [Order(f.run, round, k, "count", space, vector, {}, settings) for k in asked]
         more, lie = self._score_fields(("",) if self.counting else ())
         expected = counts(orders, 1, self.claims, split, more, lie)
         replies = replies_to(self.engine.exchange, orders, expected)
@@ -163,26 +164,32 @@ class Measure:
 
     def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
         """Every client on its own test images: mean, spread, before and after fine-tuning; and each one's metrics."""
+        replies, _ = self.evaluated(state)
+        return _spread(replies), self.each(replies) if self.job.config.metrics else {}
+
+    def evaluated(self, state: ServerState) -> tuple[list[Reply], list[Rejection]]:
+        """What clients find on their own test images, and who did not tell and why."""
         p, f, space = self.job.config.personal, self.job.federation, self.opening.space.digest
         settings: dict[str, Scalar] = {
             "finetune_epochs": p.finetune_epochs, "finetune_part": p.finetune_part,
             "finetune_lr": p.finetune_lr, "finetune_batch": p.finetune_batch, "lr": p.finetune_lr,
         }  # fmt: skip
         settings |= {"scores": True} if self.job.config.metrics else {}
-        clients = [k for k in f.members if len(self.job.task.data.test_rows(k))]
+        clients = [k for k in f.evaluated if len(self.job.task.data.test_rows(k))]
         given = self.opening.algorithm.aggregate.gives(state)
         orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients]
         if not orders:
-            return {}, {}
+            return [], []
         for k in clients if self.job.task.data.rows_known else ():
             self.claims.note(k, {"test images": len(self.job.task.data.test_rows(k))})
         tuned = bool(p.finetune_epochs)
         more, lie = self._score_fields(("", *(("finetuned/",) if tuned else ())) if self.job.config.metrics else ())
         expected = evaluation(orders, self.claims, tuned, more, lie)
-        replies = [r for r in replies_to(self.engine.exchange, orders, expected) if r.metrics["count"]]
-        return _spread(replies), self._each(replies) if self.job.config.metrics else {}
+        accepted, rejections = validate_replies(self.engine.exchange(orders), expected)
+        name_all(rejections, "evaluate")
+        return [one.reply for one in accepted if one.reply.metrics["count"]], rejections
 
-    def _each(self, replies: Sequence[Reply]) -> dict[str, Any]:
+    def each(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """The metrics of each client by its name."""
         names, classes, found = self.job.client_names, self.classes, dict[str, Any]()
         for reply in sorted(replies, key=lambda r: r.client):

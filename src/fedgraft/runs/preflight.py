@@ -1,8 +1,9 @@
 """Looking before anybody trains: what each site holds, as counts and sums, and what would go wrong.
 
 `site_facts` runs where the images are and returns plain numbers: classes (counts below a minimum are hidden), images
-that cannot be read or are there twice, sizes, channels, depth, intensities, versions, free disk. Of single images only
-salted digests leave, by which the same image at two sites is known. `findings` compares the sites and names each fault.
+that cannot be read or are there twice, sizes, channels, depth, intensities, versions, free disk. The digests of single
+images that it returns beside them are never told: two sites compare them (`shared_images`; between machines under a key
+that only these two know, `deploy.preflight`). `findings` compares the sites and names each fault.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fedgraft.runs.environment import PACKAGES, installed
 from fedgraft.runs.files import write_text
 
 MINIMUM = 5
-"""Counts of a class below this are not told."""
+"""Counts below this are not told, only that there are some."""
 Facts = Mapping[str, Any]
 _DEEP = {"I": 32, "F": 32, "I;16": 16, "I;16B": 16, "I;16L": 16, "1": 1}
 _CHANNELS = {"1": 1, "L": 1, "P": 3, "RGB": 3, "RGBA": 4, "LA": 2, "CMYK": 4, "PA": 4}
@@ -51,13 +52,13 @@ class Finding:
 
 
 def site_facts(
-    site: str, dataset: Dataset, rows: Sequence[Iterable[int]], salt: bytes, minimum: int = MINIMUM, policy: bool = True
-) -> dict[str, Any]:
-    """What may be told of one site's training and test rows."""
+    site: str, dataset: Dataset, rows: Sequence[Iterable[int]], minimum: int = MINIMUM, policy: bool = True
+) -> tuple[dict[str, Any], list[bytes]]:
+    """What may be told of one site's training and test rows, and the digests of its images, which may not."""
     seen: list[dict[str, Any]] = []
     for part, (store, own) in enumerate(zip((dataset.train, dataset.test), rows, strict=True)):
         if isinstance(store, ImageStore):
-            seen += [{**one, "test": part == 1} for one in _looked_at(store, own, salt)]
+            seen += [{**one, "test": part == 1} for one in _looked_at(store, own)]
     good = [one for one in seen if "reason" not in one]
     counts = Counter(one["label"] for one in seen)
     digests = Counter(one["digest"] for one in good)
@@ -66,26 +67,38 @@ def site_facts(
         labels.setdefault(one["digest"], set()).add(one["label"])
     held_out = {one["digest"] for one in good if one["test"]}
     level = np.array([one["mean"] for one in good])
-    return {
-        "site": site, "images": len(seen), "test_images": sum(one["test"] for one in seen),
-        "classes": {name: n if n >= minimum else None for name, n in sorted(counts.items())}, "minimum": minimum,
-        "unreadable": dict(Counter(one["reason"] for one in seen if "reason" in one)),
+
+    def hidden(counts: Mapping[str, int]) -> dict[str, int | None]:
+        return {name: n if n >= minimum else None for name, n in sorted(counts.items())}
+
+    faults = {
         "duplicates": sum(n - 1 for n in digests.values()),
         "contradictory": sum(len(names) > 1 for names in labels.values()),
         "leaked": len(held_out & {one["digest"] for one in good if not one["test"]}),
-        "digests": sorted(digests),
-        "width": _spread([one["size"][0] for one in good]), "height": _spread([one["size"][1] for one in good]),
-        "channels": _told(Counter(str(one["channels"]) for one in good)),
-        "bits": _told(Counter(str(one["bits"]) for one in good)),
         "blank": sum(one["std"] < 1e-3 for one in good),
+    }
+    facts = {
+        "site": site, "images": len(seen), "test_images": sum(one["test"] for one in seen),
+        "classes": hidden(counts), "minimum": minimum, "faults": hidden({k: n for k, n in faults.items() if n}),
+        "unreadable": hidden(Counter(one["reason"] for one in seen if "reason" in one)),
+        "width": _spread([one["size"][0] for one in good]), "height": _spread([one["size"][1] for one in good]),
+        "channels": hidden(Counter(str(one["channels"]) for one in good)),
+        "bits": hidden(Counter(str(one["bits"]) for one in good)),
         "intensity": [round(float(level.mean()), 4), round(float(level.std()), 4)] if len(good) else [],
         "contrast": round(float(np.mean([one["std"] for one in good])), 4) if good else 0.0,
         "versions": {name: found for name in PACKAGES if (found := installed(name))},
         "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1), "policy": policy,
     }  # fmt: skip
+    return facts, sorted(digests)
 
 
-def _looked_at(store: ImageStore, rows: Iterable[int], salt: bytes) -> Iterator[dict[str, Any]]:
+def shared_images(digests: Mapping[str, Sequence[bytes]]) -> dict[tuple[str, str], int]:
+    """How many images two sites have in common, by the pair of their names."""
+    pairs = combinations(digests, 2)
+    return {(a, b): n for a, b in pairs if (n := len(set(digests[a]) & set(digests[b])))}
+
+
+def _looked_at(store: ImageStore, rows: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Each image of these rows: its class, and its shape, depth and pixels' digest, or why it cannot be read."""
     for row in rows:
         place = int(row) if store.rows is None else int(store.rows[row])
@@ -101,17 +114,13 @@ def _looked_at(store: ImageStore, rows: Iterable[int], salt: bytes) -> Iterator[
         yield {
             "label": label, "size": raw.size, "channels": _CHANNELS.get(raw.mode, 1), "bits": _DEEP.get(raw.mode, 8),
             "mean": float(grey.mean()), "std": float(grey.std()),
-            "digest": hashlib.blake2b(repr(raw.size).encode() + pixels.tobytes(), digest_size=8, key=salt).hexdigest(),
+            "digest": hashlib.blake2b(repr(raw.size).encode() + pixels.tobytes(), digest_size=16).digest(),
         }  # fmt: skip
 
 
 def _plain(reason: str) -> str:
     """A reason without what belongs to one file: its numbers."""
     return re.sub(r"\d[\d,.]*", "#", reason)[:80]
-
-
-def _told(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(counts.items()))
 
 
 def _spread(values: Sequence[int]) -> list[int]:
@@ -123,12 +132,25 @@ def _existing(path: Path) -> Path:
     return path if path.exists() else _existing(path.parent)
 
 
-def findings(sites: Sequence[Facts], size: int | None = None) -> list[Finding]:
+def findings(
+    sites: Sequence[Facts], size: int | None = None, shared: Mapping[tuple[str, str], int] | None = None
+) -> list[Finding]:
     """Everything that is wrong at a site or between sites; `size`: pixels that the network sees."""
     found = [one for facts in sites for one in _alone(facts, size)]
     found += _class_names(sites)
     found += _between(sites)
+    for (a, b), n in (shared or {}).items():
+        found.append(Finding("duplicates_across", f"{a} and {b}", f"{n} images are at both"))
     return sorted(found, key=lambda one: (not one.stops, one.kind, one.site))
+
+
+FAULTS = {
+    "contradictory": ("contradictory_labels", "{} have two different classes", True),
+    "leaked": ("train_and_test", "{} are for training and for testing", True),
+    "duplicates": ("duplicates", "{} are there more than once", False),
+    "blank": ("blank", "{} have one single colour", False),
+}
+"""Counts of faulty images: the name, the sentence, whether it stops."""
 
 
 def _alone(f: Facts, size: int | None) -> Iterator[Finding]:
@@ -136,22 +158,22 @@ def _alone(f: Facts, size: int | None) -> Iterator[Finding]:
     if not f["images"]:
         yield Finding("no_images", site, "it has no images", True)
         return
+
+    def some(*counts: int | None) -> str:
+        known = sum(n or 0 for n in counts)
+        return f"{known} images" if known else f"fewer than {f['minimum']} images"
+
     for reason, count in f["unreadable"].items():
-        yield Finding("unreadable", site, f"{count} images cannot be read: {reason}", True)
+        yield Finding("unreadable", site, f"{some(count)} cannot be read: {reason}", True)
     if len(classes) == 1:
         yield Finding("one_class", site, f"all images are of the class {next(iter(classes))!r}", True)
-    if f["contradictory"]:
-        yield Finding("contradictory_labels", site, f"{f['contradictory']} images have two different classes", True)
-    if f["leaked"]:
-        yield Finding("train_and_test", site, f"{f['leaked']} images are for training and for testing", True)
-    if f["duplicates"]:
-        yield Finding("duplicates", site, f"{f['duplicates']} images are there more than once")
-    if f["blank"]:
-        yield Finding("blank", site, f"{f['blank']} images have one single colour")
-    if deep := sum(n for bits, n in f["bits"].items() if int(bits) > 8):
-        yield Finding("deep", site, f"{deep} images have more than 8 bits; set data.grey_window")
-    if alpha := sum(n for channels, n in f["channels"].items() if channels in ("2", "4")):
-        yield Finding("transparency", site, f"{alpha} images have transparency, which is dropped")
+    for name, count in f["faults"].items():
+        kind, text, stops = FAULTS[name]
+        yield Finding(kind, site, text.format(some(count)), stops)
+    if deep := [n for bits, n in f["bits"].items() if int(bits) > 8]:
+        yield Finding("deep", site, f"{some(*deep)} have more than 8 bits; set data.grey_window")
+    if alpha := [n for channels, n in f["channels"].items() if channels in ("2", "4")]:
+        yield Finding("transparency", site, f"{some(*alpha)} have transparency, which is dropped")
     if size and f["width"] and min(f["width"][0], f["height"][0]) < size / 2:
         small = f"{f['width'][0]} x {f['height'][0]}"
         yield Finding("small_images", site, f"some have {small} pixels, and the network sees {size}")
@@ -182,15 +204,12 @@ def _class_names(sites: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _between(sites: Sequence[Facts]) -> Iterator[Finding]:
-    there = [f for f in sites if f["digests"]]
-    for a, b in combinations(there, 2):
-        if both := len(set(a["digests"]) & set(b["digests"])):
-            yield Finding("duplicates_across", f"{a['site']} and {b['site']}", f"{both} images are at both")
+    there = [f for f in sites if f["bits"]]
     for key, kind, text in (
         ("channels", "channels", "its images have {} channels and most sites' {}"),
         ("bits", "depth", "its images have {} bits and most sites' {}"),
     ):
-        usual = {f["site"]: max(f[key], key=lambda k: f[key][k]) for f in there}
+        usual = {f["site"]: max(f[key], key=lambda k: f[key][k] or 0) for f in there}
         most = Counter(usual.values()).most_common(1)[0][0] if usual else ""
         for site, mine in usual.items():
             if mine != most:
@@ -235,15 +254,16 @@ def preflight(config: Config) -> tuple[list[dict[str, Any]], list[Finding]]:
         data = federate(config)
         names = [f"client {name}" for name in data.client_names]
         rows = [[data.rows(k).numpy(), data.test_rows(k).numpy()] for k in range(data.clients)]
-    sites = [site_facts(name, dataset, own, b"simulation") for name, own in zip(names, rows, strict=True)]
-    return sites, findings(sites, config.data.image_size)
+    looked = {name: site_facts(name, dataset, own) for name, own in zip(names, rows, strict=True)}
+    sites = [facts for facts, _ in looked.values()]
+    shared = shared_images({name: digests for name, (_, digests) in looked.items()})
+    return sites, findings(sites, config.data.image_size, shared)
 
 
 def write(folder: Path, sites: Sequence[Facts], found: Sequence[Finding]) -> Path:
-    """The page of a preflight (Markdown), its picture, and the numbers (JSON, without digests); the page's path."""
+    """The page of a preflight (Markdown), its picture, and the numbers (JSON); the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    plain = [{k: v for k, v in facts.items() if k != "digests"} for facts in sites]
-    told = {"sites": plain, "findings": [asdict(one) for one in found]}
+    told = {"sites": list(sites), "findings": [asdict(one) for one in found]}
     write_text(folder / "preflight.json", json.dumps(told, indent=2) + "\n")
     counts = {f["site"]: {name: n or 0 for name, n in f["classes"].items()} for f in sites}
     figures.bars(folder / "preflight.png", counts, ylabel="images", title="Images of each class by site")

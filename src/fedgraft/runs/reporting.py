@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from fedgraft.data.federated import FederatedData
 from fedgraft.errors import FedgraftError
 from fedgraft.report.run_page import write_report
+from fedgraft.round import RoundSummary
 from fedgraft.runs.files import write_text
 from fedgraft.runs.job import Job
 from fedgraft.runs.opening import Opening
@@ -18,6 +20,7 @@ from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.saving import Best, account_of, selected
 from fedgraft.state import ServerState
 
+log = logging.getLogger("fedgraft")
 PHASES_FILE = "phases.json"
 
 
@@ -102,3 +105,12 @@ def summary_of(
         **account_of(config, algorithm, state.round, lines),
     }
     return summary if data.rows_known else {**summary, "classes": list(data.dataset.classes)}
+
+
+def noted(summary: RoundSummary, round: int) -> dict[str, Any]:
+    """A round's line, after telling the log who was dropped and why nothing changed."""
+    for rejection in summary.rejections:
+        log.warning("round %d: client %d dropped: %s", round, rejection.client, rejection.reason)
+    if summary.record.get("skipped"):
+        log.warning("round %d: nothing changed: %s", round, summary.record.get("refused", "too few usable answers"))
+    return dict(summary.record)

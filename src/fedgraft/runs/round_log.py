@@ -91,7 +91,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             {"entry": dict(one["entry"]), "hash": str(one["hash"]), "signature": str(one["signature"])} for one in found
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FedgraftError(f"{path} cannot be read as a log of rounds: {error}; restore the run folder.") from error
+        why = getattr(error, "strerror", None) or error
+        raise FedgraftError(f"{path} cannot be read as a log of rounds ({why}); restore the run folder.") from error
 
 
 def verify(folder: Path, key: str | None = None) -> tuple[str, list[str]]:

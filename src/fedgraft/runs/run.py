@@ -19,7 +19,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import one_thread
 from fedgraft.progress import phase, shown_by, watching
 from fedgraft.report import representation_figures
-from fedgraft.round import RoundSummary, run_round
+from fedgraft.round import run_round
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
@@ -29,7 +29,7 @@ from fedgraft.runs.measure import Measure
 from fedgraft.runs.opening import Opening, open_run
 from fedgraft.runs.personal_store import PersonalStore, first_models
 from fedgraft.runs.plan import check
-from fedgraft.runs.reporting import describe, keep_phases, keep_skipped, report_run, summary_of
+from fedgraft.runs.reporting import describe, keep_phases, keep_skipped, noted, report_run, summary_of
 from fedgraft.runs.round_log import RoundLog
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.saving import Best, pack_run, protection_of, saved_edit
@@ -198,7 +198,7 @@ class _Run:
         began, r, before, opening = time.perf_counter(), self.config.rounds, self._traffic(), self.opening
         new, summary = run_round(opening.algorithm, opening.federation, state, self.engine, opening.server_context)
         representation_figures.keep_mixing(self.record.path, self.config, summary)
-        line = self._noted(summary, new.round)
+        line = noted(summary, new.round)
         if new.round == r.total or (r.evaluate_every and new.round % r.evaluate_every == 0):
             new = self._validate(new, line)
         line |= self._traffic(before)  # all that crossed the wire, also what only a deployment sends
@@ -220,15 +220,6 @@ class _Run:
                 "local.lr (fedgraft find-lr finds one) or set local.clip."
             )
         return new
-
-    def _noted(self, summary: RoundSummary, round: int) -> dict[str, Any]:
-        """The round's line, after saying who was dropped and why nothing changed."""
-        for rejection in summary.rejections:
-            log.warning("round %d: client %d dropped: %s", round, rejection.client, rejection.reason)
-        line = dict(summary.record)
-        if line.get("skipped"):
-            log.warning("round %d: nothing changed: %s", round, line.get("refused", "too few usable answers"))
-        return line
 
     def _traffic(self, before: Mapping[str, int] | None = None) -> dict[str, int]:
         """Bytes that crossed the wire, since `before`, where clients are on other machines; else there is no wire."""

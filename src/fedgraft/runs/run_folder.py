@@ -196,6 +196,15 @@ class RunFolder:
         self.rewind(None if found is None else found.round)
         return found
 
+    def mend(self) -> None:
+        """Let a finished run whose last checkpoint is gone or damaged be continued: the same bytes come again."""
+        from fedgraft.runs import checkpoint
+
+        found = checkpoint.load_latest(self.checkpoints, self.config_digest)
+        if self.status == "finished" and (found is None or found.skipped):
+            with self._locked():
+                self._set_status("interrupted")
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the final results; a run that ends without them counts as interrupted."""
         self.sync()

@@ -378,8 +378,12 @@ def test_a_tracker_that_is_not_installed_names_its_extra(fedgraft: Command, tmp_
 
 def test_wrong_words_for_the_shell_show_usage(fedgraft: Command) -> None:
     said = fedgraft("runn")
-    assert said.code == 2 and "Traceback" not in said.err and "No such command" in said.err
+    assert said.code == 2 and "Traceback" not in said.err and "there is no command 'runn'" in said.err
     assert fedgraft("show").code == 2
+    for words, near in ((["predct", "x"], "predict"), (["deploy", "lokal"], "local"), (["edit", "aply"], "apply")):
+        told = fedgraft(*words).err
+        assert told.count("did you mean") == 1 and f"did you mean '{near}'?" in told
+    assert "Did you mean" not in fedgraft("run", "--drt").err and "--dry-run" in fedgraft("run", "--dry-rn").err
 
 
 def test_the_sentence_check_notices_a_traceback(fedgraft: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from fedgraft.edit import edit_file as task_file
 from fedgraft.errors import FedgraftError
 from fedgraft.identity import digest
 from fedgraft.models.backbones import load_network
-from fedgraft.report.mask_figures import label_of, whole_mask
+from fedgraft.report.mask_figures import whole_mask
 from fedgraft.runs import run as running
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.deliver import export_run
@@ -243,6 +243,5 @@ def test_a_run_as_a_mask(runs: Path) -> None:
     assert chosen_ones is not None and mask.count == chosen_ones.count
     assert mask.total == sum(p.numel() for p in setup.network.parameters())
     assert all(torch.equal(mask[name], chosen) for name, chosen in chosen_ones.items())
-    assert (
-        label_of(setup.job.config) == "random 90 %" and label_of(adapted(runs / "lora").job.config) == "LoRA r=2 mean"
-    )
+    assert setup.opening.algorithm.trainable.label == "random 90 %"
+    assert adapted(runs / "lora").opening.algorithm.trainable.label == "LoRA r=2 mean"

@@ -53,7 +53,7 @@ def test_what_contradicts_the_paper_is_refused_in_one_sentence(words: str, said:
     assert str(refusal.value).count(". ") == 0
 
 
-CURVATURE = 5.0  # so that a head's rate is 0.1 / 5
+CURVATURE = 2.5  # so that a head's rate is 0.05 / 2.5
 
 
 def rates(*words: str, curvature: float | None = CURVATURE) -> tuple[float, float | None]:
@@ -106,7 +106,7 @@ def test_the_rates_are_written_out_when_a_run_opens() -> None:
     rows = job.task.data.validation_rows
     with torch.no_grad():
         x = job.task.network.eval().features(job.task.eval_images.batch(rows)).double().numpy()
-    head = 0.1 * 10 / np.linalg.eigvalsh(x.T @ x / len(x))[-1]
+    head = 0.05 * 10 / np.linalg.eigvalsh(x.T @ x / len(x))[-1]
     lr, factor = opening.algorithm.lr, opening.algorithm.local.head_lr
     assert factor is not None and lr * factor == pytest.approx(head, rel=1e-5)
     state = server.start(opening.algorithm, opening.space.gather(job.task.network), opening.space.trained)

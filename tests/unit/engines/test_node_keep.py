@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.support.hostile import as_plan
+from tests.support.machines import Machines
 from tests.support.tiny import without_pictures
 
 from fedgraft.config.agreement import safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load, to_toml
-from fedgraft.deploy import audit
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.keep import Keep
 from fedgraft.deploy.keys import announced_identity, identity_of, make_node_key, public_identity
-from fedgraft.deploy.node import Nodes
-from fedgraft.deploy.process import KEEPS
-from fedgraft.engines.flower.node_link import Answer, Request
 from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, pack
+from fedgraft.messages import Order
 from fedgraft.policy import to_toml as policy_toml
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.run import run
@@ -36,60 +30,6 @@ SMALL = [
     "data.source=synthetic", "data.count=60", "data.classes=3", "model.head=ridge", "privacy.aggregation=secure",
     "rounds.checkpoint_every=1", "rounds.test=false",
 ]  # fmt: skip
-
-
-class Machines:
-    """Three nodes with keys and homes of their own in this process; the server may name any step."""
-
-    def __init__(self, config: Config, folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.memory: dict[int, Any] = {}
-        self.limit, self.classes, self.patch, self.root = 0, (), monkeypatch, root
-        self.nodes = [Nodes() for _ in range(config.partition.clients)]
-        self.requests = [Request(to_toml(config), str(folder), k, 1) for k in range(len(self.nodes))]
-        self.registry = SimpleNamespace(facts={})
-        self.digest, self.opened, self.sent, self.received = "", b"", 0, 0
-        self.die_at: tuple[str, int] | None = None
-        for k in range(len(self.nodes)):
-            if not self.home(k).with_suffix(".key").exists():
-                make_node_key(root / str(k), "node")
-
-    def home(self, client: int) -> Path:
-        return self.root / str(client) / "node.home"
-
-    def ask(self, client: int, request: Request) -> Answer:
-        self.patch.setenv(KEEPS, str(self.home(client)))
-        self.patch.setenv("FEDGRAFT_NODE_HOME", str(self.root / str(client) / "memory"))
-        return self.nodes[client].carry_out(request)
-
-    def gather(self) -> None:
-        for k, request in enumerate(self.requests):
-            self.registry.facts[k] = {"classes": (), "examples": 0, "data": "", **self.ask(k, request).facts}
-
-    def open(self, run: str, tensors: Any) -> None:
-        self.opened = pack(Order(run, -1, 0, "open", auxiliary=tensors))
-        self.digest = hashlib.blake2b(self.opened, digest_size=12).hexdigest()
-
-    def request(self, order: Order, after: int) -> Request:
-        more: dict[str, Any] = {"after": after, "becomes": after + 1, "digest": self.digest}
-        return replace(self.requests[order.client], order=pack(replace(order, client=0)), **more)
-
-    def exchange(self, orders: Sequence[Order]) -> list[Any]:
-        return [self.deliver(order) for order in orders]
-
-    def deliver(self, order: Order) -> Any:
-        k = order.client
-        if self.die_at == (order.action, order.round) and k == 1:
-            raise KeyboardInterrupt
-        request = self.request(order, int(self.memory[k]["step"]) if k in self.memory else 0)
-        answer = self.ask(k, request)
-        if answer.need:
-            answer = self.ask(k, replace(request, opened=self.opened))
-        if answer.step:
-            self.memory[k] = {"step": torch.tensor([answer.step])}
-        return k, answer.error or answer.reply
-
-    def log(self, client: int) -> list[dict[str, Any]]:
-        return list(audit.entries(self.home(client) / "audit.jsonl"))
 
 
 @pytest.fixture

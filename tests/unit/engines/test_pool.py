@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.toy import INPUT, Toy, ToyNetwork
@@ -30,6 +32,7 @@ from fedgraft.edit.dense import head
 from fedgraft.engines import pool as pool_module
 from fedgraft.engines.pool import Pool, prepare_features
 from fedgraft.engines.shared_memory import Buffer, Workers
+from fedgraft.engines.spawned import packed, unpacked
 from fedgraft.errors import FedgraftError
 from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply, pack
@@ -76,6 +79,34 @@ def test_same_bytes_as_in_process_with_any_number_of_workers(name: str) -> None:
             toy.run(3)
         assert same(everything(toy), everything(reference)), workers
         assert toy.summary.record["clients"] == reference.summary.record["clients"]
+
+
+def test_spawned_workers_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that inherit nothing get network, data and algorithm once; `bound` networks are views of one vector."""
+    reference, toy = Toy(ALGORITHMS["scaffold"]), pooled(ALGORITHMS["scaffold"], 2)
+    toy.context.bind(toy.space)
+    monkeypatch.setenv("FEDGRAFT_START", "spawn")
+    with toy.engine:  # type: ignore[attr-defined]
+        toy.run(3)
+    reference.run(3)
+    assert same(everything(toy), everything(reference))
+    monkeypatch.setenv("FEDGRAFT_START", "thread")
+    with pytest.raises(FedgraftError, match=r"FEDGRAFT_START=thread.*fork or spawn"):
+        Workers(lambda parts: [], 1)
+
+
+def test_what_a_spawned_worker_is_given_names_files_and_copies_no_whole_buffer(tmp_path: Path) -> None:
+    stored = np.memmap(tmp_path / "images", np.uint8, "w+", shape=(1000, 1000))
+    stored[3, 4] = 7
+    part, view = stored[3:5], torch.zeros(1_000_000)[:10]
+    tied = torch.nn.Parameter(torch.ones(2, 3)[:1])
+    data = packed(lambda: (stored, part, view, [tied, tied]))
+    assert len(data) < 20_000
+    images, cut, few, (one, two) = unpacked(data)()
+    assert images[3, 4] == 7 and images.filename == stored.filename and not images.flags.writeable
+    assert np.array_equal(cut, part) and len(few) == 10 and one is two and isinstance(one, torch.nn.Parameter)
+    with pytest.raises(FedgraftError, match="workers=1"):
+        packed(lambda lock=threading.Lock(): lock)  # type: ignore[misc]
 
 
 def test_the_comparison_sees_a_lost_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,3 +382,38 @@ def test_a_run_is_the_same_with_two_workers_and_none_is_left(tmp_path: Path, mon
     assert len(ours) == len(theirs) and all(same(one, two) for one, two in zip(ours, theirs, strict=True))
     assert any(name.startswith("memory/") for name in ours[-1])
     assert not torch.equal(ours[0]["vector"], ours[-1]["vector"])
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_by_spawn_from_a_script_without_a_guard(tmp_path: Path) -> None:
+    """A script whose own parts live in `__main__` runs once, not once more in every worker."""
+    from safetensors.torch import load_file
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys, torch, fedgraft as fg
+            print("script runs")
+            def softened(network, inputs, labels, entry):
+                return torch.nn.functional.cross_entropy(network(inputs, entry), labels, label_smoothing=0.1)
+            local = fg.LocalTraining(steps=1, batch_size=4, lr=0.01)
+            mine = fg.Loss("mine", lambda context: softened)
+            images = torch.arange(60 * 32 * 32 * 3).remainder(251).view(60, 32, 32, 3).to(torch.uint8).numpy()
+            clients = fg.partition.iid(fg.data.arrays(images, torch.arange(60).remainder(3).numpy()), clients=2)
+            algorithm = fg.fedavg(trainable=fg.last_blocks(1), loss=mine, local=local)
+            fg.run(algorithm, fg.model("nano"), clients, 1, folder=sys.argv[1], workers=int(sys.argv[2]))
+            """
+        )
+    )
+    vectors = []
+    for workers in ("1", "2"):
+        told = subprocess.run(
+            [sys.executable, str(script), str(tmp_path / workers), workers],
+            env=os.environ | {"FEDGRAFT_START": "spawn", "FEDGRAFT_CACHE": str(tmp_path / "cache")},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert told.returncode == 0, told.stderr
+        assert told.stdout.count("script runs") == 1
+        vectors.append(load_file(sorted((tmp_path / workers / "checkpoints").glob("round-*.safetensors"))[-1]))
+    assert same(*vectors)

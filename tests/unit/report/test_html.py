@@ -72,7 +72,7 @@ def test_charts_of_sparse_and_long_metrics() -> None:
     charts = {chart["title"]: chart for chart in run_charts(long)}
     more = ["Distance of the clients' updates from their mean", "Cosine of the clients' updates to their mean"]
     first = ["Accuracy", "Loss", "Sent so far"]
-    assert list(charts) == [*first, "Norm of the update", *more, "Time per round", "Learning rate"]
+    assert list(charts) == [*first, "Norm of the update", *more, "Time per round"]  # a constant rate needs none
     assert [title for title, chart in charts.items() if "place" not in chart] == first
     for chart in charts.values():
         for series in chart["series"]:
@@ -83,7 +83,9 @@ def test_charts_of_sparse_and_long_metrics() -> None:
             )
     loss = charts["Loss"]["series"][1]
     assert (loss["low"][0], loss["y"][0], loss["high"][0]) == (1.0, 2.5, 3.0)
-    assert charts["Sent so far"]["series"][0]["y"][-1] == 10_000
+    assert charts["Sent so far"]["unit"] == " GB" and [s["y"][-1] for s in charts["Sent so far"]["series"]] == [10, 5]
+    alike = run_charts([line(round, bytes_down=2_000_000, lr=0.1 / round) for round in (1, 2)])
+    assert [s["name"] for s in alike[2]["series"]] == ["up, and as much down"] and alike[-1]["title"] == "Learning rate"
     personal = run_charts([line(2, personal={"mean": 0.5, "min": 0.2, "max": 0.9})])[0]["series"][1]
     assert personal == {"name": "personal models", "x": [2], "y": [50.0], "low": [20.0], "high": [90.0]}
     assert compare_charts({"a": [], "b": []}) == []
@@ -109,8 +111,8 @@ def run_script(page: Path) -> dict[str, Any]:
 @pytest.mark.skipif(NODE is None, reason="node is not installed")
 def test_the_script_draws_and_answers(tmp_path: Path) -> None:
     found = run_script(write_report(finished(tmp_path / "a"), partition=[[1, 0], [0, 2]], classes=["cat", HOSTILE]))
-    assert found["theme"] == ["light", "dark", "light"] and found["charts"] == 8
-    assert found["lines"] == [1, 2, 2, 2, 1, 1, 2, 1] and found["inside"]
+    assert found["theme"] == ["light", "dark", "light"] and found["charts"] == 7
+    assert found["lines"] == [1, 2, 2, 2, 1, 1, 2] and found["inside"]
     assert found["keys"] == ["validation", "training (least to most client)"]
     assert found["tip"] == "round 6|validation: 0.3333|training (least to most client): 0.4167 (1 to 3)"
     assert found["starts"] and found["units"] and found["dashes"] == 2, (

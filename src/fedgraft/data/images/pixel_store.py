@@ -99,7 +99,7 @@ def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]
     done = _ledger(entry, images)
     rest = originals.count - sum(min(CHUNK, originals.count - start) for start in done)
     with (
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
         (entry / "ledger.jsonl").open("a") as ledger,
         phase(f"reading images at {rule.size} px", rest, "images") as told,
     ):

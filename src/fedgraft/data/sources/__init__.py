@@ -5,6 +5,7 @@ A source of one's own is a function `loader(path, **options) -> Dataset`, added 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,9 @@ def load_dataset(source: str, path: str | Path | None = None, limit: int | None 
         raise FedgraftError(f"the data source {source!r} needs path=, the file or folder that holds the data.")
     known = options_of(source)
     if known is not None and (strange := sorted(set(options) - set(known))):
-        names = ", ".join(known) or "none"
-        raise FedgraftError(f"the data source {source!r} has no option {strange[0]!r}; it has: {names}.")
+        near = difflib.get_close_matches(strange[0], ["source", "path", "limit", *known], 1)
+        told = f"the nearest one is {near[0]!r}" if near else f"it has: {', '.join(known) or 'none'}"
+        raise FedgraftError(f"the data source {source!r} has no option {strange[0]!r}; {told}.")
     made = SOURCES[source](*([path] if takes else []), **options)
     return _limited(made, limit)
 

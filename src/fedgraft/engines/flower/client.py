@@ -64,6 +64,7 @@ def request_of(message: Message, context: Context, settings: Mapping[str, Any]) 
         classes=names(told, "classes"),
         order=arrays.get("order", b""),
         opened=arrays.get("opened", b""),
+        task=str(settings.get("task", "")),
     )
 
 

@@ -55,6 +55,8 @@ class Request:
     order: bytes = b""
     opened: bytes = b""
     """The opened edit space, where the server thinks that the node lacks it."""
+    task: str = ""
+    """What is asked for instead of a run: `preflight` or `evaluate`."""
 
 
 @dataclass(frozen=True)

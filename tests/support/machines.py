@@ -1,0 +1,81 @@
+"""Nodes with keys in this process, asked as the Flower engine asks them over the network."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fedgraft.config.load import Config, to_toml
+from fedgraft.deploy import audit
+from fedgraft.deploy.keys import make_node_key
+from fedgraft.deploy.node import Nodes
+from fedgraft.deploy.process import KEEPS
+from fedgraft.engines.flower.node_link import Answer, Request
+from fedgraft.messages import Order, pack
+
+
+class Machines:
+    """Nodes with keys, homes and (if given) images of their own in this process; the server may name any step."""
+
+    def __init__(self, config: Config, folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+        self.memory: dict[int, Any] = {}
+        self.limit, self.classes, self.patch, self.root = 0, (), monkeypatch, root
+        self.nodes = [Nodes() for _ in range(config.partition.clients)]
+        data, text = more.pop("data", [""] * len(self.nodes)), to_toml(config)
+        self.requests = [Request(text, str(folder), k, 1, data=data[k], **more) for k in range(len(self.nodes))]
+        self.registry = SimpleNamespace(facts={})
+        self.digest, self.opened, self.sent, self.received = "", b"", 0, 0
+        self.die_at: tuple[str, int] | None = None
+        for k in range(len(self.nodes)):
+            if not self.home(k).with_suffix(".key").exists():
+                make_node_key(root / str(k), "node")
+
+    def home(self, client: int) -> Path:
+        return self.root / str(client) / "node.home"
+
+    def ask(self, client: int, request: Request) -> Answer:
+        self.patch.setenv(KEEPS, str(self.home(client)))
+        self.patch.setenv("FEDGRAFT_NODE_HOME", str(self.root / str(client) / "memory"))
+        return self.nodes[client].carry_out(request)
+
+    def gather(self) -> None:
+        for k, request in enumerate(self.requests):
+            self.registry.facts[k] = {"classes": (), "examples": 0, "data": "", **self.ask(k, request).facts}
+
+    def open(self, run: str, tensors: Any) -> None:
+        self.opened = pack(Order(run, -1, 0, "open", auxiliary=tensors))
+        self.digest = hashlib.blake2b(self.opened, digest_size=12).hexdigest()
+
+    def request(self, order: Order, after: int) -> Request:
+        more: dict[str, Any] = {
+            "after": after,
+            "becomes": after + 1,
+            "digest": self.digest,
+            "classes": tuple(self.classes),
+        }
+        return replace(self.requests[order.client], order=pack(replace(order, client=0)), **more)
+
+    def exchange(self, orders: Sequence[Order]) -> list[Any]:
+        return [self.deliver(order) for order in orders]
+
+    def deliver(self, order: Order) -> Any:
+        k = order.client
+        if self.die_at == (order.action, order.round) and k == 1:
+            raise KeyboardInterrupt
+        request = self.request(order, int(self.memory[k]["step"]) if k in self.memory else 0)
+        answer = self.ask(k, request)
+        if answer.need:
+            answer = self.ask(k, replace(request, opened=self.opened))
+        if answer.step:
+            self.memory[k] = {"step": torch.tensor([answer.step])}
+        return k, answer.error or answer.reply
+
+    def log(self, client: int) -> list[dict[str, Any]]:
+        return list(audit.entries(self.home(client) / "audit.jsonl"))

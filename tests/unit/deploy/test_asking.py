@@ -1,0 +1,213 @@
+"""Questions in which nobody trains: preflight tells sums and obeys the owner, evaluation gives each site's numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.support.machines import Machines
+from tests.support.tiny import tensors_of, without_pictures
+
+from fedgraft.config.agreement import safe_for
+from fedgraft.config.build import build_algorithm
+from fedgraft.config.load import Config, load
+from fedgraft.deploy import evaluate, preflight
+from fedgraft.deploy.deployed import run_deployed
+from fedgraft.deploy.evaluate import lines, question
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import Order
+from fedgraft.policy import to_toml as policy_toml
+from fedgraft.runs.deliver import export_run
+from fedgraft.runs.predict import predictor
+from fedgraft.runs.preflight import findings
+
+NAMES = ("north", "south", "east")
+SMALL = [
+    "model.name=tiny", "rounds.total=1", "rounds.fraction=1.0", "local.steps=2", "local.batch_size=8", "seed=0",
+    "partition.clients=3", "trainable.kind=everything", "data.source=folder", "data.validation=0.2", "workers=1",
+    "data.image_size=16", "engine=reference",
+]  # fmt: skip
+
+
+@pytest.fixture
+def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    stream = np.random.default_rng(1)
+    for site in NAMES:
+        for part, count in (("train", 9), ("test", 6)):
+            for level, name in enumerate(("benign", "melanoma")):
+                (tmp_path / site / part / name).mkdir(parents=True)
+                for i in range(count):
+                    pixels = stream.normal(90 + 60 * level, 25, (16, 16, 3)).clip(0, 255).astype(np.uint8)
+                    Image.fromarray(pixels).save(tmp_path / site / part / name / f"{i}.png")
+    return {site: tmp_path / site for site in NAMES}
+
+
+def machines(config: Config, sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch, **more: Any) -> Machines:
+    root = next(iter(sites.values())).parent
+    return Machines(config, root / "there", root / "keys", monkeypatch, data=list(map(str, sites.values())), **more)
+
+
+def look(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[dict[str, Any], Machines]:
+    config = load(None, [*SMALL, *options])
+    engine = machines(config, sites, monkeypatch, task="preflight")
+    return preflight.look(config, engine.root / "look", engine), engine
+
+
+def kinds(told: dict[str, Any]) -> set[str]:
+    named, shared = preflight.named(told, NAMES)
+    return {one.kind for one in findings(named, 16, shared)}
+
+
+def allow(engine: Machines, client: int, config: Config, also: Sequence[str] = ()) -> None:
+    made = safe_for(config, build_algorithm(config), also)
+    (engine.home(client).parent / "policy.toml").write_text(policy_toml(made))
+
+
+def test_nodes_tell_sums_and_the_server_finds_what_is_wrong(
+    sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean, engine = look(sites, monkeypatch)
+    assert kinds(clean) == {"no_policy"} and not clean["refused"]
+    (sites["south"] / "train/melanoma").rename(sites["south"] / "train/Melanoma")
+    (sites["south"] / "test/melanoma").rename(sites["south"] / "test/Melanoma")
+    shutil.copy(sites["north"] / "train/benign/0.png", sites["east"] / "train/benign/copy.png")
+    (sites["north"] / "train/benign/1.png").write_bytes(b"no image")
+    told, _ = look(sites, monkeypatch)
+    assert {"class_case", "duplicates_across", "unreadable"} <= kinds(told)
+    assert told["shared"] == [[0, 2, 1]] and list(told["facts"]["0"]["unreadable"].values()) == [None]
+    assert kinds(look(sites, monkeypatch, 'data.class_map={"Melanoma"="melanoma"}')[0]).isdisjoint({"class_case"})
+    left = engine.log(0)
+    assert [line["action"] for line in left if line.get("round") == 0][:2] == ["preflight", "preflight"]
+
+
+def test_no_digest_of_an_image_can_be_tested_by_the_server(
+    sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tags differ by pair of sites, and follow from no key that passes the server."""
+    config = load(None, SMALL)
+    engine, seen = machines(config, sites, monkeypatch, task="preflight"), list[dict[str, Any]]()
+    real = Machines.deliver
+
+    def deliver(self: Machines, order: Order) -> Any:
+        answer = real(self, order)
+        seen.append(json.loads(answer[1]))
+        return answer
+
+    monkeypatch.setattr(Machines, "deliver", deliver)
+    told = preflight.look(config, engine.root / "look", engine)
+    tags = [one["tags"] for one in seen if "tags" in one]
+    assert len(tags) == 3 and not set(tags[0]["1"]) & set(tags[0]["2"])  # the same images, under two keys
+    assert not any(tag in json.dumps(told) for tag in tags[0]["1"])  # nothing of them is kept
+    forged = {str(k): "00" * 32 + one["key"][64:] for k, one in enumerate(seen[:3])}  # a server's own key in between
+    order = Order(config.digest, 0, 0, "preflight", settings={"keys": json.dumps(forged)})
+    assert "is not signed by it" in real(engine, order)[1]
+
+
+def test_the_owners_policy_decides_who_answers(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(None, [*SMALL, "privacy.aggregation=secure"])
+    engine = machines(config, sites, monkeypatch, task="preflight")
+    allow(engine, 0, config)
+    allow(engine, 1, config, ["preflight"])
+    allow(engine, 2, load(None, [*SMALL, "seed=9"]), ["preflight"])
+    told = preflight.look(config, engine.root / "look", engine)
+    assert set(told["facts"]) == {"1"} and told["facts"]["1"]["policy"] and told["facts"]["1"]["minimum"] == 10
+    assert "rule 'actions'" in told["refused"]["0"] and "rule 'config'" in told["refused"]["2"]
+    assert engine.log(0)[-1]["kind"] == "refused"
+
+
+@pytest.mark.parametrize("lie", [
+    {"facts": {}}, {"facts": {"images": -1}}, {"classes": {"\x1b[31mred": 9}}, {"intensity": [float("nan")]},
+    {"faults": {"else": 3}}, {"bits": {"eight": 3}},
+])  # fmt: skip
+def test_a_lying_node_is_left_out_by_name(
+    lie: dict[str, Any], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(None, SMALL)
+    engine = machines(config, sites, monkeypatch, task="preflight")
+    real = Machines.deliver
+
+    def deliver(self: Machines, order: Any) -> Any:
+        client, data = real(self, order)
+        told = json.loads(data)
+        if client == 1 and "facts" in told:
+            told = lie | {"tags": {}} if "facts" in lie else told | {"facts": told["facts"] | lie}
+        return client, json.dumps(told).encode()
+
+    monkeypatch.setattr(Machines, "deliver", deliver)
+    told = preflight.look(config, engine.root / "look", engine)
+    assert set(told["facts"]) == {"0", "2"} and "other software" in told["refused"]["1"]
+
+
+@pytest.fixture
+def trained(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Path]:
+    config = load(None, SMALL)
+    with without_pictures():
+        run_deployed(config, sites["north"].parent / "there", machines(config, sites, monkeypatch))
+    return config, sites["north"].parent / "there"
+
+
+def asked(config: Config, model: Path, sites: dict[str, Path], patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    q = question(config, model, model.parent / "answers")
+    engine = machines(q.config, sites, patch, task="evaluate")
+    return evaluate.measure(q.config, q.folder, engine, str(model), ("accuracy", "auroc", "confusion"))
+
+
+def test_a_run_and_its_export_are_evaluated_alike_as_each_site_would(
+    trained: tuple[Config, Path], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, there = trained
+    exported = export_run(there, there.parent / "adapted")
+    told, again = asked(config, there, sites, monkeypatch), asked(config, exported, sites, monkeypatch)
+    model = predictor(exported)
+    for k, site in enumerate(sites.values()):
+        own = model.evaluate(site)
+        cell = told["clients"][str(k)]["accuracy"]
+        assert (cell["n"], cell["value"]) == (own.count, own.accuracy)
+    assert told["clients"] == again["clients"] and told["pooled"]["accuracy"]["n"] == 36
+    assert np.sum(told["confusion"]) == 36
+    assert [line.split(" | ")[0] for line in lines(told, NAMES)][2:] == ["| north", "| south", "| east", "| all sites"]
+
+
+def test_a_model_that_nodes_would_see_otherwise_is_refused_and_so_is_what_owners_did_not_allow(
+    trained: tuple[Config, Path], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, there = trained
+    exported = export_run(there, there.parent / "adapted")
+    with pytest.raises(FedgraftError, match="prepared in another way"):
+        asked(load(None, [*SMALL, "data.image_size=24"]), exported, sites, monkeypatch)
+    with pytest.raises(FedgraftError, match="another architecture"):
+        asked(load(None, [*SMALL, "model.name=nano"]), exported, sites, monkeypatch)
+    with pytest.raises(FedgraftError, match="neither a run nor an exported model"):
+        question(config, there.parent, there)
+    engine = machines(config, sites, monkeypatch, task="evaluate")
+    allow(engine, 0, config)
+    allow(engine, 1, config, ["evaluate"])
+    told = evaluate.measure(config, there, engine, str(there))
+    assert set(told["clients"]) == {"1", "2"} and "rule 'actions'" in told["refused"]["0"]
+
+
+def test_a_site_that_only_evaluates_tests_the_model_and_nothing_is_made_from_it(
+    sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deployed: no action but tests reaches it. The model is that of a federation without it."""
+    models = []
+    for option in ("evaluate_only", "without"):
+        config = load(None, [*SMALL, "personal.evaluate=end", 'metrics=["accuracy"]', f'partition.{option}=["2"]'])
+        engine = machines(config, sites, monkeypatch)
+        with without_pictures():
+            summary = run_deployed(config, engine.root / option, engine)
+        models.append(tensors_of(engine.root / option)["vector"])
+        asked = {(line["action"]) for line in engine.log(2) if line.get("round", -1) >= 0 or line["kind"] != "facts"}
+        assert asked == ({"evaluate", "count"} if option == "evaluate_only" else set())
+        assert set(summary["clients"]) == ({"0", "1", "2"} if option == "evaluate_only" else {"0", "1"})
+        assert summary["test"]["count"] == (36 if option == "evaluate_only" else 24)
+        shutil.rmtree(engine.root)  # new keys for another run
+    assert torch.equal(*models)
