@@ -5,6 +5,7 @@ certificate. It counts the bytes of the nodes' sockets, TLS included, and reads 
 so that each byte is known by what it was for: messages, looks for messages that found none, signs of life, connecting.
 A row compares the bytes of messages with the run's own `bytes_up` and `bytes_down` plus a constant per message. The
 constant is measured in a run of its own, whose payload is a tiny head: it is no row, and it holds for all rows.
+With `--idle SECONDS` the federation then waits, and processor time and bytes of server and nodes are told by hour.
 
 Prints tables, and writes them as numbers to runs/benchmarks/socket.json.
 """
@@ -13,16 +14,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import socket
 import ssl
 import tempfile
 import threading
+import time
+import uuid
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.measure import MARK, cpu, marked
 from fedgraft.config.load import load, to_toml
 from fedgraft.deploy.folder import FederationFolder
 from fedgraft.deploy.local import check_ended, follow, local_federation
@@ -43,6 +48,7 @@ CASES = {
     "90 % sparse": MASK,
     "90 % sparse, int8": [*MASK, "compression.codec=int8"],
     "LoRA, rank 8": ["trainable.kind=lora"],
+    "Fed-SB": ["algorithm.name=fedsb"],
 }
 KINDS = {
     "send-node-heartbeat": "signs of life", "get-run": "start of a run", "get-fab": "start of a run",
@@ -191,11 +197,31 @@ def beside(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def idle(proxy: CountingProxy, seconds: float, mark: str) -> dict[str, float]:
+    """Processor time and bytes of a federation that nobody asks anything, as shares of the time and by hour."""
+    before, began, counted = {pid: cpu(pid) or 0.0 for pid in marked(mark)}, time.monotonic(), Counter(proxy.counts)
+    time.sleep(seconds)
+    took = time.monotonic() - began
+    spent = {"node": 0.0, "server": 0.0}
+    for pid, then in before.items():
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if pid != os.getpid():
+                spent["node" if b"node" in words else "server"] += (cpu(pid) or then) - then
+    moved = sum(number for key, number in proxy.since(counted).items() if not key.endswith("requests"))
+    return {
+        "seconds": took, "server": spent["server"] / took, "node": spent["node"] / NODES / took,
+        "bytes an hour": moved / NODES / took * 3600,
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure, print and keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/socket.json"))
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds to watch the federation do nothing")
     args = parser.parse_args()
+    os.environ[MARK] = mark = uuid.uuid4().hex
     proxies: list[CountingProxy] = []
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -213,6 +239,12 @@ def main() -> None:
             for name, overrides in CASES.items():
                 found = measure(local.fed, proxies[0], overrides, Path(scratch) / f"run-{len(results)}")
                 results[name] = found | {"rows": compare(found, constant)}
+            quiet = idle(proxies[0], args.idle, mark) if args.idle else {}
+    if quiet:
+        print(
+            f"Idle for {quiet['seconds']:.0f} s: the server takes {100 * quiet['server']:.2f} % of a core, a node "
+            f"{100 * quiet['node']:.2f} %; {quiet['bytes an hour']:,.0f} bytes an hour for each node.\n"
+        )
     print(table(results, constant))
     print(f"\nAll bytes of the tiny run, by what they were for:\n\n{beside(tiny)}")
     worst = max(abs(row["difference"]) for found in results.values() for row in found["rows"].values())
@@ -221,6 +253,7 @@ def main() -> None:
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     kept = {"messages": MESSAGES, "constant": constant, "tiny": tiny, "runs": results, "largest difference": worst}
+    kept["idle"] = quiet
     args.out.write_text(json.dumps(kept, indent=2) + "\n")
     if worst > 0.03:
         raise SystemExit("a row is more than 3 % off")

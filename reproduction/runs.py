@@ -89,7 +89,7 @@ def _run_here(config: Config, folder: Path, central: bool) -> None:
 
 def check_data(config: Config) -> None:
     """Open the data once, so that what is wrong with it is said once and not by every run."""
-    from fedgraft.config.build import open_data
+    from fedgraft.config.federate import open_data
 
     try:
         open_data(config)
@@ -112,7 +112,9 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
         value = summary.get("test", {}).get("balanced_accuracy")
         return None if value is None else 100 * float(value)
     if kind == "megabytes":
-        return (summary["bytes_up"] + summary["bytes_down"]) / 1e6
+        whole = summary["bytes_up"] + summary["bytes_down"]  # a head of one exchange has no rounds but these bytes
+        outside = summary.get("bytes_up_outside_rounds", 0) + summary.get("bytes_down_outside_rounds", 0)
+        return (whole - outside or whole) / 1e6
     if measure == "seconds":
         return float(summary["seconds"])
     lines = run.metrics()

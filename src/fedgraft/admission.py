@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
@@ -20,6 +19,7 @@ from fedgraft.errors import Refused
 from fedgraft.messages import Order, as_bytes
 from fedgraft.policy import HIDES, count_order, purpose
 from fedgraft.privacy.secagg.client import as_tensor
+from fedgraft.update.codecs import is_finite
 
 LEDGER = "ledger"
 _SCORING = {"names": str, "draw": int, "share": float, "estimator": str, "labels": str, "batch": int}
@@ -81,6 +81,8 @@ def _receives(order: Order, algorithm: Algorithm, context: ClientContext) -> Non
         tensor = order.auxiliary.get(name)
         _vector(name, tensor, (context.space.trained if tensor is None else min(len(tensor), context.space.size),))
 
+    if (common := order.auxiliary.get("common")) is not None:
+        _vector("the mean of all models", common, (context.space.size,))
     clusters = order.auxiliary.get("clusters")
     if clusters is not None:
         _vector("the clusters", clusters, (len(clusters), context.space.size))
@@ -97,5 +99,5 @@ def _numbers(order: Order, wanted: Mapping[str, type]) -> None:
 def _vector(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
     if tensor is None or not tensor.is_floating_point() or tuple(tensor.shape) != shape:
         raise Refused(f"{name} of the order is missing or of another size than here", "order")
-    if not bool(torch.isfinite(tensor).all()):
+    if not is_finite(tensor):
         raise Refused(f"{name} of the order is not finite", "order")

@@ -43,6 +43,8 @@ class ClientState:
     optimizer: bool = False
     """Momentum and moments go on from round to round, as in training in one place."""
     start: AdaptiveStart | None = None
+    aside: float = 0.0
+    """Share of its images that a client never trains on, because it chooses something by them."""
 
     @property
     def empty(self) -> bool:
@@ -186,8 +188,8 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         ),
         (
             hidden and a.trainable.partial,
-            "clients that move different coordinates cannot share one hidden sum; use one common mask "
-            "(trainable.sparse.per_client=false).",
+            "clients that move different coordinates cannot share one hidden sum: it would have to carry a count for "
+            "each; use one common mask (trainable.sparse.per_client=false, no budgets).",
         ),
         (
             a.aggregate.one_vector and bool(correction.sends),

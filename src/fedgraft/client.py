@@ -57,7 +57,7 @@ def carry_out(
 def _train(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Reply, ClientMemory]:
-    """Answer with the encoded change."""
+    """Answer with the encoded update."""
     done = outcome(order, algorithm, context, memory)
     stream = torch_stream(context.seed, "encode", order.round, order.client)
     private = algorithm.privacy.dp is not None

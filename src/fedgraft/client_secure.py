@@ -112,7 +112,7 @@ def _peer(
 def _summand(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[dict[str, Tensor], ClientMemory]:
-    """What this client adds to the secure sum: its weighted change, or the sums that the order asks for."""
+    """What this client adds to the secure sum: its weighted update, or the sums that the order asks for."""
     action = str(order.settings["sums"])
     if action != "train":
         return SUMS[action](order, context), memory

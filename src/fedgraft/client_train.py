@@ -15,6 +15,7 @@ from fedgraft.edit.space import Bound, EditSpace, select
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.corrections import Correction, proximal
 from fedgraft.local.evaluate import Evaluation, counted, evaluate
+from fedgraft.local.self_weight import parted
 from fedgraft.local.train import LocalTraining, Trained, train
 from fedgraft.messages import Order, unpack_bits
 from fedgraft.observe import OBSERVATIONS
@@ -28,9 +29,11 @@ def _fit(
     """Train what is bound on this client's rows, with generators that belong to (round, client, purpose)."""
     where = (purpose, order.round, order.client)
     lr, head = float(order.settings["lr"]), order.settings.get("head_lr")
-    rule = algorithm.local if head is None else replace(algorithm.local, head_lr=float(head))
+    rule = algorithm.local.of(order.client)
+    rule = rule if head is None else replace(rule, head_lr=float(head))
+    rows, _ = parted(context.rows(order.client), algorithm.client_state.aside, context.seed, order.client)
     return train(
-        context.network, bound, context.examples, context.rows(order.client), rule, lambda step: lr,
+        context.network, bound, context.examples, rows, rule, lambda step: lr,
         torch_stream(context.seed, "shuffle", *where), torch_stream(context.seed, "augment", *where),
         algorithm.loss, order.auxiliary, memory, _optimizer_state(algorithm, memory),
         context.class_counts,
@@ -128,7 +131,7 @@ def _adapt(
 def _train_active(
     order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Tensor, Trained]:
-    """Train only the coordinates that the order marks as active; the change covers just these."""
+    """Train only the coordinates that the order marks as active; the update covers just these."""
     active = unpack_bits(order.auxiliary["active"], context.space.trained)
     context.release()
     context.space.scatter(vector_of(order), context.network)

@@ -64,6 +64,8 @@ class ServerContext:
     """With server-side alignment: scores (m, layers) of the submitted updates on the server's secret probe."""
     claims: Claims = field(default_factory=Claims)
     """What clients said of themselves; where the server dealt the data, what it knows of them."""
+    layers: tuple[tuple[int, int, int], ...] = ()
+    """(layer, begin, end): the observed layer in which a change of these coordinates shows first."""
 
     def judged(self, weighting: Weighting, answers: Answers) -> Answers:
         """The answers with the scalars that the server computes itself, where the weighting asks for some."""
@@ -210,7 +212,7 @@ def expectation(
 def _steps_lie(algorithm: Algorithm, reply: Reply, lr: float) -> str:
     """Effective steps that these examples do not give; they scale everybody's step (FedNova)."""
     rule, told = (
-        algorithm.local,
+        algorithm.local.of(reply.client),
         [name for link in algorithm.update if link.needs_effective_steps for name in link.scalars],
     )
     if not told or rule.optimizer.effective_steps is None:
@@ -241,6 +243,7 @@ def read(accepted: Sequence[Accepted], state: ServerState, context: ServerContex
         state.round,
         sums=[a.reply.sums for a in accepted],
         trained=context.trained,
+        layers=context.layers,
     )
 
 

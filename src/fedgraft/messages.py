@@ -6,6 +6,7 @@ tensors. Nothing in it is executable. `wire_size` gives the exact length without
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ class Order:
     action: str
     """`train`, `evaluate`, `statistics`, `fisher_scores`, `secure.*`: a name in the client's table of actions."""
     space: str = ""
-    """Digest of the edit space that `vector` and the answer's `change` are coordinates of."""
+    """Digest of the edit space that `vector` and the answer's `update` are coordinates of."""
     vector: Tensor | None = None
     auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
     """Further vectors the rule needs, for example the server's control variate."""
@@ -69,7 +70,7 @@ class Reply:
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Auxiliary vectors; summed without weights."""
     scalars: Mapping[str, float] = field(default_factory=dict)
-    """Numbers averaged with the same weights as the change."""
+    """Numbers averaged with the same weights as the update."""
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors the server needs from each client by itself, for example representations."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +95,9 @@ def _split(message: Order | Reply) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for name in _FIELDS[type(message)]:
         value = getattr(message, name)
-        if name in _MAPS:
+        if type(value) in (str, int):  # most are; asking for an abstract type takes longest
+            plain[name] = value
+        elif name in _MAPS:
             tensors |= {f"{name}/{key}": tensor for key, tensor in value.items()}
         elif isinstance(value, Tensor):
             tensors[name] = value
@@ -120,10 +123,21 @@ def _header(message: Order | Reply) -> tuple[bytes, list[Tensor], int]:
 
 def pack(message: Order | Reply) -> bytes:
     """The message as bytes."""
+    return b"".join(_parts(message))
+
+
+def message_digest(message: Order | Reply) -> str:
+    """Identity of the bytes that `pack` gives, which are not built for it."""
+    found = hashlib.sha256()
+    for part in _parts(message):
+        found.update(part)
+    return found.hexdigest()[:32]
+
+
+def _parts(message: Order | Reply) -> list[bytes | memoryview]:
     header, tensors, _ = _header(message)
-    parts = [len(header).to_bytes(8, "little"), header]
-    parts += [t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-    return b"".join(parts)
+    flat = [t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors]
+    return [len(header).to_bytes(8, "little"), header, *flat]
 
 
 def wire_size(message: Order | Reply) -> int:

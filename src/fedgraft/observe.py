@@ -16,9 +16,10 @@ from fedgraft.client_sums import scores_of
 from fedgraft.context import ClientContext, ClientMemory, answer, features, vector_of
 from fedgraft.edit.calibrate import Calibration
 from fedgraft.edit.space import Bound, select
-from fedgraft.errors import FedgraftError
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.features import features as look_through
 from fedgraft.local.features import hidden
+from fedgraft.local.self_weight import learned, parted
 from fedgraft.messages import Order, Reply
 from fedgraft.protocols import Examples, Network
 from fedgraft.randomness import torch_stream
@@ -117,6 +118,18 @@ def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: 
     return (total / max(1, len(rows))).float()
 
 
+def _self_weight(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """How much this client's own model should count when it is mixed with the others' mean."""
+    common = order.auxiliary.get("common")
+    if common is None:
+        raise Refused("the order lacks the mean of all models, with which a self-weight is learned", "order")
+    rows = parted(context.rows(order.client), float(wanted.options["aside"]), context.seed, order.client)[1]
+    space, network = context.space, context.network
+    own = space.gather(network)
+    weight = learned(network, lambda v: space.scatter(v, network), own, common, context.examples, rows)
+    return {"self_weight": weight}, {}
+
+
 def _labels(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The client's label histogram: an oracle that a private federation would not give away."""
     labels = context.examples.labels[context.rows(order.client)]
@@ -138,4 +151,5 @@ OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str
     "probe_representation": _probe_representation,
     "labels": _labels,
     "fisher": _fisher,
+    "self_weight": _self_weight,
 }

@@ -6,10 +6,12 @@ the module adds what it brings: `registry.LOSSES["mine"] = my_loss`. Nothing of 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from fedgraft.errors import FedgraftError
@@ -53,6 +55,25 @@ def own_options(make: Callable[..., Any]) -> list[str]:
     """The options a registered function names itself, apart from the slots that every one is given."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in inspect.signature(make).parameters.values() if p.kind in named and p.name not in GIVEN]
+
+
+def listed_algorithms() -> dict[str, tuple[str, list[str]]]:
+    """First line and own options of each algorithm. The zoo's are read from its source: importing it imports torch."""
+    load_plugins()
+    paths = sorted((Path(__file__).parent / "zoo").glob("*.py"))
+    nodes = [node for path in paths for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    found = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    table = next(n.value for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "TABLE")
+    names = [one.id for one in ast.walk(table) if isinstance(one, ast.Name) and one.id in found]
+    listed = {
+        name: (ast.get_docstring(node) or "", [a.arg for a in (*node.args.args, *node.args.kwonlyargs)])
+        for name, node in ((name, found[name]) for name in names)
+    }
+    listed |= {name: (make.__doc__ or "", own_options(make)) for name, make in ALGORITHMS.items() if name not in found}
+    return {
+        name: (text.strip().partition("\n")[0], [o for o in own if o not in GIVEN])
+        for name, (text, own) in listed.items()
+    }
 
 
 def load_plugins() -> None:

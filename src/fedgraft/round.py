@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithm import Algorithm
 from fedgraft.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
-from fedgraft.messages import pack
+from fedgraft.messages import message_digest
 from fedgraft.state import Federation, ServerState
 from fedgraft.update.validation import LARGEST, Rejection, largest
 
@@ -67,7 +66,7 @@ def run_round(
         "dropped": [{"client": r.client, "reason": r.reason} for r in collected.rejections],
     }
     seen = collected.accepted if algorithm.privacy.dp is None else ()
-    digests = {a.reply.client: hashlib.blake2b(pack(a.reply), digest_size=16).hexdigest() for a in seen}
+    digests = {a.reply.client: message_digest(a.reply) for a in seen}
     return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests)
 
 

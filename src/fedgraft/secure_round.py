@@ -44,7 +44,7 @@ _GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together w
 
 @dataclass
 class HiddenSum:
-    """What a secure round gives: the mean change, sums and scalars of the survivors; and what it cost."""
+    """What a secure round gives: the mean update, sums and scalars of the survivors; and what it cost."""
 
     update: Tensor | None = None
     sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def stage_order(order: Order, stage: str, data: Data) -> Order:
 def secure_sum(
     algorithm: Algorithm, federation: Federation, orders: Sequence[Order], exchange: Exchange, length: int, trained: int
 ) -> HiddenSum:
-    """Carry the training orders through the five stages; a round with too few clients gives no change."""
+    """Carry the training orders through the five stages; a round with too few clients gives no update."""
     told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
     asked = [replace(order, settings={**order.settings, **told}) for order in orders]
     session = SecureSession(algorithm.privacy, asked, exchange)
@@ -157,7 +157,7 @@ class Sums:
         self.clients = tuple(clients)
         self.claims: Claims | None = None
         self.lost: dict[int, str] = {}
-        self.asked = 0
+        self.asked = self.up = self.down = 0
 
     def ask(
         self,
@@ -184,6 +184,7 @@ class Sums:
         session = SecureSession(self.privacy, orders, self.exchange)
         try:
             result = session.total(sum_segments(action, self.network, orders[0].settings))
+            self.up, self.down = self.up + session.up, self.down + session.down
         except SecureAbort as error:
             raise FedgraftError(f"the secure sum of {action} was aborted and nothing was revealed: {error}") from error
         shapes = {name: s.shape for name, s in summands(action, self.network, orders[0].settings).items()}
@@ -233,7 +234,10 @@ class Sums:
         clients, lie = frozenset(order.client for order in asked), partial(sums_lie, action)
         expected = Expectation(self.run, -1, clients, sums=fields, claims=self.claims, check=lie)
         arrivals: Iterable[Any] = self.exchange(asked)
-        return validate_replies(arrivals, expected)
+        accepted, rejections = validate_replies(arrivals, expected)
+        self.down += sum(map(wire_size, asked))
+        self.up += sum(wire_size(one.reply) for one in accepted)
+        return accepted, rejections
 
     def _leave_out(self, action: str, lost: Mapping[int, str]) -> None:
         for client, reason in lost.items():

@@ -141,6 +141,7 @@ def test_a_second_server_is_refused(gate: Gate) -> None:
         federation_server.start_server(gate.fed)
 
 
+@pytest.mark.deploy
 def test_a_run_that_died_says_so_and_why(gate: Gate, tmp_path: Path) -> None:
     """The server's data is not what the config says: the app dies, and every process's exit code is zero."""
     (tmp_path / "run").mkdir()

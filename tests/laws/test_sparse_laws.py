@@ -139,6 +139,9 @@ def test_frozen_coordinates_keep_their_bits(strategy: str, optimizer: str, tmp_p
     alone = carry_out(tmp_path / "alone", *overrides)
     assert mask_of(alone).count == round(0.1 * mask_of(alone).total)
     assert faults(alone) == []
+    places = list(STRATEGIES).index(strategy), list(OPTIMIZERS).index(optimizer)
+    if places[0] % len(OPTIMIZERS) != places[1]:  # workers meet every strategy and every optimizer once
+        return
     pool = carry_out(tmp_path / "pool", *overrides, "workers=2")
     assert mask_of(pool) == mask_of(alone) and faults(pool) == []
     # A leak inside a worker's own network would show here: clients would have trained something else.

@@ -31,6 +31,7 @@ from fedgraft.edit.lora import merge
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.space import Bound, masked, select
 from fedgraft.edit.sparse import Sparse
+from fedgraft.edit.trainable import InTurn
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local import corrections
 from fedgraft.local.corrections import control_variates, proximal
@@ -101,6 +102,17 @@ ROWS: dict[str, Row] = {
     "fedshibu/absent=mean": Row(named("fedshibu", absent="mean")),
     "fedalign/server": Row(named("fedalign", align="server")),
     "fedalign/random": Row(named("fedalign", align="random")),
+    **{
+        f"{name}{normed}": replace(Row(named(base, **options)), network=network)
+        for name, base, options in (
+            ("fedalign/by layer", "fedalign", {"by_layer": True}),
+            ("fedalign/by layer, at rest", "fedalign", {"by_layer": True, "freeze": 1e-4}),
+            ("fedshibu/learned", "fedshibu", {"similarity": "learned"}),
+            ("fedavg_crsm/learned", "fedavg_crsm", {"similarity": "learned"}),
+            ("fednova/client steps", "fednova", {"local": replace(LOCAL, client_steps=(1, 3))}),
+        )
+        for normed, network in (("", ToyNetwork), ("/batch norm", batch_norm_network))
+    },
     "fedgma/hard": Row(named("fedgma", hard=True)),
     **{f"fedavg/{rule}": robust(rule) for rule in ROBUST},
     "fedavg/median+neighbours": robust("median", neighbours=True, clip=1.0),
@@ -124,6 +136,10 @@ ROWS["fedalign/server"] = replace(ROWS["fedalign/server"], toy={"align": True})
 for aggregator in (mean(), count_mean()):  # each client may move half of the coordinates, another half each round
     part = varied(trainable=Sparse(adaptive_start=0.5), aggregate=aggregator)
     ROWS[f"fedavg/own masks, {aggregator.name}"] = replace(part, toy={"halves": True})
+ROWS["fedavg/budgets"] = replace(varied(trainable=Sparse(budgets=(4,)), aggregate=count_mean()), toy={"budgets": True})
+ROWS["fedavg/budgets/batch norm"] = replace(ROWS["fedavg/budgets"], network=batch_norm_network)
+BUDGETS = LowRank(2, 4.0, ("1",), aggregate="svd", budgets=(190, 500))
+ROWS["fedavg/rank by budget"] = Row(named("fedavg", trainable=BUDGETS))
 
 
 class Table(Toy):
@@ -131,7 +147,7 @@ class Table(Toy):
 
     def __init__(self, row: Row, space: Any = None, engine: Any = None, **federation: Any) -> None:
         options = dict(row.toy) | federation
-        align, mixed, halves = (options.pop(name, False) for name in ("align", "mixed", "halves"))
+        align, mixed, halves, bounded = (options.pop(n, False) for n in ("align", "mixed", "halves", "budgets"))
         super().__init__(row.make(), space, network=row.network, **options)
         if mixed:
             self.context.rows = lambda k: torch.arange(k, 120, 7)
@@ -139,6 +155,10 @@ class Table(Toy):
         if align:
             scores = lambda answers: torch.stack([c[:3].abs().clamp(0.1, 1) for c in answers.updates]).double()  # noqa: E731
             self.server_context = replace(self.server_context, align=scores)
+        if bounded:  # a third of the clients moves a third of the coordinates, the others two thirds
+            size = self.space.trained
+            turns = InTurn([pack_bits(torch.arange(size) % 3 < n) for n in (1, 2, 2)])
+            self.server_context = replace(self.server_context, active=lambda state: turns)
         if halves:
             self.server_context = replace(self.server_context, active=self.half)
 
@@ -467,6 +487,43 @@ def central_is_torch_training() -> None:
     assert not torch.allclose(toy.state.vector, sgd_alone(named("fedavg")(), 0, 3), rtol=1e-3)  # each round at rest
 
 
+def by_layer_of_one_layer_is_fedalign() -> None:
+    """One observed layer: every coordinate has the client's own weight, on a sparse edit as well, bit for bit."""
+    for space in (None, masked(ToyNetwork(), random_mask(ToyNetwork(), 0.4))):
+        ours, plain = (named("fedalign", layers=("late",), by_layer=flag)() for flag in (True, False))
+        assert torch.equal(run(ours, space=space).state.vector, run(plain, space=space).state.vector)
+    apart = run(named("fedalign", by_layer=True)()).state.vector
+    assert not torch.equal(apart, run(named("fedalign")()).state.vector)  # three layers are another thing
+
+
+def by_layer_at_rest_stands_still() -> None:
+    """Any drift is too much: nothing moves. No drift is too much: as without `freeze`."""
+    still = run(named("fedalign", by_layer=True, freeze=0.0, keep=3)(), 1)
+    assert still.context.origin is not None and torch.equal(still.state.vector, still.context.origin)
+    free = [run(named("fedalign", by_layer=True, freeze=f)()).state.vector for f in (1.0, None)]
+    assert torch.equal(*free)
+
+
+def self_weight_one_is_local_only() -> None:
+    ours = run(named("fedavg_crsm", similarity="learned", self_weight=1.0)(), **FULL)
+    theirs = run(named("local_only")(), **FULL)
+    for k, vector in theirs.state.personal.items():
+        assert torch.equal(ours.state.personal[k], vector)
+
+
+def self_weight_is_mixing_with_that_constant() -> None:
+    """Five clients of 16 images: constant c gives 1 / (1 + 4c) to oneself, which is w + (1 - w) / 5."""
+    toys = []
+    for options in ({"similarity": "constant", "constant": 0.5}, {"similarity": "learned", "self_weight": 1 / 6}):
+        toy = Toy(named("fedavg_crsm", **options)(), **FULL)
+        toy.context.rows = lambda k: torch.arange(16 * k, 16 * k + 16)
+        toy.server_context = replace(toy.server_context, claims=Claims())
+        toy.run(2)
+        toys.append(toy.state.personal)
+    for k in range(5):
+        torch.testing.assert_close(toys[0][k], toys[1][k], rtol=1e-5, atol=1e-6)
+
+
 def mixed(algorithm: Algorithm) -> Toy:
     """Three rounds in which every client has as many images of each class."""
     toy = Toy(algorithm, **FULL)
@@ -574,10 +631,18 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "fedadam": [close_to_fedavg(named("fedadam", beta2=0.0, **HUGE))],
     "fedyogi": [close_to_fedavg(named("fedyogi", beta2=0.0, **HUGE))],
     "fedadagrad": [close_to_fedavg(named("fedadagrad", **HUGE))],
-    "fedalign": [equal_to_fedavg(named("fedalign", gamma=0.0))],
+    "fedalign": [
+        equal_to_fedavg(named("fedalign", gamma=0.0)),
+        equal_to_fedavg(named("fedalign", gamma=0.0, by_layer=True)),
+        by_layer_of_one_layer_is_fedalign,
+        by_layer_at_rest_stands_still,
+    ],
     "fedbabu": [equal_to_fedavg(lambda: vary(named("fedavg")(), trainable=named("fedbabu")().trainable), "fedbabu")],
     "fedshibu": [  # constant(1) is FedBABU, every client's body the same bits, over several rounds
         equal_to_fedavg(named("fedshibu", similarity="constant"), "fedbabu", **FULL),
+        equal_to_fedavg(named("fedshibu", similarity="learned", self_weight=0.0), "fedbabu", **FULL),
+        self_weight_one_is_local_only,
+        self_weight_is_mixing_with_that_constant,
     ],
     "fedavg_crsm": [equal_to_fedavg(named("fedavg_crsm", similarity="constant"), **FULL)],
     "local_only": [local_only_is_every_client_alone],

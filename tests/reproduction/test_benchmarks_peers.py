@@ -221,7 +221,7 @@ def test_everybody_reads_the_same_arrays(made: tuple[Workload, Path]) -> None:
 
 
 def test_fedgraft_gets_the_same_work(made: tuple[Workload, Path]) -> None:
-    from fedgraft.config.build import federate
+    from fedgraft.config.federate import federate
     from fedgraft.config.load import Config
 
     workload, folder = made

@@ -23,7 +23,7 @@ from reproduction.runs import FinishedRuns
 from reproduction.verdicts import CONTRADICTED, NO_RANGE, SUPPORTED, UNDECIDED
 from typer.testing import CliRunner
 
-from fedgraft.config.build import partition_options
+from fedgraft.config.federate import partition_options
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
 from fedgraft.registry import ALGORITHMS
@@ -78,9 +78,8 @@ def test_every_claim_of_the_checklist_has_a_measurement() -> None:
 
 def test_the_rows_are_those_of_the_checklist() -> None:
     text = (Path(__file__).parents[2] / "docs" / "checklist.md").read_text()
-    said = {int(n): item for n, item in re.findall(r"^\| (\d+) \| (.+?) \|", text, re.MULTILINE)}
-    for row, (_, overrides) in ROWS.items():
-        assert said[row].replace("“", "'").replace("”", "'") == overrides
+    said = set(re.findall(r"^\| (.+?) \|", text.replace("“", "'").replace("”", "'"), re.MULTILINE))
+    assert {item for _, item in ROWS.values()} <= said
 
 
 @pytest.mark.parametrize("name", names())

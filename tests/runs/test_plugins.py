@@ -121,11 +121,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 def commanded(folder: Path, *words: str) -> dict[str, Tensor]:
     """The same through the command line, in a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(folder.parent / "site"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "fedgraft", "run", *OVERRIDES, *words, "-o", str(folder), "-q"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    new_process(folder.parent, "-m", "fedgraft", "run", *OVERRIDES, *words, "-o", str(folder), "-q")
     return tensors_of(folder)
+
+
+def new_process(root: Path, *words: str) -> None:
+    """A Python that finds the plug-ins only by their metadata."""
+    path = os.pathsep.join([str(root / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def ran(folder: Path, *words: str) -> dict[str, Tensor]:
@@ -201,7 +206,7 @@ def test_a_data_source(installed: Callable[..., None], tmp_path: Path) -> None:
 
 
 def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_path: Path) -> None:
-    """Two commands, each in a new process that knows of the plug-ins only by their metadata."""
+    """Two commands in a new process, which knows of the plug-ins only by their metadata."""
     installed("algorithm", "loss", "trainable", "strategy", "aggregation")
     slots = ["rounds.total=1", "loss.name=focal", "algorithm.robust=middle"]
     masks = [
@@ -210,8 +215,14 @@ def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_pat
         "algorithm.name=halfway",
         "algorithm.share=0.3",
     ]
-    for name, words in {"biases": [*slots, "trainable.kind=biases"], "masks": [*slots, *masks]}.items():
-        assert same_bits(commanded(tmp_path / f"{name}-command", *words), ran(tmp_path / name, *words))
+    commands = {"biases": [*slots, "trainable.kind=biases"], "masks": [*slots, *masks]}
+    words = [[*OVERRIDES, *words, "-q", "-o", str(tmp_path / f"{name}-command")] for name, words in commands.items()]
+    script = (
+        f"from fedgraft.cli.main import app\nfor words in {words!r}:\n    app(['run', *words], standalone_mode=False)"
+    )
+    new_process(tmp_path, "-c", script)
+    for name, chosen in commands.items():
+        assert same_bits(tensors_of(tmp_path / f"{name}-command"), ran(tmp_path / name, *chosen))
 
 
 def test_a_name_that_no_plug_in_brings(installed: Callable[..., None], tmp_path: Path) -> None:

@@ -553,7 +553,7 @@ def test_the_command_line_still_starts_without_torch() -> None:
 @pytest.mark.slow
 def test_real_runs_killed_and_gone_on_with(tmp_path: Path) -> None:
     """One kill with real runs; every kind of stop, many times, is above with stand-ins."""
-    root, over = tmp_path / "s", "--local.lr=0.01,0.1"
+    root, over = tmp_path / "s", "--local.lr=0.01"  # three seeds
     parent = begin("", root, "grid", over)
     wait_for(root, 1, parent)
     parent.send_signal(signal.SIGKILL)
@@ -562,6 +562,6 @@ def test_real_runs_killed_and_gone_on_with(tmp_path: Path) -> None:
     out = parent.communicate(timeout=400)[0]
     assert parent.returncode == 0, out
     summaries = [json.loads(path.read_text()) for path in root.glob("*/summary.json")]
-    assert len(summaries) == 6 and all(0 <= s["test"]["accuracy"] <= 1 for s in summaries)
+    assert len(summaries) == 3 and all(0 <= s["test"]["accuracy"] <= 1 for s in summaries)
     with (root / "runs.csv").open() as file:
-        assert len({row["digest"] for row in csv.DictReader(file)}) == 6
+        assert len({row["digest"] for row in csv.DictReader(file)}) == 3

@@ -12,7 +12,7 @@ from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext
 from fedgraft.context import ClientContext, shared_and_private
 from fedgraft.edit.space import EditSpace, select
-from fedgraft.edit.trainable import Opened
+from fedgraft.edit.trainable import Opened, layer_ranges
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.schedules import constant
 from fedgraft.round import run_round
@@ -143,8 +143,9 @@ class Toy:
         claims = Claims({k: len(client_rows(k)) for k in range(clients)} if clients <= 6 else None)
         sizes = self.context.sent, self.space.trained, WIDTH, CLASSES
         self.server_context = ServerContext(
-            self.space.digest, *sizes, opened.active, self.context.origin, claims=claims
-        )
+            self.space.digest, *sizes, opened.active, self.context.origin, claims=claims,
+            layers=layer_ranges(self.network, self.space, algorithm.weighting.options.get("layers", ())),
+        )  # fmt: skip
 
     def run(self, rounds: int = 3) -> ServerState:
         """So many rounds; returns the state."""

@@ -1,1 +1,1 @@
-"""How changes become one: means, robust rules, similarity mixtures, server optimizers."""
+"""How updates become one: means, robust rules, similarity mixtures, server optimizers."""

@@ -1,6 +1,6 @@
-"""Lying clients for experiments: attacks on changes, on labels and on pixels.
+"""Lying clients for experiments: attacks on updates, on labels and on pixels.
 
-Liars may know everything the honest clients send. Sign flip, scaling (model replacement, Bagdasaryan et al. 2020),
+Attackers may know everything the benign clients send. Sign flip, scaling (model replacement, Bagdasaryan et al. 2020),
 Gaussian noise, inner-product manipulation (Xie et al. 2020), "a little is enough" (Baruch et al. 2019), mimic
 (Karimireddy et al. 2022), zero, NaN and infinity; label flip and a boosted pixel trigger (Gu et al. 2017).
 """
@@ -18,44 +18,44 @@ from torch import Generator, Tensor
 from fedgraft.errors import FedgraftError
 
 Attack = Callable[..., Tensor]
-"""(honest (m, k), own (f, k), generator, options) -> what the f attackers send, (f, k)."""
+"""(benign (m, k), own (f, k), generator, options) -> what the f attackers send, (f, k)."""
 
 
 def sign_flip(benign: Tensor, own: Tensor, generator: Generator, scale: float = 1.0) -> Tensor:
-    """The negative of what the liar would have sent."""
+    """The negative of what the attacker would have sent."""
     return -scale * own
 
 
 def scaling(benign: Tensor, own: Tensor, generator: Generator, factor: float | None = None) -> Tensor:
-    """Model replacement: own change times `factor`, by default what outweighs all others in a plain mean."""
+    """Model replacement: own update times `factor`, by default what outweighs all others in a plain mean."""
     return own * ((len(benign) + len(own)) / len(own) if factor is None else factor)
 
 
 def gaussian(benign: Tensor, own: Tensor, generator: Generator, scale: float = 10.0) -> Tensor:
-    """Noise whose standard deviation is `scale` times the root mean square of honest changes."""
+    """Noise whose standard deviation is `scale` times the root mean square of benign updates."""
     size = float(benign.square().mean(dtype=torch.float64).sqrt())
     return torch.randn(own.shape, generator=generator) * (scale * size)
 
 
 def inner_product(benign: Tensor, own: Tensor, generator: Generator, epsilon: float = 0.5) -> Tensor:
-    """IPM: minus epsilon times the honest mean; above (honest / attackers) it turns the plain mean around."""
+    """IPM: minus epsilon times the benign mean; above (benign / attackers) it turns the plain mean around."""
     return (-epsilon * benign.mean(0)).expand_as(own).clone()
 
 
 def little_is_enough(benign: Tensor, own: Tensor, generator: Generator, z: float | None = None) -> Tensor:
-    """ALIE: the honest mean minus z standard deviations per coordinate, z as large as hides among the honest."""
+    """ALIE: the benign mean minus z standard deviations per coordinate, z as large as hides among the benign."""
     return (benign.mean(0) - (alie_z(len(benign), len(own)) if z is None else z) * benign.std(0)).expand_as(own).clone()
 
 
 def alie_z(benign: int, attackers: int) -> float:
-    """The largest z at which enough honest clients are expected farther out than the attackers for a majority."""
+    """The largest z at which enough benign clients are expected farther out than the attackers for a majority."""
     supporters = (benign + attackers) // 2 + 1 - attackers
     share = (benign - supporters) / benign
     return max(0.0, NormalDist().inv_cdf(share)) if 0 < share < 1 else 0.0
 
 
 def mimic(benign: Tensor, own: Tensor, generator: Generator, target: int = 0) -> Tensor:
-    """Every liar repeats one honest client, which then counts far too much."""
+    """Every attacker repeats one benign client, which then counts far too much."""
     return benign[target].expand_as(own).clone()
 
 

@@ -1,8 +1,8 @@
-"""The weighted mean of changes (FedAvg, McMahan et al. 2017) and its relatives, streamed client by client.
+"""The weighted mean of updates (FedAvg, McMahan et al. 2017) and its relatives, streamed client by client.
 
 Sums run in float64 in the order the clients are given, coordinate by coordinate, so neither the number of threads
-nor the size of a chunk can change a bit. Rounding once at the end gives three exact laws: changes that are all zero
-average to zero, equal changes average to themselves, and one client's mean is its change, bit for bit.
+nor the size of a chunk can change a bit. Rounding once at the end gives three exact laws: updates that are all zero
+average to zero, equal updates average to themselves, and one client's mean is its update, bit for bit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def accumulate(rows: Iterable[Tensor], factors: Tensor) -> Tensor:
 def _add(total: Tensor, row: Tensor, factor: float) -> None:
     """total += factor * row, widened in a small buffer (three times as quick as letting torch promote)."""
     if row.shape != total.shape:
-        raise FedgraftError(f"a change of shape {tuple(row.shape)} cannot join a sum of {tuple(total.shape)}.")
+        raise FedgraftError(f"an update of shape {tuple(row.shape)} cannot join a sum of {tuple(total.shape)}.")
     buffer = torch.empty(min(CHUNK, len(total)), dtype=torch.float64)
     for piece in chunks(len(total)):
         wide = buffer[: piece.stop - piece.start].copy_(row[piece])
@@ -62,7 +62,7 @@ def _add(total: Tensor, row: Tensor, factor: float) -> None:
 
 
 def weighted_mean(updates: Iterable[Tensor], weights: Tensor) -> Tensor:
-    """The mean change, float32; weights are normalised over exactly the clients that are given."""
+    """The mean update, float32; weights are normalised over exactly the clients that are given."""
     return accumulate(updates, normalised(weights)).to(torch.float32)
 
 
@@ -81,16 +81,19 @@ def sum_unweighted(vectors: Iterable[Tensor]) -> Tensor:
 def count_normalised(updates: Iterable[Tensor], masks: Iterable[Tensor], weights: Tensor) -> Tensor:
     """Mean under per-client masks: each coordinate is divided by the weight of the clients that may move it.
 
-    What a client sends outside its mask is ignored. The other choice, zero-filling, is `weighted_mean` of changes
+    What a client sends outside its mask is ignored. The other choice, zero-filling, is `weighted_mean` of updates
     that are zero outside their masks; it shrinks coordinates that few clients chose.
     """
     total = count = torch.zeros(0, dtype=torch.float64)
+    whole = 0.0
     for update, mask, weight in zip(updates, masks, normalised(weights).tolist(), strict=True):
         if not len(total):
             total, count = torch.zeros(2, len(update), dtype=torch.float64)
         total += torch.where(mask, update, 0).to(torch.float64) * weight
         count += mask.to(torch.float64) * weight
-    return torch.where(count > 0, total / count, 0.0).to(torch.float32)
+        whole += weight
+    # Where everybody may move, nothing is divided: equal masks give the plain mean, bit for bit.
+    return torch.where(count == whole, total, torch.where(count > 0, total / count, 0.0)).to(torch.float32)
 
 
 def norm(vector: Tensor) -> float:
@@ -104,15 +107,15 @@ class DriftReport:
     """How far each client went, one float64 entry per client."""
 
     norms: Tensor
-    """Length of the change."""
+    """Length of the update."""
     drifts: Tensor
-    """Distance of the change to the mean change."""
+    """Distance of the update to the mean update."""
     cosines: Tensor
-    """Cosine to the mean change; 0 where one of the two is zero."""
+    """Cosine to the mean update; 0 where one of the two is zero."""
 
 
 def drift_report(updates: Iterable[Tensor], mean: Tensor) -> DriftReport:
-    """Norm, drift and cosine to the mean of every change, reading each once.
+    """Norm, drift and cosine to the mean of every update, reading each once.
 
     |c - a|^2 is |c|^2 - 2 c.a + |a|^2 in float64, exactly zero where c equals a.
     """

@@ -117,3 +117,24 @@ def fisher_aggregator(samples: int) -> Aggregator:
 
     shows = Observe("fisher", (), {"fisher": ("trained",)}, {"samples": samples})
     return Aggregator("fisher", on_trained(rule), linear=False, wants=(shows,))
+
+
+def by_layer(
+    scores: Callable[[Answers], Tensor], weigh: Callable[[Answers, Tensor], Tensor], freeze: float | None
+) -> Aggregator:
+    """Each coordinate weighed by the scores (m, layers) of the layer that shows its drift, statistics by the clients'.
+
+    A layer whose mean score lies more than `freeze` below 1 does not move in this round.
+    """
+
+    def update(answers: Answers, weights: Tensor) -> Tensor:
+        seen, share = scores(answers), normalised(weights)
+        still = torch.zeros(seen.shape[1]).bool() if freeze is None else 1 - share @ seen > freeze
+        shares = [weigh(answers, column[:, None]) for column in seen.T]
+        result = weighted_mean(answers.updates, share)
+        for layer, begin, end in answers.layers:
+            rows = [update[begin:end] for update in answers.updates]
+            result[begin:end] = 0 if still[layer] else weighted_mean(rows, shares[layer])
+        return result
+
+    return Aggregator("by_layer", update, linear=False)

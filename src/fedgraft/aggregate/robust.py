@@ -1,9 +1,9 @@
-"""Aggregation that survives some lying clients, on the stack of changes.
+"""Aggregation that survives some lying clients, on the stack of updates.
 
 Coordinate median and trimmed mean (Yin et al. 2018), Krum and multi-Krum (Blanchard et al. 2017), Bulyan (El Mhamdi
 et al. 2018), geometric median (Pillutla et al. 2022, smoothed Weiszfeld), norm clipping, and nearest-neighbour
 mixing (Allouah et al. 2023) before any of them. All but the mean ignore the clients' weights: a number of examples is
-a claim, and a liar would claim much. A row with NaN or infinity counts as a client that did not move.
+a claim, and an attacker would claim much. A row with NaN or infinity counts as a client that did not move.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fedgraft.errors import FedgraftError
 from fedgraft.registry import AGGREGATORS
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""(changes (m, k), weights (m,)) -> one change (k,)."""
+"""(updates (m, k), weights (m,)) -> one update (k,)."""
 Prepare = Callable[[Tensor], Tensor]
-"""A step before a combiner: changes (m, k) -> changes (m, k)."""
+"""A step before a combiner: updates (m, k) -> updates (m, k)."""
 
 
 def finite_rows(stack: Tensor) -> Tensor:
     """The stack with every row that holds NaN or infinity replaced by zeros; no copy when all rows are finite."""
     if not len(stack):
-        raise FedgraftError("there is no change to combine: every reply was missing or refused; ask more clients.")
+        raise FedgraftError("there is no update to combine: every reply was missing or refused; ask more clients.")
     # Smallest and largest entry carry NaN and infinity along, at a tenth of the cost of asking each entry.
     finite = torch.stack([torch.stack(torch.aminmax(row)).isfinite().all() for row in stack])
     return stack if bool(finite.all()) else torch.where(finite[:, None], stack, 0.0)
@@ -92,7 +92,7 @@ def _row_mean(rows: Tensor) -> Tensor:
 
 
 def mean() -> Rule:
-    """The weighted mean, for comparison: one liar moves it anywhere."""
+    """The weighted mean, for comparison: one attacker moves it anywhere."""
     return lambda stack, weights: weighted_mean(stack, weights)
 
 
@@ -121,7 +121,7 @@ def krum_scores(distances: Tensor, attackers: int) -> Tensor:
 
 
 def krum(attackers: int) -> Rule:
-    """The one change whose m - f - 2 nearest neighbours are closest."""
+    """The one update whose m - f - 2 nearest neighbours are closest."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
         need(len(stack), 2 * attackers + 3, "Krum", attackers)
@@ -132,13 +132,13 @@ def krum(attackers: int) -> Rule:
 
 
 def multi_krum(attackers: int, keep: int | None = None) -> Rule:
-    """The plain mean of the `keep` changes (default m - f) with the best Krum scores."""
+    """The plain mean of the `keep` updates (default m - f) with the best Krum scores."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
         need(len(stack), 2 * attackers + 3, "multi-Krum", attackers)
         count = len(stack) - attackers if keep is None else keep
         if not 1 <= count <= len(stack):
-            raise FedgraftError(f"multi-Krum cannot keep {count} of {len(stack)} changes; choose between 1 and all.")
+            raise FedgraftError(f"multi-Krum cannot keep {count} of {len(stack)} updates; choose between 1 and all.")
         stack = finite_rows(stack)
         best = krum_scores(squared_distances(stack), attackers).argsort(stable=True)[:count]
         # Summed in client order, so that keeping everyone is the plain mean bit for bit.
@@ -148,7 +148,7 @@ def multi_krum(attackers: int, keep: int | None = None) -> Rule:
 
 
 def bulyan(attackers: int) -> Rule:
-    """Select m - 2f changes by repeated Krum, then average per coordinate the m - 4f values nearest their median."""
+    """Select m - 2f updates by repeated Krum, then average per coordinate the m - 4f values nearest their median."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
         m = len(stack)
@@ -179,10 +179,10 @@ def _around_median(ordered: Tensor, count: int) -> Tensor:
 
 
 def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: float = 1e-10) -> Rule:
-    """The point with the smallest sum of distances to all changes, by smoothed Weiszfeld steps.
+    """The point with the smallest sum of distances to all updates, by smoothed Weiszfeld steps.
 
-    The point is always a mean of the changes, so every step works on the m x m distances alone and the long vectors
-    are read twice in all. It starts from weights 1 / median distance, so that a far liar counts for nothing at once.
+    The point is always a mean of the updates, so every step works on the m x m distances alone and the long vectors
+    are read twice in all. It starts from weights 1 / median distance, so that a far one counts for nothing at once.
     """
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: 
 
 
 def _weiszfeld(squared: Tensor, iterations: int, smoothing: float, tolerance: float) -> Tensor:
-    """Shares of the changes in their geometric median, (m,) summing to one."""
+    """Shares of the updates in their geometric median, (m,) summing to one."""
     typical = squared.sqrt().median(1).values  # (m,)
     floor = max(smoothing * float(typical.median()), 1e-150)
     shares = 1 / typical.clamp(min=floor)
@@ -213,9 +213,9 @@ def _weiszfeld(squared: Tensor, iterations: int, smoothing: float, tolerance: fl
 
 
 def clip_norms(limit: float | None = None) -> Prepare:
-    """Shorten every change to at most `limit` (default: the median length of this round's changes)."""
+    """Shorten every update to at most `limit` (default: the median length of this round's updates)."""
     if limit is not None and not limit > 0:
-        raise FedgraftError(f"changes cannot be clipped to the length {limit}; give a positive number.")
+        raise FedgraftError(f"updates cannot be clipped to the length {limit}; give a positive number.")
 
     def prepare(stack: Tensor) -> Tensor:
         stack = finite_rows(stack)
@@ -231,7 +231,7 @@ def clip_norms(limit: float | None = None) -> Prepare:
 
 
 def nearest_mixing(attackers: int) -> Prepare:
-    """Replace every change by the mean of the m - f changes nearest to it, itself included."""
+    """Replace every update by the mean of the m - f updates nearest to it, itself included."""
 
     def prepare(stack: Tensor) -> Tensor:
         m = len(stack)

@@ -1,4 +1,4 @@
-"""How the combined change becomes a step: a pair of pure functions, init(size) and step(vector, change, state, info).
+"""How the combined update becomes a step: a pair of pure functions, init(size) and step(vector, update, state, info).
 
 FedAvg, FedAvgM (Hsu et al. 2019), FedAdam / FedYogi / FedAdagrad (Reddi et al. 2021), the server halves of SCAFFOLD
 (Karimireddy et al. 2020), FedDyn (Acar et al. 2021) and FedNova (Wang et al. 2020), and FedGMA (Tenison et al. 2023).
@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """What a server rule may know of the round besides the mean change."""
+    """What a server rule may know of the round besides the mean update."""
 
     clients_total: int
     clients_answered: int
@@ -33,12 +33,12 @@ class RoundInfo:
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Auxiliary vectors summed without weights over the clients that answered."""
     scalars: Mapping[str, float] = field(default_factory=dict)
-    """Numbers averaged with the weights of the change."""
+    """Numbers averaged with the weights of the update."""
 
 
 @dataclass(frozen=True)
 class ServerRule:
-    """`init(size)` makes the state, `step(vector, change, state, info)` returns the next vector and state.
+    """`init(size)` makes the state, `step(vector, update, state, info)` returns the next vector and state.
 
     Neither changes its arguments. `needs` names the sums and scalars that `info` must carry.
     """
@@ -64,12 +64,12 @@ def _take(values: Mapping[str, Any], name: str, rule: str) -> Any:
 
 
 def plain(lr: float = 1.0) -> ServerRule:
-    """x + lr * change: FedAvg."""
+    """x + lr * update: FedAvg."""
     return ServerRule("plain", _zeros(), lambda x, update, state, info: (x + lr * update, state), memoryless=True)
 
 
 def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:
-    """FedAvgM: v = beta v + change; x + lr * v."""
+    """FedAvgM: v = beta v + update; x + lr * v."""
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         v = beta * state["velocity"] + update
@@ -85,7 +85,7 @@ Correction = Literal["none", "kingma", "flower"]
 def _adaptive(
     name: str, second: SecondMoment, lr: float, betas: tuple[float, float], tau: float, correction: Correction = "none"
 ) -> ServerRule:
-    """m = b1 m + (1 - b1) change; v = second(v, change^2); x + lr m / (sqrt(v) + tau)."""
+    """m = b1 m + (1 - b1) update; v = second(v, update^2); x + lr m / (sqrt(v) + tau)."""
     if not tau > 0:
         raise FedgraftError(f"the server rule {name} needs tau above 0, not {tau}: an unmoved coordinate is 0 / tau.")
     shift = {"none": 0, "kingma": 0, "flower": 1}[correction]  # Flower counts its first round as the second
@@ -113,17 +113,17 @@ def adam(
 
 
 def yogi(lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3) -> ServerRule:
-    """FedYogi: the second moment moves by a fixed share of the squared change, up or down."""
+    """FedYogi: the second moment moves by a fixed share of the squared update, up or down."""
     return _adaptive("yogi", lambda v, s: v - (1 - betas[1]) * s * torch.sign(v - s), lr, betas, tau)
 
 
 def adagrad(lr: float = 0.1, beta: float = 0.0, tau: float = 1e-3) -> ServerRule:
-    """FedAdagrad: the second moment is the sum of all squared changes."""
+    """FedAdagrad: the second moment is the sum of all squared updates."""
     return _adaptive("adagrad", lambda v, s: v + s, lr, (beta, 0.0), tau)
 
 
 def scaffold(lr: float = 1.0) -> ServerRule:
-    """x + lr * change; c + (|S| / K) * mean(c_k' - c_k), which is the unweighted sum `control` over K."""
+    """x + lr * update; c + (|S| / K) * mean(c_k' - c_k), which is the unweighted sum `control` over K."""
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         moved = _take(info.sums, "control", "scaffold")
@@ -133,7 +133,7 @@ def scaffold(lr: float = 1.0) -> ServerRule:
 
 
 def feddyn(alpha: float) -> ServerRule:
-    """h - alpha (|S| / K) * change; x + change - h / alpha, where `change` is the unweighted mean over S.
+    """h - alpha (|S| / K) * update; x + update - h / alpha, where `update` is the unweighted mean over S.
 
     With alpha = 0 all correction terms are zero and h / alpha has no value: that case is defined as FedAvg. For any
     alpha > 0 the server's step does not depend on alpha (it cancels); alpha acts through the clients' loss.
@@ -151,7 +151,7 @@ def feddyn(alpha: float) -> ServerRule:
 
 
 def fednova(lr: float = 1.0) -> ServerRule:
-    """x + lr * tau_eff * sum p_k d_k, where clients send d_k = change / |a_k|_1 and the scalar `tau` = |a_k|_1."""
+    """x + lr * tau_eff * sum p_k d_k, where clients send d_k = update / |a_k|_1 and the scalar `tau` = |a_k|_1."""
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         return x + lr * float(_take(info.scalars, "tau", "fednova")) * update, state
@@ -160,12 +160,12 @@ def fednova(lr: float = 1.0) -> ServerRule:
 
 
 def sign_agreement(updates: Iterable[Tensor], weights: Tensor) -> Tensor:
-    """|sum p_k sign(change_k)| per coordinate, in [0, 1]: how far clients agree on the direction."""
+    """|sum p_k sign(update_k)| per coordinate, in [0, 1]: how far clients agree on the direction."""
     return accumulate((update.sign() for update in updates), normalised(weights)).abs().to(torch.float32)
 
 
 def fedgma(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> ServerRule:
-    """Scale the change by 1 where `agreement` reaches the threshold, elsewhere by the agreement (soft) or 0 (AND)."""
+    """Scale the update by 1 where `agreement` reaches the threshold, elsewhere by the agreement (soft) or 0 (AND)."""
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         agreement = _take(info.sums, "agreement", "fedgma")
@@ -209,7 +209,8 @@ def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
         sums = {name: vector[:trained] for name, vector in info.sums.items()}
         head = RoundInfo(info.clients_total, info.clients_answered, info.lr, sums, info.scalars)
         moved, new = rule.step(x[:trained], update[:trained], state, head)
-        return torch.cat([moved, x[trained:] + update[trained:]]), new
+        tail = x[trained:] + update[trained:] if len(update) > trained else x[trained:]  # own masks send no statistics
+        return torch.cat([moved, tail]), new
 
     return replace(rule, init=lambda size: rule.init(trained), step=step)
 

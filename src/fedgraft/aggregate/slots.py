@@ -42,6 +42,8 @@ class Answers:
     """Auxiliary vectors by client; they are summed without weights."""
     trained: int = 0
     """Coordinates that train; statistics of normalisation lie behind them. 0: all."""
+    layers: Sequence[tuple[int, int, int]] = ()
+    """With alignment: (layer, begin, end), by which observed layer the drift of these coordinates is seen."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ class Mixing:
     """Clients outside the cohort keep their model; else they fall back to the mean of the others."""
     shares: bool = True
     """False: nothing is shared (local training only), so nothing is counted as sent."""
+    shows_mean: bool = False
+    """Orders carry the mean of all models beside the client's own."""
     linear = True
     is_mean = False
     insecure = ""
@@ -219,7 +223,7 @@ class Mixing:
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
         """What orders carry beside the model."""
-        return {}
+        return {"common": state.vector} if self.shows_mean else {}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
         """Each answering client's model becomes its row's mixture of all of them."""

@@ -180,29 +180,11 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
 
 
 @app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the figure")] = Path("comparison"),
-    formats: Annotated[str, typer.Option("--format", help="of the figure: png, and pdf or svg for papers")] = "png",
-) -> None:
-    """Compare runs: a table here, a page and a figure in a folder."""
-    import rich
-
-    from fedgraft.report import display
-    from fedgraft.report.compare import compare_runs, figure_formats
-
-    infos, written = compare_runs(runs, out, figure_formats(formats))
-    display.runs_table(rich.get_console(), infos)
-    for path in written:
-        typer.echo(path)
-
-
-@app.command()
 def partition(
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="where the heat map goes (png, svg, pdf)")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="draw it as a heat map (png, svg, pdf)")] = None,
 ) -> None:
-    """Show how the data is divided among clients: statistics and the client x class heat map."""
+    """Show how the data is divided among clients: statistics, and who holds which class."""
     import rich
 
     from fedgraft.report.partition_view import show_partition
@@ -225,13 +207,10 @@ def presets_(name: Annotated[str | None, typer.Argument(help="print this preset 
 @app.command()
 def algorithms() -> None:
     """List the algorithms of the zoo, each with its own options (algorithm.OPTION=...)."""
-    import fedgraft.zoo  # noqa: F401  (fills the registry)
-    from fedgraft.registry import ALGORITHMS, load_plugins, own_options
+    from fedgraft.registry import listed_algorithms
 
-    load_plugins()
-    for name, make in ALGORITHMS.items():
-        own = ", ".join(own_options(make))
-        typer.echo(f"{name:14} {(make.__doc__ or '').strip().splitlines()[0]}{f' [{own}]' if own else ''}")
+    for name, (line, own) in listed_algorithms().items():
+        typer.echo(f"{name:14} {line}" + (f" [{', '.join(own)}]" if own else ""))
 
 
 @app.command()
@@ -245,6 +224,7 @@ def options() -> None:
 
 app.command()(cli_advise.advise)
 app.command()(cli_attack.attack)
+app.command()(cli_runs.compare)
 app.command()(cli_predict.evaluate)
 app.command()(cli_predict.export)
 app.command("find-lr")(cli_sweep.find_lr)
@@ -276,9 +256,20 @@ def _screen(phases: Sequence[Phase]) -> None:
         _display.look(phases)
 
 
+def keep_only(command: str) -> None:
+    """Leave the other commands out: typer would read the signatures of all of them, which takes longer than most."""
+    groups = [one for one in app.registered_groups if one.name == command]
+    commands = [
+        one for one in app.registered_commands if (one.name or getattr(one.callback, "__name__", "")) == command
+    ]
+    if groups or commands:
+        app.registered_groups, app.registered_commands = groups, commands
+
+
 def main() -> None:
     """The entry point: errors meant for people are one sentence on stderr and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for some reads every installed package
     try:
         with shown_by(_screen):
             app(standalone_mode=True)

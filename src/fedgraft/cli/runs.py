@@ -1,4 +1,4 @@
-"""`fedgraft list` and `fedgraft show`: what runs there are, and one of them."""
+"""`fedgraft list`, `show` and `compare`: what runs there are, one of them, and some beside each other."""
 
 from __future__ import annotations
 
@@ -52,3 +52,20 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: J
         done = f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}"
         console.print(done, highlight=False, markup=False, soft_wrap=True)
     console.print(folder.config_text, highlight=False, markup=False, soft_wrap=True)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="two or more run folders")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page")] = Path("comparison"),
+    formats: Annotated[str, typer.Option("--format", help="also draw a figure: png, pdf, svg")] = "",
+) -> None:
+    """Compare runs: a table here, a page with the curves in a folder, and a figure where --format names one."""
+    import rich
+
+    from fedgraft.report import display
+    from fedgraft.report.compare import compare_runs, figure_formats
+
+    infos, written = compare_runs(runs, out, figure_formats(formats))
+    display.runs_table(rich.get_console(), infos)
+    for path in written:
+        typer.echo(path)

@@ -81,7 +81,8 @@ def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> 
         threshold=0.6 if algorithm.privacy.threshold is None else 0.5, degree=algorithm.privacy.degree or 2,
         most_clients=max(config.partition.clients, 2), rounds=rounds, sums=sums, rounds_per_day=2 * rounds,
         queries_per_day=2 * (rounds // every + rounds * (config.personal.evaluate == "always") + sums + 8),
-        least_images=10, heads=64, steps=config.local.steps, ranges=ranges,
+        least_images=10, heads=64, ranges=ranges,
+        steps=config.local.steps or max(config.local.client_steps, default=None),
     )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
         note("epsilon", account.epsilon > (policy.epsilon or math.inf), f"epsilon is {account.epsilon:.4g}")
         note("delta", account.delta > (policy.delta or 1.0), f"delta is {account.delta:.4g}")
     note("rounds", config.rounds.total > (policy.rounds or math.inf), f"it has {config.rounds.total} rounds")
-    steps = config.local.steps
+    steps = config.local.steps or max(config.local.client_steps, default=None)
     note("steps", (steps or 4) > (policy.steps or math.inf), f"a client takes {steps} steps a round")
     low, high = policy.ranges.get("lr", (0.0, math.inf))
     note("ranges.lr", not low <= algorithm.lr <= high, f"the learning rate is {algorithm.lr:g}")

@@ -1,4 +1,4 @@
-"""From a config to the objects it names: data and its partition, the network, the algorithm, who takes part when."""
+"""From a config to the objects it names: the network, the algorithm, who takes part when; `data` brings the data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import by_examples, uniform
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.config.load import Config
-from fedgraft.data.federated import FederatedData
-from fedgraft.data.partition import federate as divide
-from fedgraft.data.sources import Dataset, load_dataset
-from fedgraft.data.sources.class_map import check_names, renamed
+from fedgraft.data.sources.assemble import Dataset
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit.trainable import Trainable
 from fedgraft.errors import FedgraftError
@@ -29,46 +26,10 @@ from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.accounting import Budget, noise_for
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, check_combination, secret_key, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, private, secure, zero_sum_demo
+from fedgraft.progress import phase
 from fedgraft.registry import ALGORITHMS, LOSSES, TRAINABLES
 from fedgraft.state import Federation
 from fedgraft.update.codecs import codec
-
-
-def open_data(config: Config, check: bool = True) -> Dataset:
-    """The data that a config names; class names that look like one are refused, unless nobody trains on them yet."""
-    d = config.data
-    made = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
-    options = {**(made if d.source == "synthetic" else {}), **(d.model_extra or {})}
-    if d.unreadable is not None:
-        options["unreadable"] = d.unreadable
-    found = renamed(load_dataset(d.source, d.path, **options), d.class_map)
-    if check:
-        check_names(found.classes)
-    return found
-
-
-def federate(config: Config) -> FederatedData:
-    """Load the data, hold out validation images once, and divide the rest among the clients."""
-    d, p, dataset = config.data, config.partition, open_data(config)
-    strange = [label for group in p.groups for label in group if not 0 <= label < len(dataset.classes)]
-    if strange:
-        raise FedgraftError(f"partition.groups names the label {strange[0]}, and there are {len(dataset.classes)}")
-    split = {"seed": config.seed, "limit": d.limit, "validation": d.validation}
-    return divide(dataset, p.kind, p.clients, **split, **partition_options(config))
-
-
-def partition_options(config: Config) -> dict[str, object]:
-    """What `make_partition` is told about this kind of partition."""
-    p = config.partition
-    own: dict[str, dict[str, object]] = {
-        "by_site": {"column": p.column, "allow_uncovered": p.allow_uncovered},
-        "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
-        "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
-        "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},
-        "dirichlet_balanced": {"alpha": p.alpha},
-        "groups": {"groups": p.groups, "allow_uncovered": p.allow_uncovered},
-    }
-    return {**own.get(p.kind, {}), "test": p.test}
 
 
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
@@ -142,7 +103,8 @@ def build_local(config: Config) -> LocalTraining:
     else:
         optimizer = adamw(weight_decay=c.weight_decay)
     return LocalTraining(
-        steps=None if c.epochs else c.steps or 4,
+        steps=None if c.epochs else c.steps or max(c.client_steps, default=4),
+        client_steps=c.client_steps,
         epochs=c.epochs,
         batch_size=c.batch_size,
         lr=c.lr,
@@ -229,7 +191,8 @@ def protect(config: Config, algorithm: Algorithm) -> Algorithm:
     if p.dp.epsilon is None and p.dp.noise is None:
         raise FedgraftError("privacy.dp needs a target epsilon or a noise multiplier")
     q = per_round(config) / config.partition.clients
-    noise = p.dp.noise or noise_for(float(p.dp.epsilon or 0), q, config.rounds.total, private_delta(config))
+    with phase("noise that keeps within epsilon"):
+        noise = p.dp.noise or noise_for(float(p.dp.epsilon or 0), q, config.rounds.total, private_delta(config))
     mechanism = Mechanism(noise, q, config.partition.clients)
     key = secret_key() if p.dp.secret else simulation_key(config.seed)
     adaptive = AdaptiveClip(mechanism) if p.dp.adaptive else None

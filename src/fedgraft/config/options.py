@@ -35,9 +35,9 @@ class Rounds(Section):
         gt=0,
         description="seconds that clients have for one order; later answers do not count (default: no limit)",
     )
-    norm_bound: float | None = Field(None, gt=0, description="refuse changes of a larger norm")
+    norm_bound: float | None = Field(None, gt=0, description="refuse updates of a larger norm")
     norm_factor: float = Field(
-        30.0, ge=0, description="refuse changes longer than so many times the usual (median) length; 0: none"
+        30.0, ge=0, description="refuse updates longer than so many times the usual (median) length; 0: none"
     )
     keep_contributions: bool = Field(
         False, description="keep what each client added to the model (one vector each), for unlearn --fast"
@@ -70,7 +70,7 @@ class DifferentialPrivacy(Section):
     epsilon: float | None = Field(None, gt=0, description="the run stops before it would exceed this")
     noise: float | None = Field(None, gt=0, description="noise multiplier; default: what the target needs")
     delta: float | None = Field(None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients")
-    clip: float = Field(1.0, gt=0, description="largest norm of a client's change")
+    clip: float = Field(1.0, gt=0, description="largest norm of a client's update")
     adaptive: bool = Field(False, description="let the bound follow the median of the norms")
     secret: bool | None = Field(
         None,
@@ -82,7 +82,7 @@ class DifferentialPrivacy(Section):
 class Privacy(Section):
     """Who may see what."""
 
-    limit: float = Field(1.0, gt=0, description="secure: largest change of one coordinate; what is beyond is cut")
+    limit: float = Field(1.0, gt=0, description="secure: largest update of one coordinate; what is beyond is cut")
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
     degree: int | None = Field(None, ge=2, description="secure: others that hold a client's shares, in large cohorts")
     dp: DifferentialPrivacy | None = Field(None, description="client-level differential privacy; a table of its own")

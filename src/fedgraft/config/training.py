@@ -43,6 +43,10 @@ class Sparse(Section):
         None, ge=0, lt=1, description="start at this sparsity and rise to the other as the clients' drift calms down"
     )
 
+    budgets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
+        (), description="bytes of the clients' updates, dealt in turn; each trains the part of the mask that fits"
+    )
+
     @field_validator("labels", mode="before")
     @classmethod
     def _word(cls, value: Any) -> Any:
@@ -54,6 +58,8 @@ class Sparse(Section):
             raise ValueError("masks of the clients' own (per_client) are kept, not merged; leave merge at score_mean")
         if self.per_client and self.adaptive_start is not None:
             raise ValueError("adaptive sparsity shrinks one common mask; leave per_client off")
+        if self.budgets and (self.per_client or self.adaptive_start is not None):
+            raise ValueError("budgets cut one common mask to size; leave per_client and adaptive_start out")
         if self.adaptive_start is not None and self.adaptive_start > self.sparsity:
             raise ValueError("adaptive_start is where the sparsity starts, so it cannot be above sparsity")
         return self
@@ -71,6 +77,9 @@ class Lora(Section):
     )
     ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="svd: ranks of the clients, dealt in turn")
     core_from: Literal["gradient", "weights"] = Field("gradient", description="core: what the fixed factors follow")
+    budgets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
+        (), description="svd: bytes of the clients' updates, dealt in turn; each trains the rank that fits"
+    )
     core_images: int = Field(1024, ge=1, description="core_from=gradient: images to take it on, over all clients")
 
 
@@ -100,6 +109,9 @@ class Local(Section):
     """How a client trains."""
 
     steps: int | None = Field(None, ge=1, description="J optimizer steps a round (default 4)")
+    client_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="steps by client, dealt in turn, where some can afford fewer; see fednova"
+    )
     epochs: int | None = Field(None, ge=1, description="or E passes over the client's images")
     batch_size: int = Field(64, ge=1)
     optimizer: Literal["sgdm", "adamw"] = "sgdm"
@@ -129,8 +141,8 @@ class Local(Section):
 
     @model_validator(mode="after")
     def _one_unit(self) -> Local:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError("give local.steps or local.epochs, not both")
+        if sum(map(bool, (self.steps, self.epochs, self.client_steps))) > 1:
+            raise ValueError("give local.steps, local.client_steps or local.epochs, one of them")
         return self
 
 
@@ -177,11 +189,20 @@ class AlgorithmChoice(Section):
     pull: float = Field(0.1, ge=0, description="ditto")
     similarity: Literal[
         "cka_linear", "cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "groups", "constant",
-        "rsa",
-    ] = Field("cka_linear", description="fedshibu, fedavg_crsm; groups: 1 with a class in common, else 0")  # fmt: skip
+        "rsa", "learned",
+    ] = Field(
+        "cka_linear", description="fedshibu, fedavg_crsm; groups: 1 with a class in common, else 0; learned: the "
+        "self-weight that does best on images each client sets aside",
+    )  # fmt: skip
     constant: float = Field(1.0, ge=0, le=1, description="similarity=constant: c")
     samples: int = Field(64, ge=4, description="similarity: images each client represents itself by")
     absent: Literal["keep", "mean"] = Field("keep", description="mixtures: model of clients outside the cohort")
+    self_weight: float | None = Field(
+        None, ge=0, le=1, description="similarity=learned: fixed instead, the same for all"
+    )
+    aside: float = Field(0.2, gt=0, lt=1, description="similarity=learned: share of a client's images to learn it on")
+    by_layer: bool = Field(False, description="fedalign: every layer has weights of its own")
+    freeze: float | None = Field(None, ge=0, description="by_layer: a layer that drifts more rests for the round")
     align: Literal["client", "server", "random"] = Field(
         "client", description="fedalign: who computes the score, or the control"
     )
@@ -202,4 +223,4 @@ class AlgorithmChoice(Section):
     )
     attackers: int = Field(0, ge=0, description="robust rules: attackers to withstand in a cohort")
     neighbours: bool = Field(False, description="nearest-neighbour mixing before the robust rule")
-    clip_norm: float | None = Field(None, gt=0, description="clip every change to this norm before combining")
+    clip_norm: float | None = Field(None, gt=0, description="clip every update to this norm before combining")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedgraft.data.partition.partition import Partition
     from fedgraft.data.sources.assemble import Dataset
 
@@ -20,8 +21,8 @@ class FederatedData:
     """A dataset divided among clients, with the server's validation rows held out."""
 
     dataset: Dataset
-    train_rows: Tensor
-    validation_rows: Tensor
+    train: np.ndarray  # int64
+    held: np.ndarray
     partition: Partition
 
     rows_known = True
@@ -30,6 +31,20 @@ class FederatedData:
     """This machine knows how many clients there are; a node with data of its own knows only itself."""
     blind = False
     """The server has no images of its own: the clients measure for it, on images they hold out."""
+
+    @cached_property
+    def train_rows(self) -> Tensor:
+        """Rows of the training store that clients hold."""
+        import torch  # here and below: whoever only counts rows is spared it
+
+        return torch.from_numpy(self.train)
+
+    @cached_property
+    def validation_rows(self) -> Tensor:
+        """Rows of the training store that the server holds out."""
+        import torch
+
+        return torch.from_numpy(self.held)
 
     @property
     def clients(self) -> int:
@@ -44,7 +59,7 @@ class FederatedData:
     @property
     def total(self) -> int:
         """Training images of all clients."""
-        return len(self.train_rows)
+        return len(self.train)
 
     @property
     def largest(self) -> int:
@@ -58,15 +73,19 @@ class FederatedData:
     @property
     def identity(self) -> list[str]:
         """What tells this data and its partition from any other."""
-        rows = hashlib.blake2b(self.train_rows.numpy().tobytes() + b"/" + self.validation_rows.numpy().tobytes())
+        rows = hashlib.blake2b(self.train.tobytes() + b"/" + self.held.tobytes())
         return [self.dataset.train.digest, self.dataset.test.digest, self.partition.digest, rows.hexdigest()[:16]]
 
     def rows(self, client: int) -> Tensor:
         """A client's training rows in the training store."""
-        return self.train_rows[torch.from_numpy(np.asarray(self.partition.train_rows(client)))]
+        import torch
+
+        return torch.from_numpy(self.train[np.asarray(self.partition.train_rows(client))])
 
     def test_rows(self, client: int) -> Tensor:
         """A client's own test rows in the test store."""
+        import torch
+
         return torch.from_numpy(np.asarray(self.partition.test_rows(client)).astype(np.int64))
 
     def histogram(self) -> np.ndarray:

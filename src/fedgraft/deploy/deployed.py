@@ -72,7 +72,7 @@ def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> 
     train, held = stratified_split(labels, config.data.validation, config.seed)
     tests = np.asarray(dataset.test.labels)
     partition = make_partition("iid", labels[train], tests, 1, config.seed)
-    return OwnData(dataset, torch.from_numpy(np.asarray(train)), torch.from_numpy(np.asarray(held)), partition)
+    return OwnData(dataset, train, held, partition)
 
 
 def _named(store: Store, classes: Sequence[str]) -> Store:
@@ -168,7 +168,7 @@ def _remote(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tup
     none = np.zeros(config.partition.clients + 1, np.int64)
     rows = np.zeros(0, np.int64)
     partition = Partition("elsewhere", rows, rows, none, rows, none, rows)
-    held = torch.arange(len(own.train.labels))
+    held = np.arange(len(own.train.labels))
     return RemoteData(own, held[:0], held, partition, sizes, digests)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.admission import LEDGER
-from fedgraft.config.build import federate
+from fedgraft.config.federate import federate
 from fedgraft.config.load import Config
 from fedgraft.data.sources import Dataset
 from fedgraft.data.sources.class_map import renamed

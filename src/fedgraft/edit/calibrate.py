@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.edit.choose import budget, choose, strategy_named
-from fedgraft.edit.masks import Mask, intersection, union, vote, votes
+from fedgraft.edit.masks import Mask, intersection, union, votes
 from fedgraft.edit.scope import Scope
 from fedgraft.errors import FedgraftError
 
@@ -178,35 +178,14 @@ def negligible_counts(scores: Mapping[str, Tensor], mask: Mask) -> dict[str, int
     return {name: count for name, count in counts.items() if count}
 
 
-def merge(
-    masks: Sequence[Mask],
-    how: str,
-    *,
-    q: float | None = None,
-    density: float | None = None,
-    weights: Sequence[float] | None = None,
-    scores: Mapping[str, Tensor] | None = None,
-    largest: bool = False,
-) -> Mask:
-    """One mask from the clients' masks: `union`, `intersection` or `vote`.
-
-    A vote keeps coordinates with at least `q` votes, or exactly round(density * total) with the most votes, ties
-    going by `scores` (mean scores, smallest first unless `largest`) or else by a fixed hash.
-    """
+def merge(masks: Sequence[Mask], how: str, density: float | None = None) -> Mask:
+    """One mask from the clients' masks: `union`, `intersection`, or `vote` for the round(density * total) coordinates
+    with the most votes, ties going by a fixed hash."""
     if how in ("union", "intersection"):
         return union(masks) if how == "union" else intersection(masks)
-    if how != "vote" or (q is None) == (density is None):
-        raise FedgraftError(f"merge {how!r}: use union, intersection, or vote with either q or a density")
-    if q is not None:
-        return vote(masks, q, weights)
-    counted = votes(masks, weights)
-    wanted = budget(masks[0].total, density)
+    if how != "vote" or density is None:
+        raise FedgraftError(f"merge {how!r}: use union, intersection, or vote with a density")
+    counted, wanted = votes(masks), budget(masks[0].total, density)
     if wanted == 0:
         return Mask({name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in counted.items()})
-    picked = choose(counted, k=wanted, largest=True, order="hash")
-    if scores is None:
-        return picked
-    limit = min(float(counted[name][chosen].min()) for name, chosen in picked.items() if chosen.any())
-    sure = Mask({name: tensor > limit for name, tensor in counted.items()})
-    tied = {name: tensor == limit for name, tensor in counted.items()}
-    return union([sure, choose(scores, k=wanted - sure.count, largest=largest, among=tied, order="hash")])
+    return choose(counted, k=wanted, largest=True, order="hash")

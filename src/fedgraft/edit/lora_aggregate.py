@@ -81,15 +81,15 @@ class LoraLayout:
         return chosen
 
     def sent(self, update: Tensor, round: int) -> Tensor:
-        """What a client sends of its change: only what it may have moved."""
+        """What a client sends of its update: only what it may have moved."""
         return update[self.active(round)]
 
     def received(self, sent: Tensor, round: int) -> Tensor:
-        """The change over all trained coordinates that `sent` stands for."""
+        """The update over all trained coordinates that `sent` stands for."""
         active = self.active(round)
         if sent.shape != (active.stop - active.start,):
             raise FedgraftError(
-                f"a LoRA change of shape {tuple(sent.shape)} does not fit the {active.stop - active.start} "
+                f"a LoRA update of shape {tuple(sent.shape)} does not fit the {active.stop - active.start} "
                 f"coordinates that move in round {round}"
             )
         update = torch.zeros(self.space.trained)
@@ -143,10 +143,10 @@ def _dense_names(network: Network, dense: Iterable[str], taken: set[str]) -> lis
 def aggregate_lora(
     layout: LoraLayout, vector: Tensor, updates: Sequence[Tensor], weights: Sequence[float], fresh: Tensor | None = None
 ) -> Tensor:
-    """The server's next vector from the clients' changes of the trained coordinates.
+    """The server's next vector from the clients' updates of the trained coordinates.
 
     Weights are shares and need not sum to one. `stack` also takes `fresh`, the A factors to go on with. Products
-    are summed in float64 and rounded once. For the three rules without base weights this is vector + mean change.
+    are summed in float64 and rounded once. For the three rules without base weights this is vector + mean update.
     """
     share, moved = _checked(layout, vector, updates, weights)  # (m,), (m, trained)
     if layout.mode == "stack" and (fresh is None or fresh.shape != (layout.a_end,)):
@@ -196,13 +196,13 @@ def _product(share: Tensor, b: Tensor, a: Tensor, rank: int) -> Tensor:
 def _checked(
     layout: LoraLayout, vector: Tensor, updates: Sequence[Tensor], weights: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Shares that sum to one and the changes as one float64 matrix."""
+    """Shares that sum to one and the updates as one float64 matrix."""
     if vector.shape != (layout.space.size,):
         raise FedgraftError(f"a vector of {tuple(vector.shape)} does not fit this LoRA space of {layout.space.size}")
     if not updates or len(updates) != len(weights):
-        raise FedgraftError(f"{len(updates)} LoRA changes came with {len(weights)} weights; each change needs one")
+        raise FedgraftError(f"{len(updates)} LoRA updates came with {len(weights)} weights; each update needs one")
     if any(update.shape != (layout.space.trained,) for update in updates):
-        raise FedgraftError(f"every LoRA change must have {layout.space.trained} coordinates, the trained ones only")
+        raise FedgraftError(f"every LoRA update must have {layout.space.trained} coordinates, the trained ones only")
     if not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
         raise FedgraftError("LoRA weights must be finite, not negative, and not all zero")
     share = torch.tensor([float(w) for w in weights], dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +13,7 @@ from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.edit.lora import attach, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
 from fedgraft.edit.lora_core import core_space, fix_factors, gradient_directions, weight_directions
-from fedgraft.edit.trainable import Ask, Opened, Rates, check_blocks, is_head
+from fedgraft.edit.trainable import Ask, InTurn, Opened, Rates, affordable, check_blocks, is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import pack_bits
 from fedgraft.protocols import Network
@@ -38,11 +38,17 @@ class LowRank:
     core_from: Literal["gradient", "weights"] = "gradient"
     """aggregate=core: whose top directions the fixed factors are."""
     core_images: int = 1024
+    budgets: tuple[int, ...] = ()
+    """aggregate=svd: bytes of the clients' updates, dealt in turn; each trains the rank that fits, at most `rank`."""
     kind = "lora"
     rates = Rates(0.03, 0.003, small=True)
     trains_body = True
 
     def __post_init__(self) -> None:
+        if self.budgets and (self.ranks or self.aggregate != "svd"):
+            raise FedgraftError(
+                "trainable.lora.budgets say the clients' ranks: set aggregate='svd' and leave ranks out."
+            )
         if self.ranks and (self.aggregate != "svd" or not all(0 < r <= self.rank for r in self.ranks)):
             raise FedgraftError(
                 f"ranks of the clients' own need trainable.lora.aggregate='svd' and lie from 1 to rank ({self.rank}); "
@@ -72,7 +78,7 @@ class LowRank:
     @property
     def partial(self) -> bool:
         """Alternating factors move by turns; with ranks of their own clients move different directions."""
-        return self.aggregate == "alternate" or bool(self.ranks)
+        return self.aggregate == "alternate" or bool(self.ranks or self.budgets)
 
     @property
     def needs_each(self) -> str:
@@ -96,6 +102,7 @@ class LowRank:
         attach(network, self.rank, self.alpha, self.targets, self.seed, self.dropout, self.freeze_blocks)
         dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else ()
         layout = lora_layout(network, self.aggregate, dense)
+        self._ranks(layout)  # a budget that holds nothing is said before anybody works
         return Opened(
             layout.space,
             active=(lambda state: self._active(layout, state)) if self.partial else None,
@@ -125,12 +132,18 @@ class LowRank:
         return Opened(core_space(network, dense), found, sends_buffers=False)
 
     def _active(self, layout: LoraLayout, state: ServerState) -> Mapping[int, Tensor]:
-        if self.ranks:
-            by_rank = {r: pack_bits(layout.first_directions(r)) for r in set(self.ranks)}
-            return _Dealt([by_rank[r] for r in self.ranks])
+        if ranks := self.ranks or self._ranks(layout):
+            by_rank = {r: pack_bits(layout.first_directions(r)) for r in set(ranks)}
+            return InTurn([by_rank[r] for r in ranks])
         chosen = torch.zeros(layout.space.trained, dtype=torch.bool)
         chosen[layout.active(state.round)] = True
         return {EVERYONE: pack_bits(chosen)}
+
+    def _ranks(self, layout: LoraLayout) -> list[int]:
+        """The ranks that the budgets afford."""
+        fixed = layout.b_begin - layout.a_end  # what trains densely lies between the factors
+        each = (layout.space.trained - fixed) // self.rank
+        return [min(r, self.rank) for r in affordable(self.budgets, fixed, each)] if self.budgets else []
 
     def _aggregator(self, layout: LoraLayout) -> Aggregator:
         def update(answers: Answers, weights: Tensor) -> Tensor:
@@ -139,18 +152,6 @@ class LowRank:
             return aggregate_lora(layout, answers.start, answers.updates, weights.tolist(), fresh) - answers.start
 
         return Aggregator(f"lora:{layout.mode}", update, linear=False, of_trainable=True)
-
-
-class _Dealt(dict[int, Tensor]):
-    """What each client may move, dealt in turn."""
-
-    def __init__(self, turns: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.turns = turns
-
-    def get(self, client: int, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
-        """The bits of this client."""
-        return self.turns[client % len(self.turns)] if client >= 0 else default
 
 
 TRAINABLES["lora"] = LowRank

@@ -136,21 +136,18 @@ def _aligned(masks: Sequence[Mask]) -> Sequence[Mask]:
     return masks
 
 
-def votes(masks: Sequence[Mask], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """How many masks (or how much weight) train each coordinate."""
-    shares = [1.0] * len(masks) if weights is None else list(weights)
-    if len(shares) != len(masks):
-        raise FedgraftError(f"{len(masks)} masks came with {len(shares)} weights")
+def votes(masks: Sequence[Mask]) -> dict[str, Tensor]:
+    """How many masks train each coordinate."""
     total = {name: torch.zeros(shape) for name, shape in _aligned(masks)[0].shapes.items()}
-    for mask, share in zip(masks, shares, strict=True):
+    for mask in masks:
         for name, tensor in mask.items():
-            total[name].add_(tensor, alpha=share)
+            total[name].add_(tensor)
     return total
 
 
-def vote(masks: Sequence[Mask], q: float, weights: Sequence[float] | None = None) -> Mask:
-    """Coordinates that at least `q` masks train; with weights, that at least this much weight trains."""
-    return Mask({name: tensor >= q for name, tensor in votes(masks, weights).items()})
+def vote(masks: Sequence[Mask], q: float) -> Mask:
+    """Coordinates that at least `q` masks train."""
+    return Mask({name: tensor >= q for name, tensor in votes(masks).items()})
 
 
 def union(masks: Sequence[Mask]) -> Mask:
@@ -188,19 +185,3 @@ def density_by(mask: Mask, group_of: Callable[[str], object]) -> dict[object, fl
         pair[0] += int(tensor.count_nonzero())
         pair[1] += tensor.numel()
     return {group: trained / total for group, (trained, total) in counts.items()}
-
-
-def density_by_tensor(mask: Mask) -> dict[str, float]:
-    """Fraction trained of each tensor."""
-    return {str(name): value for name, value in density_by(mask, lambda name: name).items()}
-
-
-def density_by_block(mask: Mask, block_of: Callable[[str], int]) -> dict[int, float]:
-    """Fraction trained in each block, in order of blocks."""
-    found = density_by(mask, block_of)
-    return {int(str(block)): found[block] for block in sorted(found, key=lambda b: int(str(b)))}
-
-
-def density_by_kind(mask: Mask, kind_of: Callable[[str], str]) -> dict[str, float]:
-    """Fraction trained of each kind of tensor (query, key, mlp, ...)."""
-    return {str(kind): value for kind, value in density_by(mask, kind_of).items()}

@@ -23,7 +23,7 @@ from fedgraft.edit.fisher import Scores
 from fedgraft.edit.masks import Mask, union
 from fedgraft.edit.scope import Scope, resolve
 from fedgraft.edit.space import EditSpace, masked, select
-from fedgraft.edit.trainable import Ask, Opened, Rates, check_blocks, frozen_early, is_head
+from fedgraft.edit.trainable import Ask, InTurn, Opened, Rates, affordable, check_blocks, frozen_early, is_head
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import pack_bits
 from fedgraft.protocols import Network
@@ -56,6 +56,7 @@ class Sparse:
     adaptive_step: float = 0.1
     adaptive_drift: float = 0.5
     adaptive_patience: int = 2
+    budgets: tuple[int, ...] = ()
     head: bool = True
     freeze_blocks: int = 0
     seed: int = 0
@@ -70,17 +71,17 @@ class Sparse:
 
     @property
     def partial(self) -> bool:
-        """Own masks and a rising sparsity leave part of the space at rest."""
-        return self.per_client or self.adaptive_start is not None
+        """Own masks, budgets and a rising sparsity leave part of the space at rest."""
+        return self.per_client or bool(self.budgets) or self.adaptive_start is not None
 
     @property
     def needs_each(self) -> str:
-        """Own masks are averaged over those who hold a coordinate."""
-        if not (self.per_client and self.fill == "count"):
+        """Supports that differ are averaged over those who hold a coordinate."""
+        if not ((self.per_client or self.budgets) and self.fill == "count"):
             return ""
         return (
-            "masks of the clients' own are averaged coordinate by coordinate; use clear sums, the plain server rule "
-            "and no robust rule, or trainable.sparse.fill='zero'"
+            "masks or budgets of the clients' own are averaged coordinate by coordinate; use clear sums, the plain "
+            "server rule and no robust rule, or trainable.sparse.fill='zero'"
         )
 
     @property
@@ -121,11 +122,16 @@ class Sparse:
         space = masked(network, dict(mask.items()))
         active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
         if self.per_client:
-            own = {int(name.removeprefix("own/")): bits for name, bits in stored.items() if name.startswith("own/")}
+            own: Mapping[int, Tensor] = {
+                int(name.removeprefix("own/")): bits for name, bits in stored.items() if name.startswith("own/")
+            }
             active = lambda state: own  # noqa: E731
         elif self.adaptive_start is not None:
             active = self._rising(network, stored["scores"])
-        rule = count_mean() if self.per_client and self.fill == "count" else None
+        elif self.budgets:
+            own = self._afforded(network, stored["scores"])
+            active = lambda state: own  # noqa: E731
+        rule = count_mean() if self.needs_each else None
         return Opened(space, stored, active, rule, mask=mask, notes=notes)
 
     # ---- choosing -------------------------------------------------------------------------------------------------
@@ -142,8 +148,9 @@ class Sparse:
         def make() -> dict[str, Tensor]:
             return {"mask": self._common(network, ask, notes).bits()}
 
-        stored = ask.kept([json.dumps(asdict(self), sort_keys=True)], make)
-        if self.adaptive_start is not None:
+        told = {name: value for name, value in asdict(self).items() if name != "budgets"}  # they come after the mask
+        stored = ask.kept([json.dumps(told, sort_keys=True)], make)
+        if self.adaptive_start is not None or self.budgets:
             stored["scores"] = self._lasting(network, ask, Mask.from_bits(stored["mask"], self._shapes(network)))
         return stored, tuple(notes)
 
@@ -231,6 +238,14 @@ class Sparse:
         weights = {n: p for n, p in network.named_parameters() if n in scope.maskable}
         scores = strategy.scores(weights, ask.seed) if strategy.scores else self._scores(network, ask, 1)
         return on_space(masked(network, dict(mask.items())), {**scores, **dense})
+
+    def _afforded(self, network: Network, scores: Tensor) -> Mapping[int, Tensor]:
+        """Of the mask, what each client's budget holds: all that is dense, then the best coordinates by score."""
+        scope, largest = self.scope_on(network), strategy_named(self.strategy).largest
+        always = sum(math.prod(scope.shapes[name]) for name in scope.dense)
+        counts = [min(len(scores), always + n) for n in affordable(self.budgets, always)]
+        bits = {n: pack_bits(choose({"space": scores}, k=n, largest=largest)["space"]) for n in set(counts)}
+        return InTurn([bits[n] for n in counts])
 
     def _rising(self, network: Network, scores: Tensor) -> Callable[[ServerState], Mapping[int, Tensor]]:
         """Fewer coordinates stay active as the clients' drift calms down; what leaves keeps its value for good.

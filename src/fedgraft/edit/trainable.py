@@ -17,6 +17,7 @@ from fedgraft.aggregate.slots import Aggregator
 from fedgraft.edit.masks import Mask
 from fedgraft.edit.space import EditSpace
 from fedgraft.errors import FedgraftError
+from fedgraft.local.features import first_seen
 from fedgraft.messages import Scalar
 from fedgraft.protocols import Network
 from fedgraft.state import ServerState
@@ -64,6 +65,29 @@ class Opened:
     """The chosen coordinates, where a mask chose them; for figures and files."""
     notes: tuple[str, ...] = ()
     """Sentences for the log."""
+
+
+class InTurn(dict[int, Tensor]):
+    """What each client may move, as packed bits dealt in turn: client k has the (k mod n)-th."""
+
+    def __init__(self, turns: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.turns = turns
+
+    def get(self, client: int, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
+        """The bits of this client."""
+        return self.turns[client % len(self.turns)] if client >= 0 else default
+
+
+def affordable(budgets: Sequence[int], fixed: int, unit: int = 1) -> list[int]:
+    """How many units of so many numbers each budget (bytes of an update) holds beside the fixed ones; at least one."""
+    found = [(budget // 4 - fixed) // unit for budget in budgets]
+    if min(found) < 1:
+        raise FedgraftError(
+            f"a budget of {min(budgets)} bytes an update does not hold the {4 * fixed} bytes that train densely and "
+            f"{4 * unit} more; raise it, or leave the head out (trainable.head_too=false)."
+        )
+    return found
 
 
 HEAD = 0.003  # of a linear head where nothing is known of its features; else `runs/rates.py` says it
@@ -146,6 +170,12 @@ def check_blocks(network: Network, **wanted: int) -> None:
 def is_head(network: Network, name: str) -> bool:
     """Whether a parameter belongs to the head."""
     return network.block_of(name) > network.depth
+
+
+def layer_ranges(network: Network, space: EditSpace, layers: Sequence[str]) -> tuple[tuple[int, int, int], ...]:
+    """(layer, begin, end) of every trained tensor: which of the observed layers is the first to show its change."""
+    trained = space.ranges[: len(space.parts)] if layers else ()
+    return tuple((first_seen(network, layers, network.block_of(p.name)), begin, end) for p, begin, end in trained)
 
 
 def frozen_early(network: Network, name: str, freeze_blocks: int) -> bool:

@@ -1,6 +1,6 @@
 """Any engine with some clients lying: the tool of attack experiments, never of a real federation.
 
-Liars train like the others; then their changes are replaced by an attack that may look at every honest change of the
+Attackers train like the others; then their updates are replaced by an attack that may look at every benign one of the
 round, or they train on poisoned examples, or both (a boosted backdoor). Everything else they report (numbers of
 examples, control variates, representations) stays as trained. All of it is drawn from (seed, round) or (seed, client).
 """
@@ -25,7 +25,7 @@ from fedgraft.randomness import numpy_stream, torch_stream
 from fedgraft.update.codecs import BadPayload, decode
 
 DATA_ATTACKS = {"label_flip": "", "backdoor": "", "backdoor_boosted": "scaling"}
-"""Attacks on the attackers' examples, each with the attack on changes that follows it."""
+"""Attacks on the attackers' examples, each with the attack on updates that follows it."""
 NAMES = (*ATTACKS, *DATA_ATTACKS)
 
 
@@ -43,7 +43,7 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True)
 class Trigger:
-    """A backdoor: `share` of a liar's examples carry a white square in the corner and the label `target`."""
+    """A backdoor: `share` of an attacker's examples carry a white square in the corner and the label `target`."""
 
     target: int = 0
     share: float = 0.5
@@ -58,7 +58,7 @@ class Trigger:
 
 @dataclass
 class Attacked:
-    """An engine whose `liars` follow `attack`: a name in `NAMES`, with the attack's own numbers in `options`.
+    """An engine whose `attackers` follow `attack`: a name in `NAMES`, with the attack's own numbers in `options`.
 
     A data attack gives the wrapped engine a context in which the attackers hold other rows; do not use its old one
     at the same time, because both drive one network.
@@ -78,7 +78,7 @@ class Attacked:
             raise FedgraftError(f"there is no attack {self.attack!r}; choose one of {', '.join(NAMES)}.")
         if self._on_changes and self.engine.algorithm.privacy.hidden:
             raise FedgraftError(
-                f"the attack {self.attack} rewrites changes, and inside a secure sum nobody sees one; "
+                f"the attack {self.attack} rewrites updates, and inside a secure sum nobody sees one; "
                 "use label_flip or backdoor, or privacy.aggregation='clear'."
             )
         if self.attack in DATA_ATTACKS and self.attackers:
@@ -105,7 +105,7 @@ class Attacked:
         return DATA_ATTACKS.get(self.attack, self.attack)
 
     def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
-        """Carry out the orders; replies of liars to training orders carry the attack."""
+        """Carry out the orders; replies of attackers to training orders carry the attack."""
         arrivals = list(self.engine.exchange(orders))
         asked = {order.client: order for order in orders if order.action == "train"}
         if not self._on_changes or not asked:
@@ -118,11 +118,11 @@ class Attacked:
         return [false.get(a.client, a) if isinstance(a, Reply) else a for a in arrivals]
 
     def _lies(self, updates: Mapping[int, Tensor], round: int) -> dict[int, Tensor]:
-        """What the liars among these clients send instead."""
+        """What the attackers among these clients send instead."""
         lying = [client for client in updates if client in self.attackers]
         own = torch.stack([updates[client] for client in lying])  # (f, k)
         benign = [update for client, update in updates.items() if client not in self.attackers]
-        # With fewer than two honest clients to look at, what the liars computed themselves is all they know.
+        # With fewer than two benign clients to look at, what the attackers computed themselves is all they know.
         known = torch.stack(benign if len(benign) > 1 else list(updates.values()))
         known = known if len(known) > 1 else known.repeat(2, 1)  # a spread needs two
         stream = torch_stream(self.seed, "attack", self.attack, round)
@@ -130,7 +130,7 @@ class Attacked:
         return dict(zip(lying, sent, strict=True))
 
     def _send(self, reply: Reply, order: Order, update: Tensor) -> Reply:
-        """The reply with another change, encoded as the algorithm asks."""
+        """The reply with another update, encoded as the algorithm asks."""
         active = self._active(order)
         wanted = (update if active is None else update[active]).contiguous()
         stream = torch_stream(self.seed, "encode attack", order.round, order.client)
@@ -142,7 +142,7 @@ class Attacked:
         return None if bits is None else unpack_bits(bits, self.engine.context.space.trained)
 
     def _read(self, reply: Reply, order: Order) -> Tensor | None:
-        """The change of a reply over the whole space; None for a client whose training diverged."""
+        """The update of a reply over the whole space; None for a client whose training diverged."""
         assert reply.update is not None
         try:
             update = decode(reply.update, self.engine.algorithm.compression, reply.update.length)
@@ -183,7 +183,7 @@ class Triggered:
 
 @dataclass(frozen=True)
 class Copies:
-    """Poisoned copies of one liar's rows: where they come from, what they claim to be, which carry the trigger."""
+    """Poisoned copies of one attacker's rows: where they come from, what they claim to be, which carry the trigger."""
 
     source: Tensor
     labels: Tensor
@@ -228,7 +228,7 @@ def poisoned(context: ClientContext, copies: Mapping[int, Copies], triggered: Ex
 
 
 def make_copies(context: ClientContext, client: int, attack: str, seed: int, trigger: Trigger) -> Copies:
-    """A liar's rows with labels flipped, or a share of them with the trigger and its label."""
+    """An attacker's rows with labels flipped, or a share of them with the trigger and its label."""
     rows = context.rows(client)
     labels, marked = context.examples.labels[rows].clone(), torch.zeros(len(rows), dtype=torch.bool)
     if attack == "label_flip":

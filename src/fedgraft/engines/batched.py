@@ -164,7 +164,10 @@ class Batched:
         if not orders:
             return []
         rule, seed = self.algorithm.local, self.context.seed
-        jobs = [_Job(i, order, self.context.rows(order.client), rule, seed) for i, order in enumerate(orders)]
+        jobs = [
+            _Job(i, order, self.context.rows(order.client), rule.of(order.client), seed)
+            for i, order in enumerate(orders)
+        ]
         if isinstance(self.context.examples, Preparable) and torch.get_num_threads() == 1:
             prepare_features(self.context.examples, torch.cat([job.drawn for job in jobs]), self.threads)
         jobs.sort(key=lambda job: (len(job.sizes), float(job.order.settings["lr"]), job.sizes[0], job.place))
@@ -193,7 +196,7 @@ class Batched:
     @torch.no_grad()
     def _chunk(self, jobs: list[_Job]) -> list[Reply]:
         """Train the heads of these clients side by side."""
-        rule, network = self.algorithm.local, self.context.network
+        rule, network = jobs[0].rule, self.context.network
         c, b, d, k = len(jobs), max(job.sizes[0] for job in jobs), network.width, network.classes
         buffers = self._buffers.pop() if self._buffers else {}
         values, gradient = (_buffer(buffers, name, c * k * (d + 1)) for name in ("values", "gradient"))
@@ -206,14 +209,15 @@ class Batched:
         flips = [torch_stream(self.context.seed, "augment", "train", j.order.round, j.order.client) for j in jobs]
         room = _buffer(buffers, "logits", c * k * b).view(c, k, b)
         steps, likelihoods = len(jobs[0].sizes), []
+        labels, weights = self._labels(jobs, b)
         span = max(1, BUDGET // (c * b * d))
         for begin in range(0, steps, span):
             some = slice(begin, min(begin + span, steps))
             features = _buffer(buffers, "features", c * (some.stop - begin) * b * d).view(c, -1, b, d)
-            labels, weights = self._gather(jobs, flips, some, features)
-            for i, (x, y) in enumerate(zip(features.unbind(1), labels.unbind(1), strict=True)):
+            self._gather(jobs, flips, some, features)
+            for i, x in enumerate(features.unbind(1), begin):
                 torch.baddbmm(stack.bias, stack.weight, x.transpose(1, 2), out=room)
-                error, found = _error(room, y, self.algorithm.loss.smoothing or 0.0)
+                error, found = _error(room, labels[:, i], self.algorithm.loss.smoothing or 0.0)
                 if weights is not None:
                     found.mul_(weights[:, i])
                     error.mul_(weights[:, i])
@@ -224,32 +228,34 @@ class Batched:
         self._buffers.append(buffers)
         return replies
 
-    def _gather(
-        self, jobs: list[_Job], flips: list[torch.Generator], some: slice, features: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Fill the features (c, steps, b, d) of some steps; returns labels and weights, (c, steps, 1, b) each.
+    def _labels(self, jobs: list[_Job], b: int) -> tuple[Tensor, Tensor | None]:
+        """Labels and weights of all steps, (c, steps, 1, b) each; every example counts 1 / b where there are none.
 
-        A batch that is shorter than the others is filled up with zeros of weight zero. Without such there are no
-        weights: every example counts 1 / b.
+        A batch that is shorter than the others is filled up with zeros of weight zero.
         """
-        c, steps, b, d = features.shape
-        even = all(size == b for job in jobs for size in job.sizes)
-        labels, weights = torch.zeros(c, steps, b, dtype=torch.int64), torch.full((c, steps, b), 1 / b)
+        known, steps = self.context.examples.labels, len(jobs[0].sizes)
+        if all(size == b for job in jobs for size in job.sizes):
+            return known[torch.stack([job.drawn for job in jobs])].view(-1, steps, 1, b), None
+        labels, weights = torch.zeros(len(jobs), steps, b, dtype=torch.int64), torch.zeros(len(jobs), steps, b)
+        for i, job in enumerate(jobs):
+            sizes = torch.tensor(job.sizes)[:, None]
+            real = torch.arange(b) < sizes  # (steps, b)
+            labels[i][real] = known[job.drawn]
+            weights[i] = real / sizes
+        return labels.unsqueeze(2), weights.unsqueeze(2)
+
+    def _gather(self, jobs: list[_Job], flips: list[torch.Generator], some: slice, features: Tensor) -> None:
+        """Fill the features (c, steps, b, d) of some steps, with zeros where a batch is shorter than the others."""
+        _, steps, b, d = features.shape
         for i, job in enumerate(jobs):
             rows = job.drawn[sum(job.sizes[: some.start]) : sum(job.sizes[: some.stop])]
-            whole = len(rows) == steps * b
-            room = features[i].view(-1, d) if whole else torch.empty(len(rows), d)
-            self._read(rows, flips[i], room)
-            if whole:
-                labels[i] = self.context.examples.labels[rows].view(steps, b)
+            if len(rows) == steps * b:
+                self._read(rows, flips[i], features[i].view(-1, d))
                 continue
-            sizes = torch.tensor(job.sizes[some])[:, None]
-            real = torch.arange(b) < sizes  # (steps, b)
+            room = torch.empty(len(rows), d)
+            self._read(rows, flips[i], room)
             features[i] = 0.0
-            features[i][real] = room
-            labels[i][real] = self.context.examples.labels[rows]
-            weights[i] = real / sizes
-        return labels.unsqueeze(2), None if even else weights.unsqueeze(2)
+            features[i][torch.arange(b) < torch.tensor(job.sizes[some])[:, None]] = room
 
     def _read(self, rows: Tensor, flips: torch.Generator, room: Tensor) -> None:
         """Put the training inputs of these rows into `room`, without a copy between where the examples can do that."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -45,8 +46,20 @@ def features(
 
 def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: int = 256) -> list[Tensor]:
     """Outputs of these layers for all examples, tokens averaged, (n, d) each; `early`, `middle`, `late` by default."""
-    usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
-    names = [usual.get(layer, layer) for layer in layers]
+    names = layer_names(network, layers)
     rows = torch.arange(len(examples)).split(size)
     parts = [look(network, examples.batch(r), lambda x: network.activations(x, names, examples.entry)) for r in rows]
     return [torch.cat([part[name].cpu() for part in parts]) for name in names]
+
+
+def layer_names(network: Network, layers: Iterable[str]) -> list[str]:
+    """The network's own names of these layers."""
+    usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
+    return [usual.get(layer, layer) for layer in layers]
+
+
+def first_seen(network: Network, layers: Sequence[str], block: int) -> int:
+    """Which of these layers (`block3.mlp`, ...) is the first to show a change in this block; the last where none is."""
+    at = [int(found[1]) if (found := re.match(r"block(\d+)", n)) else 0 for n in layer_names(network, layers)]
+    later = [i for i, position in enumerate(at) if position >= block]
+    return min(later, key=lambda i: at[i]) if later else max(range(len(at)), key=lambda i: at[i])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -57,11 +57,13 @@ class LocalTraining:
     """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
     sampling: str = "uniform"
     """`balanced`: every class of the client as often; `federation`: as its share in the federation is small."""
+    client_steps: tuple[int, ...] = ()
+    """Steps by client, dealt in turn: client k takes the (k mod n)-th; then `steps` is the most of them."""
     amp: str | None = None
     """Autocast type, `float16` or `bfloat16`; None trains in float32."""
 
     def __post_init__(self) -> None:
-        if self.steps is not None and self.epochs is not None:
+        if (self.steps is not None or self.client_steps) and self.epochs is not None:
             raise FedgraftError("local training is so many steps or so many epochs; give one of the two.")
 
     @property
@@ -73,6 +75,11 @@ class LocalTraining:
     def federation_counts(self) -> bool:
         """Whether it needs the class counts of all clients together."""
         return self.sampling == "federation"
+
+    def of(self, client: int) -> LocalTraining:
+        """How this client trains."""
+        turns = self.client_steps
+        return replace(self, steps=turns[client % len(turns)], client_steps=()) if turns else self
 
     def steps_for(self, examples: int) -> int:
         """Optimizer steps for a client with this many examples."""

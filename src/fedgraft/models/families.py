@@ -28,6 +28,23 @@ def class_token(hidden: Tensor, norm: nn.Module) -> Tensor:
     return norm(hidden[:, 0])  # (B, D)
 
 
+def class_token_of(block: Any, hidden: Tensor) -> Tensor:
+    """What a ViT's block makes of the class token alone (B, 1, D): the only one that is read behind the last block.
+
+    The others are looked at as keys and values, and nothing else of them is computed: a sixth of the products is left.
+    """
+    attention, normed = block.attention, block.layernorm_before(hidden)
+
+    def heads(projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
+
+    query, key, value = attention.q_proj(normed[:, :1]), attention.k_proj(normed), attention.v_proj(normed)
+    seen = (heads(query) @ heads(key).transpose(2, 3) * attention.scaling).softmax(-1)  # (B, heads, 1, T)
+    mixed = seen @ heads(value)
+    token = hidden[:, :1] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+    return token + block.mlp(block.layernorm_after(token))
+
+
 def mean_token(hidden: Tensor, norm: nn.Module) -> Tensor:
     """The mean over normed tokens."""
     return norm(hidden).mean(1)  # (B, D)
@@ -58,6 +75,8 @@ class Family:
     """Whether its authors smooth position embeddings when they resize them."""
     square: bool = False
     """Only images of the network's own size fit: there are positions, windows or a head of the map's length."""
+    plain: bool = False
+    """Its blocks are plain ViT blocks, of the last of which only the class token need be computed."""
 
     @property
     def inner(self) -> bool:
@@ -77,14 +96,16 @@ class Family:
         found = re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name)
         return int(found[1]) if found else -1 if name.startswith(f"{self.stem}.") else depth
 
-    def run(self, backbone: nn.Module, inputs: Tensor, entry: int, until: int) -> Tensor:
-        """Activations at entry `until` from inputs at an earlier `entry`."""
+    def run(self, backbone: nn.Module, inputs: Tensor, entry: int, until: int, whole: bool = False) -> Tensor:
+        """Activations at entry `until` from inputs at an earlier one; `whole`: also what nothing behind it reads."""
         hidden = first(backbone.get_submodule(self.stem)(inputs)) if entry == 0 else inputs  # (B, T, D) or maps
         blocks = self.blocks_of(backbone)
-        for block in blocks[entry:until]:
+        short = self.plain and until == len(blocks) and not whole
+        for block in blocks[entry : until - short]:
             hidden = first(block(hidden, *self._grid(hidden)))
         if until < len(blocks):
             return hidden
+        hidden = class_token_of(blocks[-1], hidden) if short else hidden
         return self.pool(hidden, backbone.get_submodule(self.norm) if self.norm else nn.Identity())
 
     def _grid(self, hidden: Tensor) -> tuple[tuple[int, int], ...]:
@@ -99,8 +120,8 @@ def first(output: Any) -> Tensor:
 
 
 FAMILIES: dict[str, Family] = {
-    "vit": Family("embeddings", "layers", class_token, "layernorm", tokens=1, square=True),
-    "deit": Family("embeddings", "layers", class_token, "layernorm", tokens=2, square=True),
+    "vit": Family("embeddings", "layers", class_token, "layernorm", tokens=1, square=True, plain=True),
+    "deit": Family("embeddings", "layers", class_token, "layernorm", tokens=2, square=True, plain=True),
     "dinov2": Family("embeddings", "encoder.layer", class_token, "layernorm", tokens=1, square=True),
     "dinov2_with_registers": Family(
         "embeddings", "encoder.layer", class_token, "layernorm", tokens=1, antialias=True, square=True

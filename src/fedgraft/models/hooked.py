@@ -59,8 +59,8 @@ class Hooked:
             owner = owner.rpartition(".")[0]
         return self.owners.get(owner, -1) if owner else -1
 
-    def run(self, backbone: nn.Module, inputs: Tensor, entry: int, until: int) -> Tensor:
-        """Activations at entry `until` from inputs at an earlier `entry`."""
+    def run(self, backbone: nn.Module, inputs: Tensor, entry: int, until: int, whole: bool = True) -> Tensor:
+        """Activations at entry `until` from inputs at an earlier `entry`; nothing is ever left out."""
         blocks = self.blocks_of(backbone)
         hooks = []
         if until < len(blocks):

@@ -191,7 +191,8 @@ class VisionNetwork(nn.Module):
 
         hooks = [self.layer(name).register_forward_hook(keep(name)) for name in layers]
         try:
-            self.features(inputs, entry)
+            if entry < self.depth:
+                self.cut.run(self.backbone, inputs, entry, self.depth, whole=True)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -6,9 +6,8 @@ discretisation that is rounded towards more epsilon; Renyi accounting (RDP) is l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -60,6 +59,7 @@ def _spent(make: Callable[[Any], Any], probability: float, noise: float, rounds:
     return float(account.get_epsilon(delta))
 
 
+@lru_cache(maxsize=64)
 def noise_for(target: float, probability: float, rounds: int, delta: float, tolerance: float = 2e-3) -> float:
     """The smallest noise multiplier (up to the relative tolerance, from above) that spends at most `target`."""
     if not target > 0 or rounds < 1:
@@ -128,31 +128,3 @@ class Budget:
     def can_spend(self, rounds: int = 1) -> bool:
         """Whether so many further rounds stay within the target."""
         return self.spent + rounds <= self.affordable
-
-    def spend(self, rounds: int = 1) -> Budget:
-        """The account after further rounds; refuses to overdraw. Call it before the round's result is released."""
-        if not self.can_spend(rounds):
-            raise FedgraftError(
-                f"the privacy budget is used up: epsilon {self.target} at delta {self.delta} allows {self.affordable} "
-                f"rounds and {self.spent} are spent"
-            )
-        return replace(self, spent=self.spent + rounds)
-
-    def agrees_with(self, other: Budget) -> None:
-        """Refuse to go on with an account that was opened on other terms."""
-        if replace(self, spent=0) != replace(other, spent=0):
-            raise FedgraftError(
-                "the stored privacy budget was opened for another epsilon, delta, noise, sampling or number of rounds"
-            )
-
-    def to_json(self) -> str:
-        """For the checkpoint and the report."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Budget:
-        """What `to_json` wrote."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise FedgraftError("the stored privacy budget cannot be read") from error

@@ -1,6 +1,6 @@
 """Differential privacy for whole clients: DP-FedAvg (McMahan et al. 2018) with adaptive clipping (Andrew et al. 2021).
 
-Each sampled client's change is clipped to an L2 norm S over the coordinates that may move. The sum gets Gaussian noise
+Each sampled client's update is clipped to an L2 norm S over the coordinates that may move. The sum gets Gaussian noise
 of standard deviation z * S * (largest weight) and is divided by the expected cohort q * K, never by how many answered:
 who is lost then only shrinks the sum, and one client more or less moves it by at most the sensitivity. `accounting`
 turns q, z and the number of rounds into epsilon.
@@ -30,16 +30,16 @@ NOT_COVERED = (
 """What an epsilon does not speak about; stands in the report."""
 HIDDEN_NOT_COVERED = (
     "clients that do not clip: inside a secure sum nobody can check it",
-    "sums that were given up for want of a client, counted under given_up",
+    "sums that were aborted for want of a client, counted under aborted",
 )
 """What it does not speak about besides, where the sum is hidden."""
 
 
 def clip(update: Tensor, bound: float) -> tuple[Tensor, bool]:
-    """The change scaled to an L2 norm of at most `bound`, and whether it was within it; zero stays zero."""
+    """The update scaled to an L2 norm of at most `bound`, and whether it was within it; zero stays zero."""
     norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
     if not math.isfinite(norm):
-        raise FedgraftError("a change that is not finite cannot be clipped; this client has to leave the round")
+        raise FedgraftError("an update that is not finite cannot be clipped; this client has to leave the round")
     if not bound > 0:
         raise FedgraftError(f"the clipping bound must be positive, not {bound}")
     if norm <= bound:
@@ -117,7 +117,7 @@ class AdaptiveClip:
     """The bound follows the `quantile` of the norms, learnt from a noisy count of who was within it."""
 
     mechanism: Mechanism
-    """Its noise is that of the whole round; the change and the count share it."""
+    """Its noise is that of the whole round; the update and the count share it."""
     quantile: float = 0.5
     rate: float = 0.2
     count_noise: float | None = None
@@ -137,7 +137,7 @@ class AdaptiveClip:
 
     @property
     def change_noise(self) -> float:
-        """Multiplier left for the change: (z^-2 - (2 sigma_b)^-2)^-1/2, a little above z."""
+        """Multiplier left for the update: (z^-2 - (2 sigma_b)^-2)^-1/2, a little above z."""
         z = self.mechanism.noise
         return 0.0 if z == 0 else (z**-2 - (2 * self.deviation) ** -2) ** -0.5
 

@@ -25,9 +25,7 @@ FORMATS = ("png", "pdf", "svg")
 _HOW = {"data.augment", "data.normalise", "data.cache_features"}  # how images are used, not which
 
 
-def compare_runs(
-    runs: Sequence[Path], out: Path, formats: Sequence[str] = ("png",)
-) -> tuple[list[RunInfo], list[Path]]:
+def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -> tuple[list[RunInfo], list[Path]]:
     """Rows of the table, and the files that were written."""
     if len(runs) < 2:
         raise FedgraftError("comparing needs at least two run folders")
@@ -144,8 +142,8 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def figure_formats(text: str) -> tuple[str, ...]:
-    """Formats separated by commas; PNG, which the pages show, is always among them."""
-    found = [word.strip().lower() for word in text.split(",")]
+    """Formats separated by commas; PNG, which the pages show, is always among them. None where nothing is named."""
+    found = [word.strip().lower() for word in text.split(",")] if text else []
     if strange := [word for word in found if word not in FORMATS]:
         raise FedgraftError(f"--format takes {', '.join(FORMATS)}, separated by commas, not {strange[0]!r}.")
-    return tuple(dict.fromkeys(["png", *found]))
+    return tuple(dict.fromkeys(["png", *found])) if found else ()

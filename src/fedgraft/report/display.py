@@ -154,6 +154,8 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     if edited := summary.get("edited"):
         rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
     rows["sent up / down"] = f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"
+    before = summary.get("bytes_up_outside_rounds", 0) + summary.get("bytes_down_outside_rounds", 0)
+    rows |= {"of it outside the rounds": size(before)} if before else {}
     rows["time"] = clock(summary.get("seconds", 0))
     personal = summary.get("personal") or {}
     for prefix, model in (("", "own test images"), ("finetuned_", "after fine-tuning")):

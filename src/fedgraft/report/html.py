@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.report.charts import compare_charts
 from fedgraft.report.values import NONE, show
 from fedgraft.runs.files import plain, write_atomic
 
@@ -27,25 +26,14 @@ _CLIENT_FIELDS = ("loss", "norm", "drift", "cosine", "weight")
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_tables(
-    path: Path | str, title: str, tables: Mapping[str, Rows], notes: Sequence[str] = (),
-    lines: Mapping[str, Rows] | None = None, pictures: Sequence[Path] = (), configs: Mapping[str, str] | None = None,
-) -> Path:  # fmt: skip
-    """Write a page of tables, each a list of rows under a heading, with all their numbers as one CSV file.
-
-    `notes` are paragraphs before them, `lines` metrics by name, drawn over each other; `pictures` are files that
-    become part of the page, `configs` texts by name that fold out.
-    """
-    charts = compare_charts(lines or {})
+def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes: Sequence[str] = ()) -> Path:
+    """Write a page of tables, each a list of rows under a heading, with all numbers as one CSV file, notes first."""
     text = rows_csv([{"table": name, **row} for name, rows in tables.items() for row in rows])
     parts = [
         *(f"<p>{safe(note)}</p>" for note in notes),
         *(section(name, grid(rows)) for name, rows in tables.items()),
-        section("Curves", CHARTS if charts else ""),
-        section("Figures", "".join(picture(file) for file in pictures)),
-        *(folded(f"Config of {name}", preformatted(text)) for name, text in (configs or {}).items()),
     ]
-    return write_page(path, title, header(title, "finished", f"{Path(path).stem}.csv", text), parts, charts)
+    return write_page(path, title, header(title, "finished", f"{Path(path).stem}.csv", text), parts, [])
 
 
 def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> Path:

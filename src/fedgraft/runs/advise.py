@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedgraft.config.build import build_network, open_data
+from fedgraft.config.build import build_network
+from fedgraft.config.federate import open_data
 from fedgraft.config.load import Config, merge, validate
 from fedgraft.data.sources import SOURCES
 from fedgraft.errors import FedgraftError

@@ -81,6 +81,10 @@ def logging_to(path: Path, console: bool = True) -> Iterator[None]:
 
 def plain(value: Any) -> Any:
     """The value as JSON can hold it: scalars of other libraries become Python's, NaN and infinity become None."""
+    if (kind := type(value)) is float:  # a round has hundreds of these, so they come first
+        return value if math.isfinite(value) else None
+    if kind is int or kind is str:
+        return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -8,8 +8,8 @@ server's validation images.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -56,6 +56,8 @@ class Start:
 
     accuracy: float
     loss: float
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that its head cost, counted as those of rounds are."""
 
 
 def install(network: Network, head: Tensor) -> None:
@@ -206,12 +208,14 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     sums = engines.sums(context)
 
     def make() -> dict[str, Tensor]:
-        return {"head": _make_head(job, sums, judge)}
+        made = _make_head(job, sums, judge)
+        return {"head": made, "traffic": torch.tensor([sums.up, sums.down])}
 
-    head = kept_tensors("heads", [*recipe, *identity, *hidden], make, lambda: not sums.lost)["head"]
+    kept = kept_tensors("heads", ["with traffic", *recipe, *identity, *hidden], make, lambda: not sums.lost)
+    head, (up, down) = kept["head"], kept["traffic"].tolist()
     engines.close()
     install(network, head)
-    start = Start(*judge([head])[0])
+    start = Start(*judge([head])[0], {"bytes_up": up, "bytes_down": down})
     log.info(
         "head initialisation (%s): validation accuracy %.4f, loss %.4f", job.config.head, start.accuracy, start.loss
     )

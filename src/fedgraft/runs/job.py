@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.config.agreement import rules_of
-from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named, federate
+from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named
+from fedgraft.config.federate import federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
 from fedgraft.context import ClientContext

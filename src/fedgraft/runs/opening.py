@@ -24,7 +24,7 @@ from fedgraft.context import ClientContext, shared_and_private
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.edit.space import EditSpace, select
-from fedgraft.edit.trainable import Opened
+from fedgraft.edit.trainable import Opened, layer_ranges
 from fedgraft.local.features import hidden
 from fedgraft.messages import Order, Scalar
 from fedgraft.models.identity import digest
@@ -115,6 +115,7 @@ def open_run(
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
         context.origin, lambda answers: align(job, context, answers), claims_of(task.data),
+        layer_ranges(network, space, algorithm.weighting.options.get("layers", ())),
     )  # fmt: skip
     return Opening(algorithm, federation, opened, context, server_context, head, factor)
 

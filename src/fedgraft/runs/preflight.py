@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgraft.config.build import federate, open_data
+from fedgraft.config.federate import federate, open_data
 from fedgraft.config.options import Config
 from fedgraft.data.images.rule import Unreadable, decode, original
 from fedgraft.data.images.store import ImageStore, cache_dir

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 
@@ -25,13 +26,26 @@ from fedgraft.runs.files import plain, read_metrics, repair, without_timing, wri
 NAME = "rounds.log"
 
 
-def state_digest(tensors: Mapping[str, Tensor]) -> str:
+Known = dict[int, tuple[ReferenceType[Tensor], int, str]]
+"""Digests of tensors that are still there, by their id, with the version that was read."""
+
+
+def state_digest(tensors: Mapping[str, Tensor], known: Known | None = None) -> str:
     """Identity of a server's state: its model, its rule's memory and the clients' models that it keeps."""
-    h = hashlib.sha256()
+    h, known = hashlib.sha256(), {} if known is None else known
     for name in sorted(n for n in tensors if n == "vector" or n.startswith(("rule/", "personal/"))):
-        h.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
-        h.update(tensors[name].detach().cpu().contiguous().numpy().data)
+        one = tensors[name]
+        h.update(f"{name} {one.dtype} {tuple(one.shape)} {_content(one, known)}\n".encode())
     return h.hexdigest()
+
+
+def _content(tensor: Tensor, known: Known) -> str:
+    """Digest of a tensor's bytes; of the many models of a personal run only those that a round made are read."""
+    seen = known.get(id(tensor))
+    if seen is None or seen[0]() is not tensor or seen[1] != tensor._version:
+        found = hashlib.sha256(tensor.detach().cpu().contiguous().numpy().data).hexdigest()
+        seen = known[id(tensor)] = ref(tensor), tensor._version, found
+    return seen[2]
 
 
 def line_digest(line: Mapping[str, Any]) -> str:
@@ -61,7 +75,7 @@ class RoundLog:
         repair(self.path)
         kept = [line["entry"] for line in _lines(self.path)[1:]] if after is not None and self.path.is_file() else []
         entries = [{"run": run, "key": public}, *(e for e in kept if e["round"] <= (after or 0))]
-        self.hash, texts = "", []
+        self.hash, texts, self.known = "", [], Known()
         for entry in entries:
             texts.append(self._line(entry))
         write_text(self.path, "".join(texts))
@@ -73,8 +87,9 @@ class RoundLog:
 
     def append(self, line: Mapping[str, Any], state: Mapping[str, Tensor], **more: Any) -> None:
         """Add a round: its line in the metrics, the state after it, and what else is to be proved."""
-        told = {"round": line["round"], "state": state_digest(state), "line": line_digest(line)}
-        model = state_digest({"vector": state["vector"]})
+        told = {"round": line["round"], "state": state_digest(state, self.known), "line": line_digest(line)}
+        model = state_digest({"vector": state["vector"]}, self.known)
+        self.known = {key: seen for key, seen in self.known.items() if seen[0]() is not None}
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(self._line({**told, "model": model, **plain(more)}))

@@ -134,7 +134,7 @@ class _Run:
     def _begin(self, track: Tracking) -> ServerState:
         """Head initialisation, then the state before round 1, measured: the start is on every curve."""
         began = time.perf_counter()
-        install_head(self.job, self.engines)
+        head = install_head(self.job, self.engines)
         self._open(None)
         state = server.start(
             self.opening.algorithm, self.opening.space.gather(self.job.task.network), self.opening.space.trained
@@ -152,7 +152,8 @@ class _Run:
             self.best = Best(found.plain.accuracy, self.measure.score(found), 0, 0, state.vector)
         self.spent += time.perf_counter() - began
         self.phases["head initialisation"] = self.spent
-        self._add(self._traffic())
+        shared = head is not None and self.opening.algorithm.aggregate.shares  # training alone sends nothing
+        self._add(self._traffic() if self.remote else head.traffic if head and shared else {})
         log.info("head initialisation (%s) took %.1f s", self.config.head, self.spent)
         self.record.append(line)
         self.log.append(line, to_tensors(state, {})[0])
@@ -251,12 +252,11 @@ class _Run:
         before, best = self._traffic(), state.vector if self.best.vector is None else self.best.vector
         tested = self.measure.tested(best, state.round) if self.config.rounds.test else {}
         summary = summary_of(self.job, self.opening, state, self.best, self.record.metrics()) | tested
-        summary |= {**self.totals, "seconds": self.spent, **self.measure.served(state, best)}
-        if self.remote is not None:
-            self._add(self._traffic(before))
-            for key, total in self.totals.items():  # preparations and the final test are no round's
-                inside = sum(int(one.get(key, 0)) for one in self.record.metrics())
-                summary |= {key: total, f"{key}_outside_rounds": total - inside}
+        summary |= {"seconds": self.spent, **self.measure.served(state, best)}
+        self._add(self._traffic(before))
+        for key, total in self.totals.items():  # preparations and the final test are no round's
+            inside = sum(int(one.get(key, 0)) for one in self.record.metrics())
+            summary |= {key: total} | ({f"{key}_outside_rounds": total - inside} if total > inside else {})
         return summary
 
     # ---- saving and restoring -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a change becomes bytes: values only, half precision, int8 with stochastic rounding, top-k with error feedback.
+"""How an update becomes bytes: values only, half precision, int8 with stochastic rounding, top-k with error feedback.
 
 Both sides know the edit space, so no codec sends positions that the space implies. A codec states the exact layout
 of its arrays for a given length; `decode` holds a hostile payload against that layout before it allocates anything.
@@ -7,7 +7,7 @@ Values that are not finite never raise on the client: they travel as not-finite 
 `decode` refuses the payload. Nothing saturates: half precision carries a power of two that fits the largest value.
 
 Int8 follows the unbiased stochastic rounding of QSGD (Alistarh et al. 2017); top-k keeps what it did not send and
-adds it to the next change (error feedback, Stich et al. 2018).
+adds it to the next update (error feedback, Stich et al. 2018).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Int8:
 class TopK:
     """The largest `fraction` of the coordinates, exactly; the rest waits in the client's memory for a later round.
 
-    With a memory the sum of what was decoded plus the residual equals the sum of the changes. Clear the memory when
+    With a memory the sum of what was decoded plus the residual equals the sum of the updates. Clear the memory when
     the edit space changes. Without a memory the rest is lost.
     """
 
@@ -173,11 +173,11 @@ class TopK:
         return {"indices": (torch.int32, sent), "values": (torch.float32, sent)}
 
     def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
-        """Send the largest of change plus residual; a change that is not finite leaves the memory as it was."""
+        """Send the largest of update plus residual; an update that is not finite leaves the memory as it was."""
         residual = None if memory is None else memory.get("residual")
         if residual is not None and len(residual) != len(vector):
             raise FedgraftError(
-                f"the top-k memory has {len(residual)} coordinates and the change {len(vector)}: "
+                f"the top-k memory has {len(residual)} coordinates and the update {len(vector)}: "
                 "clear the client's memory when the edit space changes"
             )
         total = vector.clone() if residual is None else vector + residual

@@ -60,16 +60,16 @@ class Expectation:
     """Who was asked."""
     space: str = ""
     length: int = 0
-    """Coordinates of the change; the most of any client where they differ."""
+    """Coordinates of the update; the most of any client where they differ."""
     lengths: Mapping[int, int] = field(default_factory=dict)
     """Coordinates by client, where clients move different numbers of them."""
     codec: Codec | None = None
-    """How the change is encoded; None: no change was asked for, and none may come."""
+    """How the update is encoded; None: no update was asked for, and none may come."""
     sums: Mapping[str, Field] = field(default_factory=dict)
     scalars: Collection[str] = ()
     evidence: Mapping[str, Field] = field(default_factory=dict)
     norm_bound: float | None = None
-    """Largest L2 norm of the decoded change."""
+    """Largest L2 norm of the decoded update."""
     max_examples: int | None = None
     """0: the number of examples is secret (it travels inside a secure sum) and must be left at 0."""
     ranges: Mapping[str, Range] = field(default_factory=dict)
@@ -93,13 +93,13 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A reply that passed, with its change decoded once."""
+    """A reply that passed, with its update decoded once."""
 
     reply: Reply
     update: Tensor | None
     """float32 (length,)."""
     norm: float
-    """L2 norm of the change; 0 when there is none."""
+    """L2 norm of the update; 0 when there is none."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _judge(sender: int | None, reply: Reply | bytes, expected: Expectation) -> A
     update = _decode_change(reply.update, expected, expected.lengths.get(reply.client, expected.length))
     norm = 0.0 if update is None else _norm(update)
     if expected.norm_bound is not None and norm > expected.norm_bound:
-        raise Refused(f"change has norm {norm:.4g}, over the bound {expected.norm_bound:.4g}")
+        raise Refused(f"update has norm {norm:.4g}, over the bound {expected.norm_bound:.4g}")
     if expected.claims is not None and (lie := expected.claims.contradiction(reply.client, expected.told(reply))):
         raise Refused(lie)
     if wrong := expected.check(reply):
@@ -167,7 +167,7 @@ def _judge(sender: int | None, reply: Reply | bytes, expected: Expectation) -> A
 
 
 def _norm(update: Tensor) -> float:
-    """The L2 norm in float64, piece by piece: a long change is never held twice."""
+    """The L2 norm in float64, piece by piece: a long update is never held twice."""
     room = torch.empty(min(len(update), 1 << 20), dtype=torch.float64)  # one for all pieces
     pieces = update.split(1 << 20)
     return math.hypot(*(float(torch.linalg.vector_norm(room[: len(piece)].copy_(piece))) for piece in pieces))
@@ -237,13 +237,13 @@ def largest(tensor: Tensor) -> float:
 def _decode_change(update: Payload | None, expected: Expectation, length: int) -> Tensor | None:
     if expected.codec is None:
         if update is not None:
-            raise Refused("carries a change that was not asked for")
+            raise Refused("carries an update that was not asked for")
         return None
     if not isinstance(update, Payload):
-        raise Refused("carries no change")
+        raise Refused("carries no update")
     decoded = decode(update, expected.codec, length)
     if largest(decoded) > LARGEST:
-        raise Refused(f"change has numbers over {LARGEST:g}, which no network can use")
+        raise Refused(f"update has numbers over {LARGEST:g}, which no network can use")
     return decoded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from fedgraft.aggregate.slots import Answers, Mixing, Observe
 from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.edit.dense import body, everything
 from fedgraft.edit.trainable import is_head
+from fedgraft.errors import FedgraftError
+from fedgraft.local import self_weight as self_weights
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.protocols import Network
 from fedgraft.zoo.mean import fedavg, given
@@ -23,53 +26,67 @@ def fedbabu(**slots: Any) -> Algorithm:
     return vary(fedavg(**{"trainable": body(), **given(slots)}), name="fedbabu", fixed_head=True)
 
 
-def _mixing(similarity: str, constant: float, samples: int, absent: str, probe: int, noise: float) -> Mixing:
+def _mixed(
+    algorithm: Algorithm, similarity: str, constant: float, samples: int, absent: str, probe: int, noise: float,
+    self_weight: float | None, aside: float,
+) -> Algorithm:  # fmt: skip
+    """The algorithm with one model per client, mixed by this similarity."""
     options = {"c": constant} if similarity == "constant" else {}
+    labels = Observe("labels", (), {"labels": ("classes",)})
+    shown, seen = {"samples": samples, "noise": noise}, {"probe": probe, "noise": noise}
+    of_probe = Observe("probe_representation", (), {"probe_representation": (probe, "width")}, seen, True)
     sources: dict[str, tuple[str, tuple[Observe, ...]]] = {
         "constant": ("", ()),
-        "label_histogram": ("labels", (Observe("labels", (), {"labels": ("classes",)}),)),
-        "groups": ("labels", (Observe("labels", (), {"labels": ("classes",)}),)),
-        "probe_cka": (
-            "probe_representation",
-            (
-                Observe(
-                    "probe_representation",
-                    (),
-                    {"probe_representation": (probe, "width")},
-                    {"probe": probe, "noise": noise},
-                    True,
-                ),
-            ),
-        ),
+        "label_histogram": ("labels", (labels,)),
+        "groups": ("labels", (labels,)),
+        "probe_cka": ("probe_representation", (of_probe,)),
     }
-    own = Observe("representation", (), {"representation": (samples, "width")}, {"samples": samples, "noise": noise})
+    own = Observe("representation", (), {"representation": (samples, "width")}, shown)
     field, wants = sources.get(similarity, ("representation", (own,)))
 
-    def matrix(answers: Answers) -> Tensor:
+    def rows(answers: Answers) -> Tensor:
         shown = [e[field] for e in answers.evidence] if field else [torch.zeros(1)] * len(answers.clients)
         return crsm(shown, similarity, **options)
 
-    return Mixing(f"mixture:{similarity}", matrix, wants, absent_keep=absent == "keep")
+    mixing, kept = Mixing(f"mixture:{similarity}", rows, wants, absent == "keep"), 0.0
+    if similarity == "learned":
+        mixing, kept = replace(mixing, **_learned(self_weight, aside)), aside if self_weight is None else 0.0
+    elif self_weight is not None:
+        raise FedgraftError("algorithm.self_weight fixes what similarity='learned' would learn; set that, or leave it.")
+    return vary(algorithm, aggregate=mixing, client_state=ClientState(aside=kept))
+
+
+def _learned(fixed: float | None, aside: float) -> dict[str, Any]:
+    """The slots of a mixing whose self-weights clients report, or that has the same for all."""
+    if not (0 < aside < 1 and (fixed is None or 0 <= fixed <= 1)):
+        raise FedgraftError(
+            f"algorithm.aside is a share between 0 and 1 and self_weight one from 0 to 1; they are {aside}, {fixed}."
+        )
+
+    def rows(answers: Answers) -> Tensor:
+        told = [fixed if fixed is not None else s["self_weight"] for s in answers.scalars]
+        return self_weights.matrix(torch.tensor(told), answers.examples)
+
+    asks = (Observe("self_weight", ("self_weight",), options={"aside": aside}),)
+    return {"similarity": rows, "wants": () if fixed is not None else asks, "shows_mean": fixed is None}
 
 
 def fedshibu(
     similarity: str = "cka_linear", constant: float = 1.0, samples: int = 64, absent: str = "keep", probe: int = 256,
-    noise: float = 0.0, **slots: Any,
+    noise: float = 0.0, self_weight: float | None = None, aside: float = 0.2, **slots: Any,
 ) -> Algorithm:  # fmt: skip
     """One body per client, mixed by representation similarity; the head stays at its start. Constant 1 is FedBABU."""
-    return vary(
-        fedbabu(**slots), name="fedshibu", aggregate=_mixing(similarity, constant, samples, absent, probe, noise)
-    )
+    made = vary(fedbabu(**slots), name="fedshibu")
+    return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
 
 
 def fedavg_crsm(
     similarity: str = "cka_linear", constant: float = 1.0, samples: int = 64, absent: str = "keep", probe: int = 256,
-    noise: float = 0.0, **slots: Any,
+    noise: float = 0.0, self_weight: float | None = None, aside: float = 0.2, **slots: Any,
 ) -> Algorithm:  # fmt: skip
     """The same mixing on whatever trains, head included. Constant 1 is FedAvg."""
-    return vary(
-        fedavg(**slots), name="fedavg_crsm", aggregate=_mixing(similarity, constant, samples, absent, probe, noise)
-    )
+    made = vary(fedavg(**slots), name="fedavg_crsm")
+    return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
 
 
 def local_only(**slots: Any) -> Algorithm:

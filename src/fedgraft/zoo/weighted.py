@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.merging import aligned_weights, dare_aggregator, fisher_aggregator, ties_aggregator
+from fedgraft.aggregate.merging import by_layer as layered
 from fedgraft.aggregate.similarity import alignment_weights, counted_examples, null_level, random_weights_like
-from fedgraft.aggregate.slots import Answers, Observe, Weighting
+from fedgraft.aggregate.slots import Answers, Observe, Weighting, mean
 from fedgraft.algorithm import Algorithm, vary
+from fedgraft.errors import FedgraftError
 from fedgraft.randomness import torch_stream
 from fedgraft.zoo.mean import fedavg
 
@@ -25,6 +27,8 @@ def fedalign(
     keep: int = 20,
     top: int = 20,
     probe: int = 256,
+    by_layer: bool = False,
+    freeze: float | None = None,
     seed: int = 0,
     **slots: Any,
 ) -> Algorithm:
@@ -34,13 +38,24 @@ def fedalign(
     weights are the same whether the server sees them or only their sum.
     `align`: the client computes its score (one number a layer leaves), the server recomputes it from the change on a
     secret probe, or `random`, the control: the same weights dealt at random.
+    `by_layer`: every layer has weights of its own, by its own scores; one that drifts more than `freeze` (1 less the
+    mean score) rests for the round. With one layer and no `freeze` it is the same as without.
     """
+    if (by_layer and align == "random") or (freeze is not None and not (by_layer and freeze >= 0)):
+        raise FedgraftError(
+            "fedalign: freeze is a drift of at least 0 and needs by_layer, which has no random control."
+        )
     null = null_level(probe, keep, top) if null_correction else 0.0
     names = tuple(f"alignment:{layer}" for layer in layers)
 
+    def scores(answers: Answers) -> Tensor:
+        return torch.tensor([[s[name] for name in names] for s in answers.scalars], dtype=torch.float64)
+
+    def weigh(answers: Answers, scores: Tensor) -> Tensor:
+        return alignment_weights(answers.examples, scores, gamma, null, cap).weights
+
     def weights(answers: Answers) -> Tensor:
-        scores = torch.tensor([[s[name] for name in names] for s in answers.scalars], dtype=torch.float64)
-        found = alignment_weights(answers.examples, scores, gamma, null, cap).weights
+        found = weigh(answers, scores(answers))
         return (
             random_weights_like(found, torch_stream(seed, "random_weights", answers.round))
             if align == "random"
@@ -56,7 +71,8 @@ def fedalign(
     wants, judged = ((), names) if align == "server" else ((observe,), ())
     mine = own if align == "client" else None
     weighting = Weighting(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True, options=options)
-    return vary(fedavg(**slots), name="fedalign", weighting=weighting)
+    combined = layered(scores, weigh, freeze) if by_layer else mean()
+    return vary(fedavg(**slots), name="fedalign", weighting=weighting, aggregate=combined)
 
 
 def fedawa(steps: int = 20, rate: float = 0.5, **slots: Any) -> Algorithm:

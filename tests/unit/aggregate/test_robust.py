@@ -230,7 +230,7 @@ def test_other_refusals() -> None:
         robust.multi_krum(1, keep=9)(stack(7, 3), torch.ones(7))
     with pytest.raises(FedgraftError, match="no aggregation rule 'mode'"):
         robust.robust_aggregator("mode")
-    with pytest.raises(FedgraftError, match="no change to combine"):
+    with pytest.raises(FedgraftError, match="no update to combine"):
         robust.median()(torch.zeros(0, 3), torch.zeros(0))
 
 

@@ -160,7 +160,7 @@ def test_show_and_list(finished: Path, fedgraft: Command) -> None:
 def test_compare_two_runs(finished: Path, fedgraft: Command, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(finished, other)
-    said = fedgraft("compare", finished, other, "-o", tmp_path / "comparison")
+    said = fedgraft("compare", finished, other, "-o", tmp_path / "comparison", "--format", "png")
     assert said.code == 0 and "other" in said.out
     assert (tmp_path / "comparison" / "comparison.html").is_file() and (
         tmp_path / "comparison" / "accuracy.png"

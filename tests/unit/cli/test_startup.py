@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import fedgraft.zoo  # noqa: F401  (fills the registry)
+from fedgraft.cli import main
+from fedgraft.registry import ALGORITHMS, listed_algorithms, own_options
 from fedgraft.runs.run_folder import RunFolder
 
 CODE = """
@@ -17,7 +20,7 @@ try:
     app(sys.argv[1:])
 except SystemExit as end:
     assert not end.code, end.code
-print("heavy:", sorted({"torch", "transformers"} & sys.modules.keys()))
+print("heavy:", sorted({"torch", "transformers", "matplotlib", "sklearn", "scipy"} & sys.modules.keys()))
 """
 
 
@@ -29,15 +32,28 @@ def runs(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in "ab"]
 
 
-@pytest.mark.parametrize("command", ["list", "show", "watch", "options", "presets", "--help"])
+COMMANDS = ["list", "show", "watch", "options", "presets", "algorithms", "partition", "compare", "--help"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_looking_needs_no_torch(command: str, runs: list[str], tmp_path: Path) -> None:
-    words = {"list": [str(tmp_path)], "show": runs[:1], "watch": [runs[0], "--once"]}.get(command, [])
+    given = {"list": [str(tmp_path)], "show": runs[:1], "watch": [runs[0], "--once"], "partition": ["seed=1"]}
+    words = {**given, "compare": [*runs, "--out", str(tmp_path / "page")]}.get(command, [])
     found = subprocess.run([sys.executable, "-c", CODE, command, *words], capture_output=True, text=True, check=False)
     assert found.stdout.endswith("heavy: []\n"), found.stdout[-300:] + found.stderr[-300:]
 
 
-@pytest.mark.slow
-def test_comparing_needs_no_torch(runs: list[str], tmp_path: Path) -> None:
-    words = ["compare", *runs, "--out", str(tmp_path / "page")]
-    found = subprocess.run([sys.executable, "-c", CODE, *words], capture_output=True, text=True, check=False)
-    assert found.stdout.endswith("heavy: []\n"), found.stdout[-300:] + found.stderr[-300:]
+def test_the_listed_algorithms_are_those_of_the_zoo() -> None:
+    listed = listed_algorithms()
+    assert [*listed] == [*ALGORITHMS]
+    for name, make in ALGORITHMS.items():
+        assert listed[name] == ((make.__doc__ or "").strip().splitlines()[0], own_options(make))
+
+
+def test_a_command_reads_its_own_signature_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.app, "registered_commands", [*main.app.registered_commands])
+    monkeypatch.setattr(main.app, "registered_groups", [*main.app.registered_groups])
+    main.keep_only("nothing of this name")
+    assert len(main.app.registered_commands) > 10 and main.app.registered_groups
+    main.keep_only("find-lr")
+    assert [one.name for one in main.app.registered_commands] == ["find-lr"] and not main.app.registered_groups

@@ -61,7 +61,8 @@ def test_random_labels_are_unbiased_for_expected(labels: str, estimator: str) ->
         return worst
 
     assert deviation(labels, **options) < 5
-    assert deviation("logit", **options) > 5  # the raw logit estimates something else
+    if labels == "sampled":
+        assert deviation("logit", **options) > 5  # the raw logit estimates something else
 
 
 def test_unscaled_batch_gradient_is_too_small_by_the_batch_size() -> None:

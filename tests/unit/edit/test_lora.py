@@ -474,8 +474,8 @@ def test_a_head_trained_beside_the_factors_is_averaged_in_every_rule(adapted_net
 @pytest.mark.parametrize(
     ("updates", "weights", "message"),
     [
-        ([], [], "each change needs one"),
-        ([0], [1.0, 1.0], "each change needs one"),
+        ([], [], "each update needs one"),
+        ([0], [1.0, 1.0], "each update needs one"),
         ([0], [float("nan")], "finite"),
         ([0, 0], [1.0, -0.5], "not negative"),
         ([0], [0.0], "not all zero"),

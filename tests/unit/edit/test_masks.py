@@ -15,9 +15,7 @@ from torch import Tensor
 from fedgraft.edit.choose import STRATEGIES, choose, magnitude_scores, random_scores, strategy_named
 from fedgraft.edit.masks import (
     Mask,
-    density_by_block,
-    density_by_kind,
-    density_by_tensor,
+    density_by,
     intersection,
     jaccard,
     overlap,
@@ -136,10 +134,10 @@ def test_per_tensor_and_per_block_share_out_by_size() -> None:
     scores = uniform((100,), (50,), (7,), (143,))
     mask = choose(scores, 0.1, threshold="per_tensor")
     assert mask.count == 30
-    assert density_by_tensor(mask) == pytest.approx({"t0": 0.1, "t1": 0.1, "t2": 1 / 7, "t3": 14 / 143})
+    assert density_by(mask, str) == pytest.approx({"t0": 0.1, "t1": 0.1, "t2": 1 / 7, "t3": 14 / 143})
     blocks = {"t0": 0, "t1": 0, "t2": 1, "t3": 1}
     mask = choose(scores, 0.2, threshold="per_block", block_of=blocks.__getitem__)
-    assert density_by_block(mask, blocks.__getitem__) == {0: 0.2, 1: 0.2}
+    assert density_by(mask, blocks.__getitem__) == {0: 0.2, 1: 0.2}
     with pytest.raises(FedgraftError, match="block_of"):
         choose(scores, 0.2, threshold="per_block")
 
@@ -174,16 +172,16 @@ def test_refusals() -> None:
 
 @pytest.mark.slow
 def test_above_two_to_the_24() -> None:
-    """As many coordinates as ViT-S/16 has; torch.quantile refuses this size."""
-    scores = {f"t{i}": torch.rand(900_000, generator=torch_stream(0, "big", i)) for i in range(24)}
+    """Nearly as many coordinates as ViT-S/16 has; torch.quantile refuses this size."""
+    scores = {f"t{i}": torch.rand(900_000, generator=torch_stream(0, "big", i)) for i in range(19)}
     assert sum(t.numel() for t in scores.values()) > 2**24
     mask = choose(scores, 0.1)
-    assert mask.count == 2_160_000
+    assert mask.count == 1_710_000
     assert flat(scores)[flat(mask)].max() <= flat(scores)[~flat(mask)].min()
     with pytest.raises(RuntimeError, match="too large"):
         torch.quantile(flat(scores), 0.1)
     zeros = {n: torch.zeros_like(t) for n, t in scores.items()}
-    assert choose(zeros, 0.1).count == 2_160_000
+    assert choose(zeros, 0.1).count == 1_710_000
 
 
 def test_strategies_train_what_their_names_say() -> None:
@@ -258,7 +256,6 @@ def test_algebra() -> None:
     assert union(masks)["a"].tolist() == [True, True, True, False]
     assert intersection(masks)["a"].tolist() == [True, False, False, False]
     assert vote(masks, 2)["a"].tolist() == [True, True, False, False]
-    assert vote(masks, 0.5, [0.2, 0.6, 0.2])["a"].tolist() == [True, False, True, False]
     assert jaccard(masks[0], masks[1]) == 1 / 3
     assert overlap(masks).tolist() == [[1, 1 / 3, 1], [1 / 3, 1, 1 / 3], [1, 1 / 3, 1]]
     nothing = Mask({"a": torch.zeros(4, dtype=torch.bool)})
@@ -369,4 +366,4 @@ def test_kinds() -> None:
         "embed", "embed", "q", "k", "v", "proj", "norm", "fc1", "fc1", "q", "qkv", "qkv", "norm", "head", "head",
     ]  # fmt: skip
     mask = Mask({"backbone.layers.0.mlp.fc1.weight": torch.ones(4).bool(), "head.bias": torch.zeros(2).bool()})
-    assert density_by_kind(mask, role) == {"fc1": 1.0, "head": 0.0}
+    assert density_by(mask, role) == {"fc1": 1.0, "head": 0.0}

@@ -10,7 +10,11 @@ import torch
 from tests.support.toy import ToyNetwork
 from torch import Tensor
 
+from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
+from fedgraft.errors import FedgraftError
+from fedgraft.messages import unpack_bits
+from fedgraft.state import ServerState
 
 
 class Asked:
@@ -54,3 +58,38 @@ def test_sparsity_is_the_share_that_stays(sparsity: float) -> None:
     network = ToyNetwork()
     body = sum(p.numel() for name, p in network.named_parameters() if not name.startswith("head"))
     assert kind.open(network, Asked()).space.trained == round((1 - sparsity) * body)
+
+
+def test_budgets_are_nested_parts_of_the_mask_dealt_in_turn() -> None:
+    """Every budget holds the head (21 numbers) and then the least sensitive coordinates; a large one holds all."""
+    kind = Sparse("least_sensitive", 0.5, calibration="oneshot", scope=("backbone.*",), budgets=(4 * 30, 4 * 50, 10**6))
+    opened = kind.open(ToyNetwork(), Asked())
+    assert opened.active is not None and opened.aggregate is not None and kind.partial
+    given = opened.active(ServerState(0, torch.zeros(1)))
+    parts = [unpack_bits(given.get(k), opened.space.trained) for k in range(4)]  # type: ignore[arg-type]
+    assert [int(part.sum()) for part in parts] == [30, 50, opened.space.trained, 30]
+    assert bool((parts[0] <= parts[1]).all()) and bool((parts[1] <= parts[2]).all())
+    head = torch.cat([torch.full((p.size,), p.name.startswith("head")) for p in opened.space.parts])
+    assert bool(parts[0][head].all())
+    scores = opened.stored["scores"]
+    assert float(scores[parts[0]].max()) <= float(scores[~parts[0]].min())
+    again = kind.open(ToyNetwork(), None, opened.stored)
+    assert torch.equal(again.active(ServerState(0, torch.zeros(1))).get(1), given.get(1))  # type: ignore[misc, arg-type]
+
+
+def test_a_budget_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(FedgraftError, match="does not hold the 84 bytes that train densely"):
+        Sparse("random", 0.5, scope=("backbone.*",), budgets=(84,)).open(ToyNetwork(), Asked())
+    with pytest.raises(FedgraftError, match="does not hold"):
+        LowRank(2, 4.0, ("1",), aggregate="svd", budgets=(100,)).open(ToyNetwork())
+    with pytest.raises(FedgraftError, match="leave ranks out"):
+        LowRank(2, 4.0, ("1",), aggregate="svd", budgets=(500,), ranks=(1,))
+
+
+def test_a_budget_buys_the_rank_that_fits() -> None:
+    """Two layers of 6 x 6: 24 numbers a rank beside a head of 21."""
+    opened = LowRank(4, 4.0, ("1",), aggregate="svd", budgets=(4 * 45, 4 * 92, 4 * 93, 4000)).open(ToyNetwork())
+    assert opened.active is not None
+    given = opened.active(ServerState(0, torch.zeros(1)))
+    counts = [int(unpack_bits(given.get(k), opened.space.trained).sum()) for k in range(4)]  # type: ignore[arg-type]
+    assert counts == [21 + 24 * rank for rank in (1, 2, 3, 4)]

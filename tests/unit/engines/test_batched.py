@@ -129,9 +129,9 @@ def wrong_smoothing(step: Any) -> Any:
     return lambda logits, y, smoothing: step(logits, y, smoothing / 2)
 
 
-def unweighted(gather: Any) -> Any:
+def unweighted(found: Any) -> Any:
     def wrong(*given: Any) -> tuple[Tensor, Tensor]:
-        labels, weights = gather(*given)
+        labels, weights = found(*given)
         return labels, torch.full_like(weights, 1 / weights.shape[3])  # padding counts
 
     return wrong
@@ -154,7 +154,7 @@ def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(batched, "_error", wrong_smoothing(batched._error))
         assert difference(fedavg(cross_entropy(0.1)), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
-        patch.setattr(Batched, "_gather", unweighted(Batched._gather))
+        patch.setattr(Batched, "_labels", unweighted(Batched._labels))
         assert difference(fedavg(batch_size=17), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(batched.Stack, "step", forgetful(batched.Stack.step))

@@ -483,3 +483,30 @@ def test_real_networks_answer_as_in_transformers(name: str, size: int) -> None:
         assert (net.depth, net.width, backbone_size(net)) == (4, 2048, 23_508_032)
         resized: Any = at_size(net.backbone, 96)
         assert resized.config.image_size == 96
+
+
+@pytest.mark.parametrize("name", ["tiny", "nano"])
+def test_the_last_block_for_the_class_token_is_the_whole_block(name: str) -> None:
+    """What the head reads and every gradient are those of the whole block; only what nobody reads is left out."""
+    network = model(name, 3)
+    images = torch.randn(4, 3, network.image_size, network.image_size, generator=torch_stream(0, "token"))
+
+    def passed(whole: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        network.zero_grad()
+        found = network.cut.run(network.backbone, images, 0, network.depth, whole)
+        network.head(found).square().sum().backward()
+        return found, {key: p.grad.clone() for key, p in network.named_parameters() if p.grad is not None}
+
+    (short, some), (long, every) = passed(False), passed(True)
+    torch.testing.assert_close(short, long, rtol=1e-5, atol=1e-5)
+    assert some.keys() == every.keys()
+    scale = max(float(gradient.abs().max()) for gradient in every.values())  # keys' biases have none but noise
+    for key, gradient in every.items():
+        torch.testing.assert_close(some[key], gradient, rtol=1e-3, atol=1e-5 * scale)
+    last = f"block{network.depth - 1}"
+    seen = []
+    hook = network.layer(last).register_forward_hook(lambda *_: seen.append(1))
+    network.activations(images, [f"{last}.mlp"])
+    network.features(images)
+    hook.remove()
+    assert len(seen) == 1, "probes see all tokens of the last block; a plain pass does not run it whole"

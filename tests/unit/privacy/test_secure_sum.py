@@ -32,7 +32,6 @@ from fedgraft.privacy.secagg.secure_sum import (
     SecureServer,
     Segment,
     drive,
-    plain_sum,
     rounding,
     run_locally,
     weighted_input,
@@ -90,6 +89,14 @@ class Local:
                 self.refused[u] = f"{stage}: {refusal}"
                 self.silent.add(u)
         return answers
+
+
+def plain_sum(inputs: Inputs, plan: Plan, seed: int, survivors: tuple[int, ...]) -> torch.Tensor:
+    """The ring sum without any protection, int32 view of the words: what the protocol must equal bit for bit."""
+    total = torch.zeros(plan.ring.length, dtype=torch.int32)
+    for u in survivors:
+        total += torch.from_numpy(plan.ring.encode(inputs[u], rounding(seed, plan, u)).view("int32"))
+    return total
 
 
 def is_exact(words: np.ndarray, inputs: Inputs, plan: Plan, survivors: tuple[int, ...]) -> bool:

@@ -40,7 +40,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     compare_runs([root / "run-0", root / "run-1"], root / "both")
     lines = {name: RunFolder.open(root / name).metrics() for name in ("run-0", "run-1")}
     rows = [{"setting": name, "rounds": len(found), "note": "a longer text " * 9} for name, found in lines.items()]
-    write_tables(root / "tables.html", "Tables", {"Runs": rows}, ["A note."], lines, configs={"all": "seed = 1"})
+    write_tables(root / "tables.html", "Tables", {"Runs": rows}, ["A note."])
     return {
         "run": root / "run-0" / "report.html",
         "comparison": root / "both" / "comparison.html",

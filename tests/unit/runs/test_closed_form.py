@@ -23,6 +23,7 @@ from fedgraft.runs.closed_form import (
 )
 from fedgraft.runs.job import head_only
 from fedgraft.runs.run import run
+from fedgraft.runs.run_folder import read_metrics
 from fedgraft.secure_round import Sums
 
 
@@ -116,7 +117,14 @@ def test_a_head_is_a_whole_algorithm(name: str, tmp_path: Path) -> None:
     """No round, no update; the head is what `model.head` makes, bit for bit."""
     config = tiny(f"algorithm.name={name}", "rounds.total=7")
     summary = run(config, tmp_path / name, console=False)
-    assert summary["rounds"] == 0 and summary["bytes_up"] == 0 and "note" not in summary
+    assert summary["rounds"] == 0 and "note" not in summary
+    (lines,) = read_metrics(tmp_path / name)
+    assert "bytes_up" not in lines and summary["bytes_up"] == summary["bytes_up_outside_rounds"]
+    numbers = {"fed3r": 33 * 33 + 33 * 10, "fedncm": 33 * 10, "fedcof": 33 * 10}.get(name)  # float64, width 32
+    if numbers:
+        assert 3 * 8 * numbers < summary["bytes_up"] < 3 * (8 * numbers + 600) and 0 < summary["bytes_down"] < 1500
+    else:  # statistics once, then a gradient for every step
+        assert summary["bytes_up"] > 3 * 8 * (33 * 43 + 330) and summary["bytes_down"] > 3 * 8 * 330
     kind = zoo.named(name).closed_form
     plain = run(tiny(f"model.head={kind}", "rounds.total=0"), tmp_path / "plain", console=False)
     assert summary["test"] == plain["test"] and summary["test"]["accuracy"] > 0.2

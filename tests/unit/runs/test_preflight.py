@@ -137,14 +137,14 @@ def test_small_counts_and_single_images_stay_hidden(data: Path, tmp_path: Path) 
 
 
 def _one(data: Path, site: int = 0) -> tuple[object, list[np.ndarray]]:
-    from fedgraft.config.build import open_data
+    from fedgraft.config.federate import open_data
 
     dataset = open_data(config(data))
     return dataset, module.by_site(dataset)[1][site]
 
 
 def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_path: Path) -> None:
-    from fedgraft.config.build import federate
+    from fedgraft.config.federate import federate
 
     rename(data, "Melanoma ")
     with pytest.raises(FedgraftError, match=r'data.class_map = \{"melanoma" = "Melanoma "\}'):

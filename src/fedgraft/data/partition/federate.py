@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
-import torch
 
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition.partition import Partition, make_partition, partition_by_owner
@@ -39,7 +38,7 @@ def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> Fed
     else:
         labels, tests = data.train.labels[train], data.test.labels
         partition = make_partition(kind, labels, tests, clients, seed, **options)
-    made = FederatedData(data, torch.from_numpy(train), torch.from_numpy(held), partition)
+    made = FederatedData(data, train, held, partition)
     if (lost := made.uncovered) and not options.get("allow_uncovered") and limit is None:
         raise FedgraftError(
             f"no client holds an image of {', '.join(lost)[:200]}; leave these classes out, add images, or allow it "

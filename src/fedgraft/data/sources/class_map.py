@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -29,6 +30,7 @@ def slips(names: Sequence[str]) -> list[tuple[str, str, str]]:
     return found
 
 
+@cache
 def _letters(name: str) -> str:
     return re.sub(r"[\W_]+", "", name).casefold()
 

@@ -103,10 +103,6 @@ class Ring:
             words[span] = scaled.to(torch.int32).numpy().view(np.uint32)
         return words
 
-    def saturated(self, values: Mapping[str, Tensor]) -> int:
-        """How many entries lie outside their segment's limit and lose something."""
-        return sum(int((values[s.name].abs() > s.limit).sum()) for s in self.segments)
-
     def decode(self, total: Words) -> dict[str, Tensor]:
         """A sum of at most `clients` encoded vectors as float64 vectors by segment."""
         signed = np.ascontiguousarray(total).view(np.int32)

@@ -8,12 +8,12 @@ any client's holders collude with it. Inputs are hidden, so they cannot be check
 (by anything the ring can hold), it cannot read others. Who is who: see `secure_keys.Identity`. In a neighbour graph
 the lists are compared among neighbours, so a split view is caught where it touches one client's holders.
 
-The weight travels inside the sum: clients send weight * change and the weight, so whoever is lost drops out of both.
+The weight travels inside the sum: clients send weight * update and the weight, so whoever is lost drops out of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -58,7 +58,7 @@ def weighted_segments(
     sums: Mapping[str, tuple[int, float]] | None = None,
     scalars: Mapping[str, float] | None = None,
 ) -> tuple[Segment, ...]:
-    """Layout of weight * change, the weight, unweighted vectors (name: length, limit), weighted numbers (name: limit).
+    """Layout of weight * update, the weight, unweighted vectors (name: length, limit), weighted numbers (name: limit).
 
     Weights lie in [0, 1]: a client divides its examples (or its own score) by the largest value allowed.
     """
@@ -81,7 +81,7 @@ def weighted_input(
 
 
 def weighted_mean(result: SumResult) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
-    """(mean change float32, unweighted sums float32, mean scalars) of the survivors."""
+    """(mean update float32, unweighted sums float32, mean scalars) of the survivors."""
     weight = float(result.sums["weight"])
     if weight <= 0:
         raise SecureAbort("the weights of the secure sum add up to nothing")
@@ -123,11 +123,3 @@ def run_locally(
 def rounding(seed: int, plan: Plan, client: int) -> torch.Generator:
     """The generator of one client's stochastic rounding in one sum."""
     return torch_stream(seed, "secure rounding", plan.run, plan.round, client)
-
-
-def plain_sum(inputs: Mapping[int, Mapping[str, Tensor]], plan: Plan, seed: int, survivors: Iterable[int]) -> Tensor:
-    """The ring sum without any protection, int32 view of the words: what the protocol must equal bit for bit."""
-    total = torch.zeros(plan.ring.length, dtype=torch.int32)
-    for u in survivors:
-        total += torch.from_numpy(plan.ring.encode(inputs[u], rounding(seed, plan, u)).view("int32"))
-    return total
