@@ -18,7 +18,7 @@ from fedgraft.runs.run import run
 from fedgraft.runs.run_folder import RunFolder
 
 RUN = {
-    "name": "digits", "model": {"name": "nano", "head": "random"}, "moves": {"kind": "head"},
+    "name": "digits", "model": {"name": "nano", "head": "random"}, "trainable": {"kind": "head"},
     "partition": {"kind": "classes", "clients": 10, "classes_per_client": 5}, "local": {"steps": 4, "lr": 0.03},
     "rounds": {"total": 40, "fraction": 0.5, "evaluate_every": 1, "checkpoint_every": 40},
 }  # fmt: skip

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = {
     "make": "sets up an environment, or is the gate that this test is part of",
     "pip": "installs packages",
+    "eval": "is for a shell's own start file",
     "npm": "fetches a package",
     "fedgraft deploy local": "starts real Flower processes: tests/deploy/test_deploy_local.py runs it",
     "python -m reproduction": "belongs to no installed package: tests/reproduction runs it",

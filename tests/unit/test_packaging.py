@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,16 @@ def test_no_file_names_a_package_registry() -> None:
         if hosts.search(path.read_text(encoding="utf-8", errors="ignore"))
     ]
     assert not named
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """What a user installs: weights, preset, page and types; no tests, no studies."""
+    builder = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed").WheelBuilder
+    (wheel,) = builder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    needed = ["models/nano/model.safetensors", "models/nano/config.json", "config/demo.toml", "report/template.html"]
+    assert {f"fedgraft/{name}" for name in [*needed, "py.typed", "cli/main.py"]} <= names
+    assert all(name.startswith(("fedgraft/", f"fedgraft-{PROJECT['version']}.dist-info/")) for name in names)
+    source = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "fedgraft").rglob("*.py")}
+    assert source == {name for name in names if name.endswith(".py")}

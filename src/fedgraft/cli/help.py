@@ -17,10 +17,14 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Use the model": ("predict", "evaluate", "export", "edit"),
     "Plan": ("advise", "find-lr", "sweep", "attack", "partition", "options", "algorithms", "presets"),
     "Several owners": ("preflight", "worth", "unlearn", "deploy"),
-    "Coordinator": ("init", "register", "server", "submit", "status", "stop", "revoke", "renew"),
-    "Data owner": ("key", "policy", "trust", "node", "audit"),
 }
-"""Commands in the order of use, for the program and for `deploy`; what is not named here comes last."""
+DEPLOY: Mapping[str, tuple[str, ...]] = {
+    "Rehearse": ("local",),
+    "Coordinator": ("init", "register", "server", "preflight", "submit", "status", "evaluate", "stop"),
+    "Data owner": ("key", "policy", "trust", "node", "audit"),
+    "Keys and certificates": ("fingerprint", "revoke", "renew"),
+}
+"""Commands in the order of use, for the program and for `deploy`; what is not named comes last."""
 
 EXAMPLES: Mapping[str, str] = {
     "run": "fedgraft run mine.toml algorithm.name=scaffold rounds.total=20",
@@ -58,6 +62,8 @@ EXAMPLES: Mapping[str, str] = {
     "deploy register": "fedgraft deploy register federation north north.pub",
     "deploy server": "fedgraft deploy server federation --port 9092",
     "deploy node": "fedgraft deploy node --superlink 10.0.0.5:9092 --ca ca.crt --key north.key --id 0 --data xrays",
+    "deploy preflight": "fedgraft deploy preflight federation",
+    "deploy evaluate": "fedgraft deploy evaluate federation runs/mine-1a2b3c4d",
     "deploy submit": "fedgraft deploy submit federation",
     "deploy status": "fedgraft deploy status federation",
     "deploy stop": "fedgraft deploy stop federation",
@@ -101,6 +107,8 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """Commands by what they are for, each with its whole sentence."""
 
+    _main_shell_completion = click.Group._main_shell_completion  # typer expects other words than click's scripts send
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -114,7 +122,8 @@ class Group(TyperGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One section for each group that has a command here."""
         left = {name: one for name in self.list_commands(ctx) if (one := self.get_command(ctx, name)) is not None}
-        for title, names in {**GROUPS, "Commands": tuple(left)}.items():
+        groups = GROUPS if ctx.parent is None else DEPLOY
+        for title, names in {**groups, "Commands": tuple(left)}.items():
             if rows := [(name, left.pop(name).get_short_help_str(200)) for name in names if name in left]:
                 with formatter.section(title):
                     formatter.write_dl(rows)

@@ -272,7 +272,7 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for some reads every installed package
     try:
         with shown_by(_screen):
-            app(standalone_mode=True)
+            app(prog_name="fedgraft")
     except FedgraftError as error:
         typer.echo(f"fedgraft: {error}", err=True)
         sys.exit(2)

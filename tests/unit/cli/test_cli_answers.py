@@ -99,6 +99,16 @@ def test_every_example_is_of_a_command_and_every_command_has_a_group() -> None:
     assert {words[0] for words in ALL} <= grouped
 
 
+def test_tab_completes_commands(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the README's line for a shell's start file asks for it."""
+    monkeypatch.setenv("_FEDGRAFT_COMPLETE", "zsh_source")
+    assert "zsh_complete" in ask()[1]
+    monkeypatch.setenv("_FEDGRAFT_COMPLETE", "zsh_complete")
+    monkeypatch.setenv("COMP_WORDS", "fedgraft pre")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert [word for word in ask()[1].split() if word.startswith("pre")] == ["presets", "predict", "preflight"]
+
+
 def test_quiet_keeps_the_result_and_drops_the_progress(run: Path, work: Path) -> None:
     said = (work / "said.txt").read_text()
     assert "test accuracy" in said and "round 1 of 1" not in said and str(run) in said.replace("\n", "")
