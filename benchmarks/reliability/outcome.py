@@ -30,6 +30,15 @@ NOTES = """
 - `liar`: the bar on accuracy is for a lie about similarity, with a poisoned change, where the server computes the
   scores. Where clients report their own score, or where the liar claims a billion examples too, only the cap on the
   weight is promised: a liar at that cap can cost far more than six points, as the row shows.
+- Rows before 2026-11-17 were made before the bounds on claims (ten times the median) and on lengths (30 times the
+  usual) were on by default; the cap of 2/m on a weight in `liar` is the older one of the two that now hold.
+- `membership`: guesses are chosen on the first half of the rounds and counted on the second.
+- `epsilon`: one bound is free of assumptions (Clopper and Pearson), the other takes the scores as Gaussian, which the
+  mechanism's are, and is far tighter.
+- `uneven`: the digits and a tiny network; the default bounds of 30 and 10 leave room of two and a half times.
+- `stages`: the nodes of a deployment asked in one process; `tests/deploy/test_flower_faults.py` kills real ones.
+- Over Flower (`pytest tests/deploy -m deploy`): `test_deploy_hostile.py` tells the same table of lies to a real node
+  with its socket's bytes counted, lets a real node lie in 50 ways, and sends 300 MB both ways against the limits.
 - `soak`: caches fill during the first few hundred rounds. A run of fewer than 2,000 shows a slope and gets no verdict.
 """
 
