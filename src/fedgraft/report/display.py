@@ -149,7 +149,8 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
             rows["test top-5"] = percent(test.get("top5"))
         rows["test loss"] = f"{test['loss']:.4f}" if test.get("loss") is not None else NONE
     for key, value in (summary.get("validation") or {}).items():
-        at = f" (round {summary.get('best_round')} of {summary.get('rounds')})"
+        begun = f"; {percent(summary['start'])} at the start" if key == "accuracy" and summary.get("start") else ""
+        at = f" (round {summary.get('best_round')} of {summary.get('rounds')}{begun})"
         rows[f"validation {label(key)}"] = (percent(value) if key.endswith("accuracy") else f"{value:.4f}") + at
     if edited := summary.get("edited"):
         rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
@@ -208,6 +209,13 @@ def path_line(console: Console, folder: Path, report: bool = True) -> None:
     console.print(f"run folder  {folder}", highlight=False, soft_wrap=True, markup=False)
     if report and (folder / "report.html").exists():
         console.print(f"report      {folder / 'report.html'}", highlight=False, soft_wrap=True, markup=False)
+
+
+def next_lines(console: Console, folder: Path) -> None:
+    """Three things to do with a finished run."""
+    console.print("next:", highlight=False)
+    for words in (f"show {folder}", f"predict {folder} IMAGES", f"export {folder} adapted"):
+        console.print(f"  fedgraft {words}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _print(console: Console, table: Table) -> None:
