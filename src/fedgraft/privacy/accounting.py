@@ -6,6 +6,7 @@ discretisation that is rounded towards more epsilon; Renyi accounting (RDP) is l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,7 +88,7 @@ def noise_for(target: float, probability: float, rounds: int, delta: float, tole
 
 @dataclass(frozen=True)
 class Budget:
-    """An account for one run: `spent` rounds of at most `planned`. Immutable; `spend` gives the next one."""
+    """An account for one run: `spent` rounds of at most `planned`."""
 
     target: float
     delta: float
@@ -105,7 +106,7 @@ class Budget:
     def affordable(self) -> int:
         """Most rounds, up to those planned, whose epsilon stays within the target; `epsilon` remembers the search."""
         low, high = 0, self.planned
-        if self._epsilon(high) <= self.target:
+        if self.target == math.inf or self._epsilon(high) <= self.target:
             return high
         while high - low > 1:  # low is affordable, high is not
             middle = (low + high) // 2
