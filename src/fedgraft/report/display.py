@@ -149,7 +149,9 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
             rows["test top-5"] = percent(test.get("top5"))
         rows["test loss"] = f"{test['loss']:.4f}" if test.get("loss") is not None else NONE
     for key, value in (summary.get("validation") or {}).items():
-        begun = f"; {percent(summary['start'])} at the start" if key == "accuracy" and summary.get("start") else ""
+        begun = ""
+        if key == "accuracy" and summary.get("best_round") and summary.get("start") is not None:
+            begun = f"; {percent(summary['start'])} at the start"
         at = f" (round {summary.get('best_round')} of {summary.get('rounds')}{begun})"
         rows[f"validation {label(key)}"] = (percent(value) if key.endswith("accuracy") else f"{value:.4f}") + at
     if edited := summary.get("edited"):
