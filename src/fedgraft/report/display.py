@@ -168,7 +168,7 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     table = Table(title=escape(title), show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
-    _print(console, table)
+    print_table(console, table)
     _clients(console, summary.get("clients") or {})
 
 
@@ -180,7 +180,7 @@ def _clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None
     table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
     for name, found in list(clients.items())[:40]:
         table.add_row(escape(name), *(cell(found[key]) if found.get(key) else NONE for key in keys))
-    _print(console, table)
+    print_table(console, table)
 
 
 def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
@@ -190,7 +190,7 @@ def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
         done = NONE if info.round is None else str(info.round)
         costs = size(info.bytes) if info.bytes else NONE, clock(info.seconds) if info.seconds else NONE
         table.add_row(escape(info.name), info.status, done, percent(info.best), percent(info.test), *costs)
-    _print(console, table)
+    print_table(console, table)
 
 
 def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, 
             cells = [percent(found.value, 1), f"{percent(found.low, 1)} to {percent(found.high, 1)}"]
         rest = (NONE if one is None else f"{one.value:.3f}" for one in (f1, auroc))
         table.add_row(escape(name), str(0 if found is None else found.n), *cells, *rest)
-    _print(console, table)
+    print_table(console, table)
 
 
 def path_line(console: Console, folder: Path, report: bool = True) -> None:
@@ -220,7 +220,7 @@ def next_lines(console: Console, folder: Path) -> None:
         console.print(f"  fedgraft {words}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _print(console: Console, table: Table) -> None:
+def print_table(console: Console, table: Table) -> None:
     """A table as wide as its texts, however narrow the terminal: what must be copied is never cut."""
     for column in table.columns:
         column.no_wrap = True
