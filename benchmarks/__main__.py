@@ -1,6 +1,6 @@
 """`make bench`: every benchmark, the most telling first, each in a process of its own. Words choose some.
 
-    python -m benchmarks                # all, about fifty minutes
+    python -m benchmarks                # all, about an hour
     python -m benchmarks --minutes 20   # the same until then; what is measured by then is the result
     python -m benchmarks head sparse
 
@@ -20,14 +20,15 @@ import time
 from pathlib import Path
 
 PEERS = ["-m", "benchmarks.peers", "--quick", "--timeout", "240"]
-FIRST = ("W1", "W2", "W3", "W4-sparse-nano", "W4-sparse-vits", "W4-qk-nano", "W4-lora-nano")
-ALONE = ("scale", "micro", "sparse", "fisher", "head")
+FIRST = ("features", "cnn", "frozen", "edit-sparse-nano", "edit-sparse-vits", "edit-qk-nano", "edit-lora-nano")
+ALONE = ("job", "head", "scale", "micro", "sparse", "fisher")
 
 
 def commands() -> dict[str, list[str]]:
     """Every benchmark by name, as the words that start it."""
     here = Path(__file__).parent
-    alone = {path.stem.removeprefix("bench_"): [str(path)] for path in sorted(here.glob("bench_*.py"))}
+    stems = [path.stem for path in sorted(here.glob("bench_*.py"))]
+    alone = {stem.removeprefix("bench_"): ["-m", f"benchmarks.{stem}"] for stem in stems}
     return {**alone, "peers": PEERS}
 
 
@@ -37,7 +38,7 @@ def steps() -> list[tuple[str, list[str]]]:
     return [
         ("peers, once", [*PEERS, "--repeats", "1", *FIRST]),
         *((name, found[name]) for name in ALONE),
-        ("peers, W1 and W2 again", [*PEERS, "W1", "W2"]),
+        ("peers, features and cnn again", [*PEERS, "features", "cnn"]),
         ("peers, all again", PEERS),
         *((name, overrides) for name, overrides in found.items() if name not in (*ALONE, "peers")),
     ]

@@ -1,4 +1,4 @@
-"""A round of a linear head on given features (workload W1): reference engine, batched engine, and the matmul limit.
+"""A round of a linear head on given features : reference engine, batched engine, and the limit of products.
 
 The limit is the time of the round's multiplications at the rate of a large matrix product on the same cores. All
 take turns, so that a busy machine slows them alike; ratios are between the best times, medians stand beside them.
@@ -135,7 +135,7 @@ def section(path: Path = OUT) -> str:
     lines = [
         "## A round of a linear head",
         "",
-        "Command: `python benchmarks/bench_head.py`. W1's ten clients, engine only; rows in turn, ratios between the "
+        "Command: `python benchmarks/bench_head.py`. Ten clients of given features, engine only; ratios between the "
         f"best of {len(next(iter(found['seconds'].values())))}.",
         "",
         "| | best, ms | median, ms | " + " | ".join(f"times the limit of {n} threads" for n in limits) + " |",

@@ -255,7 +255,7 @@ def section(path: Path = OUT) -> str:
         f"{last['clients']:,} clients against {first['clients']:,}: a round takes {slower:.2f} "
         f"times as long and {last['megabytes'] / first['megabytes']:.2f} times the memory."
     )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", "![Growth of the cost](scale.png)", ""])
 
 
 def bars(path: Path = OUT) -> list[tuple[str, str, float, float, bool]]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers W1 W2 --repeats 3 --quick`: run what is missing, then write docs/benchmarks.md."""
+"""`python -m benchmarks.peers features cnn --repeats 3 --quick`: run what is missing, then write docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import shutil
 import time
 from pathlib import Path
 
+from benchmarks.peers.figure import plot
 from benchmarks.peers.harness import Failed, Plan, bench, environment
-from benchmarks.peers.page import page, plot
+from benchmarks.peers.page import page
 from benchmarks.peers.workloads import SPECS, Spec, chosen, smallest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +29,9 @@ def estimate(spec: Spec, repeats: int, quick: bool) -> float:
 def main() -> None:
     """Environments, runs, page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("workloads", nargs="*", help="W1 W2 W3 W4, or single rows; default: all")
+    parser.add_argument("workloads", nargs="*", help="features cnn frozen edit, or single rows; default: all")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds of W2 and W3, the rest extrapolated")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds of cnn and frozen, the rest extrapolated")
     parser.add_argument("--tiny", action="store_true", help="only see whether everything runs; writes no page")
     parser.add_argument("--fresh", action="store_true", help="run again what is there already")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds after which one run is ended")
@@ -61,7 +62,7 @@ def main() -> None:
     plan = Plan(repeats, given.quick, given.fresh, given.timeout, cores, time.time() + 60 * given.minutes)
     if given.tiny:
         bench(specs, plan, root)
-        print(page(root, specs, None))
+        print(page(root, specs))
         return
     try:
         if not given.page_only:
@@ -72,15 +73,15 @@ def main() -> None:
 
 
 def render(draw: bool = True) -> None:
-    """Write docs/benchmarks.md from what is there by now, and its plots where they are wanted."""
-    root, docs, specs = ROOT / "runs" / "benchmarks", ROOT / "docs", list(SPECS.values())
+    """Put what is there by now into docs/benchmarks.md, and draw its figures where they are wanted."""
+    root, docs, file = ROOT / "runs" / "benchmarks", ROOT / "docs", ROOT / "docs" / "benchmarks.md"
+    text = page(root, list(SPECS.values()), file.read_text() if file.exists() else "")
+    file.write_text(text)
     if draw:
-        plot(root, specs, docs / "benchmarks.png")
+        plot(text, docs / "benchmarks.png")
         if (root / "scale.png").exists():
             shutil.copy(root / "scale.png", docs / "scale.png")
-        print(f"wrote {docs / 'benchmarks.md'}", flush=True)
-    picture = docs / "benchmarks.png"
-    (docs / "benchmarks.md").write_text(page(root, specs, picture.name if picture.exists() else None))
+        print(f"wrote {file}", flush=True)
 
 
 if __name__ == "__main__":

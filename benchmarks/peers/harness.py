@@ -111,9 +111,9 @@ def run_one(spec: Spec, peer: str, workload: Workload, root: Path, timeout: floa
 
 
 def own_cache(spec: Spec, folder: Path, root: Path) -> Path:
-    """fedgraft's cache: images are there, as they are for peers. W3 begins without features, each time."""
+    """fedgraft's cache: images are there, as they are for peers. A frozen backbone begins without features."""
     kept = root / "data" / "cache"
-    if spec.group != "W3":
+    if spec.group != "frozen":
         return kept
     fresh = folder / "cache"
     fresh.mkdir()

@@ -1,10 +1,14 @@
-"""docs/benchmarks.md from the stored results: tables, the bars, the plot. Nothing here is timed or typed by hand."""
+"""docs/benchmarks.md from the stored results: each result replaces its section and its bars, the rest stays as it is.
+
+So a part can be measured again by itself.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +24,14 @@ NAMES = {
     "fedjax": "FedJAX", "fedlab": "FedLab", "torch_loop": "plain PyTorch loop",
 }  # fmt: skip
 BARS: dict[str, tuple[tuple[str, str, float], ...]] = {
-    "W1": (
-        ("round", "flower", 20), ("round", "pfl", 7), ("round", "fedjax", 5),
+    "features": (
+        ("round", "flower", 12), ("round", "pfl", 6), ("round", "fedjax", 4),
         ("whole", "flower", 10), ("whole", "pfl", 4), ("whole", "fedjax", 3),
     ),
-    "W2": (("round", "best torch peer", 1.4),),
-    "W3": (("whole", "best peer", 10),),
+    "cnn": (("round", "best torch peer", 1.4),),
+    "frozen": (("whole", "best peer", 10),),
 }  # fmt: skip
-LIMITS = {"W1": 1.6, "W4": 1.10}
+LIMITS = {"features": 2.0, "edit": 1.10}
 """At most so many times the bare hardware's seconds per round."""
 
 
@@ -100,7 +104,7 @@ def table(root: Path, spec: Spec) -> list[str]:
     lines = [
         f"### {spec.name}: {spec.text}", "",
         f"{spec.clients} clients, {spec.per_round} per round, {spec.steps} steps, batch {spec.batch_size}, "
-        f"{spec.rounds} rounds, {spec.examples:,} examples. Repeats: {repeated(found)}.", "",
+        f"{spec.rounds} rounds, {spec.examples:,} examples. Repeats: {repeated(found)}. {measured(found)}", "",
         "| | s per round | times fedgraft | whole process, s | times fedgraft | peak MB | cores "
         "| other load | test % |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -123,7 +127,7 @@ def table(root: Path, spec: Spec) -> list[str]:
     if "extract_image" in bare:
         ratio = spread([r["extract_image"] / r["bare_image"] for r in found["bare"]])
         lines += ["", f"Extraction against a bare forward pass, one thread: {ratio} times (bar: 1.15)."]
-    if ours and "bytes_up" in ours[-1] and spec.group == "W4":
+    if ours and "bytes_up" in ours[-1] and spec.group == "edit":
         moved = ours[-1]["coordinates"]
         dense = 4 * moved["of"] / ours[-1]["bytes_up"]
         lines += ["", f"Bytes up per client: {ours[-1]['bytes_up']:,.0f}, {dense:.2f} times fewer than all weights."]
@@ -184,7 +188,7 @@ def bars(root: Path, specs: Sequence[Spec]) -> list[str]:
         if spec.task == "sparse":
             ratio = 4 * found["fedgraft"][0]["coordinates"]["of"] / found["fedgraft"][0]["bytes_up"]
             lines.append(_bar(spec, "bytes up, times fewer than all weights", 9.9, ratio, ratio >= 9.9))
-        if spec.group == "W1":
+        if spec.group == "features":
             own = statistics.median(r["peak_mb"] for r in found["fedgraft"])
             least = [statistics.median(r["peak_mb"] for r in found[p]) for p in spec.peers if p in found]
             if least:
@@ -195,7 +199,7 @@ def bars(root: Path, specs: Sequence[Spec]) -> list[str]:
 
 def others(root: Path) -> dict[str, Any]:
     """The benchmarks without peers that have a result, by name: their modules, which know how to show it."""
-    names = ("head", "scale", "sparse", "fisher", "micro")
+    names = ("job", "head", "scale", "sparse", "fisher", "micro")
     return {name: import_module(f"benchmarks.bench_{name}") for name in names if (root / f"{name}.json").exists()}
 
 
@@ -214,99 +218,56 @@ def _bar(spec: Spec, what: str, bar: float, found: float, good: bool) -> str:
     return f"| {spec.name} | {what} | {bar:g} | {found:.2f} | {'reached' if good else 'not reached'} |"
 
 
-def versions(root: Path, specs: Sequence[Spec]) -> list[str]:
-    """Installed versions by peer, as the runs reported them."""
-    known: dict[str, dict[str, str]] = {}
-    for spec in specs:
-        for peer, results in load(root, spec).items():
-            for result in results:
-                known.setdefault(peer, {}).update(result["versions"])
-    return [
-        f"- {NAMES.get(p, p)}: " + ", ".join(f"{k} {v}" for k, v in sorted(found.items())) for p, found in known.items()
-    ]
-
-
-def machine() -> str:
-    """The machine in one line."""
-    info = Path("/proc/cpuinfo")
-    models = [x.partition(":")[2].strip() for x in info.read_text().splitlines() if x.startswith("model name")] \
-        if info.exists() else []  # fmt: skip
+def measured(found: dict[str, list[dict[str, Any]]]) -> str:
+    """When, where and with which versions."""
+    results = [result for some in found.values() for result in some]
+    known = {f"{name} {number}" for result in results for name, number in result["versions"].items()}
+    dates = sorted(result["date"][:10] for result in results)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    model = models[0] if models else platform.machine()
-    return f"{os.cpu_count()} cores ({model}), {memory:.0f} GB, Python {platform.python_version()}"
+    machine = f"{os.cpu_count()} cores, {memory:.0f} GB, Python {platform.python_version()}"
+    return f"Measured {dates[-1]} on {machine}: {', '.join(sorted(known))}." if dates else ""
 
 
-def page(root: Path, specs: Sequence[Spec], picture: str | None) -> str:
-    """The whole page."""
+EMPTY = f"""# Benchmarks
+
+No results yet: `{COMMAND}`.
+
+## What was to be shown
+
+| workload | what | bar | found | |
+|---|---|---|---|---|
+"""
+
+
+def page(root: Path, specs: Sequence[Spec], old: str = "") -> str:
+    """The page with the sections and bars of what was measured put into the old one."""
     used = [spec for spec in specs if any(load(root, spec).values())]
-    dates = sorted(r["date"] for spec in used for rs in load(root, spec).values() for r in rs)
-    repeats = sorted({len(rs) for spec in used for rs in load(root, spec).values() if rs})
-    lines = [
-        "# Benchmarks against peers", "",
-        f"Written by `{COMMAND}` (also `make bench`) from the results under `runs/benchmarks`. Each peer runs in an "
-        "environment of its own, with the versions pinned in `benchmarks/peers/*/requirements.txt`, on the same data, "
-        "the same number of steps and the same evaluation. Peers take turns; figures are medians with the least and "
-        "the most of the repeats. fedgraft is the whole `fedgraft run`, with config, metrics, checkpoints and report.",
-        "",
-        "A round's seconds exclude its evaluation. Whole process: from start to exit. A star marks a peer that ran "
-        "fewer rounds, the missing ones added at their measured cost; its accuracy is that of the "
-        "rounds it ran. Memory is the peak PSS of the process tree. "
-        "Other load is how many cores other processes and the hypervisor had during the run: ratios taken under load "
-        "are rough. In W3 peers are given images and run the frozen trunk in every step, as their users would; W1 is "
-        "the comparison when peers are given features. FedJAX has no part in W3 and W4, whose networks are torch's; "
-        "FedLab stands in W1 alone; W4 compares with the plain loop, and with pfl in one row. ViT-S/16 shapes and W4 "
-        "have fewer clients and images than W1 to W3, so that all takes an hour; each table names its sizes.", "",
-        f"- Machine: {machine()}",
-        f"- Dates: {dates[0]} to {dates[-1]}, repeats: {', '.join(map(str, repeats))}" if dates else "- No results yet",
-        *versions(root, used), "",
-    ]  # fmt: skip
-    if picture:
-        lines += [f"![Seconds per round, by workload]({picture})", ""]
-    lines += ["## What was to be shown", "", *bars(root, used), *other_bars(root), ""]
-    note = Path(__file__).parent / "note.md"
-    lines += [note.read_text(), ""] if note.exists() else []
-    lines += ["## Workloads", ""]
-    for spec in used:
-        lines += table(root, spec)
-    for name, one in others(root).items():
-        lines += one.section(root / f"{name}.json").splitlines()
-        lines += ["", "![Growth of the cost](scale.png)", ""] if name == "scale" else [""]
-    return "\n".join(lines).rstrip() + "\n"
+    made = ["\n".join(table(root, spec)) for spec in used]
+    made += [one.section(root / f"{name}.json") for name, one in others(root).items()]
+    parts = re.split(r"(?m)^(?=##+ )", old or EMPTY)
+    for text in made:
+        same = [i for i, part in enumerate(parts) if _title(part) == _title(text)]
+        at = same[0] if same else len(parts)
+        parts[at : at + 1] = [text + "\n"]
+    rows = [*bars(root, used)[2:], *other_bars(root)]
+    parts = [_with_bars(part, rows) if _title(part) == "What was to be shown" else part for part in parts]
+    return re.sub(r"\n{3,}", "\n\n", "".join(parts)).rstrip() + "\n"
 
 
-def plot(root: Path, specs: Sequence[Spec], file: Path) -> bool:
-    """Seconds per round on a logarithmic scale, one panel per workload; False where there is nothing to draw."""
-    import matplotlib
+def _title(part: str) -> str:
+    """What a section is known by: its heading up to a colon."""
+    return part.partition("\n")[0].lstrip("# ").partition(":")[0]
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    shown = [(s, {p: rs for p, rs in load(root, s).items() if rs and rs[0]["round_seconds"]}) for s in specs]
-    shown = [(spec, found) for spec, found in shown if found]
-    if not shown:
-        return False
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4.4 * columns, 2.6 * rows), squeeze=False)
-    for axis in axes.flat[len(shown) :]:
-        axis.axis("off")
-    for axis, (spec, found) in zip(axes.flat, shown, strict=False):
-        names = list(found)[::-1]
-        spreads = [spread([steady(r) for r in found[p]]) for p in names]
-        colours = ["#c2410c" if p == "fedgraft" else "#94a3b8" if p == "bare" else "#475569" for p in names]
-        middles = [s.middle for s in spreads]
-        axis.barh([NAMES.get(p, p) for p in names], middles, color=colours)
-        axis.errorbar(middles, range(len(names)), fmt="none", ecolor="black", capsize=2,
-                      xerr=[[s.middle - s.least for s in spreads], [s.most - s.middle for s in spreads]])  # fmt: skip
-        axis.set_xscale("log")
-        low, high = min(s.least for s in spreads), max(s.most for s in spreads)
-        ticks = [m * 10.0**e for e in range(-4, 4) for m in (1, 2, 5) if low / 2.5 <= m * 10.0**e <= high * 1.5]
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-        axis.set_xticks([], minor=True)
-        axis.set_title(spec.name, fontsize=10)
-        axis.tick_params(labelsize=8)
-        axis.set_xlabel("seconds per round", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)
-    return True
+def _with_bars(part: str, rows: Sequence[str]) -> str:
+    """The table of bars with these rows in the place of older ones about the same."""
+    lines = part.rstrip().split("\n")
+    for row in rows:
+        key = row.split("|")[1:3]
+        same = [i for i, line in enumerate(lines) if line.split("|")[1:3] == key]
+        if same:
+            lines[same[0]] = row
+        else:
+            last = max(i for i, line in enumerate(lines) if line.startswith("|"))
+            lines.insert(last + 1, row)
+    return "\n".join([*lines, "", ""])

@@ -1,4 +1,4 @@
-"""The workloads W1 to W4: what is done, on which data, with which numbers; and their arrays, written once for all.
+"""The workloads: what is done, on which data, with which numbers; and their arrays, written once for all.
 
 Data, partition and starting weights are those that `fedgraft run` makes of its config, so that everybody works on the
 same bytes. Images are synthetic and features are drawn, so that anyone can repeat it.
@@ -56,7 +56,7 @@ class Spec:
 
     @property
     def group(self) -> str:
-        """W1 to W4."""
+        """features (given), cnn, frozen (a backbone) or edit (of one)."""
         return self.name.partition("-")[0]
 
     def rounds_of(self, peer: str, quick: bool) -> int:
@@ -75,7 +75,7 @@ def _sparse(task: str, model: str, name: str, peers: tuple[str, ...], **numbers:
     lr = {"sparse": 0.5, "qk": 1.0, "lora": 0.5}[task]  # three rounds then change the accuracy, which is compared
     text = f"{what[task]} of {'nano' if name == 'nano' else 'ViT-S/16 shapes at 64 px'}"
     return Spec(
-        f"W4-{task}-{name}", text, task, model, peers, 3, 3, evaluate_every=100, batch_size=32, options=options,
+        f"edit-{task}-{name}", text, task, model, peers, 3, 3, evaluate_every=100, batch_size=32, options=options,
         lr=lr, **numbers,
     )  # fmt: skip
 
@@ -86,20 +86,20 @@ SPECS = {
     spec.name: spec
     for spec in (
         Spec(
-            "W1", "head 384 -> 100 on given features", "head", "features", (*TORCH_PEERS, "fedjax", "fedlab"),
+            "features", "head 384 -> 100 on given features", "head", "features", (*TORCH_PEERS, "fedjax", "fedlab"),
             50, 50, 16, 64, examples=50_000, lr=0.05, each=0.2, own=(4.0, 0.03),
         ),
         Spec(
-            "W2", "small CNN on 32x32 images", "cnn", "cnn:width=32,size=32", (*TORCH_PEERS, "fedjax"),
+            "cnn", "small CNN on 32x32 images", "cnn", "cnn:width=32,size=32", (*TORCH_PEERS, "fedjax"),
             20, 3, 16, 32, options={"width": 32}, own=(6.0, 2.0),
         ),
         Spec(
-            "W3-nano", "head of a frozen nano, from images", "frozen", "nano", TORCH_PEERS,
+            "frozen-nano", "head of a frozen nano, from images", "frozen", "nano", TORCH_PEERS,
             100, 3, 4, 64, complete=True, lr=0.05, each=5.0, own=(35.0, 0.03),
         ),
         _sparse("sparse", "nano", "nano", ("torch_loop", "pfl"), **NANO),
         Spec(
-            "W3-vits", "head of frozen ViT-S/16 shapes at 64 px, from images", "frozen", VIT_S, ("torch_loop",),
+            "frozen-vits", "head of frozen ViT-S/16 shapes at 64 px, from images", "frozen", VIT_S, ("torch_loop",),
             100, 2, 4, 64, per_round=2, clients=10, classes=10, examples=2_000, complete=True, lr=0.05,
             each=5.0, own=(25.0, 0.03),
         ),
@@ -116,9 +116,9 @@ def smallest(spec: Spec) -> Spec:
 
 
 def chosen(overrides: list[str]) -> list[Spec]:
-    """The specs that these words mean: W4 stands for all of its rows; no words, all rows."""
+    """The specs that these words mean: edit stands for all of its rows; no words, all rows."""
     if strange := [w for w in overrides if not any(w in (s.name, s.group) for s in SPECS.values())]:
-        raise SystemExit(f"there is no workload {strange[0]!r}; choose from W1, W2, W3, W4, {', '.join(SPECS)}")
+        raise SystemExit(f"there is no workload {strange[0]!r}; choose from frozen, edit, {', '.join(SPECS)}")
     return [spec for spec in SPECS.values() if not overrides or spec.group in overrides or spec.name in overrides]
 
 

@@ -14,6 +14,10 @@ from benchmarks.reliability.outcome import PAGE, ROOT, STORE, Check, Outcome, ke
 
 CHECKS: dict[str, Check] = {
     "kills": Check("kill -9 at 200 points, resume", "200 of 200 bit-identical", "faults", 6),
+    "stages": Check(
+        "node, restarted node or server gone at every stage of head, calibration, secure sums, evaluation",
+        "the run completes, same bytes where nobody is lost", "stages", 4,
+    ),
     "damaged": Check("damaged checkpoints, 50 of each kind", "0 corrupt loads, all fall back", "faults", 3),
     "dropouts": Check(
         "secure sum, up to 30 % lost at each stage, 2,000 cases", "exact sum or clean abort, 0 wrong", "sums", 2
@@ -43,6 +47,15 @@ CHECKS: dict[str, Check] = {
     "accounts": Check("epsilon of 500 configurations", "never below dp-accounting", "privacy", 6),
     "noise": Check(
         "noise and sensitivity with drops, zero and NaN updates", "within 1 %, or refused", "privacy", 3
+    ),
+    "membership": Check(
+        "cohorts guessed from everything that a node and the run folder know", "no better than chance", "neighbours", 3
+    ),
+    "epsilon": Check(
+        "runs with and without a client told apart, 1,000 pairs", "lower bound below the told epsilon", "neighbours", 2
+    ),
+    "uneven": Check(
+        "honest clients at dirichlet 0.1, one with ten times the images", "0 benign updates refused", "uneven", 4
     ),
     "liar": Check("a liar on similarity, one of ten", "weight <= 2/m, accuracy within 6 points", "liar", 5),
     "soak": Check(

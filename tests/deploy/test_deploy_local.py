@@ -88,6 +88,20 @@ def test_a_local_federation_ends_in_the_bytes_of_one_process(root: Path) -> None
 
 
 @pytest.mark.deploy
+def test_four_nodes_under_secure_aggregation_give_the_vector_and_the_metrics_of_the_simulation(root: Path) -> None:
+    overrides = [*OVERRIDES, "partition.clients=4", "privacy.aggregation=secure", "personal.evaluate=end"]
+    overrides += ['metrics=["balanced_accuracy","auroc","confusion"]', "trainable.kind=everything", "data.limit=200"]
+    there = start(root, "deploy", "local", *overrides, "--nodes", "4", "--folder", "there")
+    text, _ = there.communicate(timeout=900)
+    assert there.returncode == 0, text
+    assert start(root, "run", *overrides, "--folder", "here", "--quiet").wait(timeout=300) == 0
+    assert torch.equal(final_vector(root / "here"), final_vector(root / "there"))
+    one, two = (RunFolder.open(root / name).summary() for name in ("here", "there"))
+    assert len(one["clients"]) == 4 and one["clients"] == two["clients"] and one["personal"] == two["personal"]
+    assert (one["test"], one["metrics"], one["confusion"]) == (two["test"], two["metrics"], two["confusion"])
+
+
+@pytest.mark.deploy
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_federation_leaves_no_process(root: Path, told: signal.Signals) -> None:
     process = start(root, "deploy", "local", *OVERRIDES, "--nodes", "1", "--folder", "run")

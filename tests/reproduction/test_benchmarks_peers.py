@@ -19,25 +19,27 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks" / "peers" / "shared"))
 
 from benchmarks import __main__ as benchmarks_main  # noqa: E402
-from benchmarks import bench_sparse  # noqa: E402
+from benchmarks import bench_job, bench_sparse  # noqa: E402
 from benchmarks.__main__ import commands  # noqa: E402
-from benchmarks.peers import harness, page, workloads  # noqa: E402
+from benchmarks.peers import figure, harness, page, workloads  # noqa: E402
 from benchmarks.peers.measure import memory, watch  # noqa: E402
 from benchmarks.peers.shared.protocol import Clock, Workload, read  # noqa: E402
 from benchmarks.peers.workloads import SPECS, Spec  # noqa: E402
 
-TINY = replace(SPECS["W1"], name="W1", examples=200, clients=4, per_round=2, classes=5, rounds=2, steps=3, batch_size=8)
+TINY = replace(
+    SPECS["features"], name="features", examples=200, clients=4, per_round=2, classes=5, rounds=2, steps=3, batch_size=8
+)
 PEERS = ROOT / "benchmarks" / "peers"
 OVERRIDES: dict[str, Any] = {
-    "name": "W1", "task": "head", "clients": 4, "per_round": 2, "rounds": 2, "steps": 3, "batch_size": 8, "lr": 0.1,
-    "momentum": 0.9, "evaluate_every": 10, "classes": 5, "seed": 0, "cores": 2, "digest": "d", "data": "",
+    "name": "features", "task": "head", "clients": 4, "per_round": 2, "rounds": 2, "steps": 3, "batch_size": 8,
+    "lr": 0.1, "momentum": 0.9, "evaluate_every": 10, "classes": 5, "seed": 0, "cores": 2, "digest": "d", "data": "",
 }  # fmt: skip
 
 
 def result(peer: str, seconds: float, rounds: int = 50, accuracy: float = 0.7, **more: Any) -> dict[str, Any]:
     """A made-up result of a peer that takes so long for a round."""
     return {
-        "peer": peer, "workload": "W1", "digest": "d", "rounds": rounds, "steps": rounds * 160,
+        "peer": peer, "workload": "features", "digest": "d", "rounds": rounds, "steps": rounds * 160,
         "round_seconds": [5 * seconds, *[seconds] * (rounds - 1)], "evaluations": [[rounds, accuracy]],
         "test_accuracy": accuracy, "phases": {"evaluate": 0.5, "start": 1.0, "rounds": 1.0, "all": 3.0},
         "versions": {"torch": "2"}, "seconds": 10 * seconds + 1, "peak_mb": 400.0, "cpu_seconds": 4.0,
@@ -78,7 +80,7 @@ def test_steady_leaves_out_the_warm_up() -> None:
 
 
 def test_whole_adds_the_missing_rounds_and_evaluations() -> None:
-    spec = replace(SPECS["W1"], rounds=50, evaluate_every=10)
+    spec = replace(SPECS["features"], rounds=50, evaluate_every=10)
     full = result("flower", 1.0, rounds=50) | {"evaluations": [[r, 0.7] for r in (10, 20, 30, 40, 50)]}
     assert page.whole(full, spec) == full["seconds"]
     part = result("flower", 1.0, rounds=4)
@@ -92,27 +94,26 @@ def test_accuracies_agree_within_noise_only() -> None:
 
 
 def test_page_names_every_peer_its_figures_and_the_bars(tmp_path: Path) -> None:
-    spec = SPECS["W1"]
+    spec = SPECS["features"]
     others = {"flower": 0.3, "pfl": 0.1, "fedjax": 0.04, "torch_loop": 0.15}
     runs = {peer: [result(peer, s), result(peer, 2 * s), result(peer, s)] for peer, s in others.items()}
     store(tmp_path, spec, {"fedgraft": [result("fedgraft", 0.01)], "bare": [result("bare", 0.008)], **runs})
-    error = tmp_path / "results" / "W1" / "fedlab"
+    error = tmp_path / "results" / "features" / "fedlab"
     error.mkdir()
     (error / "error.json").write_text(json.dumps({"reason": "it does not install"}))
-    text = page.page(tmp_path, [spec], "benchmarks.png")
+    text = page.page(tmp_path, [spec])
     assert "Flower simulation | 0.300 (0.300-0.600) | 30.0" in text
     assert "FedLab | no result: it does not install" in text, "a peer that fails is reported, not dropped"
-    assert "| W1 | round, times faster than Flower simulation | 20 | 30.00 | reached |" in text
-    assert "| W1 | round, times faster than FedJAX | 5 | 4.00 | not reached |" in text
-    assert "| W1 | round, times the bare hardware (at most) | 1.6 | 1.25 | reached |" in text
-    assert page.COMMAND in text and "benchmarks.png" in text
+    assert "| features | round, times faster than Flower simulation | 12 | 30.00 | reached |" in text
+    assert "| features | round, times faster than FedJAX | 4 | 4.00 | reached |" in text
+    assert "| features | round, times the bare hardware (at most) | 2 | 1.25 | reached |" in text
     assert "compares unlike work" not in text
 
 
 def test_page_says_when_the_work_is_unlike(tmp_path: Path) -> None:
-    spec = SPECS["W1"]
+    spec = SPECS["features"]
     store(tmp_path, spec, {"fedgraft": [result("fedgraft", 0.01)], "pfl": [result("pfl", 0.1, accuracy=0.4)]})
-    assert "compares unlike work" in page.page(tmp_path, [spec], None)
+    assert "compares unlike work" in page.page(tmp_path, [spec])
 
 
 def curve(seconds: list[float], **more: float) -> list[dict[str, float]]:
@@ -125,7 +126,7 @@ def test_page_shows_the_benchmarks_without_peers(tmp_path: Path) -> None:
     dear = {name: [1.0, 0.05] for name in bench_sparse.COSTS}
     points = [{"sparsity": 0.9, "k": 100, "costs": costs, "bytes": 40}, {"sparsity": 0.99, "k": 10, "costs": dear,
               "bytes": 4}]  # fmt: skip
-    curves = {"head against K": curve([1.0, 1.5]), "mixing against d": curve([1.0, 1.0], least=0.4)}
+    curves = {"head against K": curve([1.0, 1.5]), "mixing against d": curve([1.0, 1.0], least=0.4, written=0.4)}
     kept: dict[str, Any] = {
         "head": {"seconds": {"batched": [0.02]}, "least": {"2": [0.01]}, "load": 0.0},
         "scale": {"curves": curves, "small": True},
@@ -135,10 +136,10 @@ def test_page_shows_the_benchmarks_without_peers(tmp_path: Path) -> None:
     }
     for name, found in kept.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    text = page.page(tmp_path, [], None)
+    text = page.page(tmp_path, [])
     assert "| batched | 20.00 | 20.00 | 2.00 |" in text and "| one | 2000.00 | 1000.00 | 2.00 | copy |" in text
-    assert "| W5 | seconds of a round with 10 clients, times 10 (about 1) | 1.1 | 1.50 | not reached |" in text
-    assert "| W5 | mixing 5 weights, times the memory's limit (at most) | 2 | 2.50 | not reached |" in text
+    assert "| Scale | seconds of a round with 10 clients, times 10 (about 1) | 1.1 | 1.50 | not reached |" in text
+    assert "| Scale | mixing 5 weights, times writing them (at most) | 1.2 | 2.50 | not reached |" in text
     assert "| calibration | Fisher scores, times forward-backward (at most) | 1.5 | 1.70 | not reached |" in text
     assert "| calibration | peak memory, GB (at most) | 2 | 1.90 | reached |" in text
     assert (
@@ -146,14 +147,30 @@ def test_page_shows_the_benchmarks_without_peers(tmp_path: Path) -> None:
     )
 
 
+def test_the_real_job_counts_what_it_measured(tmp_path: Path) -> None:
+    """Ten clients from two, all images at the price of those that a first round met, peers from a drawn head."""
+    images = 2 * bench_job.STEPS * bench_job.BATCH
+    ours = {"first": {"rounds": [1.0 + images / 100, 2.0], "peak_mb": 900.0}, "again": {"rounds": [1.0, 1.5]}}
+    peer = {"rounds": [6.0, 4.0], "bytes_up": 1_000_000, "peak_mb": 800.0}
+    found = {"real": True, "cohort": 2, "date": "today", "kinds": {"head": {
+        "fedgraft": ours | {"bytes_up": 200_000}, "plain loop": peer}}}  # fmt: skip
+    (tmp_path / "job.json").write_text(json.dumps(found))
+    made = bench_job.costs(found, "head")
+    assert made["fedgraft"]["start"] == pytest.approx(500.0) and made["fedgraft"]["round"] == 5.0
+    assert made["plain loop"]["round"] == 20.0 and made["plain loop"]["bytes"] == 10_000_000
+    text = page.page(tmp_path, [])
+    assert "| head | fedgraft | 500 | 5.00 | 1.0 | 700 | - | 40 | 900 |" in text  # 40 rounds of 5 s
+    assert "| head | plain loop | 0 | 20.00 | 4.0 | 3,600 | - | 1,800 | 800 |" in text  # 180 of 20 s
+
+
 def test_page_has_the_bars_of_extraction_and_bytes(tmp_path: Path) -> None:
     bare = result("bare", 0.1, bare_image=1.0, extract_image=1.3) | {"round_seconds": []}
-    store(tmp_path, SPECS["W3-nano"], {"fedgraft": [result("fedgraft", 0.01)], "bare": [bare]})
+    store(tmp_path, SPECS["frozen-nano"], {"fedgraft": [result("fedgraft", 0.01)], "bare": [bare]})
     ours = result("fedgraft", 0.01, bytes_up=1000.0, coordinates={"of": 2_000})
-    store(tmp_path, SPECS["W4-sparse-nano"], {"fedgraft": [ours]})
-    text = page.page(tmp_path, list(SPECS.values()), None)
-    assert "| W3-nano | extraction, times a bare forward pass (at most) | 1.15 | 1.30 | not reached |" in text
-    assert "| W4-sparse-nano | bytes up, times fewer than all weights | 9.9 | 8.00 | not reached |" in text
+    store(tmp_path, SPECS["edit-sparse-nano"], {"fedgraft": [ours]})
+    text = page.page(tmp_path, list(SPECS.values()))
+    assert "| frozen-nano | extraction, times a bare forward pass (at most) | 1.15 | 1.30 | not reached |" in text
+    assert "| edit-sparse-nano | bytes up, times fewer than all weights | 9.9 | 8.00 | not reached |" in text
 
 
 def test_no_run_begins_after_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,28 +196,39 @@ def test_a_run_that_the_end_cuts_short_is_no_failure(tmp_path: Path, monkeypatch
 
 def test_all_benchmarks_have_a_place_and_one_that_hangs_is_ended() -> None:
     names = [name for name, _ in benchmarks_main.steps()]
-    assert names[0] == "peers, once" and names.index("peers, W1 and W2 again") > names.index("head")
+    assert names[0] == "peers, once" and names.index("peers, features and cnn again") > names.index("head")
     assert set(commands()) - {"peers"} <= set(names)
     assert not benchmarks_main.carry_out(["-c", "import time; time.sleep(60)"], 1.0)
     assert benchmarks_main.carry_out(["-c", "pass"], math.inf)
 
 
 def test_page_without_results_and_plot(tmp_path: Path) -> None:
-    assert "No results yet" in page.page(tmp_path, list(SPECS.values()), None)
-    assert not page.plot(tmp_path, list(SPECS.values()), tmp_path / "p.png")
-    store(tmp_path, SPECS["W1"], {"fedgraft": [result("fedgraft", 0.01)], "pfl": [result("pfl", 0.1)]})
-    assert page.plot(tmp_path, list(SPECS.values()), tmp_path / "p.png")
+    assert "No results yet" in page.page(tmp_path, list(SPECS.values()))
+    assert not figure.plot("", tmp_path / "p.png")
+    store(tmp_path, SPECS["features"], {"fedgraft": [result("fedgraft", 0.01)], "pfl": [result("pfl", 0.1)]})
+    old = (
+        "# By hand\n\n## Where the time goes\n\n| | | |\n|---|---|---|\n| a round, ms | products 14 | all else 2.5 |\n"
+    )
+    old += (
+        "\n## What was to be shown\n\n| workload | what | bar | found | |\n|---|---|---|---|---|\n| x | y | 1 | 2 | |\n"
+    )
+    text = page.page(tmp_path, list(SPECS.values()), old + "\n### features: older\n\ngone\n\n### cnn: kept\n\nstays\n")
+    assert text.startswith("# By hand") and "gone" not in text and "stays" in text and "| x | y | 1 | 2 | |" in text
+    assert text == page.page(tmp_path, list(SPECS.values()), text), "writing it again changes nothing"
+    assert figure.faster(text) == {"features": {"pfl-research": 10.0}}
+    assert figure.spent(text) == {"a round, ms": {"products": 14.0, "all else": 2.5}}
+    assert figure.plot(text, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
 def test_old_results_of_other_work_do_not_count(tmp_path: Path) -> None:
     old = result("pfl", 9.0, key="old", date="2026-11-15T00:00:00+00:00")
-    store(tmp_path, SPECS["W1"], {"pfl": [result("pfl", 0.1), result("pfl", 0.1), old]})
-    assert [r["key"] for r in page.load(tmp_path, SPECS["W1"])["pfl"]] == ["k", "k"]
+    store(tmp_path, SPECS["features"], {"pfl": [result("pfl", 0.1), result("pfl", 0.1), old]})
+    assert [r["key"] for r in page.load(tmp_path, SPECS["features"])["pfl"]] == ["k", "k"]
 
 
 def test_extrapolated_rows_carry_a_star(tmp_path: Path) -> None:
-    spec = SPECS["W3-nano"]
+    spec = SPECS["frozen-nano"]
     store(tmp_path, spec, {"fedgraft": [result("fedgraft", 0.01, 100)], "pfl": [result("pfl", 1.0, 3)]})
     row = next(line for line in page.table(tmp_path, spec) if line.startswith("| pfl"))
     assert "\\*" in row
@@ -266,7 +294,7 @@ def test_protocol_goes_round(tmp_path: Path, made: tuple[Workload, Path]) -> Non
 def test_runners_that_need_no_peer_do_the_work(peer: str, made: tuple[Workload, Path], tmp_path: Path) -> None:
     workload, folder = made
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "W1").symlink_to(folder)
+    (tmp_path / "data" / "features").symlink_to(folder)
     if peer == "torch_loop":
         (tmp_path / "workload.json").write_text(json.dumps(asdict(workload)))
         command = [sys.executable, str(PEERS / peer / "run.py"), str(tmp_path)]
@@ -314,9 +342,11 @@ def test_failures_leave_their_reason(tmp_path: Path, made: tuple[Workload, Path]
     for _ in range(2):
         harness._turn(TINY, "pfl", workload, 0, tmp_path, plan)
     assert len(calls) == 1, "what is there is not run again"
-    assert not (tmp_path / "results" / "W1" / "pfl" / "error.json").exists()
+    assert not (tmp_path / "results" / "features" / "pfl" / "error.json").exists()
     harness._turn(TINY, "pfl", replace(workload, rounds=3), 1, tmp_path, plan)
-    assert not (tmp_path / "results" / "W1" / "pfl" / "1.json").exists(), "a result with too few steps is not kept"
+    assert not (tmp_path / "results" / "features" / "pfl" / "1.json").exists(), (
+        "a result with too few steps is not kept"
+    )
 
 
 def test_watch_counts_children_and_ends_them(tmp_path: Path) -> None:
@@ -345,11 +375,11 @@ def test_pins_are_exact_and_name_no_host() -> None:
 
 
 def test_words_choose_workloads() -> None:
-    assert [s.name for s in workloads.chosen(["W1", "W3"])] == ["W1", "W3-nano", "W3-vits"]
+    assert [s.name for s in workloads.chosen(["features", "frozen"])] == ["features", "frozen-nano", "frozen-vits"]
     assert len(workloads.chosen([])) == len(SPECS)
-    assert [s.name for s in workloads.chosen(["W2", "W4-qk-vits"])] == ["W2", "W4-qk-vits"]
+    assert [s.name for s in workloads.chosen(["cnn", "edit-qk-vits"])] == ["cnn", "edit-qk-vits"]
     with pytest.raises(SystemExit, match="W9"):
         workloads.chosen(["W9"])
-    assert SPECS["W3-nano"].rounds_of("fedgraft", True) == 100
-    assert SPECS["W3-nano"].rounds_of("pfl", True) == SPECS["W3-nano"].measured
+    assert SPECS["frozen-nano"].rounds_of("fedgraft", True) == 100
+    assert SPECS["frozen-nano"].rounds_of("pfl", True) == SPECS["frozen-nano"].measured
     assert {"head", "sparse", "fisher", "peers"} <= set(commands())

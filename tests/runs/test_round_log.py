@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.runs import run as running
-from fedgraft.runs.round_log import NAME, verify
+from fedgraft.runs.round_log import NAME, Known, state_digest, verify
 from fedgraft.runs.secrets import secret_path
 
 OVERRIDES = [
@@ -109,3 +110,16 @@ def test_a_resumed_run_has_the_same_log(finished: Path, tmp_path: Path) -> None:
     assert (folder / NAME).read_text() == (finished / NAME).read_text() and not verify(folder)[1]
     assert secret_path(folder).stat().st_mode & 0o077 == 0
     assert all(p.stat().st_mode & 0o077 == 0 for p in (folder / "checkpoints").iterdir())
+
+
+def test_remembered_digests_see_every_change() -> None:
+    """Only tensors that are new or were written to are read again, and the digest is that of reading all."""
+    known, tensors = Known(), {"vector": torch.zeros(4), "rule/m": torch.ones(2), "personal/3": torch.ones(4)}
+    first = state_digest(tensors, known)
+    assert first == state_digest(tensors) == state_digest(tensors, known) and len(known) == 3
+    tensors["vector"][1] = 5  # written to
+    second = state_digest(tensors, known)
+    assert second == state_digest(tensors) != first
+    tensors["personal/3"] = torch.zeros(4)  # another one
+    assert state_digest(tensors, known) == state_digest(tensors) != second
+    assert state_digest({**tensors, "memory/1/x": torch.ones(1)}, known) == state_digest(tensors)

@@ -42,12 +42,15 @@ def site(name: str, low: float, high: float) -> Site:
 def test_losers_are_named_and_what_holds_zero_is_not_told() -> None:
     sites = [site("north", 0.1, 0.2), site("south", -0.2, -0.1), site("east", -0.1, 0.1), Site("west", 1, {}, None)]
     line = summary_line(sites, "balanced_accuracy")
+    assert Site("north", 10, {}, sites[0].gain, less_is_better=True).verdict == "loses"  # a loss that grew
     assert "gains: north" in line and "loses: south" in line and "cannot be told: east, west" in line
 
 
 def test_comparisons_share_data_seed_and_training_and_one_place_is_refused() -> None:
     config = tiny("algorithm.name=fedprox", "privacy.aggregation=secure", "seed=3")
     found = comparisons(config)
+    kept = comparisons(tiny("seed=3", "rounds.keep_contributions=true"))  # what only a mean can keep
+    assert kept["alone"].digest == comparisons(tiny("seed=3"))["alone"].digest
     assert found["alone"].algorithm.name == "local_only" and found["alone"].privacy.aggregation == "clear"
     assert found["alone"].local == config.local and found["alone"].seed == found["pooled"].seed == 3
     assert found["pooled"].partition.clients == 1 and found["pooled"].centralized.active

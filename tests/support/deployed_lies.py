@@ -49,6 +49,9 @@ class Stage:
         self.open, self.home = Open(config), Path(os.environ["VICTIM_HOME"])
         self.engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, Patience(deadline=120.0))
         self.written, self.count = "", 0
+        (self.home.parent / "policy.toml").write_text(
+            "order_megabytes = 32\n"
+        )  # the policy of another run: no greeting
         until = time.monotonic() + 120
         while VICTIM not in self.engine.registry.nodes and time.monotonic() < until:
             self.engine.registry.refresh()

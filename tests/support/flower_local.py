@@ -119,13 +119,13 @@ class LocalFederation:
         status = self.client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
         return status.sub_status or status.status, status.details
 
-    def wait(self, run: int, seconds: float = 120) -> str:
+    def wait(self, run: int, seconds: float = 120, look: float = 0.5) -> str:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             status, _ = self.status(run)
             if status in {"completed", "failed", "stopped"}:
                 return status
-            time.sleep(0.5)
+            time.sleep(look)
         return "running"
 
     def logs(self) -> str:

@@ -211,3 +211,13 @@ def test_a_claim_of_images_counts_up_to_ten_times_the_median() -> None:
     assert claims.counted(1 << 39) == 1200 and claims.counted(120) == 120
     assert Claims({0: 1, 1: 1, 2: 500}).counted(500) == 500  # the server dealt these itself
     assert "had 100 before" in claims.contradiction(0, {"examples": 101})
+
+
+def test_where_most_clients_have_converged_a_short_update_is_no_outlier() -> None:
+    """Seen on a head that fits most clients exactly: their updates are rounding, and who still learns was refused."""
+    from fedgraft.update import validation
+
+    norms = {0: 1e-11, 1: 1e-11, 2: 1e-11, 3: 2e-9}
+    assert validation.far_off(norms, 30.0, least=validation.HARMLESS) == {}
+    assert set(validation.far_off(norms, 30.0)) == {3}  # without the floor
+    assert set(validation.far_off({0: 0.1, 1: 0.1, 2: 0.1, 3: 9.0}, 30.0, least=validation.HARMLESS)) == {3}

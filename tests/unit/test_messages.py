@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import tracemalloc
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgraft.messages import BadMessage, Order, Payload, Reply, pack, unpack, wire_size
+from fedgraft.messages import BadMessage, Order, Payload, Reply, message_digest, pack, unpack, wire_size
 
 DTYPES = [
     torch.float32, torch.float16, torch.float64, torch.int8, torch.uint8,
@@ -72,6 +73,11 @@ def test_special_floats_and_slices_keep_their_bits() -> None:
     values = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45, 3.0, 4.0])[::2]
     assert not values.is_contiguous()
     assert same(unpack(Order, pack(order(vector=values))).vector, values.contiguous())
+
+
+def test_the_digest_is_that_of_the_bytes() -> None:
+    for message in (order(), reply(), reply(evidence={"none": torch.empty(0, 3), "cut": torch.arange(9.0)[::2]})):
+        assert message_digest(message) == hashlib.sha256(pack(message)).hexdigest()[:32]
 
 
 def test_size_needs_no_memory() -> None:

@@ -1,8 +1,8 @@
 """What the hardware needs for the same work and nothing else: products, forward passes, forward and backward passes.
 
-W1: the round's multiplications at the rate of a large matrix product on all cores. W2 and W4: forward and backward
+features: the products of a round at the rate of a large one on all cores. cnn and edit: forward and backward
 passes over as many batches as a round has, gradients asked only of what may move, in one process of one thread per
-core. W3: forward passes of the frozen trunk, beside the same images through fedgraft's feature cache, block by block.
+core. frozen: forward passes of the frozen trunk, beside the same images through the feature cache, block by block.
 """
 
 from __future__ import annotations

@@ -199,14 +199,18 @@ class Nodes:
     def carry_out(self, request: Request, slots: MutableMapping[str, bytes] | None = None) -> Answer:
         """Answer a request with a node that is there, or with a new one; what leaves is in the audit log before."""
         try:
-            answer = self._answer(request, slots)
-        except Refused as refusal:
-            answer = Answer(error=refusal.told)
-        except FedgraftError as error:
-            audited(request, Answer(error=str(error)))
-            raise
-        audited(request, answer)
-        return answer
+            try:
+                answer = self._answer(request, slots)
+            except Refused as refusal:
+                answer = Answer(error=refusal.told)
+            except FedgraftError as error:
+                audited(request, Answer(error=str(error)))
+                raise
+            audited(request, answer)
+            return answer
+        except OSError as error:  # a full disk, a folder that became read-only: what cannot be noted does not leave
+            why = error.strerror or type(error).__name__
+            raise FedgraftError(f"this node cannot write what it must keep ({why}), so nothing leaves it.") from error
 
     def _answer(self, request: Request, slots: MutableMapping[str, bytes] | None) -> Answer:
         if request.task == preflight.ACTION:  # before a policy agrees to a run, and of images that no run could read

@@ -33,7 +33,7 @@ from fedgraft.runs.reporting import describe, keep_phases, keep_skipped, noted, 
 from fedgraft.runs.round_log import RoundLog
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.saving import Best, pack_run, protection_of, saved_edit
-from fedgraft.runs.secrets import secret_of, with_secrets
+from fedgraft.runs.secrets import secret_of, unseen, with_secrets
 from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, Silent, Tracking
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.state import ServerState, from_tensors, to_tensors
@@ -204,6 +204,7 @@ class _Run:
             new = self._validate(new, line)
         line |= self._traffic(before)  # all that crossed the wire, also what only a deployment sends
         self._add(line)
+        line = unseen(line, opening.federation)
         self.spent += time.perf_counter() - began
         self.record.append(line)
         self.log.append(

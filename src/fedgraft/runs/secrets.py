@@ -9,11 +9,13 @@ import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fedgraft.algorithm import vary
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.checkpoint import listing
 from fedgraft.runs.job import Job
+from fedgraft.state import Federation
 
 
 def secret_path(folder: Path) -> Path:
@@ -34,6 +36,13 @@ def secret_of(folder: Path, needed: bool) -> bytes:
         return bytes.fromhex(path.read_text())
     except (OSError, ValueError) as error:
         raise FedgraftError(f"{path} cannot be used as the run's secret ({error}); restore or delete it.") from error
+
+
+def unseen(line: dict[str, Any], federation: Federation) -> dict[str, Any]:
+    """A round's line without what tells the size of a secret cohort: bytes and seconds; the run's totals remain."""
+    if not federation.secret:
+        return line
+    return {**{name: value for name, value in line.items() if not name.startswith("bytes_")}, "seconds": {}}
 
 
 def with_secrets(job: Job, secret: bytes) -> Job:

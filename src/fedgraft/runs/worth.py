@@ -21,8 +21,8 @@ from fedgraft.config.load import Config, from_folder, merge, validate
 from fedgraft.errors import FedgraftError
 from fedgraft.local.transfer import onto
 from fedgraft.report import figures, html, raw
-from fedgraft.report.metrics import Metric
-from fedgraft.report.values import cell, label
+from fedgraft.report.metrics import ERRORS, Metric
+from fedgraft.report.values import label
 from fedgraft.runs import checkpoint
 from fedgraft.runs.centralized import as_central
 from fedgraft.runs.files import write_text
@@ -36,6 +36,7 @@ from fedgraft.runs.tracking import Progress
 from fedgraft.state import from_tensors
 
 ALONE, POOLED, FEDERATED = "alone", "pooled", "federated"
+UNKNOWN = "cannot be told"
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,15 @@ class Site:
     images: int
     models: Mapping[str, Metric | None]
     gain: Metric | None
+    less_is_better: bool = False
 
     @property
     def verdict(self) -> str:
         """In one word; a gap whose interval holds zero cannot be told."""
         if self.gain is None or self.gain.low is None or self.gain.high is None:
-            return "cannot be told"
-        return "gains" if self.gain.low > 0 else "loses" if self.gain.high < 0 else "cannot be told"
+            return UNKNOWN
+        above, below = ("loses", "gains") if self.less_is_better else ("gains", "loses")
+        return above if self.gain.low > 0 else below if self.gain.high < 0 else UNKNOWN
 
 
 def comparisons(config: Config) -> dict[str, Config]:
@@ -61,7 +64,8 @@ def comparisons(config: Config) -> dict[str, Config]:
         raise FedgraftError("worth compares the sites of a federation, and this run has one place only.")
     table = config.table
     trainable = {k: v for k, v in table["trainable"].items() if k != "head_too"}
-    same = {**table, "trainable": trainable, "compression": {}, "privacy": {}}
+    rounds = {k: v for k, v in table["rounds"].items() if k != "keep_contributions"}
+    same = {**table, "trainable": trainable, "rounds": rounds, "compression": {}, "privacy": {}}
     alone = validate({**same, "algorithm": {"name": "local_only"}})
     deep = build_algorithm(config).trainable.trains_body
     central = merge(same, {"centralized": {"kind": "finetune" if deep else "probe", "epochs": _epochs(config)}})
@@ -99,7 +103,8 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     opening = open_run(job, None, saved_edit(found.tensors))
     state, memories = from_tensors(found.round, found.tensors, found.meta)
     a, context, made = opening.algorithm, opening.context, []
-    common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
+    one_model = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
+    common = one_model or job.federation.clients == 1  # all images in one place: what was delivered, for everybody
     assert context.tests is not None
     for k, own in enumerate(rows):
         memory = memories.get(k, {})
@@ -124,19 +129,18 @@ def compare(places: Mapping[str, Path], metric: str, draws: int = 1000) -> list[
         labels = job.task.test_images.labels[rows[k]]
         models = {name: raw.exact(found[k], labels, names).get(metric) for name, found in scored.items()}
         gap = raw.paired(scored[FEDERATED][k], scored[ALONE][k], labels, names, job.config.seed, draws).get(metric)
-        sites.append(Site(job.client_names[k], len(labels), models, gap))
+        sites.append(Site(job.client_names[k], len(labels), models, gap, metric.partition(":")[0] in ERRORS))
     return sites
 
 
 def write(folder: Path, sites: Sequence[Site], metric: str, title: str) -> Path:
     """The page for a board: Markdown, HTML, the figure and the numbers; returns the HTML page."""
     folder.mkdir(parents=True, exist_ok=True)
-    models = list(sites[0].models)
-    half = {m: {s.name: _bar(s.models[m]) for s in sites if s.models[m] is not None} for m in models}
-    figure = figures.bars(folder / "worth.png", half, ylabel=label(metric), title="What each site gets")
+    models = sorted(sites[0].models, key=lambda m: {ALONE: 0, FEDERATED: 1, POOLED: 3}.get(m, 2))
+    figure = _draw(folder / "worth.png", sites, models, metric)
     rows = [
-        {"site": s.name, "test images": s.images, **{m: _told(s.models[m]) for m in models},
-         "federated minus alone": _told(s.gain), "the site": s.verdict} for s in sites
+        {"site": s.name, "": s.verdict, "federated minus alone": _told(s.gain, "+"), **{m: _told(s.models[m]) for m in
+         models}, "test images": s.images} for s in sites
     ]  # fmt: skip
     first = summary_line(sites, metric)
     lines = [f"# Who gains: {title}", "", first, "", f"![{label(metric)} by site and model](worth.png)", ""]
@@ -146,37 +150,71 @@ def write(folder: Path, sites: Sequence[Site], metric: str, title: str) -> Path:
     write_text(folder / "worth.md", "\n".join(lines) + "\n")
     numbers = [{**asdict(s), "verdict": s.verdict} for s in sites]
     write_text(folder / "worth.json", json.dumps({"metric": metric, "sites": numbers}, indent=2) + "\n")
-    csv = "site,verdict\n" + "".join(f"{s.name},{s.verdict}\n" for s in sites)
+    table = [{"site": s.name, "images": s.images, "verdict": s.verdict, **_limits("gain", s.gain),
+              **{k: v for m in models for k, v in _limits(m, s.models[m]).items()}} for s in sites]  # fmt: skip
     parts = [html.notices([first]), html.picture(figure), html.section("By site", html.grid(rows)),
              html.section("How to read it", f"<p>{html.safe(NOTE)}</p>")]  # fmt: skip
-    top = html.header(f"Who gains: {title}", "finished", "worth.csv", csv, label(metric))
+    top = html.header(f"Who gains: {title}", "finished", "worth.csv", html.rows_csv(table), label(metric))
     return html.write_page(folder / "worth.html", f"Who gains: {title}", top, parts, [])
+
+
+def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str) -> Path:
+    """Left what each model does at each site, right the difference; all with intervals, sites from top to bottom."""
+    scale = 100 if any(m and m.unit == "%" for s in sites for m in s.models.values()) else 1
+    colours = {"gains": figures.PALETTE[2], "loses": figures.PALETTE[1], UNKNOWN: "#888888"}
+
+    def dot(axes: Any, y: float, found: Metric | None, **style: Any) -> None:
+        if found is not None:
+            low, high = (found.value if v is None else v for v in (found.low, found.high))
+            spread = [[scale * max(0.0, found.value - low)], [scale * max(0.0, high - found.value)]]
+            axes.errorbar(scale * found.value, y, xerr=spread, capsize=3, ms=7, elinewidth=1.6, **style)
+
+    with figures.canvas(path, size=(10.5, 1.6 + 0.3 * len(sites) * (1 + len(models)))) as figure:
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        for i, site in enumerate(sites):
+            for j, (model, (colour, _, marker)) in enumerate(zip(models, figures.looks(), strict=False)):
+                at = i + 0.6 * ((j + 0.5) / len(models) - 0.5)
+                dot(left, at, site.models[model], color=colour, fmt=marker, label=model if i == 0 else None)
+            dot(right, i, site.gain, color=colours[site.verdict], fmt="o")
+        right.axvline(0, color=figures.INK, linewidth=1)
+        left.set_yticks(range(len(sites)), [figures.plain_text(s.name) for s in sites])
+        left.set_ylim(len(sites) - 0.5, -0.5)
+        unit = ", %" if scale == 100 else ""
+        figures.dress(left, f"{label(metric)}{unit}", "", "What each site gets")
+        worse = " (below 0 is better)" if sites[0].less_is_better else ""
+        figures.dress(right, f"difference{', points' if unit else ''}{worse}", "", "Federated minus alone")
+        figure.legend(loc="outside lower center", ncols=len(models))
+    return path
 
 
 NOTE = (
     "Each number is on the site's own test images, with its 95 % interval. The difference is paired on these images "
-    "(bootstrap); where its interval holds zero, nothing can be told. Alone: local_only, where every site trains its "
-    "copy from the same start, whose head is made from all sites' sums unless model.head=random. Pooled: all images in "
-    "one place, which only a simulation can do."
+    "(bootstrap); where its interval holds zero, nothing can be told. Federated: the delivered model, of the best "
+    "round by validation. Alone: local_only to the last round, where every site trains its copy from the same start, "
+    "whose head is made from all sites' sums unless model.head=random. Pooled: all images in one place, which only a "
+    "simulation can do."
 )
 
 
 def summary_line(sites: Sequence[Site], metric: str) -> str:
     """Who gains, who loses by name, and of whom nothing can be told."""
-    by = {v: [s.name for s in sites if s.verdict == v] for v in ("gains", "loses", "cannot be told")}
+    by = {v: [s.name for s in sites if s.verdict == v] for v in ("gains", "loses", UNKNOWN)}
     told = "; ".join(f"{verdict}: {', '.join(names) or 'nobody'}" for verdict, names in by.items())
     return f"By {label(metric)}, federated against alone: {told}."
 
 
-def _told(metric: Metric | None) -> str:
+def _told(metric: Metric | None, sign: str = "") -> str:
+    """A number with its interval; the images behind it have a column of their own."""
     if metric is None:
         return "–"
-    if metric.unit == "points":
-        return str(metric)
-    return cell({k: v for k, v in asdict(metric).items() if v is not None})
+    scale, unit = (100, f" {metric.unit}") if metric.unit in ("%", "points") else (1, "")
+    digits = 0 if scale == 100 else 2
+    value = f"{scale * metric.value:{sign}.{digits}f}{unit}"
+    if metric.low is None or metric.high is None:
+        return value
+    return f"{value} ({scale * metric.low:{sign}.{digits}f} to {scale * metric.high:{sign}.{digits}f})"
 
 
-def _bar(metric: Metric | None) -> Any:
-    assert metric is not None
-    low, high = metric.low, metric.high
-    return metric.value if low is None or high is None else (metric.value, (high - low) / 2)
+def _limits(name: str, metric: Metric | None) -> dict[str, Any]:
+    """A metric's numbers as columns of a table."""
+    return {} if metric is None else {name: metric.value, f"{name} low": metric.low, f"{name} high": metric.high}

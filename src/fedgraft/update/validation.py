@@ -247,14 +247,18 @@ def _decode_change(update: Payload | None, expected: Expectation, length: int) -
     return decoded
 
 
-def far_off(norms: Mapping[int, float], factor: float, usual: float = 0.0) -> dict[int, float]:
+HARMLESS = 1e-3
+"""No update shorter than this share of the model is refused: where most have converged, the usual is nothing."""
+
+
+def far_off(norms: Mapping[int, float], factor: float, usual: float = 0.0, least: float = 0.0) -> dict[int, float]:
     """Of these norms by client those over `factor` times the usual one, or the median here if that is larger.
 
     With fewer than three here nobody is the middle, and only what was usual before counts. Nothing usual: no bound.
     """
     middle = statistics.median(norms.values()) if len(norms) > 2 else 0.0
     bound = factor * max(usual, middle)
-    return {client: norm for client, norm in norms.items() if norm > bound > 0}
+    return {client: norm for client, norm in norms.items() if bound > 0 and norm > max(bound, least)}
 
 
 def without_outliers(
@@ -268,11 +272,12 @@ def without_outliers(
     if not factor:
         return list(accepted), []
     usual = federation.rate(state) * statistics.median(state.norms) if state.norms else 0.0
-    far = far_off({a.reply.client: a.norm for a in accepted}, factor, usual)
+    least = HARMLESS * _norm(state.vector)
+    far = far_off({a.reply.client: a.norm for a in accepted}, factor, usual, least)
     reasons = {k: f"update has norm {norm:.4g}, over {factor:g} times the usual" for k, norm in far.items()}
     for name in accepted[0].reply.sums if accepted else ():
         norms = {a.reply.client: float(torch.linalg.vector_norm(a.reply.sums[name].double())) for a in accepted}
-        for k, norm in far_off(norms, factor).items():
+        for k, norm in far_off(norms, factor, least=least).items():
             reasons.setdefault(k, f"sums/{name} has norm {norm:.4g}, over {factor:g} times the others'")
     kept = [a for a in accepted if a.reply.client not in reasons]
     return kept, [Rejection(client, reason) for client, reason in sorted(reasons.items())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,19 @@ def test_a_key_stays_with_its_number_and_its_identity_follows_from_it(tmp_path: 
     (tmp_path / "north.home" / "ledger").write_bytes(b"nonsense")
     with pytest.raises(FedgraftError, match="damaged"):
         keep.load(2)
+
+
+@pytest.mark.parametrize("file", ["audit", "ledger"])
+def test_what_a_full_disk_cannot_note_does_not_leave(
+    file: str, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedgraft.deploy import audit, keep
+
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config, machines = world("model.head=random")
+    owner, name = (audit, "append") if file == "audit" else (keep, "write_atomic")
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(FedgraftError, match=r"\(No space left on device\), so nothing leaves it"):
+        run_deployed(config, tmp_path / "there", machines)
