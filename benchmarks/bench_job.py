@@ -140,14 +140,18 @@ def main() -> None:
     found: dict[str, Any] = {"real": real, "cohort": given.cohort, "date": time.strftime("%Y-%m-%d"), "kinds": {}}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     words = base(given.cohort, given.rounds, real)
-    with tempfile.TemporaryDirectory(dir=".") as name:
-        folder = Path(name).resolve()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch).resolve()
         prepare(folder, given.cohort, given.rounds, real)
         for kind in given.kinds:
             shutil.rmtree(folder / "cache", ignore_errors=True)
-            row = {"fedgraft": own(kind, words, folder), "plain loop": peer("loop", sys.executable, kind, folder)}
-            if given.flower:
-                row["Flower simulation"] = peer("flower", given.flower, kind, folder)
+            row = {"fedgraft": own(kind, words, folder)}
+            others = {"plain loop": ("loop", sys.executable), "Flower simulation": ("flower", given.flower)}
+            for name, (which, python) in others.items():
+                try:
+                    row |= {name: peer(which, python, kind, folder)} if python else {}
+                except SystemExit as why:  # the others go on; the table is then without it
+                    print(f"{name}: {why}", flush=True)
             found["kinds"][kind] = row
             given.out.write_text(json.dumps(found, indent=2))
             print(kind, json.dumps(row), flush=True)

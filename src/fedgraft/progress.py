@@ -79,8 +79,9 @@ def told(facts: Mapping[str, Any]) -> str:
     done, total, unit = facts["done"], facts["total"], facts["unit"]
     parts = [f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}"] if unit else []
     if done and unit:
-        per = f"{facts['rate']:,.0f} a second" if facts["rate"] >= 10 else f"{1 / facts['rate']:.2g} s each"
-        parts.append(per)
+        each = 1 / facts["rate"]
+        slow = f"{each:.2g} s each" if each < 10 else f"{_clock(each)} each"
+        parts.append(f"{facts['rate']:,.0f} a second" if facts["rate"] >= 10 else slow)
     ends = facts["left"] is not None
     parts.append(f"about {_clock(facts['left'])} left" if ends else f"{_clock(facts['seconds'])} so far")
     return f"{facts['what']}: {', '.join(parts)}"

@@ -58,7 +58,7 @@ def test_the_line_says_what_how_far_how_quick_and_how_long() -> None:
     one.growing = True
     assert str(one) == "features: 400 of 1,000 images, 40 a second, 10 s so far"
     slow = {"what": "round 1", "unit": "clients", "done": 1, "total": 10, "rate": 0.01, "seconds": 100.0, "left": 900.0}
-    assert told(slow) == "round 1: 1 of 10 clients, 1e+02 s each, about 15 min 00 s left"
+    assert told(slow) == "round 1: 1 of 10 clients, 1 min 40 s each, about 15 min 00 s left"
     assert str(Phase("export")) == "export: 0 s so far"
 
 

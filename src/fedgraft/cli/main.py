@@ -177,6 +177,8 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
         console.quiet = False
     display.results(console, config.name, summary)
     display.path_line(console, folder)
+    if not quiet:
+        display.next_lines(console, folder)
 
 
 @app.command()

@@ -41,16 +41,20 @@ def resumable() -> Iterator[None]:
 
 def show(rows: Sequence[Mapping[str, str]]) -> None:
     """A table on the terminal, its best row marked."""
+    import textwrap
+
     import rich
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    for name in rows[0] if rows else ():
-        table.add_column(name, no_wrap=name.endswith("(%)"), overflow="fold")
+    from fedgraft.report.display import print_table
+
+    table = Table(*(rows[0] if rows else ()), box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
-        table.add_row(*map(Text, row.values()), style="bold green" if row["status"] == "best" else None)
-    rich.get_console().print(table)
+        cells = (Text(textwrap.fill(text, 30) if name == "status" else text) for name, text in row.items())
+        table.add_row(*cells, style="bold green" if row["status"] == "best" else None)
+    print_table(rich.get_console(), table)
 
 
 def sweep(

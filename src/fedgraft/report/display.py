@@ -149,7 +149,10 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
             rows["test top-5"] = percent(test.get("top5"))
         rows["test loss"] = f"{test['loss']:.4f}" if test.get("loss") is not None else NONE
     for key, value in (summary.get("validation") or {}).items():
-        at = f" (round {summary.get('best_round')} of {summary.get('rounds')})"
+        begun = ""
+        if key == "accuracy" and summary.get("best_round") and summary.get("start") is not None:
+            begun = f"; {percent(summary['start'])} at the start"
+        at = f" (round {summary.get('best_round')} of {summary.get('rounds')}{begun})"
         rows[f"validation {label(key)}"] = (percent(value) if key.endswith("accuracy") else f"{value:.4f}") + at
     if edited := summary.get("edited"):
         rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
@@ -165,7 +168,7 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     table = Table(title=escape(title), show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
-    _print(console, table)
+    print_table(console, table)
     _clients(console, summary.get("clients") or {})
 
 
@@ -177,7 +180,7 @@ def _clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None
     table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
     for name, found in list(clients.items())[:40]:
         table.add_row(escape(name), *(cell(found[key]) if found.get(key) else NONE for key in keys))
-    _print(console, table)
+    print_table(console, table)
 
 
 def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
@@ -187,7 +190,7 @@ def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
         done = NONE if info.round is None else str(info.round)
         costs = size(info.bytes) if info.bytes else NONE, clock(info.seconds) if info.seconds else NONE
         table.add_row(escape(info.name), info.status, done, percent(info.best), percent(info.test), *costs)
-    _print(console, table)
+    print_table(console, table)
 
 
 def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, Any]) -> None:
@@ -200,7 +203,7 @@ def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, 
             cells = [percent(found.value, 1), f"{percent(found.low, 1)} to {percent(found.high, 1)}"]
         rest = (NONE if one is None else f"{one.value:.3f}" for one in (f1, auroc))
         table.add_row(escape(name), str(0 if found is None else found.n), *cells, *rest)
-    _print(console, table)
+    print_table(console, table)
 
 
 def path_line(console: Console, folder: Path, report: bool = True) -> None:
@@ -210,7 +213,14 @@ def path_line(console: Console, folder: Path, report: bool = True) -> None:
         console.print(f"report      {folder / 'report.html'}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _print(console: Console, table: Table) -> None:
+def next_lines(console: Console, folder: Path) -> None:
+    """Three things to do with a finished run."""
+    console.print("next:", highlight=False)
+    for words in (f"show {folder}", f"predict {folder} IMAGES", f"export {folder} adapted"):
+        console.print(f"  fedgraft {words}", highlight=False, soft_wrap=True, markup=False)
+
+
+def print_table(console: Console, table: Table) -> None:
     """A table as wide as its texts, however narrow the terminal: what must be copied is never cut."""
     for column in table.columns:
         column.no_wrap = True

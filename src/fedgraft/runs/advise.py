@@ -197,7 +197,7 @@ def advise(
     held = len(open_data(config).train)
     few = min(images, held)
     trial: dict[str, Any] = {
-        "data": {"limit": few, "validation": VALIDATION},
+        "data": {"limit": max(1, round(few * (1 - VALIDATION))), "validation": VALIDATION * few / held},
         "rounds": {"total": rounds, "evaluate_every": 1, "test": False, "patience": 0},
     }
     cells = {

@@ -34,11 +34,16 @@ def test_a_name_is_never_cut(width: int) -> None:
 def test_the_final_table_says_of_how_many(width: int) -> None:
     summary = {
         "test": {"accuracy": 13 / 19, "count": 19, "loss": 1.25, "top5": 1.0}, "validation": {"accuracy": 0.7},
-        "best_round": 3, "rounds": 8, "bytes_up": 1000, "bytes_down": 2000, "seconds": 4.0,
+        "best_round": 3, "rounds": 8, "bytes_up": 1000, "bytes_down": 2000, "seconds": 4.0, "start": 0.1,
         "edited": {"coordinates": 10, "of": 2000}, "personal": {"mean": 0.5, "min": 0.25, "max": 0.75},
     }  # fmt: skip
     text = shown(width, "a [b]", summary)
-    wanted = ["68 % - 13 of 19 images, 95 % interval 46 to 85 %", "70.00 % (round 3 of 8)", "10 of 2,000", "a [b]"]
+    wanted = [
+        "68 % - 13 of 19 images, 95 % interval 46 to 85 %",
+        "70.00 % (round 3 of 8; 10.00 % at the start)",
+        "10 of 2,000",
+        "a [b]",
+    ]
     assert all(part in text for part in [*wanted, "50.00 % (25.00 % to 75.00 %)", "1.0 kB / 2.0 kB"])
     untested = shown(width, "a", {"validation": {"accuracy": 0.7}, "best_round": 3, "rounds": 8})
     assert "test" not in untested and "nan" not in untested
