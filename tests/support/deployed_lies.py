@@ -113,6 +113,8 @@ def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str
         if protection in lie.where and lie.degree == degree and name not in UNPROTECTED:
             world = DeployedWorld(stage, protection)
             refused, said = outcome(name, protection, world)
+            # On a node the rules that the config implies are asked before the owner's, and may refuse by their name.
+            refused = refused or (lie.family == "actions" and said.startswith("refused by the rule 'secure'"))
             found.append({"name": name, "refused": refused, "said": said, "refusals": world.refusals[-1:]})
             print(name, refused, said[:200], flush=True)  # into the link's log
     for rule, changes in RULES.get(protection, {}).items() if degree is None else ():
