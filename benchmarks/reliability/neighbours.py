@@ -68,6 +68,7 @@ def _guessed(rounds: int, secret: str, shown: Callable[..., Any]) -> tuple[float
     config = tiny(*PRIVATE, f"rounds.total={rounds}", f"privacy.dp.secret={secret}")
     with tempfile.TemporaryDirectory() as name, without_pictures(), mock.patch.object(running, "unseen", shown):
         folder = Path(name) / "run"
+        secret_path(folder).write_text(hashlib.sha256(b"so that the check can be repeated").hexdigest())
         running.run(config, folder, console=False)
         job = with_secrets(job_of(config), bytes.fromhex(secret_path(folder).read_text()))
         truth = _matrix(job.federation, rounds)

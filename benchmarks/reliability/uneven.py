@@ -13,7 +13,7 @@ import numpy as np
 from tests.support.tiny import tiny, without_pictures
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.config.build import federate
+from fedgraft.config.federate import federate
 from fedgraft.data.partition import make_partition
 from fedgraft.data.partition.partition import Partition
 from fedgraft.runs import run as running

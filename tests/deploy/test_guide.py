@@ -105,6 +105,7 @@ def follower(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Followe
 PAGE = (ROOT / "docs" / "deploy.md").read_text().partition("## A rehearsal on one machine")[0]
 
 
+@pytest.mark.deploy
 @pytest.mark.slow
 @pytest.mark.parametrize("follower", [False], indirect=True)
 def test_files_keys_policies_and_the_rehearsal_can_be_followed(follower: Follower) -> None:

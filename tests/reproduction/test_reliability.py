@@ -27,6 +27,10 @@ SLOW = {
     "liar": 0.1,
     "soak": 0.02,
     "orders": 0.02,
+    "membership": 0.1,
+    "epsilon": 1.0,
+    "uneven": 0.1,
+    "stages": 0.05,
 }
 
 

@@ -168,7 +168,9 @@ def strange_words(text: str) -> list[str]:
     ]
     files = [w for w in overrides if w.endswith(".py") and w not in there]
     dotted = [
-        w for w in overrides if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", w) and not w.endswith((".py", ".md", ".jsonl"))
+        w
+        for w in overrides
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", w) and not w.endswith((".py", ".md", ".jsonl", ".toml"))
     ]
     return files + [w for w in dotted if w.partition(".")[0] in keys and w not in keys]
 

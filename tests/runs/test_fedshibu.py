@@ -56,7 +56,8 @@ def test_each_similarity_runs_and_mixes_by_rows_that_sum_to_one(similarity: str)
 
 
 def test_the_config_offers_each_of_them() -> None:
-    assert set(get_args(AlgorithmChoice.model_fields["similarity"].annotation)) == set(SIMILARITIES)
+    offered = set(get_args(AlgorithmChoice.model_fields["similarity"].annotation))
+    assert offered == {*SIMILARITIES, "learned"}  # by the clients, from no matrix of the server's
 
 
 def test_the_matrix_is_similarity_times_examples() -> None:

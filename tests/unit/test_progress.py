@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,10 +62,18 @@ def test_the_line_says_what_how_far_how_quick_and_how_long() -> None:
     assert str(Phase("export")) == "export: 0 s so far"
 
 
+def until(seen: Callable[[], bool]) -> None:
+    """Wait for a watcher: on a busy machine its turn may come late."""
+    for _ in range(1000):
+        if seen():
+            return
+        time.sleep(0.01)
+
+
 def test_watchers_look_by_time_and_once_more_at_the_end(quick: None) -> None:
     seen: list[list[str]] = []
     with watching(lambda phases: seen.append([one.what for one in phases])), phase("a"):
-        time.sleep(0.1)
+        until(lambda: ["a"] in seen)
     assert ["a"] in seen and seen[-1] == []
     count = len(seen)
     time.sleep(0.05)
@@ -78,9 +86,9 @@ def test_the_terminal_has_one_owner(quick: None) -> None:
     with shown_by(lambda p: first.append(len(p))), phase("a"):
         with shown_by(lambda p: second.append(len(p))):
             before = len(first)
-            time.sleep(0.08)
+            until(lambda: 1 in second)
             assert len(first) == before and 1 in second
-        time.sleep(0.08)
+        until(lambda: first[-1:] == [1])
         assert first[-1] == 1 and second[-1] == 0
 
 

@@ -38,7 +38,7 @@ def class_token_of(block: Any, hidden: Tensor) -> Tensor:
     def heads(projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
 
-    query, key, value = attention.q_proj(normed[:, :1]), attention.k_proj(normed), attention.v_proj(normed)
+    query, key, value = attention.q_proj(normed[:, :1].contiguous()), attention.k_proj(normed), attention.v_proj(normed)
     seen = (heads(query) @ heads(key).transpose(2, 3) * attention.scaling).softmax(-1)  # (B, heads, 1, T)
     mixed = seen @ heads(value)
     token = hidden[:, :1] + attention.o_proj(mixed.transpose(1, 2).flatten(2))

@@ -134,7 +134,9 @@ def test_groups_need_their_labels() -> None:
 
 
 def test_steps_and_epochs_exclude_each_other() -> None:
-    assert "local.steps or local.epochs, not both" in sentence("local.steps=4", "local.epochs=1")
+    assert "give local.steps, local.client_steps or local.epochs, one of them" in sentence(
+        "local.steps=4", "local.epochs=1"
+    )
 
 
 @pytest.mark.parametrize("word", ["lr", "=3", "", "  "])

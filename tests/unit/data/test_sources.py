@@ -465,7 +465,7 @@ def test_synthetic_classes_can_be_learnt() -> None:
         ({"source": "digits", "path": "here"}, "takes no path"),
         ({"source": "digits", "limit": 0}, "positive"),
         ({"source": "digits", "classes": 3}, "no option 'classes'; it has: none"),
-        ({"source": "synthetic", "klasses": 3}, "no option 'klasses'; it has: classes, train, test, image_size, seed"),
+        ({"source": "synthetic", "klasses": 3}, "no option 'klasses'; the nearest one is 'classes'"),
         ({"source": "synthetic", "classes": 0}, "must be positive"),
     ],
 )

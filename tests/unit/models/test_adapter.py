@@ -149,5 +149,5 @@ def test_a_real_vit_at_another_size(tmp_path: Path) -> None:
     folder = export_adapter(net, base, tmp_path / "out", None, base.preprocessor or {}, "")
     theirs = loaded(SHARED / "weights" / "vit-tiny", folder)
     logits = theirs(pixel_values=images(112), interpolate_pos_encoding=True).logits
-    torch.testing.assert_close(logits, net(images(112)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, net(images(112)), rtol=1e-5, atol=1e-5)
     assert str(SHARED) not in (folder / "adapter_config.json").read_text()

@@ -76,14 +76,15 @@ def test_a_page_renders_and_answers(
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     said = complaints(page)
     page.goto(pages[kind].as_uri())
-    chart = page.locator(".chart").first
-    lines = chart.locator("polyline").count()
-    assert lines >= 1 and page.locator("h1").is_visible() and page.locator("table").count() >= 1
-    chart.locator("svg").first.hover()
-    assert chart.locator(".tip").is_visible()
-    key = chart.locator(".keys button").first
-    key.click()
-    assert key.get_attribute("aria-pressed") == "false"
+    assert page.locator("h1").is_visible() and page.locator("table").count() >= 1
+    if kind != "tables":
+        chart = page.locator(".chart").first
+        assert chart.locator("polyline").count() >= 1
+        chart.locator("svg").first.hover()
+        assert chart.locator(".tip").is_visible()
+        key = chart.locator(".keys button").first
+        key.click()
+        assert key.get_attribute("aria-pressed") == "false"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
     assert page.evaluate(BROKEN) == [], "a number is broken across lines"
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
