@@ -73,9 +73,9 @@ ROWS: dict[int, tuple[str, str]] = {
     225: ("F", "SecAgg vs FedAvg bar"),
     226: (
         "T",
-        "Config tables: S0 T1, S4 component table, S4 parameter table, S4 heterogeneity table, S4 strategy table",
+        "Tables of settings: components, parameters, heterogeneity, strategies",
     ),
-    227: ("T", "Result tables S0 T2–T3, S1 T1, S2 T4.1–4.3, S3 T1"),
+    227: ("T", "Tables of results: classes, rates, local steps, personal models, sparse edits, strategies"),
 }
 """Kinds as letters, and what the row says."""
 
