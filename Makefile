@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 LIBRARY := $(VENV)/.library
 STAMP := $(VENV)/.ready
-OVERRIDES ?= demo --fresh
+# Real images where there are some: `make run DATA=FOLDER MODEL=FOLDER`, else $FEDGRAFT_DATA, else data/; else the digits inside.
+DATA ?= $(or $(FEDGRAFT_DATA),$(wildcard data))
+QUICK := name=demo trainable.kind=last_blocks rounds.total=10 rounds.evaluate_every=1 data.limit=4000
+OVERRIDES ?= $(if $(DATA),'$(DATA)' $(QUICK),demo) $(if $(MODEL),model.name='$(MODEL)' data.image_size=112) --fresh
 # More words for pip, for example where to find the CPU build of torch (see the README).
 PIP_ARGS ?=
 
@@ -16,10 +19,11 @@ setup: $(STAMP)
 # other packages are for other Pythons and do not compile). `make run` needs the library alone, everything else the tools.
 define install
 	@command -v $(PYTHON) >/dev/null || { echo "fedgraft needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): a minute or two, once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '$(1)'
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib src >/dev/null 2>&1 || true
-	touch $@
+	@touch $@
 endef
 
 $(LIBRARY): pyproject.toml constraints.txt
@@ -27,7 +31,7 @@ $(LIBRARY): pyproject.toml constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	$(call install,.[dev])
-	touch $(LIBRARY)
+	@touch $(LIBRARY)
 
 run: $(LIBRARY)
 	$(BIN)/fedgraft run $(OVERRIDES)
@@ -38,18 +42,20 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests side by side, each on one thread; a core that is done takes over from the others.
-TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+# Tests side by side, each on one thread; a worker that is done takes over from the others. There is one more of them than
+# cores, because tests of servers and killed processes wait most of their time.
+WORKERS := $(shell expr `getconf _NPROCESSORS_ONLN` + 1)
+TESTS := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 5 --dist worksteal
 
 check: lint
-	$(TESTS) -m "not slow and not deploy"
+	$(TESTS) tests/unit tests/laws -m "not slow and not deploy"
 
 test: lint
 	$(TESTS) -m "not deploy"
 
-# More of real servers and nodes than the gate's few cases: every algorithm, faults, Ray.
+# More of real servers and nodes than the gate's few cases: every algorithm, faults, Ray; and the long checks of reliability.
 test-deploy: $(STAMP)
-	$(BIN)/python -m pytest tests/deploy -m deploy
+	$(BIN)/python -m pytest -m deploy
 
 # Small bugs, one at a time, against the tests that should notice them: docs/mutants.md. MUTANTS names some of them.
 mutants: $(STAMP)

@@ -1,7 +1,7 @@
 """The real job: vit-tiny at 112 px on CIFAR-100, 100 clients, 10 a round, to 60 % and 67 % validation accuracy.
 
-Head only, 90 % sparse, LoRA and all of the last four blocks; beside a plain loop and Flower's simulation, with
-transformers and peft, as their users write them. Whole runs take hours, so what differs is measured and the rest
+Head only, 90 % sparse, LoRA and all of the last four blocks; beside a plain loop, Flower's simulation and pfl-research,
+with transformers and peft, as their users write them. Whole runs take hours, so what differs is measured and the rest
 counted. Measured: seconds, peak memory and bytes of rounds of `--cohort` clients, a first run (features computed) and
 a second one (images met before); from them seconds by image and by round. Counted: the rounds that each kind needs
 (`ROUNDS`, from whole runs by fedgraft, commands beside them) times 10 clients, 8 steps, batches of 32. The rounds are
@@ -9,8 +9,8 @@ given to peers as they are, but for the head alone: they start from a drawn one,
 rounds. Where vit-tiny or CIFAR-100 are not in ../shared, nano and synthetic images stand in and nothing is said about
 accuracy.
 
-    python -m benchmarks.bench_job                     # about six minutes; --kinds head: two
-    python -m benchmarks.bench_job --flower PYTHON     # a Python that has flwr with ray, else Flower is left out
+    python -m benchmarks.bench_job                     # about ten minutes; --kinds head: three
+    python -m benchmarks.bench_job --peers loop        # without Flower and pfl-research and their environments
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.harness import QUIET
+from benchmarks.peers.harness import QUIET, Failed, environment
 from benchmarks.peers.measure import Measured, watch
 
 OUT = Path("runs") / "benchmarks" / "job.json"
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+PEERS = {"loop": "plain loop", "flower": "Flower simulation", "pfl": "pfl-research"}
 STEPS, BATCH, CLIENTS, TRAIN, HELD, BLOCKS, DEPTH = 8, 32, 10, 45_000, 5_000, 8, 12
 EDIT = [f"trainable.freeze_blocks={BLOCKS}"]
 KINDS = {
@@ -132,7 +133,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--cohort", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--flower", default="", help="a Python with flwr and ray")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--nano", action="store_true", help="nano and synthetic images, also where the real ones are")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
@@ -146,12 +147,12 @@ def main() -> None:
         for kind in given.kinds:
             shutil.rmtree(folder / "cache", ignore_errors=True)
             row = {"fedgraft": own(kind, words, folder)}
-            others = {"plain loop": ("loop", sys.executable), "Flower simulation": ("flower", given.flower)}
-            for name, (which, python) in others.items():
+            for which in given.peers:
                 try:
-                    row |= {name: peer(which, python, kind, folder)} if python else {}
-                except SystemExit as why:  # the others go on; the table is then without it
-                    print(f"{name}: {why}", flush=True)
+                    python = sys.executable if which == "loop" else str(environment(which))
+                    row[PEERS[which]] = peer(which, python, kind, folder)
+                except (SystemExit, Failed) as why:  # the others go on; the table is then without it
+                    print(f"{PEERS[which]}: {why}", flush=True)
             found["kinds"][kind] = row
             given.out.write_text(json.dumps(found, indent=2))
             print(kind, json.dumps(row), flush=True)

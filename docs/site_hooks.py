@@ -18,7 +18,10 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for source, name in PAGES.items():
-        files.append(File.generated(config, name, content=linked((ROOT / source).read_text(encoding="utf-8"))))
+        text = linked((ROOT / source).read_text(encoding="utf-8"))
+        if name == "index.md":  # the only page of its part: room for the code instead of an empty list of pages
+            text = f"---\nhide: [navigation]\n---\n{text}"
+        files.append(File.generated(config, name, content=text))
     files.append(File.generated(config, "reference/commands.md", content=commands()))
     return files
 

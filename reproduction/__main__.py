@@ -31,6 +31,7 @@ def reproduce(
     answers: Annotated[bool, typer.Option("--answers", help="write the answers from the numbers there are")] = False,
 ) -> None:
     """Repeat an experiment: run what is missing, then write its tables and figures."""
+    from reproduction.kept import pack, unpack
     from reproduction.preset import SCALES
 
     if scale not in SCALES:
@@ -45,9 +46,14 @@ def reproduce(
         raise FedgraftError("name an experiment, or give --list or --answers.")
     # Digits must not take the place of real results, nor a laptop's those of a GPU.
     out = out or Path("docs/results") / ("" if scale == "laptop" else scale)
+    places = {word: place for word, place in (("DATA", data), ("MODEL", model)) if place}
     try:
+        if name and scale != "tiny" and (known := unpack(out / "runs.zip", runs, places)):
+            typer.echo(f"{known} finished runs are read from {out / 'runs.zip'}")
         if name:
             typer.echo(_one(name, scale, seeds, processes, (data, model), (runs, out), kinds, part))
+        if name and scale != "tiny":
+            pack(runs, out / "runs.zip", places)
     except KeyboardInterrupt:
         typer.echo("\ninterrupted; the runs are saved. The same command goes on from here.", err=True)
         raise typer.Exit(130) from None

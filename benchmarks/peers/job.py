@@ -1,8 +1,8 @@
-"""The real job as users of other tools write it: `python job.py loop|flower KIND FOLDER`; needs no fedgraft.
+"""The real job as users of other tools write it: `python job.py loop|flower|pfl KIND FOLDER`; needs no fedgraft.
 
 A `transformers` image classifier (with peft for LoRA) is trained by FedAvg: images go through the whole network in
-every step. `loop` is a plain loop; `flower` the same client in Flower's simulation. FOLDER holds job.npz (images and
-labels), job.json (the sizes) and the model; the result is written beside them.
+every step. `loop` is a plain loop; `flower` the same client in Flower's simulation; `pfl` pfl-research's simulated
+backend. FOLDER holds job.npz (images and labels), job.json (the sizes) and the model; the result is put beside them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ def network(kind: str, job: dict[str, Any]) -> nn.Module:
     return made
 
 
+def loss_of(model: nn.Module, images: Tensor, labels: Tensor, job: dict[str, Any]) -> Tensor:
+    """The loss of a batch of stored images (B, side, side, 3), enlarged and scaled as the network wants them."""
+    pixels = nn.functional.interpolate(
+        images.permute(0, 3, 1, 2).float() / 255, size=job["size"], mode="bilinear", antialias=True
+    )
+    return nn.functional.cross_entropy(model(pixel_values=(pixels - 0.5) / 0.5).logits, labels)
+
+
 def train(model: nn.Module, images: Tensor, labels: Tensor, job: dict[str, Any], masks: dict[str, Tensor]) -> None:
     """The local steps of one client."""
     moving = [p for p in model.parameters() if p.requires_grad]
@@ -49,11 +57,8 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, job: dict[str, Any],
     model.train()
     for step in range(job["steps"]):
         rows = draw[(torch.arange(job["batch"]) + step * job["batch"]) % len(draw)]
-        pixels = nn.functional.interpolate(
-            images[rows].permute(0, 3, 1, 2).float() / 255, size=job["size"], mode="bilinear", antialias=True
-        )
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(pixel_values=(pixels - 0.5) / 0.5).logits, labels[rows]).backward()
+        loss_of(model, images[rows], labels[rows], job).backward()
         for name, parameter in model.named_parameters():
             if name in masks and parameter.grad is not None:
                 parameter.grad.mul_(masks[name])
@@ -123,6 +128,75 @@ def flower(kind: str, job: dict[str, Any], images: Tensor, labels: Tensor) -> li
     return [b - a for a, b in pairwise(times)]
 
 
+def pfl(kind: str, job: dict[str, Any], images: Tensor, labels: Tensor) -> list[float]:
+    """Seconds of each round of pfl-research: one process, as many threads as there are cores."""
+    from functools import partial
+
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.pytorch import PyTorchTensorDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+
+    times: list[float] = []
+
+    class Classifier(nn.Module):
+        """The network with the method that pfl asks for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = network(kind, job)
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            self.train()
+            return loss_of(self.model, x, y, job)
+
+    class Watch(TrainingProcessCallback):
+        """The clock."""
+
+        def on_train_begin(self, *, model: Any) -> Metrics:
+            times.append(time.perf_counter())
+            return Metrics()
+
+        def after_central_iteration(
+            self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
+        ) -> tuple[bool, Metrics]:
+            times.append(time.perf_counter())
+            return False, Metrics()
+
+    def user(k: int) -> PyTorchTensorDataset:
+        rows = k * job["each"] + torch.randperm(job["each"])[: job["steps"] * job["batch"]]
+        return PyTorchTensorDataset((images[rows], labels[rows]), user_id=str(k))
+
+    classifier = Classifier()
+    moving = {n: p for n, p in classifier.model.named_parameters() if p.requires_grad}
+    for name, mask in masks_of(classifier.model, kind).items():
+        moving[name].register_hook(mask.mul)
+    data = FederatedDataset(user, get_user_sampler("random", list(range(job["cohort"]))))
+    FederatedAveraging().run(
+        algorithm_params=NNAlgorithmParams(
+            central_num_iterations=job["rounds"], evaluation_frequency=job["rounds"] + 1,
+            train_cohort_size=job["cohort"], val_cohort_size=0,
+        ),
+        backend=SimulatedBackend(training_data=data, val_data=data),
+        model=PyTorchModel(
+            classifier, local_optimizer_create=partial(torch.optim.SGD, momentum=0.9),
+            central_optimizer=torch.optim.SGD(moving.values(), 1.0),
+        ),
+        model_train_params=NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=0.01, local_batch_size=job["batch"]
+        ),
+        model_eval_params=NNEvalHyperParams(local_batch_size=512),
+        callbacks=[Watch()],
+    )  # fmt: skip
+    return [b - a for a, b in pairwise(times)]
+
+
 def main() -> None:
     """Run one peer and write its seconds."""
     peer, kind, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -131,7 +205,7 @@ def main() -> None:
     torch.set_num_threads(job["cores"])
     with np.load(folder / "job.npz") as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
-    seconds = {"loop": loop, "flower": flower}[peer](kind, job, images, labels)
+    seconds = {"loop": loop, "flower": flower, "pfl": pfl}[peer](kind, job, images, labels)
     sent = sum(p.numel() for p in network(kind, job).parameters() if p.requires_grad)
     (folder / f"{peer}.json").write_text(json.dumps({"seconds": seconds, "bytes_up": 4 * sent}))
 

@@ -91,6 +91,10 @@ def run_here(name: str, scale: float, store: Path) -> bool:
     return outcome.passed and outcome.caught
 
 
+def _written(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
 def main() -> None:
     """Run the checks that are named (all by default), each in its own process, and draw the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability", description=__doc__)
@@ -114,9 +118,11 @@ def main() -> None:
         done = subprocess.run([sys.executable, "-m", "benchmarks.reliability", *words], cwd=ROOT)
         if done.returncode:
             failed.append(name)
-        options.out.write_text(page(options.store, CHECKS))  # after each: a long run that is stopped loses nothing
+        options.out.write_text(
+            page(options.store, CHECKS, _written(options.out))
+        )  # after each: a long run that is stopped loses nothing
     if options.render:
-        options.out.write_text(page(options.store, CHECKS))
+        options.out.write_text(page(options.store, CHECKS, _written(options.out)))
         failed = [n for n in names if not (one := kept(options.store, n)) or not (one["passed"] and one["caught"])]
     if failed:
         sys.exit(f"these do not hold: {', '.join(failed)}")

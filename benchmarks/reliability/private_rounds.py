@@ -53,6 +53,7 @@ class Clients:
         network: Any = torch.nn.Identity()
         network.classes, network.width = 2, 2
         self.context: Any = SimpleNamespace(
+            ground="",
             seed=0, sent=length, space=space, private=None, network=network, rows=lambda k: range(5),
             bind=lambda space: SimpleNamespace(load=lambda start: None),
             rules=lambda algorithm: (Policy(),), replays=False,

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.unit.privacy.test_secure_sum import Local, make
+from tests.unit.privacy.test_secure_sum import Hostile, Local, make
 from tests.unit.privacy.test_secure_sum import hostile as lies_about
 
 from benchmarks.reliability.outcome import Outcome, share
@@ -62,7 +62,7 @@ def refused(family: str, lie: str, dice: random.Random) -> bool:
         for identity in local.identities.values():
             identity.known.update(public)
         with suppress(SecureAbort):
-            drive(SecureServer(plan), local)
+            drive(Hostile(plan), local)
     except SecureRefusal:
         return False
     except Exception:  # a crash in place of a refusal

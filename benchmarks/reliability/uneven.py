@@ -38,18 +38,20 @@ def uneven(scale: float) -> Outcome:
     runs = [(a, s, e) for a in ALGORITHMS for s in seeds for e in STEPS]
     found = [_run([*BASE, f"algorithm.name={a}", f"seed={s}", *e, f"rounds.total={rounds}"]) for a, s, e in runs]
     updates, refused, worst = (sum(f[0] for f in found), sum(f[1] for f in found), max(f[2] for f in found))
-    strict = _run([*BASE, "rounds.norm_factor=1.5", *STEPS[1], f"rounds.total={rounds}"])[1]
+    # Fixed steps: where epochs are counted, who takes more steps may come further, and the giant is the only one.
+    strict = _run([*BASE, "rounds.norm_factor=1.0", *STEPS[0], f"rounds.total={rounds}"])[1]
     cut, sizes = _claims(share(200, scale, 50))
     return Outcome(
         refused == 0,
         f"{len(runs)} runs of {len(ALGORITHMS)} algorithms over 8 clients at dirichlet 0.1, one with ten times the "
         f"images of any other: {refused} of {updates:,} benign updates refused; the longest is {worst:.1f} times the "
-        f"median of its round (bound 30); claims: in {len(sizes)} federations at dirichlet 0.1 the largest client has "
+        f"median of its round (bound 30, times the steps it takes over the median's); claims: "
+        f"in {len(sizes)} federations at dirichlet 0.1 the largest client has "
         f"at most {max(sizes):.0f} times the median number of images, {cut:.1%} of all images count for less (bound "
         f"{FACTOR:g})",
-        {"a bound of 1.5 times the median": f"{strict} benign updates refused"},
+        {"a bound of the median itself": f"{strict} benign updates refused"},
         strict > 0,
-        {"worst": worst, "updates": updates},
+        {"worst": worst, "updates": updates, "refused": [str(r) for r, f in zip(runs, found, strict=True) if f[1]]},
     )
 
 

@@ -7,7 +7,7 @@ the policies, one too many for today, one whose model or numbers are not those o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -22,7 +22,11 @@ from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.update.codecs import is_finite
 
 LEDGER = "ledger"
-_SCORING = {"names": str, "draw": int, "share": float, "estimator": str, "labels": str, "batch": int}
+_DRAWN = {"names": str, "draw": int, "share": float}
+_SCORING = {**_DRAWN, "estimator": str, "labels": str, "batch": int}
+_ASKS: Mapping[str, Collection[str]] = {"gradient": _DRAWN, "fisher_scores": _SCORING, "scores": ("split",)}
+"""Settings of a hidden sum outside the rounds. It may have no others: a word that changes nothing would make the same
+sum another one, to be had a second time over other clients."""
 
 
 def admit(order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> ClientMemory:
@@ -49,6 +53,8 @@ def fits(order: Order, algorithm: Algorithm, context: ClientContext) -> None:
     if order.action in HIDES:
         if what != "train" and what not in SUMS:
             raise Refused(f"{what[:40]!r} is not a secure sum", "sums")
+        if what != "train":
+            _nothing_else(order, what)
         if order.action != "secure.masked":
             return  # neither model nor numbers are used before
     if what == "train":
@@ -58,19 +64,29 @@ def fits(order: Order, algorithm: Algorithm, context: ClientContext) -> None:
         _receives(order, algorithm, context)
     if what in {"train", "evaluate", "scores"} or (what == "count" and "heads" not in order.auxiliary):
         _vector("the model", vector_of(order), (context.space.size,))
-    if what in {"fisher_scores", "own_mask"}:
-        _numbers(order, _SCORING)
+    if what in {"gradient", "fisher_scores", "own_mask"}:
+        _numbers(order, _DRAWN if what == "gradient" else _SCORING)
         parameters = dict(context.network.named_parameters())
         _vector("the model", vector_of(order), (sum(p.numel() for p in parameters.values()),))
-        if order.settings["estimator"] not in ESTIMATORS or not set(str(order.settings["names"]).split("\n")) <= set(
-            parameters
-        ):
+        known = what == "gradient" or order.settings["estimator"] in ESTIMATORS
+        if not known or not set(str(order.settings["names"]).split("\n")) <= set(parameters):
             raise Refused("there is no such estimator or no such weight", "order")
     side = (context.network.classes, context.network.width + 1)
     if what == "head_gradient":
         _vector("the head", order.auxiliary.get("head"), side)
     if what == "count" and "heads" in order.auxiliary:
         _vector("the heads", order.auxiliary["heads"], (len(order.auxiliary["heads"]), *side))
+
+
+def _nothing_else(order: Order, what: str) -> None:
+    """A hidden sum outside the rounds carries what its action reads, and nothing else."""
+    own = {name for name in order.auxiliary if name != "plan" and not name.startswith("data:")}
+    wanted = ({"head"} if what == "head_gradient" else set()) if order.action == "secure.masked" else set()
+    moves = order.action == "secure.masked" and what in {*_ASKS}
+    good = own == wanted and (order.vector is not None) == moves and order.space == what
+    said = {name: value for name, value in order.settings.items() if name != "sums"}
+    if not good or set(said) != set(_ASKS.get(what, ())) or said.get("split", "test") not in ("validation", "test"):
+        raise Refused(f"a secure sum of {what} has other parts than these", "order")
 
 
 def _receives(order: Order, algorithm: Algorithm, context: ClientContext) -> None:

@@ -100,13 +100,13 @@ def _peer(
             except FedgraftError as error:
                 raise SecureRefusal(str(error), "plan") from error
             check_plan(plan, order, algorithm, context)
-            return SecureClient(plan, order.client, identity)
+            return SecureClient(plan, order.client, identity, ground=context.ground)
     elif not begun:
         raise SecureRefusal(f"the stage {stage!r} of a secure sum was asked for before it began")
     plan = Plan.from_bytes(as_bytes(memory[slot + "plan"]), most)
     if plan.run != series(order.run, str(order.settings["sums"])):
         raise SecureRefusal("the secure sum under way is another run's", "plan")
-    return SecureClient.resume(plan, order.client, identity, as_bytes(memory[slot + "state"]))
+    return SecureClient.resume(plan, order.client, identity, as_bytes(memory[slot + "state"]), context.ground)
 
 
 def _summand(

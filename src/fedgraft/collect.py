@@ -136,7 +136,10 @@ def collect(
     cohort = [order.client for order in orders]
     accepted, rejections = validate_replies(replies, expectation(algorithm, federation, state, cohort, context))
     if algorithm.privacy.dp is None:  # there everything is clipped
-        accepted, outliers = without_outliers(accepted, federation, state)
+        local = algorithm.local
+        accepted, outliers = without_outliers(
+            accepted, federation, state, lambda r: local.of(r.client).steps_for(int(context.claims.counted(r.examples)))
+        )
         rejections += outliers
     refused = {one.client for one in rejections if not one.silent} - {a.reply.client for a in accepted}
     answers = replace(read(accepted, state, context), dropped=len(refused))
@@ -158,14 +161,9 @@ def _collect_hidden(
     context: ServerContext,
 ) -> Collected:
     """Five stages instead of one; the server sees only the sum over those who stay."""
-    # One client cannot hide in a sum of its own, so it is not asked.
-    asked = len(orders) > 1
-    done = (
-        secure_sum(algorithm, federation, orders, engine.exchange, context.length, context.trained)
-        if asked
-        else HiddenSum()
-    )
-    lost = tuple(Rejection(client, f"lost at stage {stage!r} of the secure sum") for client, stage in done.lost.items())
+    parts = (engine.exchange, context.length, context.trained, context.claims)
+    done = secure_sum(algorithm, federation, orders, *parts) if orders else HiddenSum()
+    lost = tuple(Rejection(client, why) for client, why in done.lost.items())
     dp = algorithm.privacy.dp
     ring = Ring(secure_segments(algorithm, context.length, context.trained), dp.mechanism.population) if dp else None
     nobody = Answers((), torch.zeros(0, dtype=torch.float64), ())

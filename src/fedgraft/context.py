@@ -50,6 +50,8 @@ class ClientContext:
     """Rules that every order must keep; none: those that the algorithm implies."""
     replays: bool = False
     """Whether clients keep what they answered in secure sums, so that a server that lost it may ask again."""
+    ground: str = ""
+    """Identity of what this machine was told of the run besides orders; all clients of a secure sum share it."""
     class_counts: Tensor | None = None
     """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)

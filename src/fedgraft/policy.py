@@ -18,6 +18,7 @@ from typing import Any
 
 from fedgraft.algorithm import Algorithm
 from fedgraft.errors import FedgraftError, Refused
+from fedgraft.local.train import LARGEST_RATE
 from fedgraft.messages import Order
 from fedgraft.privacy.secagg.plan import MOST_CLIENTS, Plan
 from fedgraft.privacy.secagg.secure_sum import STAGES
@@ -26,7 +27,7 @@ HIDES = frozenset(f"secure.{stage}" for stage in STAGES)
 """Actions whose answers show nothing of one client."""
 SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
-        "lr": (0.0, 1e4), "clip": (0.0, math.inf), "largest": (1.0, 2.0**53), "finetune_epochs": (0.0, 1e4),
+        "lr": (0.0, LARGEST_RATE), "clip": (0.0, math.inf), "largest": (1.0, 2.0**53), "finetune_epochs": (0.0, 1e4),
         "share": (0.0, 1.0), "batch": (1.0, 2.0**20), "draw": (0.0, 2.0**31),
     }
 )  # fmt: skip
@@ -37,7 +38,7 @@ SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
 class Policy:
     """An owner's rules. The defaults allow what any honest run does."""
 
-    config: str = field(default="", metadata={"says": "only runs of a config with this digest, or one of several"})
+    config: str = field(default="", metadata={"says": "only runs of a config with this fingerprint, or one of several"})
     secure: bool = field(default=False, metadata={"says": "secure aggregation: nothing of this node alone is shown"})
     in_the_clear: tuple[str, ...] = field(
         default=(), metadata={"says": "actions that may answer in the clear although secure aggregation is required"}
@@ -71,7 +72,7 @@ class Policy:
         """Refuse an order that breaks a rule; nothing has been computed yet."""
         self.check_action(order)
         self.check_protection(algorithm)
-        if self.config and order.run not in self.config.split():
+        if not self.agrees(order.run):  # the whole fingerprint was asked when the config came
             raise Refused("the order belongs to a run that the owner did not agree to", "config")
         for name, value in order.settings.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -85,6 +86,11 @@ class Policy:
         heads = order.auxiliary.get("heads")
         if heads is not None and (heads.dim() != 3 or len(heads) > self.heads):
             raise Refused(f"a count may compare at most {self.heads} heads", "heads")
+
+    def agrees(self, run: str) -> bool:
+        """Whether the owner agreed to a config of this fingerprint; orders carry its beginning, the digest."""
+        told = self.config.split()
+        return not told or any(run in (one, one[:16]) for one in told)
 
     def check_images(self, action: str, images: Callable[[], int]) -> None:
         """Refuse numbers about so few images that they are about single ones."""
@@ -143,7 +149,8 @@ def purpose(order: Order) -> str:
 
 def implied(algorithm: Algorithm) -> Policy:
     """What an algorithm promises without anybody asking: sums that can be hidden are, where it hides."""
-    return Policy(secure=algorithm.privacy.hidden, in_the_clear=("count", "evaluate", "own_mask"))
+    asked = ("train",) if algorithm.privacy.dp is not None else ()  # what no noise covers is not answered
+    return Policy(secure=algorithm.privacy.hidden, in_the_clear=("count", "evaluate", "own_mask"), actions=asked)
 
 
 def today() -> str:

@@ -171,6 +171,9 @@ def phase(what: str, total: int = 0, unit: str = "", minor: bool = False, growin
         one.ended = time.monotonic()
         if one in _state.phases:
             _state.phases.remove(one)
+        if not _state.phases and one.seconds > EVERY and _state.screen is not None:
+            with _state.looking:  # whoever prints next finds the terminal free, not half a bar
+                _state.screen([])
 
 
 def counted(what: str, items: Iterable[T], total: int = 0, unit: str = "") -> Iterator[T]:

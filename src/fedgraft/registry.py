@@ -82,7 +82,14 @@ def load_plugins() -> None:
     if not _loaded:
         _loaded = True
         for point in entry_points(group="fedgraft"):
-            point.load()
+            try:
+                point.load()
+            except Exception as error:  # somebody else's module may fail in any way
+                whose = f" of the package {point.dist.name}" if point.dist else ""
+                raise FedgraftError(
+                    f"the plug-in {point.value!r}{whose} cannot be imported ({type(error).__name__}: {error}); "
+                    "mend it, or uninstall the package."
+                ) from error
 
 
 GIVEN = frozenset({"local", "trainable", "loss", "seed", "freeze_blocks"})

@@ -7,6 +7,8 @@ sum over those who stay. `Sums` asks for sums outside the rounds, hidden or in t
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +23,7 @@ from fedgraft.client_sums import sum_segments, summands, sums_lie
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
 from fedgraft.privacy.protection import Protection
+from fedgraft.privacy.secagg.keys import OF
 from fedgraft.privacy.secagg.plan import Data
 from fedgraft.privacy.secagg.ring import Segment
 from fedgraft.privacy.secagg.secure_sum import Plan, SecureAbort, SecureServer, SumResult, drive, series, weighted_mean
@@ -39,6 +42,7 @@ ANSWERS: Mapping[str, set[str]] = {
 }  # fmt: skip
 """The tensors of a reply by stage. No two are alike, so an answer to an earlier stage is not taken for one to this."""
 _CONTINUED = 8  # clients asked at once where the sum is kept as it grows
+_SENDER = re.compile(rf"\bshare box {OF}(\d+)\b")
 _GROUP, _HELD = 4, 1 << 30  # clients asked at once where all answers together would be over so many bytes
 
 
@@ -51,6 +55,7 @@ class HiddenSum:
     scalars: Mapping[str, float] = field(default_factory=dict)
     survivors: tuple[int, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)
+    """Who is not in it, or fell silent, and how."""
     bytes_up: int = 0
     bytes_down: int = 0
     asked: bool = False
@@ -59,10 +64,14 @@ class HiddenSum:
 class SecureSession:
     """Carries the stages of one secure sum over an engine, and counts the bytes."""
 
-    def __init__(self, privacy: Protection, orders: Sequence[Order], exchange: Exchange) -> None:
-        self.privacy, self.exchange = privacy, exchange
-        self.orders = {order.client: order for order in orders}
-        self.lost: Mapping[int, str] = {}
+    def __init__(
+        self, privacy: Protection, orders: Sequence[Order], exchange: Exchange, claims: Claims | None = None
+    ) -> None:
+        self.privacy, self.exchange, self.claims = privacy, exchange, claims or Claims()
+        self.orders = {order.client: order for order in orders if order.client not in self.claims.barred}
+        self.lost: dict[int, str] = {k: why for k, why in self.claims.barred.items() if k not in self.orders}
+        self.said: dict[int, str] = {}
+        """What clients say that do not answer a stage."""
         self.up = self.down = 0
 
     def total(self, segments: tuple[Segment, ...]) -> SumResult:
@@ -75,11 +84,25 @@ class SecureSession:
         private = self.privacy.dp if first.settings["sums"] == "train" else None
         room = private.mechanism.population if private else None
         threshold, bound = self.privacy.threshold, binding(first)
-        server = SecureServer(Plan(name, first.round, clients, segments, degree, threshold, room, bound))
+        plan = Plan(name, first.round, clients, segments, degree, threshold, room, bound)
+        server = SecureServer(plan, self.claims.identities)
         try:
             return drive(server, partial(self._ask, server))
         finally:
-            self.lost = dict(server.lost)
+            found = {k: server.rejections.get(k) or self.said.get(k, "") for k in server.lost}
+            self.lost |= {
+                k: f"lost at stage {stage!r} of the secure sum" + (f": {found[k]}" if found[k] else "")
+                for k, stage in server.lost.items()
+            }
+            self._bar(server.shared)
+
+    def _bar(self, peers: Sequence[int]) -> None:
+        """Whoever sent boxes that most peers could not open spoiled this sum, and is in no other one."""
+        told = Counter(int(found[1]) for said in self.said.values() if (found := _SENDER.search(said)))
+        for client, count in told.items():
+            if client in peers and 2 * count > len(peers) - 1:
+                self.claims.barred[client] = f"{count} of {len(peers) - 1} peers could not open what it sent them"
+                log.warning("client %d is in no further secure sum: %s", client, self.claims.barred[client])
 
     def _ask(self, server: SecureServer, stage: str, outbox: Outbox) -> Iterator[tuple[int, Data]]:
         """The first answer of each client to this stage, as they come."""
@@ -98,6 +121,8 @@ class SecureSession:
     def _read(self, stage: str, arrival: object, limit: int) -> Reply | None:
         """An arrival as an answer to this stage of this sum; None for what is late, foreign, or not even a message."""
         sender, reply = arrival if isinstance(arrival, tuple) else (None, arrival)
+        if isinstance(reply, str) and sender is not None:
+            self.said[sender] = reply
         if isinstance(reply, bytes | bytearray):
             try:
                 reply = unpack(Reply, reply, limit)
@@ -119,12 +144,15 @@ def stage_order(order: Order, stage: str, data: Data) -> Order:
 
 
 def secure_sum(
-    algorithm: Algorithm, federation: Federation, orders: Sequence[Order], exchange: Exchange, length: int, trained: int
-) -> HiddenSum:
+    algorithm: Algorithm, federation: Federation, orders: Sequence[Order], exchange: Exchange, length: int,
+    trained: int, claims: Claims | None = None,
+) -> HiddenSum:  # fmt: skip
     """Carry the training orders through the five stages; a round with too few clients gives no update."""
     told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
     asked = [replace(order, settings={**order.settings, **told}) for order in orders]
-    session = SecureSession(algorithm.privacy, asked, exchange)
+    session = SecureSession(algorithm.privacy, asked, exchange, claims)
+    if len(session.orders) < 2:  # one client cannot hide in a sum of its own, so it is not asked
+        return HiddenSum(lost=session.lost)
     try:
         result = session.total(secure_segments(algorithm, length, trained))
         update, sums, scalars = weighted_mean(result)
@@ -181,7 +209,7 @@ class Sums:
     def _hidden(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
         if len(orders) < 2:
             raise FedgraftError(f"a secure sum of {action} needs at least two clients, and {len(orders)} is there.")
-        session = SecureSession(self.privacy, orders, self.exchange)
+        session = SecureSession(self.privacy, orders, self.exchange, self.claims)
         try:
             result = session.total(sum_segments(action, self.network, orders[0].settings))
             self.up, self.down = self.up + session.up, self.down + session.down
@@ -189,7 +217,7 @@ class Sums:
             raise FedgraftError(f"the secure sum of {action} was aborted and nothing was revealed: {error}") from error
         shapes = {name: s.shape for name, s in summands(action, self.network, orders[0].settings).items()}
         # Whoever fell silent after its summand was in stays in the sum, and may be there again next time.
-        lost = {k: f"lost at stage {stage!r}" for k, stage in session.lost.items() if k not in result.survivors}
+        lost = {k: why for k, why in session.lost.items() if k not in result.survivors}
         return {name: result.sums[name].view(shape) for name, shape in shapes.items()}, lost
 
     def _clear(

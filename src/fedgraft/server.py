@@ -22,9 +22,10 @@ def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
 def sample(federation: Federation, round: int) -> list[int]:
     """The clients of this round, sorted; drawn from (seed or secret, round) alone. The cost is that of the cohort.
 
-    Who is left out is drawn all the same, and then not asked: the others meet the rounds that they would have met.
+    Who is left out or away is drawn all the same, and then not asked: the others meet the rounds they would have met.
     """
-    return [k for k in _drawn(federation, round) if k not in federation.without]
+    drawn = _drawn(federation, round)
+    return [k for k in drawn if k not in federation.without and federation.there(k, round + 1)]
 
 
 def _drawn(federation: Federation, round: int) -> list[int]:

@@ -38,6 +38,10 @@ class Federation:
     """Clients that nothing is made from; the numbers and streams of the others stay as they are."""
     evaluate_only: frozenset[int] = frozenset()
     """Those of them that test models all the same."""
+    joins: Mapping[int, int] = field(default_factory=dict)
+    """First rounds, counted from 1, of clients that come later; nothing before the first round is made from them."""
+    leaves: Mapping[int, int] = field(default_factory=dict)
+    """Last rounds, counted from 1, of clients that go for good."""
     secret: bytes = b""
     """What cohorts are drawn from where nobody may know them; empty: the seed, so that they can be repeated."""
     keeps_contributions: bool = False
@@ -51,9 +55,18 @@ class Federation:
         return [k for k in range(self.clients) if k not in self.without]
 
     @property
+    def founders(self) -> list[int]:
+        """Those of them that are there before the first round: a head, a mask and counts are made from these."""
+        return [k for k in self.members if self.there(k, 0)]
+
+    @property
     def evaluated(self) -> list[int]:
         """The clients that test models on images of their own."""
         return sorted({*self.members, *self.evaluate_only})
+
+    def there(self, client: int, round: int) -> bool:
+        """Whether a client has joined and not left in this round, counted from 1; 0 is before the first."""
+        return self.joins.get(client, 0) <= round <= self.leaves.get(client, round)
 
     def rate(self, state: ServerState) -> float:
         """The learning rate of the coming round."""

@@ -257,6 +257,20 @@ def test_only_the_installed_app_is_accepted() -> None:
     assert not same_app(bundle({**ours, "pyproject.toml": other}), ours)
 
 
+@pytest.mark.parametrize("name", ["fedgraft_app/client.py", ".info/CONTENT"])
+def test_an_app_that_unpacks_to_gigabytes_is_refused_before_it_is_unpacked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its five megabytes on the wire would be five gigabytes in the node's memory, or on its disk."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
+        for one, text in {**app_files(), name: "x" * (8 << 20)}.items():
+            file.writestr(one, text)
+    assert len(target.getvalue()) < 1 << 16
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *a: pytest.fail("it was unpacked"))
+    assert not same_app(target.getvalue(), app_files())
+
+
 def test_two_files_of_one_name_are_refused() -> None:
     ours, target = app_files(), io.BytesIO(bundle(app_files()))
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(target, "a") as file:
@@ -427,23 +441,25 @@ from fedgraft.deploy.helper import be
 
 def command():
     print(sys.argv, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, len(exit_handler.registered_exit_handlers))
-    {what}
+    exec(what)
 
 signal.signal(signal.SIGTERM, lambda *words: print("the helper's handler"))
 exit_handler.add_exit_handler(lambda: print("the helper's end"))
-child = os.fork()
-if child == 0:
-    be(["flwr-clientapp", "--token", "x"], command)
-print("helper:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for what in ("pass", "sys.exit(3)", "raise ValueError('boom')"):
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        be(["flwr-clientapp", "--token", "x"], command)
+    print("helper:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.parametrize(("what", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('boom')", 1)])
-def test_a_forked_client_inherits_nothing_of_its_helper_and_never_returns(what: str, code: int) -> None:
+def test_a_forked_client_inherits_nothing_of_its_helper_and_never_returns() -> None:
     pytest.importorskip("flwr")
-    done = subprocess.run([sys.executable, "-c", FORKS.replace("{what}", what)], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["['flwr-clientapp', '--token', 'x'] True 0", f"helper: {code}"]
-    assert ("boom" in done.stderr) == (code == 1)
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True)
+    told = [("['flwr-clientapp', '--token', 'x'] True 0", f"helper: {code}") for code in (0, 3, 1)]
+    assert done.stdout.splitlines() == [*told[0], *told[1], *told[2]]
+    assert done.stderr.count("ValueError: boom") == 1
 
 
 STUCK = """

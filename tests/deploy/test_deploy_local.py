@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.tiny import CNN
 
 from fedgraft.config.load import from_folder, load
 from fedgraft.runs import checkpoint
@@ -20,7 +21,7 @@ from fedgraft.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 # Nodes carry out orders one by one; the batched engine, which one process would choose here, is equal within 1e-6 only.
-OVERRIDES = ["model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=2", "local.batch_size=16"]
+OVERRIDES = [CNN, "rounds.total=2", "rounds.fraction=1.0", "local.steps=2", "local.batch_size=16"]
 OVERRIDES += ["engine=reference"]
 COMMAND = [sys.executable, "-m", "fedgraft.cli.main"]
 
@@ -65,7 +66,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_local_federation_ends_in_the_bytes_of_one_process(root: Path) -> None:
-    overrides = [*OVERRIDES, "partition.clients=2"]
+    overrides = [*OVERRIDES, "partition.clients=2", "data.limit=200"]
     deployed = start(root, "deploy", "local", *overrides, "--nodes", "2", "--folder", "there")
     text, _ = deployed.communicate(timeout=400)
     assert deployed.returncode == 0, text

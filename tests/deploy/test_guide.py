@@ -113,7 +113,7 @@ def test_files_keys_policies_and_the_rehearsal_can_be_followed(follower: Followe
     assert {"fedgraft deploy init", "fedgraft deploy policy", "fedgraft worth rehearsal"} <= set(follower.ran)
     told = json.loads((follower.place / "rehearsal-without-south-approximate" / "unlearned.json").read_text())
     assert told["exact"] is False and told["distance"] > 0
-    assert len(json.loads((follower.place / "rehearsal/worth/worth.json").read_text())["sites"]) == 4
+    assert len(json.loads((follower.place / "rehearsal/worth/worth.json").read_text())["balanced_accuracy"]) == 4
 
 
 @pytest.mark.deploy

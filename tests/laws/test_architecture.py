@@ -74,6 +74,7 @@ def test_the_walk_is_short_and_names_each_file_once() -> None:
     assert told()[0] == "cli/main.py" and told()[-1] == "runs/checkpoint.py"
 
 
+@pytest.mark.slow
 def test_the_files_are_visited_in_the_order_told(walk: Walk) -> None:
     files = told()
     cut = files.index("round.py")

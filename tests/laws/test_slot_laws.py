@@ -63,6 +63,7 @@ def test_a_chain_of_one_correction_is_the_correction(name: str) -> None:
     assert [getattr(chained, flag) for flag in flags] == [getattr(link, flag) for flag in flags]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORRECTED)
 def test_a_pull_of_zero_in_a_chain_is_nothing(name: str) -> None:
     plain = vary(made(name), correction=CORRECTED[name])
@@ -193,6 +194,7 @@ def outside() -> Iterator[None]:
         del LOSSES[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedper", "ditto"])
 def test_the_default_loss_is_the_cross_entropy(name: str, outside: None) -> None:
     plain = outcome(made(name))
@@ -231,6 +233,7 @@ def test_a_loss_remembers_by_client(outside: None) -> None:
 # ---- a rate of the head's own, and a selection of nothing ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "feddyn", "fedper", "fedbabu", "ditto"])
 @pytest.mark.parametrize("optimizer", [sgdm(0.9, 0.01), adamw()], ids=["sgdm", "adamw"])
 def test_a_head_rate_of_one_is_none(name: str, optimizer: Any) -> None:

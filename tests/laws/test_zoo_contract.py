@@ -314,8 +314,11 @@ LAWS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
+LONGEST = {"loss_falls", "messages_round_trip"}
+
+
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", [pytest.param(law, marks=[pytest.mark.slow] * (law in LONGEST)) for law in LAWS])
 def test_law(law: str, row: str, tmp_path: Path) -> None:
     arguments = (tmp_path,) if law == "resumed_equals_unbroken" else ()
     LAWS[law](ROWS[row], *arguments)
@@ -345,6 +348,7 @@ def statistics_are_kept_or_averaged(row: Row) -> None:
                 assert all(bool((t > 0).all()) for t in parts), "a variance that is none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", NORMED)
 def test_batch_norm_statistics(row: str) -> None:
     statistics_are_kept_or_averaged(NORMED[row])
@@ -676,6 +680,7 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_degenerate_cases_are_equal(name: str) -> None:
     for check in DEGENERATE[name]:
@@ -854,6 +859,7 @@ def widened(rule: ServerRule) -> ServerRule:
     return replace(rule, step=step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fednova", "fedavgm"])
 def test_statistics_notice_a_server_rule_that_steps_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FedNova's or momentum's step on variances too: they overshoot, and a variance below zero is none."""
@@ -875,6 +881,7 @@ def test_round_trip_notices_a_wire_that_rounds() -> None:
         assert_same_bits(outcome(row, engine=Rounding), reference(row))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "damage"),
     [

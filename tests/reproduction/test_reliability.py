@@ -17,21 +17,12 @@ from benchmarks.reliability.__main__ import CHECKS  # noqa: E402
 from benchmarks.reliability.outcome import Outcome, keep, kept, page, share  # noqa: E402
 
 SCALES = {"dropouts": 0.01, "view": 0.02, "hostile": 0.01, "thousand": 0.06, "malformed": 0.001}
-SLOW = {
-    "damaged": 0.02,
-    "kills": 0.02,
-    "cost": 0.1,
-    "sizes": 0.25,
-    "accounts": 0.004,
-    "noise": 0.02,
-    "liar": 0.1,
-    "soak": 0.02,
-    "orders": 0.02,
-    "membership": 0.1,
-    "epsilon": 1.0,
-    "uneven": 0.1,
-    "stages": 0.05,
-}
+SLOW = {"damaged": 0.02, "cost": 0.1, "accounts": 0.004, "noise": 0.02}
+LONG = {
+    "kills": 0.02, "sizes": 0.25, "liar": 0.1, "soak": 0.02, "orders": 0.02, "membership": 0.1, "epsilon": 1.0,
+    "uneven": 0.1, "stages": 0.05,
+}  # fmt: skip
+"""Half a minute and more each even so; what they check in depth has tests of its own at the gate."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +65,18 @@ def test_a_slow_check_holds_and_catches_its_broken_variants(
     assert_holds(name, SLOW[name], monkeypatch, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.deploy
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_check_holds_and_catches_its_broken_variants(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert_holds(name, LONG[name], monkeypatch, tmp_path)
+
+
 def test_every_check_is_run_by_a_test() -> None:
-    assert {*SCALES, *SLOW} == set(CHECKS)
+    assert {*SCALES, *SLOW, *LONG} == set(CHECKS)
 
 
 ABOUT = {

@@ -23,6 +23,7 @@ from reproduction.runs import FinishedRuns
 from reproduction.verdicts import CONTRADICTED, NO_RANGE, SUPPORTED, UNDECIDED
 from typer.testing import CliRunner
 
+from fedgraft.config.build import build_algorithm
 from fedgraft.config.federate import partition_options
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
@@ -52,6 +53,13 @@ def work(preset: str, tmp_path: Path, seeds: tuple[int, ...] = (1, 2)) -> Work:
 
 
 # ---- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "part"), [("q1", "body"), ("q3", "body"), ("q4", "align"), ("q5", "secure_sparse")])
+def test_where_the_protocol_fixes_the_head_only_the_arms_that_are_heads_train_it(name: str, part: str) -> None:
+    for cell in cells(load_question(name).parts[part], "laptop", part):
+        trains = build_algorithm(cell.config()).trainable
+        assert trains.trains_head != trains.trains_body, cell.label
 
 
 def test_every_table_figure_and_experiment_has_a_preset() -> None:

@@ -11,9 +11,10 @@ from PIL import Image
 from tests.support.tiny import without_pictures
 
 from fedgraft.config.build import build_algorithm
+from fedgraft.config.from_data import config_for, source_of
 from fedgraft.config.load import load
 from fedgraft.errors import FedgraftError
-from fedgraft.runs.advise import Advice, Tried, advise, bytes_of, config_for, recommendation, source_of, to_file
+from fedgraft.runs.advise import Advice, Tried, advise, bytes_of, recommendation, to_file
 
 SMALL = {
     "model": {"name": "tiny"}, "partition": {"clients": 2}, "workers": 1, "rounds": {"total": 3, "fraction": 1.0},
@@ -39,7 +40,10 @@ def test_sources_are_recognised_by_what_is_in_them(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").touch()
     (tmp_path / "x.npz").touch()
-    wanted = {"plain": "folder", "split": "folder", "owned": "owners", "own2": "owners", "table": "parquet",
+    (tmp_path / "known").mkdir()
+    (tmp_path / "known" / "cifar100-train.parquet").touch()
+    wanted = {"known": "cifar100",
+              "plain": "folder", "split": "folder", "owned": "owners", "own2": "owners", "table": "parquet",
               "saved": "datasets", "x.npz": "npz"}  # fmt: skip
     assert {name: source_of(str(tmp_path / name))["source"] for name in wanted} == wanted
     assert source_of("digits") == {"source": "digits"}
@@ -52,7 +56,7 @@ def test_sources_are_recognised_by_what_is_in_them(tmp_path: Path) -> None:
 
 def test_it_tries_recommends_and_writes_a_config_that_runs(tmp_path: Path) -> None:
     said: list[str] = []
-    config = config_for("digits", None, SMALL)
+    config = config_for("digits", {"name": "advised"}, SMALL)
     with without_pictures():
         found = advise(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=said.append)
         again = advise(config, 2e5, tmp_path / "trials", rounds=1, images=120, report=said.append)
@@ -70,7 +74,7 @@ def test_it_tries_recommends_and_writes_a_config_that_runs(tmp_path: Path) -> No
 
 
 def test_time_that_is_over_leaves_candidates_untried(tmp_path: Path) -> None:
-    found = advise(config_for("digits", None, SMALL), 1e9, tmp_path, 1e-9, 1, 120, lambda line: None)
+    found = advise(config_for("digits", {"name": "advised"}, SMALL), 1e9, tmp_path, 1e-9, 1, 120, lambda line: None)
     assert all("not tried" in one.said for one in found.tried)
     with pytest.raises(FedgraftError, match=r"nothing fits 1.0 GB .*raise --budget or --minutes"):
         recommendation(found)

@@ -19,7 +19,7 @@ def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_
     from sklearn.linear_model import Ridge
 
     made = Open(tiny(*ALONE))
-    found = own_starts(made.job, made.engines, made.space)
+    found = own_starts(made.job, made.engines, made.space, made.start)
     before = made.space.gather(made.network)
     for client, vector in found.items():
         rows = made.data.rows(client)
@@ -40,7 +40,7 @@ def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_
 )
 def test_where_clients_share_or_have_no_head_of_sums_they_start_together(overrides: tuple[str, ...]) -> None:
     made = Open(tiny(*ALONE, *overrides))
-    assert own_starts(made.job, made.engines, made.space) == {}
+    assert own_starts(made.job, made.engines, made.space, made.start) == {}
 
 
 @pytest.mark.slow

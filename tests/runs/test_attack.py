@@ -115,7 +115,7 @@ def test_a_boosted_backdoor_succeeds_against_the_mean(tmp_path: Path, kept: str)
      (("engine=reference", "engine=batched"), 0.01)],
 )  # fmt: skip
 def test_the_same_table_however_it_is_computed(tmp_path: Path, options: tuple[str, str], within: float) -> None:
-    attacks = ["scaling", "label_flip", "backdoor"]
+    attacks = ["label_flip", "backdoor"]  # a lie in the labels, and one in the images that are kept as features
     one, two = (table(tmp_path / option, config(option), attacks, ["median"], 0.15) for option in options)
     for name, (accuracy, backdoor) in one.items():
         assert (accuracy, backdoor) == pytest.approx(two[name], abs=within)

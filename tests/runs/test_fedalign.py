@@ -19,11 +19,12 @@ from fedgraft.aggregate.slots import Answers
 from fedgraft.config.load import load
 from fedgraft.edit.dense import head
 from fedgraft.errors import FedgraftError
+from fedgraft.local.features import hidden
 from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order, Reply
 from fedgraft.round import run_round
 from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import make_probe
+from fedgraft.runs.opening import make_probe, open_run
 from fedgraft.runs.run import run
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.update.claims import Claims
@@ -148,7 +149,18 @@ def test_too_few_probe_rows_are_refused() -> None:
 def test_too_few_validation_images_are_refused() -> None:
     job = job_of(load(None, [*TINY, "algorithm.probe=50"]))
     with pytest.raises(FedgraftError, match="needs 50 validation images and there are 40"):
-        make_probe(job)
+        make_probe(job, 0)
+
+
+def test_probe_and_clients_images_enter_where_nothing_before_them_is_trained_or_looked_at() -> None:
+    """The last block trains: a probe for it enters there, one for an early layer before; the same is seen."""
+    last, pixels = ["trainable.kind=last_blocks", "trainable.blocks=1"], "data.cache_features=false"
+    for layers, entry in ((("block1.mlp",), 1), (("block0.mlp", "block1.mlp"), 0)):
+        words = [*TINY, *last, f"algorithm.layers={list(layers)}".replace("'", '"')]
+        kept, plain = (open_run(job_of(load(None, given)), None).context for given in (words, [*words, pixels]))
+        assert (kept.examples.entry, kept.probe.entry) == (1, entry) and plain.probe.entry == 0
+        seen = [hidden(one.network, layers, one.probe) for one in (kept, plain)]
+        torch.testing.assert_close(*seen, rtol=1e-5, atol=1e-5)
 
 
 # ---- liars -----------------------------------------------------------------------------------------------------------

@@ -77,12 +77,17 @@ def fills(original: Callable[..., Any], room: int = 0, call: int = 1) -> Callabl
     return filled
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """An unbroken run's folder and what it leaves: metrics and test result."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    return folder, left(running.run(load(None, SMALL), folder, console=False), folder)
+
+
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Path, list[Any]]:
-    """A config, a folder, and what an unbroken run of it leaves: metrics and test result."""
-    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
-    config = load(None, SMALL)
-    return config, tmp_path, left(running.run(config, tmp_path / "unbroken", console=False), tmp_path / "unbroken")
+def small(tmp_path: Path, unbroken: tuple[Path, list[Any]]) -> tuple[Config, Path, list[Any]]:
+    """A config, a folder, and what an unbroken run of it leaves."""
+    return load(None, SMALL), tmp_path, unbroken[1]
 
 
 def left(summary: dict[str, Any], folder: Path) -> list[Any]:
@@ -121,7 +126,7 @@ def test_a_full_disk_is_one_sentence_and_resuming_ends_as_if_nothing_had_been(
 
 
 def test_a_report_written_in_place_would_stay_torn(
-    small: tuple[Config, Path, list[Any]], monkeypatch: pytest.MonkeyPatch
+    small: tuple[Config, Path, list[Any]], unbroken: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted mistake: half a page that looks like one."""
     config, root, _ = small
@@ -131,7 +136,7 @@ def test_a_report_written_in_place_would_stay_torn(
         with pytest.raises(FedgraftError):
             running.run(config, root / "run", console=False)
     running.run(config, root / "run", console=False)
-    assert (root / "run" / "report.html").stat().st_size < (root / "unbroken" / "report.html").stat().st_size
+    assert (root / "run" / "report.html").stat().st_size < (unbroken[0] / "report.html").stat().st_size
 
 
 def test_what_is_kept_for_other_runs_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ Each plug-in is a module of at most 15 lines in a folder on the path, beside the
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,17 +23,9 @@ from fedgraft.errors import FedgraftError
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.run import run
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
 PLUGINS = {
-    "algorithm": '''
-import fedgraft as fg
-
-def halfway(share: float = 0.5, **slots):
-    """Only a share of the mean update is taken."""
-    rule = fg.ServerRule("halfway", lambda size: {}, lambda v, update, state, info: (v + share * update, state))
-    return fg.vary(fg.fedavg(**slots), name="halfway", server=rule)
-
-fg.registry.ALGORITHMS["halfway"] = halfway
-''',
+    "algorithm": re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0],  # what users copy
     "loss": '''
 from torch.nn.functional import cross_entropy
 from fedgraft import Loss, registry
@@ -119,12 +113,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         sys.modules.pop(f"outside_{name}", None)
 
 
-def commanded(folder: Path, *words: str) -> dict[str, Tensor]:
-    """The same through the command line, in a process of its own."""
-    new_process(folder.parent, "-m", "fedgraft", "run", *OVERRIDES, *words, "-o", str(folder), "-q")
-    return tensors_of(folder)
-
-
 def new_process(root: Path, *words: str) -> None:
     """A Python that finds the plug-ins only by their metadata."""
     path = os.pathsep.join([str(root / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -135,7 +123,8 @@ def new_process(root: Path, *words: str) -> None:
 
 def ran(folder: Path, *words: str) -> dict[str, Tensor]:
     """The tensors of a run of the config, after one round."""
-    run(tiny("rounds.total=1", *words), folder, console=False)
+    with without_pictures():
+        run(tiny("rounds.total=1", *words), folder, console=False)
     return tensors_of(folder)
 
 
@@ -153,6 +142,20 @@ def test_an_algorithm(installed: Callable[..., None], tmp_path: Path) -> None:
     assert torch.equal(again["vector"], whole["vector"])
     with pytest.raises(FedgraftError, match=r"'shar'.*'share'"):
         ran(tmp_path / "refused", "algorithm.name=halfway", "algorithm.shar=1.0")
+
+
+def test_the_page_names_the_module_and_the_group() -> None:
+    told = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0])
+    assert told["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"} and "`halfway.py`" in PAGE.read_text()
+
+
+def test_a_broken_plug_in_is_named(installed: Callable[..., None], tmp_path: Path) -> None:
+    installed("algorithm")
+    (tmp_path / "site" / "outside_algorithm.py").write_text("import nothing_of_this_name\n")
+    with pytest.raises(
+        FedgraftError, match=r"plug-in 'outside_algorithm' of the package outside .*nothing_of_this_name"
+    ):
+        registry.ALGORITHMS.find("halfway")
 
 
 def test_a_loss(installed: Callable[..., None], tmp_path: Path) -> None:
@@ -197,17 +200,16 @@ def test_an_aggregation_rule(installed: Callable[..., None], tmp_path: Path) -> 
 def test_a_data_source(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("source")
     words = ["data.source=squares", "data.size=160"]
-    tensors = ran(tmp_path / "run", *words)
+    ran(tmp_path / "run", *words)
     found = adapted(tmp_path / "run").job.task
     assert found.data.classes == 4 and len(found.data.dataset.test.labels) == 80
-    assert same_bits(commanded(tmp_path / "command", "rounds.total=1", *words), tensors)
     with pytest.raises(FedgraftError, match="no option 'sze'"):
         ran(tmp_path / "refused", "data.source=squares", "data.sze=160")
 
 
 def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_path: Path) -> None:
-    """Two commands in a new process, which knows of the plug-ins only by their metadata."""
-    installed("algorithm", "loss", "trainable", "strategy", "aggregation")
+    """Three commands in a new process, which knows of the plug-ins only by their metadata."""
+    installed("algorithm", "loss", "trainable", "strategy", "aggregation", "source")
     slots = ["rounds.total=1", "loss.name=focal", "algorithm.robust=middle"]
     masks = [
         "trainable.kind=sparse",
@@ -215,7 +217,8 @@ def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_pat
         "algorithm.name=halfway",
         "algorithm.share=0.3",
     ]
-    commands = {"biases": [*slots, "trainable.kind=biases"], "masks": [*slots, *masks]}
+    squares = ["rounds.total=1", "data.source=squares", "data.size=160"]
+    commands = {"biases": [*slots, "trainable.kind=biases"], "masks": [*slots, *masks], "squares": squares}
     words = [[*OVERRIDES, *words, "-q", "-o", str(tmp_path / f"{name}-command")] for name, words in commands.items()]
     script = (
         f"from fedgraft.cli.main import app\nfor words in {words!r}:\n    app(['run', *words], standalone_mode=False)"

@@ -47,7 +47,7 @@ def edit(folder: Path, number: int, change: str) -> None:
 
 def test_an_honest_folder_passes_and_says_who_signed(folder: Path) -> None:
     told, wrong = verify(folder)
-    assert not wrong and told.startswith("5 rounds, signed by")
+    assert not wrong and told.startswith("4 rounds, signed by")
     assert verify(folder, "0" * 32)[1] == [f"the log is signed with another key: {told.split()[-1]}"]
     entry = json.loads((folder / NAME).read_text().splitlines()[-1])["entry"]
     assert len(entry["updates"]) == 2 and entry["protection"] == "none"

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tests.support.tiny import Open, without_pictures
+from tests.support.tiny import CNN, Open, without_pictures
 from tests.support.tiny import same_bits as same
 from tests.support.tiny import tensors_of as final
 from torch import Tensor
@@ -482,7 +482,7 @@ def test_the_kill_check_catches_naive_checkpoints(tmp_path: Path, way: str) -> N
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    overrides = [*TINY, "rounds.total=200000", "rounds.checkpoint_every=100000", "rounds.evaluate_every=0"]
+    overrides = [*TINY, CNN, "rounds.total=200000", "rounds.checkpoint_every=100000", "rounds.evaluate_every=0"]
     command = [
         sys.executable,
         "-c",

@@ -24,15 +24,15 @@ def test_the_page_holds_what_the_runs_themselves_measured(tmp_path: Path) -> Non
         summary = run(tiny(*OPTIONS), folder, console=False)
         places = make_missing(folder, {}, Silent, ran.append)
         assert len(ran) == 2 and make_missing(folder, {}, Silent, ran.append) == places and len(ran) == 2  # not again
-    sites = compare(places, "accuracy", draws=20)
-    write(tmp_path / "page", sites, "accuracy", "run")
+    write(tmp_path / "page", compare(places, ["accuracy", "auroc"], draws=20), "run")
     told = json.loads((tmp_path / "page" / "worth.json").read_text())
-    for site in told["sites"]:
+    assert [s["name"] for s in told["auroc"]] == ["0", "1", "2"] and "AUROC" in (tmp_path / "page/worth.md").read_text()
+    for site in told["accuracy"]:
         own = summary["clients"][site["name"]]["accuracy"]
         assert site["models"]["federated"]["value"] == pytest.approx(own["value"]) and site["images"] == own["n"]
         gap = site["models"]["federated"]["value"] - site["models"]["alone"]["value"]
         assert site["gain"]["value"] == pytest.approx(gap)  # paired on the same images
-    assert {"worth.html", "worth.md", "worth.png"} <= {p.name for p in (tmp_path / "page").iterdir()}
+    assert {"worth.html", "worth.md", "worth.png", "worth-2.png"} <= {p.name for p in (tmp_path / "page").iterdir()}
 
 
 def site(name: str, low: float, high: float) -> Site:

@@ -46,7 +46,7 @@ class Stage:
     def __init__(self, grid: Any, config: Any) -> None:
         from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 
-        self.open, self.home = Open(config), Path(os.environ["VICTIM_HOME"])
+        self.config, self.open, self.home = config, Open(config), Path(os.environ["VICTIM_HOME"])
         self.engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, Patience(deadline=120.0))
         self.written, self.count = "", 0
         (self.home.parent / "policy.toml").write_text(
@@ -67,6 +67,13 @@ class Stage:
             self.written, self.count = text, self.count + 1
             self.engine.classes = (str(self.count),)
 
+    @property
+    def ground(self) -> str:
+        """What the node was told besides its orders; those who are played here were told the same."""
+        from fedgraft.deploy.node import ground_of
+
+        return ground_of(self.config, self.engine.classes, self.engine._opened["bytes"].data)
+
 
 class DeployedWorld(World):
     """The world of the table of lies with its victim behind Flower."""
@@ -76,18 +83,20 @@ class DeployedWorld(World):
         self.stage, self.algorithm, self.context = stage, opened.algorithm, opened.context
         self.run = opened.job.federation.run
         self.toy: Any = SimpleNamespace(federation=opened.opening.federation, state=opened.begin(), space=opened.space)
-        self.memory, self.said, self.lied_at = {}, [], ""
+        self.memory, self.said, self.lied_at, self.elsewhere = {}, [], "", ""
         self.refusals: list[tuple[float, float, int]] = []
         """(from, until, length of the sentence) of every refusal."""
         self.context.replays = opened.job.backbone_context.replays = True
-        self.policy = replace(policy_of(protection), config=self.run, order_megabytes=32)
+        self.policy = replace(policy_of(protection), config=opened.job.config.fingerprint, order_megabytes=32)
         self.allow()
 
     def allow(self, **changes: Any) -> None:
         self.policy = replace(self.policy, **changes)
-        self.context.policies = opened = (replace(self.policy, pinned_peers=False),)
-        self.stage.open.job.backbone_context.policies = opened
+        others = (self.context, self.stage.open.job.backbone_context)
         self.stage.begin(self.policy)
+        for context in others:
+            context.policies = (replace(self.policy, pinned_peers=False),)
+            context.ground = self.stage.ground
 
     def tell(self, order: Order) -> Answer:
         if order.client != VICTIM:

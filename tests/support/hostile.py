@@ -24,6 +24,7 @@ from fedgraft.messages import Order, Reply, Scalar, wire_size
 from fedgraft.policy import Policy
 from fedgraft.privacy.dp import Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
+from fedgraft.privacy.secagg import server as secagg_server
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
@@ -68,6 +69,8 @@ class World:
         self.said: list[tuple[str, int, Answer]] = []
         self.lied_at = ""
         """The stage whose message is the lie; it must be refused there."""
+        self.elsewhere = ""
+        """What the others were told of the run besides their orders, where that is not what the victim was told."""
 
     def order(self, client: int = VICTIM, action: str = "train", **changes: Any) -> Order:
         """An honest order, apart from the changes; settings are added to, None takes one out."""
@@ -84,9 +87,10 @@ class World:
 
     def tell(self, order: Order) -> Answer:
         """Give an order to its client."""
-        answer, self.memory[order.client] = carry_out(
-            order, self.algorithm, self.context, self.memory.get(order.client, {})
-        )
+        context = self.context
+        if self.elsewhere and order.client != VICTIM:
+            context = replace(context, ground=self.elsewhere)
+        answer, self.memory[order.client] = carry_out(order, self.algorithm, context, self.memory.get(order.client, {}))
         self.said.append((order.action, order.client, answer))
         return answer
 
@@ -97,14 +101,16 @@ class World:
         action: str = "train",
         number: int = 0,
         silent: Mapping[str, int] | None = None,
+        space: str = "",
+        **more: Scalar,
     ) -> Mapping[str, torch.Tensor] | None:
         """A secure sum in which the victim is told something else; None where it was not opened."""
-        told: dict[str, Scalar] = {"sums": action, **({"largest": 20} if action == "train" else {})}
+        told: dict[str, Scalar] = {"sums": action, **({"largest": 20} if action == "train" else {}), **more}
         if action == "train":
             orders = [self.order(k, round=number, settings=told) for k in clients]
             segments = secure_segments(self.algorithm, self.context.sent, self.context.space.trained)
         else:
-            orders = [Order(self.run, number, k, action, action, None, {}, told) for k in clients]
+            orders = [Order(self.run, number, k, action, space or action, None, {}, told) for k in clients]
             segments = sum_segments(action, self.context.network, told)
 
         def exchange(asked: Sequence[Order]) -> list[Any]:
@@ -337,6 +343,9 @@ LIES: dict[str, Lie] = {
     "a sum over more than before": Lie(
         "repeat", _after(lambda w: w.sum(action="statistics", clients=FOUR), lambda w: _more(w)), HIDDEN, "repeat"
     ),
+    "the same sum with a word more": Lie("order", lambda w: _worded(w, extra=1), HIDDEN, "words"),
+    "the same sum under another name": Lie("order", lambda w: _worded(w, space="other"), HIDDEN, "words"),
+    "another head for the others": Lie("binding", lambda w: _elsewhere(w), HIDDEN, "ground"),
     "sums without end": Lie("sums", lambda w: w.sum(action="statistics", number=3), HIDDEN, "sums"),
     "a stage out of turn": Lie(
         "secure sum", _after(lambda w: w.sum(silent={"secure.shares": VICTIM}), lambda w: w.tell(_late(w, "unmask"))),
@@ -367,6 +376,23 @@ def _text(world: World, order: Order, old: str, new: str) -> Order:
 
 def _again(world: World) -> Any:
     return world.sum(action="statistics", number=1, clients=FOUR)
+
+
+def _worded(world: World, **more: Any) -> Any:
+    """Once honestly, and again over one client less, with a word that changes nothing."""
+    world.sum(action="statistics")
+    world.said.clear()
+    return world.sum(action="statistics", number=1, clients=FOUR, **more)
+
+
+def _elsewhere(world: World) -> Any:
+    """The others were told a head, classes or a config of their own; the server keeps quiet about it."""
+    world.elsewhere, honest = "another head", secagg_server.part_of
+    secagg_server.part_of = lambda advert, kind: b"" if kind == "ground" else honest(advert, kind)
+    try:
+        return world.sum()
+    finally:
+        secagg_server.part_of = honest
 
 
 def _more(world: World) -> Any:

@@ -150,7 +150,7 @@ class Lying:
         """What comes back; the liar is honest `after` times first."""
         self.left -= 1
         for reply in self.engine.exchange(orders):
-            if reply.client != self.client or self.left >= 0:
+            if (reply[0] if isinstance(reply, tuple) else reply.client) != self.client or self.left >= 0:
                 yield reply
             elif self.lie is None:
                 yield self.client, "it is silent"

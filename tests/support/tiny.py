@@ -22,6 +22,8 @@ from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening, open_run
 from fedgraft.state import ServerState
 
+CNN = "model.name=cnn:width=4,size=16"
+"""For runs in processes of their own: it needs no transformers, whose import takes twice as long as all the rest."""
 OVERRIDES = [
     "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=60",
     "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "rounds.evaluate_every=1", "local.steps=2",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.lies import ANY, LIES, Lie, Lying, values
+from tests.support.lies import ANY, LIES, Lie, Lying, put, values
 from tests.support.toy import CLASSES, WIDTH, Toy
 
 from fedgraft import zoo
@@ -18,7 +18,7 @@ from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
-from fedgraft.privacy.protection import CLEAR, DifferentialPrivacy, private
+from fedgraft.privacy.protection import CLEAR, DifferentialPrivacy, private, secure
 from fedgraft.runs.head_init import summed_counts
 from fedgraft.secure_round import Sums
 from fedgraft.update import expected as kinds
@@ -144,6 +144,7 @@ UNSAID = {
 """Under privacy nobody says a number of examples, and what is long is clipped; the masks' scene knows no sizes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", SCENES)
 def test_the_result_is_the_one_without_the_liar(scene: str) -> None:
     run, lies = SCENES[scene]
@@ -160,6 +161,7 @@ def test_there_are_enough_lies() -> None:
     assert sum(map(len, LIES.values())) >= 40 and len(ANY) >= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", ["fedadam", "count", "statistics", "own_mask"])
 def test_without_validation_the_lies_count(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken variant: plausibility is not looked at."""
@@ -221,3 +223,88 @@ def test_where_most_clients_have_converged_a_short_update_is_no_outlier() -> Non
     assert validation.far_off(norms, 30.0, least=validation.HARMLESS) == {}
     assert set(validation.far_off(norms, 30.0)) == {3}  # without the floor
     assert set(validation.far_off({0: 0.1, 1: 0.1, 2: 0.1, 3: 9.0}, 30.0, least=validation.HARMLESS)) == {3}
+
+
+# ---- inside a secure sum ---------------------------------------------------------------------------------------------
+
+
+def spoiled(name: str) -> Lie:
+    """The last byte of one tensor of a stage's answer is another; answers to other stages stay."""
+
+    def change(tensor: Any) -> Any:
+        return torch.cat([tensor[..., :-1], tensor[..., -1:] ^ 1], -1)
+
+    return lambda r: put("evidence", name, change)(r) if name in r.evidence else r
+
+
+def silent(name: str) -> Lie:
+    return lambda r: b"" if name in r.evidence else r
+
+
+def hidden(lie: Lie | None, rounds: int = 2) -> Toy:
+    toy = Toy(secure(zoo.fedavg(local=LOCAL), limit=2.0), clients=5, per_round=5)
+    if lie is not None:
+        toy.engine = Lying(toy.engine, LIAR, lie)  # type: ignore[assignment]
+    toy.run(rounds)
+    return toy
+
+
+@pytest.mark.parametrize("name", ["advert", "signature", "shares"])
+def test_a_secure_sum_ends_as_if_the_liar_had_been_silent_at_that_stage(name: str) -> None:
+    """Unsigned keys, unsigned lists, wrong shares: well formed, and whoever got them from the server would refuse."""
+    found, without = hidden(spoiled(name)), hidden(silent(name))
+    assert torch.equal(found.state.vector, without.state.vector) and found.state.round == 2
+    assert not torch.equal(found.state.vector, Toy(zoo.fedavg()).state.vector)
+    if name != "shares":
+        assert LIAR in {one.client for one in found.summary.rejections}
+
+
+@pytest.mark.parametrize("name", ["advert", "signature"])
+def test_without_the_servers_look_at_signatures_the_sum_is_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken variant."""
+    from fedgraft.privacy.secagg import server
+
+    if name == "advert":
+        monkeypatch.setattr(server, "genuine", lambda *a: True)
+    else:
+        monkeypatch.setattr(server.SecureServer, "_signed", lambda *a: True)
+    assert not torch.equal(hidden(spoiled(name)).state.vector, hidden(silent(name)).state.vector)
+
+
+class Told:
+    """An engine in which the liar was told another head than the others, or says so."""
+
+    def __init__(self, toy: Toy) -> None:
+        self.toy, self.inner, self.memory = toy, toy.engine, toy.engine.memory
+
+    def exchange(self, orders: Any) -> Any:
+        for order in orders:
+            self.toy.context.ground = "another" if order.client == LIAR else ""
+            yield from self.inner.exchange([order])
+
+
+@pytest.mark.parametrize("lie", ["ground", "identity"])
+def test_who_says_it_was_told_another_run_or_comes_with_another_key_is_left_out(lie: str) -> None:
+    without = hidden(None, 1)
+    without.engine = Lying(without.engine, LIAR, silent("advert"))  # type: ignore[assignment]
+    without.run(1)
+    found = hidden(None, 1)
+    if lie == "identity":
+        kept = found.engine.memory
+        kept[LIAR] = {name: t for name, t in kept[LIAR].items() if name != "identity"}
+    else:
+        found.engine = Told(found)  # type: ignore[assignment]
+    found.run(1)
+    assert torch.equal(found.state.vector, without.state.vector)
+    assert [one.client for one in found.summary.rejections] == [LIAR]
+
+
+def test_who_sends_boxes_that_nobody_can_open_costs_one_round_and_is_in_no_other() -> None:
+    """Boxes are closed to the server, so it learns only from the peers' refusals who sent them."""
+    toy = hidden(spoiled("boxes"), 1)
+    assert toy.summary.record.get("aborted")
+    start = toy.state.vector
+    toy.run(1)
+    assert not toy.summary.record.get("aborted") and not torch.equal(toy.state.vector, start)
+    (one,) = toy.summary.rejections
+    assert one.client == LIAR and "4 of 4 peers could not open what it sent them" in one.reason

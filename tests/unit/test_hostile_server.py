@@ -25,6 +25,7 @@ def test_there_are_enough_lies() -> None:
     assert len(LIES) >= 60 and len(CASES) >= 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "protection"), CASES, ids=lambda word: str(word).replace(" ", "-"))
 def test_a_lie_is_refused_by_name_and_nothing_leaves(name: str, protection: str) -> None:
     refused, said = outcome(name, protection)
@@ -65,10 +66,13 @@ BROKEN: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "thresholds are not checked": ("threshold", Policy, "check_plan", nothing),
     "orders are not bound": ("binding", client_secure, "binding", lambda order: ""),
     "sums are not remembered": ("repeat", Identity, "serve", nothing),
+    "further words are not looked at": ("words", admission, "_nothing_else", nothing),
+    "what was told besides is not compared": ("ground", SecureClient, "_check_ground", nothing),
     "the graph is not signed": ("graph", SecureClient, "_check_advert", nothing),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", BROKEN)
 def test_a_broken_variant_lets_its_lies_through(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, owner, name, empty = BROKEN[variant]

@@ -241,6 +241,7 @@ VALUES = st.recursive(
 NAMES = st.sampled_from([f.name for f in (*dataclasses.fields(Order), *dataclasses.fields(Reply))])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=3), st.dictionaries(st.text(max_size=12), VALUES, max_size=2))
 def test_hostile_headers_raise_nothing_but_bad_message(plain: dict[str, Any], tensors: dict[str, Any]) -> None:

@@ -10,12 +10,12 @@ import pytest
 from tests.support.hostile import LIES
 from tests.support.tiny import Open, tiny
 
-from fedgraft.config.agreement import broken_rules, safe_for
+from fedgraft.config.agreement import broken_rules, implied_by, safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.deploy import audit
 from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order
-from fedgraft.policy import Policy, count_order, in_words, parse, to_toml
+from fedgraft.policy import Policy, count_order, implied, in_words, parse, to_toml
 from fedgraft.runs.job import job_of
 
 SECURE = ["privacy.aggregation=secure", "partition.clients=6", "rounds.fraction=1", "local.steps=2"]
@@ -60,6 +60,7 @@ def test_a_safe_policy_allows_what_the_head_and_the_trainable_kind_ask_for(
     assert set(safe(*overrides).actions) == {"train", "count"} | asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, overrides",
     [
@@ -118,6 +119,27 @@ def test_a_day_ends_and_a_clock_that_is_set_back_gives_no_second_one() -> None:
     for day in ("2030-01-02", "2030-01-01", "2029-01-01"):
         with pytest.raises(Refused, match="2 rounds a day"):
             count_order(policy, order, ledger, lambda day=day: day)  # type: ignore[misc]
+
+
+def test_an_owner_agrees_to_a_fingerprint_and_not_to_its_beginning() -> None:
+    """A digest of 64 bits has a second config within 2^32 tries of whoever writes both; the fingerprint has not."""
+    config, algorithm = tiny(), build_algorithm(tiny())
+    whole = safe_for(config, algorithm)
+    assert whole.config == config.fingerprint and len(whole.config) == 64 and whole.config.startswith(config.digest)
+    assert not broken_rules(whole, config, algorithm) and whole.agrees(config.digest)
+    twin = replace(whole, config=config.digest + "0" * 48)  # another config of the same digest
+    assert broken_rules(twin, config, algorithm) == ["config: it is not the config that was agreed to"]
+    assert not replace(whole, config=config.digest).agrees(config.fingerprint) and not whole.agrees("")
+
+
+def test_under_privacy_a_client_answers_nothing_that_no_noise_covers() -> None:
+    config = tiny("privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform")
+    algorithm = build_algorithm(config)
+    for policy in (implied_by(config, algorithm), implied(algorithm)):
+        policy.check_action(Order("", 0, 0, "train"))
+        for action in ("statistics", "class_counts", "fisher_scores", "evaluate", "own_mask"):
+            with pytest.raises(Refused, match="not among the allowed actions"):
+                policy.check_action(Order("", 0, 0, action))
 
 
 def test_the_audit_log_shows_a_changed_line(tmp_path: Path) -> None:

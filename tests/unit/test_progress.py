@@ -210,3 +210,13 @@ def test_a_terminal_shows_bars_and_lets_go() -> None:
             other.update({"round": 1})
             other.look([lasted(3)])
     assert "round" in text.getvalue() and os.linesep in text.getvalue()
+
+
+def test_whoever_prints_after_the_last_phase_finds_the_terminal_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that stays until the next look would have the answer behind it on its line."""
+    monkeypatch.setattr(progress, "EVERY", 0.2)
+    seen: list[int] = []
+    with progress.shown_by(lambda phases: seen.append(len(phases))):
+        with progress.phase("loading"):
+            time.sleep(0.3)
+        assert seen and seen[-1] == 0

@@ -38,6 +38,7 @@ def private(noise: float, clip: float = 1.0, adaptive: bool = False, hidden: boo
     return protection.private(secure(plain, limit=2.0) if hidden else plain, privacy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SUMS, "fedalign cap"])
 def test_secure_aggregation_gives_the_same_model_within_its_step(name: str) -> None:
     capped = {"cap": 14.0, "gamma": 3.0} if name.endswith("cap") else {}  # of 20, 18, 16, 14 and 12 examples
@@ -222,6 +223,7 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_run_stops_before_it_would_exceed_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedgraft.config.load import load
     from fedgraft.runs import run as running

@@ -48,6 +48,7 @@ def command(made: Path, *more: str) -> list[str]:
     return [*words, "--teacher-side", "40", "--batch", "8", "--minutes", "60", *more]
 
 
+@pytest.mark.slow
 def test_a_few_steps_make_a_model_that_loads_and_a_run_that_goes_on(recipe: ModuleType, made: Path) -> None:
     recipe.main(command(made, "--steps", "2"))
     first = ViTModel.from_pretrained(made / "out", add_pooling_layer=False)

@@ -83,6 +83,7 @@ def same(one: Toy, other: Toy) -> bool:
     return all(torch.equal(a, b) for a, b in vectors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINED)
 def test_the_result_is_that_of_a_run_without_the_offender(name: str) -> None:
     missing, _ = result(COMBINED[name], FAULTS["vanishes"])
@@ -120,6 +121,7 @@ def slow_rows(seconds: float) -> Callable[[int], Tensor]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_and_its_client_named() -> None:
     torch.set_num_threads(1)
     toy = Toy(zoo.fedavg(), per_round=5)
@@ -157,6 +159,7 @@ def spoilt(number: float, hidden: bool) -> Toy:
     return toy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_change_that_is_not_finite_drops_its_client_and_the_run_goes_on(number: float) -> None:
     toy = spoilt(number, hidden=True)

@@ -103,23 +103,3 @@ def stamp(images: Tensor, size: int = 3, value: float | Tensor | None = None) ->
     out = images.clone()
     out[..., height - size :, width - size :] = (1.0 if images.is_floating_point() else 255) if value is None else value
     return out
-
-
-def poison(
-    images: Tensor, labels: Tensor, target: int, share: float, generator: Generator, size: int = 3
-) -> tuple[Tensor, Tensor]:
-    """Backdoor training data: a random `share` of the rows carries the trigger and the target label."""
-    rows = torch.randperm(len(images), generator=generator)[: round(share * len(images))]
-    images, labels = images.clone(), labels.clone()
-    images[rows], labels[rows] = stamp(images[rows], size), target
-    return images, labels
-
-
-def backdoor_test(images: Tensor, labels: Tensor, target: int, size: int = 3) -> Tensor:
-    """Stamped images whose true class is not the target: the share predicted as target is the backdoor's success."""
-    return stamp(images[labels != target], size)
-
-
-def backdoor_success(predictions: Tensor, target: int) -> float:
-    """Share of predictions on `backdoor_test` images that say the target class."""
-    return float((predictions == target).float().mean()) if len(predictions) else 0.0

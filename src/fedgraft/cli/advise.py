@@ -22,14 +22,13 @@ def advise(
     folder: Annotated[Path, typer.Option("--folder", help="where the trials live")] = Path("sweeps/advise"),
 ) -> None:
     """Try the head, low rank, a sparse edit and the last blocks briefly; recommend one that fits the budget."""
-    from fedgraft.config.load import merge, parse_override
+    from fedgraft.config.from_data import config_for
+    from fedgraft.config.load import parse_overrides
     from fedgraft.runs.advise import advise as look
-    from fedgraft.runs.advise import bytes_of, config_for, recommendation, to_file
+    from fedgraft.runs.advise import bytes_of, recommendation, to_file
 
-    wishes: dict[str, object] = {}
-    for word in overrides or []:
-        wishes = merge(wishes, parse_override(word))
-    limit, config = bytes_of(budget), config_for(data, model, wishes)
+    base = {"name": "advised"} | ({"model": {"name": model}} if model is not None else {})
+    limit, config = bytes_of(budget), config_for(data, base, parse_overrides(overrides or []))
     with resumable():
         found = look(config, limit, folder, minutes, rounds, images, typer.echo)
     show(found.rows())

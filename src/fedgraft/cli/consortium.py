@@ -11,7 +11,7 @@ import typer
 from fedgraft.cli.overrides import Overrides, config_of
 
 if TYPE_CHECKING:
-    from fedgraft.runs.preflight import Finding
+    from fedgraft.runs.site_faults import Finding
 
 
 def preflight(
@@ -72,7 +72,8 @@ def unlearn(
 def worth(
     run: Annotated[Path, typer.Argument(help="the run folder of a finished simulation")],
     metric: Annotated[
-        str | None, typer.Option("--metric", help="default: the run's select, else balanced_accuracy")
+        list[str] | None,
+        typer.Option("--metric", help="may be given again; default: the run's select, else balanced_accuracy"),
     ] = None,
     also: Annotated[
         list[str] | None, typer.Option("--with", help="NAME=RUN: a model more, or alone= and pooled=")
@@ -91,12 +92,13 @@ def worth(
     if strange := [name for name, folder in given.items() if not (Path(folder) / "run.json").exists()]:
         raise FedgraftError(f"--with {strange[0]}={given[strange[0]]} names no run; give NAME=RUN_FOLDER.")
     chosen = from_folder(run).select
-    named = metric or ("balanced_accuracy" if chosen == "accuracy" else chosen)
+    named = metric or ["balanced_accuracy" if chosen == "accuracy" else chosen]
     with display.LiveProgress(rich.get_console()) as live:
         places = gains.make_missing(run, {n: Path(f) for n, f in given.items()}, lambda: live, typer.echo)
-    sites = gains.compare(places, named)
-    page = gains.write(out or run / "worth", sites, named, run.name)
-    typer.echo(gains.summary_line(sites, named))
-    for site in sites:
-        typer.echo(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
+    found = gains.compare(places, named)
+    page = gains.write(out or run / "worth", found, run.name)
+    for one, sites in found.items():
+        typer.echo(gains.summary_line(sites, one))
+        for site in sites:
+            typer.echo(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
     typer.echo(f"written: {page}")

@@ -28,7 +28,7 @@ def preflight(
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.process import write_text
     from fedgraft.deploy.server import ask
-    from fedgraft.runs.preflight import Finding, findings
+    from fedgraft.runs.site_faults import Finding, findings
 
     found = open_federation(fed)
     if class_map is not None:

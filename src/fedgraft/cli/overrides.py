@@ -1,17 +1,21 @@
-"""Overrides of the command line that describe a run: a TOML file or preset name first, then key=value."""
+"""Overrides of the command line that describe a run: a TOML file, preset or data first, then key=value."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.errors import FedgraftError
+
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="a TOML file or preset name first, then key=value pairs", show_default=False)
+    list[str] | None,
+    typer.Argument(help="a TOML file, a preset, or a folder of images first; then key=value pairs", show_default=False),
 ]
 
 
@@ -23,6 +27,21 @@ def config_of(overrides: list[str] | None) -> Config:
     first, *rest = overrides or [""]
     if "=" in first or not first:
         return load(None, [word for word in overrides or [] if word])
+    if Path(first).is_dir() or Path(first).suffix in {".parquet", ".npz"}:
+        return _on_data(first, rest)
     if Path(first).suffix == ".toml" or Path(first).exists():
         return load(Path(first), rest)
     return load(None, rest, presets.table(first))
+
+
+def _on_data(data: str, rest: list[str]) -> Config:
+    """A run on images that lie somewhere, named after them."""
+    from fedgraft.config.from_data import config_for
+    from fedgraft.config.load import parse_overrides
+
+    if (Path(data) / "run.json").exists():
+        raise FedgraftError(
+            f"{data} is a run; continue it with `fedgraft resume {data}`, or name a config to start one."
+        )
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(data).resolve().stem).strip("-")[:80] or "run"
+    return config_for(data, {"name": name}, parse_overrides(rest))

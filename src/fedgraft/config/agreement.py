@@ -26,12 +26,16 @@ def shown(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Every action that an honest run of this config asks for; counts only where images are held out."""
+    """Every action that an honest run of this config asks for; counts only where images are held out.
+
+    A head that is made from sums is measured by counts, also where the model is measured by hidden sums later on.
+    """
     held = config.data.validation > 0 and (config.rounds.evaluate_every > 0 or config.rounds.test)
     summed = held and algorithm.privacy.hidden and (bool(config.metrics) or config.select != "accuracy")
+    judged = config.data.validation > 0 and (algorithm.closed_form or config.head) != "random"
     asked = {
         "train": config.rounds.total > 0, "class_counts": algorithm.federation_counts,
-        "count": held and not summed, "scores": summed, "evaluate": config.personal.evaluate != "never",
+        "count": judged or (held and not summed), "scores": summed, "evaluate": config.personal.evaluate != "never",
     }  # fmt: skip
     return (
         *(name for name, wanted in asked.items() if wanted),
@@ -41,21 +45,26 @@ def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def implied_by(config: Config, algorithm: Algorithm) -> Policy:
-    """The rules of a run without an owner's: where it hides, it shows only what its own config says it will show."""
-    return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm))
+    """The rules of a run without an owner's: where it hides, it shows only what its own config says it will show, and
+    under differential privacy nobody answers what its account does not know of."""
+    asked = needed(config, algorithm) if algorithm.privacy.dp is not None else ()  # no noise covers anything else
+    return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm), actions=asked)
 
 
 def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
     """The rules of a run: what its config implies, its own `policy` table, the owner's; a config that breaks one of
     the latter two is refused."""
     said = from_table(config.policy, "the config's policy") if config.policy else None
-    if said is not None and (broken := broken_rules(said, config, algorithm)):
-        rule, _, sentence = broken[0].partition(": ")
-        raise FedgraftError(f"the config breaks the rule policy.{rule} that it sets itself: {sentence}; change either.")
-    if owner is not None and (broken := broken_rules(owner, config, algorithm)):
-        rule, _, sentence = broken[0].partition(": ")
-        raise Refused(sentence, rule)
-    return tuple(policy for policy in (implied_by(config, algorithm), said, owner) if policy is not None)
+    given = [policy for policy in (said, owner) if policy is not None]
+    for policy in given:
+        if broken := broken_rules(policy, config, algorithm):
+            rule, _, sentence = broken[0].partition(": ")
+            if policy is owner:
+                raise Refused(sentence, rule)
+            raise FedgraftError(
+                f"the config breaks the rule policy.{rule} that it sets itself: {sentence}; change either."
+            )
+    return (implied_by(config, algorithm), *given)
 
 
 def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
@@ -73,7 +82,7 @@ def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> 
     if dp is not None:
         ranges["clip"] = (0.0, dp.clip if dp.adaptive is None else 100 * dp.clip)
     return Policy(
-        config=config.digest, secure=hidden, actions=tuple(dict.fromkeys((*wanted, *also))),
+        config=config.fingerprint, secure=hidden, actions=tuple(dict.fromkeys((*wanted, *also))),
         in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in open_ones), *also))) if hidden else (),
         epsilon=None if account is None else _up(account.epsilon), delta=None if account is None else account.delta,
         noise=None if dp is None else dp.mechanism.noise,
@@ -103,8 +112,7 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
         policy.check_protection(algorithm)
     except Refused as refusal:
         note(refusal.rule, True, str(refusal))
-    agreed = not policy.config or config.digest in policy.config.split()
-    note("config", not agreed, "it is not the config that was agreed to")
+    note("config", not policy.agrees(config.fingerprint), "it is not the config that was agreed to")
     account = budget(config, algorithm, config.rounds.total) if policy.epsilon or policy.delta else None
     if account is not None:
         note("epsilon", account.epsilon > (policy.epsilon or math.inf), f"epsilon is {account.epsilon:.4g}")

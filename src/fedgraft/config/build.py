@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -35,8 +36,16 @@ from fedgraft.update.codecs import codec
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
     """The pretrained backbone with a head for the classes of this data; given features bring their width along."""
     m, classes = config.model, len(dataset.classes)
-    name = f"features:width={dataset.train.width}" if isinstance(dataset.train, FeatureStore) else m.name
-    return load_network(name, classes, config.data.image_size, m.dropout, config.seed)
+    return load_network(fitting(m.name, dataset), classes, config.data.image_size, m.dropout, config.seed)
+
+
+def fitting(source: Any, dataset: Dataset) -> Any:
+    """What names a network for this data: of given features their width is the data's to say, and no other will do."""
+    given, name = isinstance(dataset.train, FeatureStore), str(getattr(source, "source", source))
+    if given != (name.partition(":")[0] == "features"):
+        has, take = ("features", 'fg.model("features")') if given else ("images", "a network that takes images")
+        raise FedgraftError(f"the data are {has}: give {take} with them (model.name, or the second word of fg.run).")
+    return f"features:width={dataset.train.width}" if isinstance(dataset.train, FeatureStore) else source
 
 
 def device_named(name: str) -> torch.device:
@@ -170,6 +179,20 @@ def protect(config: Config, algorithm: Algorithm) -> Algorithm:
         algorithm = vary(algorithm, aggregate=zero_sum_demo(config.seed))
     if p.dp is None:
         return algorithm
+    check_private(config, algorithm)
+    if p.dp.epsilon is None and p.dp.noise is None:
+        raise FedgraftError("privacy.dp needs a target epsilon or a noise multiplier")
+    q = per_round(config) / config.partition.clients
+    with phase("noise that keeps within epsilon"):
+        noise = p.dp.noise or noise_for(float(p.dp.epsilon or 0), q, config.rounds.total, private_delta(config))
+    mechanism = Mechanism(noise, q, config.partition.clients)
+    key = secret_key() if p.dp.secret else simulation_key(config.seed)
+    adaptive = AdaptiveClip(mechanism) if p.dp.adaptive else None
+    return private(algorithm, DifferentialPrivacy(mechanism, p.dp.clip, adaptive, key, bool(p.dp.secret)))
+
+
+def check_private(config: Config, algorithm: Algorithm) -> None:
+    """Refuse what the account of differential privacy would not cover."""
     check_combination(
         "uniform" if algorithm.weighting.uniform else algorithm.weighting.name,
         config.rounds.sampling,
@@ -185,18 +208,18 @@ def protect(config: Config, algorithm: Algorithm) -> Algorithm:
          "which no noise covers; raise data.validation."),
         (algorithm.trainable.scores_data, "the mask is chosen by scores of the clients' data, which no noise covers; "
          "choose trainable.sparse.strategy='random' or a rule by weights."),
+        (bool(algorithm.closed_form), f"{algorithm.name} is made from sums of the clients' data, which no noise "
+         "covers; choose an algorithm that trains in rounds."),
     ):  # fmt: skip
         if wrong:
             raise FedgraftError(f"under differential privacy {sentence}")
-    if p.dp.epsilon is None and p.dp.noise is None:
-        raise FedgraftError("privacy.dp needs a target epsilon or a noise multiplier")
-    q = per_round(config) / config.partition.clients
-    with phase("noise that keeps within epsilon"):
-        noise = p.dp.noise or noise_for(float(p.dp.epsilon or 0), q, config.rounds.total, private_delta(config))
-    mechanism = Mechanism(noise, q, config.partition.clients)
-    key = secret_key() if p.dp.secret else simulation_key(config.seed)
-    adaptive = AdaptiveClip(mechanism) if p.dp.adaptive else None
-    return private(algorithm, DifferentialPrivacy(mechanism, p.dp.clip, adaptive, key, bool(p.dp.secret)))
+    if algorithm.privacy.dp is not None:  # made beside the config
+        m, clients = algorithm.privacy.dp.mechanism, config.partition.clients
+        if (m.probability, m.population) != (q := per_round(config) / clients, clients):
+            raise FedgraftError(
+                f"the noise is for {m.population} clients of which {m.probability:g} take part in a round, and here "
+                f"are {clients} of which {q:g} do; give fg.private the same numbers."
+            )
 
 
 def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -80,6 +80,12 @@ class Partition(Section):
     )
     evaluate_only: tuple[str, ...] = Field(
         (), description="clients, by name or number, that test models on their own images and never train"
+    )
+    joins: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        {}, description="clients, by name or number, that come later: the first round of each"
+    )
+    leaves: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        {}, description="clients, by name or number, that go for good: the last round of each"
     )
 
     @model_validator(mode="after")

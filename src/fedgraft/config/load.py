@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,9 +26,7 @@ def load(path: Path | None = None, overrides: list[str] | None = None, base: dic
     table: dict[str, Any] = dict(base or {})
     if path is not None:
         table = merge(table, read_toml(path))
-    for word in overrides or []:
-        table = merge(table, parse_override(word))
-    return validate(table)
+    return validate(merge(table, parse_overrides(overrides or [])))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -40,6 +39,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise FedgraftError(f"the config file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FedgraftError(f"{path} is not valid TOML: {error}") from None
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Several such words as one table; the last one wins."""
+    table: dict[str, Any] = {}
+    for word in words:
+        table = merge(table, parse_override(word))
+    return table
 
 
 def parse_override(word: str) -> dict[str, Any]:
@@ -91,8 +98,10 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(where, known_keys(), n=1, cutoff=0.0)
-        return f"there is no option {where!r}; the nearest one is {close[0]!r}."
+        tables = {key.rpartition(".")[0]: None for key in known_keys() if "." in key}
+        close = difflib.get_close_matches(where, [*known_keys(), *tables], n=1, cutoff=0.5)
+        told = f"the nearest one is {close[0]!r}" if close else "`fedgraft options` lists them"
+        return f"there is no option {where!r}; {told}."
     if first["type"] in {"model_type", "model_attributes_type"}:
         inside = ", ".join(key for key in known_keys() if key.startswith(where + "."))
         return f"{where!r} is a table of options; set one of {inside[:300]}."
@@ -126,7 +135,13 @@ def from_folder(folder: Path) -> Config:
     """The config of an existing run."""
     if not (folder / "config.toml").is_file():
         raise FedgraftError(f"there is no run in {folder}; `fedgraft list` shows the runs there are.")
-    return load(folder / "config.toml")
+    try:
+        return load(folder / "config.toml")
+    except FedgraftError as error:
+        raise FedgraftError(
+            f"{folder / 'config.toml'} is no config of this version of fedgraft ({str(error).rstrip('.')}); use the "
+            "version that environment.json beside it names, or start a new run."
+        ) from error
 
 
 def describe_options(section: type[BaseModel] | None = None, prefix: str = "") -> list[str]:

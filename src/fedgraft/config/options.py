@@ -53,7 +53,7 @@ class Personal(Section):
     evaluate: Literal["never", "end", "always"] = Field("never", description="when clients test on their own images")
     finetune_epochs: int = Field(0, ge=0, description="fine-tune before a second test")
     finetune_part: Literal["head", "body", "both"] = "both"
-    finetune_lr: float = Field(1e-3, gt=0)
+    finetune_lr: float = Field(1e-3, gt=0, le=1e4)
     finetune_batch: int = Field(50, ge=1)
 
 
@@ -204,16 +204,25 @@ class Config(Section):
     @property
     def digest(self) -> str:
         """Identity of everything that decides the bytes of the result (not the name, trackers, workers or rules)."""
+        return hashlib.blake2b(self._decides, digest_size=8).hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest, and so much more that nobody can make two configs with the same: what an owner agrees to."""
+        return self.digest + hashlib.sha256(self._decides).hexdigest()[:48]
+
+    @property
+    def _decides(self) -> bytes:
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers", "policy"})
         kept["rounds"].pop("personal_memory_mb")
         later = {
             "": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",),
             "rounds": ("deadline", "keep_contributions"), "data": ("class_map", "grey_window"),
-            "partition": ("column", "without", "evaluate_only"),
+            "partition": ("column", "without", "evaluate_only", "joins", "leaves"),
         }  # fmt: skip
         for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
             options, table = (getattr(self, section), kept[section]) if section else (self, kept)
             for name in names:
                 if getattr(options, name) == type(options).model_fields[name].default:
                     table.pop(name)
-        return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return json.dumps(kept, sort_keys=True).encode()

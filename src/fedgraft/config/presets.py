@@ -22,10 +22,9 @@ def text(name: str) -> str:
     path = HERE / f"{name}.toml"
     if not path.is_file() or path.parent != HERE:
         known = list(summaries())
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise FedgraftError(
-            f"{name!r} is neither a TOML file nor a preset; the nearest preset is {close[0]!r} (see: fedgraft presets)."
-        )
+        close = difflib.get_close_matches(name, known, n=1)
+        told = f"the nearest preset is {close[0]!r}" if close else "`fedgraft presets` lists the presets"
+        raise FedgraftError(f"{name!r} is neither a TOML file nor a folder of images nor a preset; {told}.")
     return path.read_text()
 
 

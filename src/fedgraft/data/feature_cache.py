@@ -202,7 +202,7 @@ class CachedExamples:
         self.examples, self.network, self.entry = examples, network, until
         self.labels, self.order = examples.labels, order
         self._prefix = digest(network, until)
-        machine = [torch.__version__, str(torch.get_num_threads()), str(BLOCK), "last block for the class token"]
+        machine = [torch.__version__, str(torch.get_num_threads()), str(BLOCK), "class token by elements"]
         one = self._inputs(np.zeros(1, dtype=np.int64))
         self.sizes = self._probed(Path(folder), [self._prefix, str(until), key, *machine], tuple(one.shape[1:]))
         parts = [examples.opened.digest, examples.transform.digest, self._prefix, str(until), key, *machine]

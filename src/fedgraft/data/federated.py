@@ -32,6 +32,10 @@ class FederatedData:
     blind = False
     """The server has no images of its own: the clients measure for it, on images they hold out."""
 
+    def __repr__(self) -> str:
+        sizes = self.partition.sizes()
+        return f"FederatedData({self.dataset}; {len(sizes)} clients of {min(sizes):,} to {max(sizes):,} images)"
+
     @cached_property
     def train_rows(self) -> Tensor:
         """Rows of the training store that clients hold."""

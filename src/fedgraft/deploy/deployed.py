@@ -146,7 +146,14 @@ def remote_data(
     else:
         told = sorted({name for found in facts.values() for name in found["classes"]})
         own = _elsewhere(config, classes or told)
-    check_names(own.classes)
+    try:
+        check_names(own.classes)
+    except FedgraftError as error:
+        alone = [
+            k for k in facts if set(facts[k]["classes"]) - {c for o in facts if o != k for c in facts[o]["classes"]}
+        ]
+        said = f" Client {alone[0]} alone tells of one of them." if len(alone) == 1 else ""
+        raise FedgraftError(f"{error}{said}") from None
     if len(own.classes) < 2:
         raise FedgraftError(f"the nodes' data has the classes {list(own.classes)}; a federation needs at least two.")
     sizes = {client: int(found["examples"]) for client, found in facts.items()}

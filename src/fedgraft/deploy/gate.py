@@ -44,6 +44,8 @@ RETRY = 5
 IN_USE = "an earlier process with this key still counts as connected"
 IN_USE_SECONDS = 60.0
 """How long a node waits for that to end; one that was killed counts as gone after 20 seconds."""
+APP_BYTES = 1 << 20
+"""Most that the app may be when it is unpacked; it has a few lines."""
 OPEN_PATHS = ("/v1/fleet/",)
 
 
@@ -79,7 +81,8 @@ def same_app(content: bytes, expected: Mapping[str, str]) -> bool:
     """Whether an app bundle holds exactly the expected files (its list of checksums aside)."""
     with zipfile.ZipFile(io.BytesIO(content)) as bundle:
         names = [name for name in bundle.namelist() if name != ".info/CONTENT"]
-        if sorted(names) != sorted(expected):
+        unpacked = sum(one.file_size for one in bundle.infolist())  # as it says; zipfile reads no more than that
+        if sorted(names) != sorted(expected) or unpacked > APP_BYTES or len(bundle.namelist()) > len(expected) + 1:
             return False
         texts = {name: bundle.read(name).decode() for name in names}
     # Flower writes the TOML anew, so its meaning is compared and not its spelling.

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +48,8 @@ from fedgraft.runs.saving import saved_edit
 
 log = logging.getLogger("fedgraft")
 
-_HEAD_INIT = frozenset({"statistics", "head_gradient"})
-_CALIBRATION = frozenset({"fisher_scores", "own_mask", "class_counts"})
+_HEAD_INIT = frozenset({"statistics", "class_sums", "head_gradient"})
+_CALIBRATION = frozenset({"fisher_scores", "gradient", "own_mask", "class_counts"})
 
 
 class DiskSlots(MutableMapping[str, bytes]):
@@ -124,6 +124,7 @@ class Node:
         self.job, self.run = job_of(config, federated), full.digest
         self.opening: Opening | None = None
         self.digest = ""
+        self.ground = ground_of(full, request.classes, b"")
 
     def answer(self, request: Request, slots: MutableMapping[str, bytes]) -> Answer:
         """Carry out one order; the memory is kept before the answer leaves."""
@@ -137,7 +138,7 @@ class Node:
         memory, slot = recall(slots, request.after, self.client)
         lasting = {} if self.keep is None else self.keep.load(self.client)
         context = self._context(str(order.settings.get("sums", order.action)))
-        context.policies, context.replays = self.policies, self.keep is not None
+        context.policies, context.replays, context.ground = self.policies, self.keep is not None, self.ground
         algorithm = self.job.algorithm if self.opening is None else self.opening.algorithm
         reply, kept = carry_out(order, algorithm, context, {**memory, **lasting})
         if self.keep is not None:  # on the disk before anything leaves
@@ -159,7 +160,7 @@ class Node:
         given = "probe/inputs" in tensors
         probe = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0) if given else None
         self.opening = open_run(self.job, None, saved_edit(tensors), probe)
-        self.digest = request.digest
+        self.digest, self.ground = request.digest, ground_of(config_of(request.config), request.classes, request.opened)
 
     def _context(self, action: str) -> ClientContext:
         if action in _HEAD_INIT or (action == "count" and self.opening is None):
@@ -169,6 +170,11 @@ class Node:
         if self.opening is None:
             raise FedgraftError(f"client {self.client} was asked for {action!r} before the edit space was opened.")
         return self.opening.context
+
+
+def ground_of(config: Config, classes: Sequence[str], opened: bytes) -> str:
+    """What a node was told of a run besides its orders: config, classes, edit space, head, probe. Peers compare it."""
+    return json.dumps([config.fingerprint, list(classes), hashlib.sha256(opened).hexdigest()])
 
 
 def node_key(request: Request) -> tuple[object, ...]:

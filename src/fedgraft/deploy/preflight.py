@@ -31,6 +31,7 @@ from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify
 from fedgraft.runs.files import write_text
 from fedgraft.runs.preflight import MINIMUM, shared_images, site_facts
+from fedgraft.runs.site_faults import FAULTS
 
 log = logging.getLogger("fedgraft")
 ACTION = "preflight"
@@ -55,7 +56,7 @@ def tell(request: Request, order: Order) -> bytes:
         answer = {"key": (public + identity.public + signed).hex() if keep is not None else ""}
     else:
         minimum = max(MINIMUM, 0 if policy is None else policy.least_images)
-        facts, digests = site_facts("", *_own(config, request), minimum, policy is not None)
+        facts, digests = site_facts("", *_own(config, request), minimum, policy is not None, config.data.grey_window)
         if facts["images"] < minimum:
             raise Refused(f"it would be about fewer than {minimum} images", "least_images")
         keys = _peers(json.loads(str(order.settings["keys"])), config.digest, request.client, identity)
@@ -70,7 +71,7 @@ def tell(request: Request, order: Order) -> bytes:
 
 def _admitted(order: Order, config: Config, policy: Policy, ledger: bytes) -> bytes:
     """The ledger with this question in it, if the owner's rules let it be answered."""
-    if order.run != config.digest or (policy.config and order.run not in policy.config.split()):
+    if order.run != config.digest or not policy.agrees(config.fingerprint):
         raise Refused("the order belongs to a run that the owner did not agree to", "config")
     policy.check_action(order)
     return count_order(policy, order, ledger)
@@ -142,7 +143,8 @@ def look(config: Config, folder: Path, engine: Any) -> dict[str, Any]:
 _SHAPE: dict[str, Any] = {
     "site": str, "images": int, "test_images": int, "classes": {str: int}, "minimum": int, "faults": {str: int},
     "unreadable": {str: int}, "width": [int], "height": [int], "channels": {str: int}, "bits": {str: int},
-    "intensity": [float], "contrast": float, "versions": {str: str}, "disk_gb": float, "policy": bool,
+    "intensity": [float], "colours": [float], "contrast": float, "versions": {str: str}, "disk_gb": float,
+    "policy": bool,
 }  # fmt: skip
 
 
@@ -159,7 +161,10 @@ def _checked(data: bytes) -> dict[str, Any]:
         _fits(facts[name], shape)
     for n in (*facts["channels"], *facts["bits"]):
         int(n)
-    if set(facts["faults"]) - {"duplicates", "contradictory", "leaked", "blank"}:
+    of_images = {"width": 3, "height": 3, "intensity": 2, "colours": 3} if facts["bits"] else {}
+    if any(len(facts[name]) != count for name, count in of_images.items()) or 0 in (*facts["width"], *facts["height"]):
+        raise ValueError("other numbers")
+    if set(facts["faults"]) - set(FAULTS):
         raise ValueError("other faults")
     return {"facts": facts, "tags": tags}
 

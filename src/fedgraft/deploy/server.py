@@ -198,10 +198,12 @@ def ask(fed: FederationFolder, folder: Path, wait: float, **settings: str) -> No
 
 def with_clients(config: Config, nodes: int, names: Sequence[str] = ()) -> Config:
     """The config with one client per node; clients that it names become numbers, which nodes know them by."""
-    from fedgraft.config.load import merge, validate
+    from fedgraft.config.load import validate
 
-    number = {name: str(k) for k, name in enumerate(names)}
-    p = config.partition
-    said = {"without": p.without, "evaluate_only": p.evaluate_only}
-    numbered = {option: [number.get(name, name) for name in given] for option, given in said.items() if given}
-    return validate(merge(config.table, {"partition": {"clients": nodes, **numbered}}))
+    number, table = {name: str(k) for k, name in enumerate(names)}, config.table
+    own = table["partition"] | {"clients": nodes}
+    for option in ("without", "evaluate_only"):
+        own[option] = [number.get(name, name) for name in own[option]]
+    for option in ("joins", "leaves"):
+        own[option] = {number.get(name, name): round for name, round in own[option].items()}
+    return validate(table | {"partition": own})

@@ -49,7 +49,8 @@ def choose_engine(
     elif not on_cpu:
         number, how = 1, f"one process{asked}: the device is no CPU{reason}"
     elif work < WORTH:
-        what = f"{work / 1e6:.0f} million multiply-adds a round are" if work else "a head alone is"
+        amount = f"{work / 1e6:.0f}" if work >= 1e6 else "under a"
+        what = f"{amount} million multiply-adds a round are" if work else "a head alone is"
         number, how = 1, f"one process{asked}: {what} too little work for more{reason}"
     else:
         number = max(1, min(cores(), clients))

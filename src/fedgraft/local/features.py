@@ -58,8 +58,13 @@ def layer_names(network: Network, layers: Iterable[str]) -> list[str]:
     return [usual.get(layer, layer) for layer in layers]
 
 
+def block_of(layer: str) -> int:
+    """The block that a layer (`block3.mlp`, ...) is in; 0 for what is before all of them."""
+    return int(found[1]) if (found := re.match(r"block(\d+)", layer)) else 0
+
+
 def first_seen(network: Network, layers: Sequence[str], block: int) -> int:
     """Which of these layers (`block3.mlp`, ...) is the first to show a change in this block; the last where none is."""
-    at = [int(found[1]) if (found := re.match(r"block(\d+)", n)) else 0 for n in layer_names(network, layers)]
+    at = [block_of(name) for name in layer_names(network, layers)]
     later = [i for i, position in enumerate(at) if position >= block]
     return min(later, key=lambda i: at[i]) if later else max(range(len(at)), key=lambda i: at[i])

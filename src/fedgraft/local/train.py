@@ -38,6 +38,10 @@ class Flat(Protocol):
     def pull_buffers(self) -> None: ...
 
 
+LARGEST_RATE = 1e4
+"""Clients refuse orders with a larger one."""
+
+
 @dataclass(frozen=True)
 class LocalTraining:
     """How much and how a client trains in one round: so many steps (4 if nothing is said) or whole epochs."""
@@ -65,6 +69,10 @@ class LocalTraining:
     def __post_init__(self) -> None:
         if (self.steps is not None or self.client_steps) and self.epochs is not None:
             raise FedgraftError("local training is so many steps or so many epochs; give one of the two.")
+        if self.lr is not None and not 0 <= self.lr <= LARGEST_RATE:
+            raise FedgraftError(
+                f"no client trains at the learning rate {self.lr:g}; give local.lr between 0 and {LARGEST_RATE:g}."
+            )
 
     @property
     def evenly(self) -> bool:

@@ -48,11 +48,16 @@ def label_names(network: VisionNetwork, labels: Sequence[str] | None) -> list[st
     return names
 
 
+def check_free(folder: Path) -> None:
+    """Refuse a folder that holds something."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise FedgraftError(f"{folder} already holds something and is not overwritten; export to a new folder.")
+
+
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
     """A folder to fill, which takes its name when it is complete; one that holds something is never replaced."""
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise FedgraftError(f"{folder} already holds something and is not overwritten; export to a new folder.")
+    check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         made = Path(scratch) / "made"

@@ -32,6 +32,8 @@ def class_token_of(block: Any, hidden: Tensor) -> Tensor:
     """What a ViT's block makes of the class token alone (B, 1, D): the only one that is read behind the last block.
 
     The others are looked at as keys and values, and nothing else of them is computed: a sixth of the products is left.
+    One query is no matrix: a product with it may round by where its row lies in memory, and features would then be of
+    their neighbours too. Products element by element, summed, do not, and take no longer.
     """
     attention, normed = block.attention, block.layernorm_before(hidden)
 
@@ -39,9 +41,9 @@ def class_token_of(block: Any, hidden: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
 
     query, key, value = attention.q_proj(normed[:, :1].contiguous()), attention.k_proj(normed), attention.v_proj(normed)
-    seen = (heads(query) @ heads(key).transpose(2, 3) * attention.scaling).softmax(-1)  # (B, heads, 1, T)
-    mixed = seen @ heads(value)
-    token = hidden[:, :1] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+    seen = ((heads(query) * heads(key)).sum(-1) * attention.scaling).softmax(-1)  # (B, heads, T)
+    mixed = (seen.unsqueeze(-1) * heads(value)).sum(2)  # (B, heads, head_dim)
+    token = hidden[:, :1] + attention.o_proj(mixed.flatten(1).unsqueeze(1))
     return token + block.mlp(block.layernorm_after(token))
 
 

@@ -154,14 +154,6 @@ class VisionNetwork(nn.Module):
             role = _role_of_type(self.get_submodule(name.rpartition(".")[0]))
         return f"{role}.{roles.part(name)}"
 
-    def body_names(self) -> list[str]:
-        """Names of the backbone's parameters."""
-        return [name for name, _ in self.named_parameters() if name.startswith("backbone.")]
-
-    def head_names(self) -> list[str]:
-        """Names of the head's parameters."""
-        return ["head.weight", "head.bias"]
-
     def layer(self, name: str) -> nn.Module:
         """The submodule behind a probe name: `block3` (its output), `block3.attention` or `block3.mlp` in a ViT."""
         found = re.fullmatch(r"block(\d+)(?:\.(attention|mlp))?", name)

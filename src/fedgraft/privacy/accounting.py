@@ -66,24 +66,43 @@ def noise_for(target: float, probability: float, rounds: int, delta: float, tole
     if not target > 0 or rounds < 1:
         raise FedgraftError(f"a private run needs a positive epsilon and at least one round, not {target} and {rounds}")
 
-    def search(spent: Callable[[float], float], low: float, high: float, width: float) -> float:
-        """Halve [low, high], where high is known to be enough."""
-        while high / low > 1 + width:
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if spent(middle) <= target else (middle, high)
-        return high
+    def quick(z: float) -> float:
+        return epsilon_rdp(probability, z, rounds, delta)
 
-    high = 1.0
-    while epsilon_rdp(probability, high, rounds, delta) > target:
-        high *= 2
+    def exact(z: float) -> float:
+        return epsilon(probability, z, rounds, delta)
+
+    low = high = 1.0
+    while quick(high) > target:
+        low, high = high, 2 * high
         if high > 1e6:
             raise FedgraftError(f"no noise reaches epsilon {target} with delta {delta}: raise one of them")
-    high = search(lambda z: epsilon_rdp(probability, z, rounds, delta), high / 1e3, high, 0.02)
+    while quick(low) <= target:
+        low, high = low / 2, low
+    high = _crossing(quick, target, low, high, 0.02)
     # PLD needs less noise than RDP, seldom below half of it; start near the answer because small noise is slow.
     low = high / 1.15
-    while epsilon(probability, low, rounds, delta) <= target:
+    while exact(low) <= target:
         low, high = low / 1.15, low
-    return search(lambda z: epsilon(probability, z, rounds, delta), low, high, tolerance)
+    return _crossing(exact, target, low, high, tolerance)
+
+
+def _crossing(spent: Callable[[float], float], target: float, low: float, high: float, width: float) -> float:
+    """The least noise, up to `width`, that keeps within the target; `low` does not and `high` does.
+
+    The curve is nearly straight in logarithms, so a line through the ends meets the target close by, and a step to
+    each side of it closes the bracket: four or five looks, where halving takes eight.
+    """
+    side = 1
+    while high / low > 1 + width:
+        over, under = spent(low), spent(high)
+        middle = math.sqrt(low * high)
+        if under > 0:
+            slope = math.log(over / under) / math.log(high / low)
+            near = high * (under / target) ** (1 / slope) * (1 + width / 3) ** side
+            middle = near if low < near < high else middle
+        low, high, side = (low, middle, -1) if spent(middle) <= target else (middle, high, 1)
+    return high
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedgraft.progress import Phase
 from fedgraft.report.values import NONE, accuracy, cell, clock, label, metric, percent, size
@@ -45,7 +45,8 @@ class LiveProgress:
         self.console = console
         columns = (
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
+            TextColumn("left"), TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
         )  # fmt: skip
         self.live = console.is_terminal and not console.is_jupyter
         self.bar = Progress(*columns, console=console, transient=False, auto_refresh=False)
@@ -137,7 +138,7 @@ def protection_rows(told: Mapping[str, Any]) -> dict[str, str]:
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     """The final table of a run; what it did not measure is left out. A note about the delivered model comes first."""
     if "note" in summary:
-        console.print(summary["note"], style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print(summary["note"], style="yellow", highlight=False, markup=False)
     test, found = summary.get("test") or {}, summary.get("metrics") or {}
     rows = protection_rows(summary.get("privacy") or {})
     rows |= {f"test {label(key)}": " - ".join(metric(v)) for key, v in found.items() if v and ":" not in key}
@@ -168,7 +169,10 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
     table = Table(title=escape(title), show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
-    print_table(console, table)
+    if console.is_terminal:  # sentences, which may have several lines; nothing to copy is among them
+        console.print(table)
+    else:
+        print_table(console, table)
     _clients(console, summary.get("clients") or {})
 
 

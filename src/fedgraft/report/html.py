@@ -66,8 +66,9 @@ def header(title: str, status: str, name: str, numbers: str, about: str = "") ->
 
 
 def safe(text: object) -> str:
-    """Text that is only text, with every number on the line of its unit."""
-    return re.sub(r"(?<=\d) (?=(%|[kMG]?B|s|min|h)(?!\w))", "&nbsp;", html.escape(str(text)))
+    """Text that is only text, with every number on the line of its unit, and two that belong together on one line."""
+    together = re.sub(r"(?<=[\d%]) (to|of) (?=\d)", r"&nbsp;\1&nbsp;", html.escape(str(text)))
+    return re.sub(r"(?<=\d) (?=(%|[kMG]?B|s|min|h)(?!\w))", "&nbsp;", together)
 
 
 def charts_at(place: str) -> str:
@@ -105,10 +106,11 @@ def facts(values: Mapping[str, str]) -> str:
 
 
 def grid(rows: Rows) -> str:
-    """A table with the first row's keys as its head; columns of numbers stand to the right."""
+    """A table with the first row's keys as its head; columns of numbers stand to the right, but for the first."""
     if not rows:
         return ""
-    numeric = {key for key in rows[0] if not any(isinstance(row[key], str) and _words(row[key]) for row in rows)}
+    named = list(rows[0])[1:]  # what the first column has are names, even where they are numbers
+    numeric = {key for key in named if not any(isinstance(row[key], str) and _words(row[key]) for row in rows)}
     mark = {key: ' class="number"' if key in numeric else "" for key in rows[0]}
     head = "".join(f'<th scope="col"{mark[key]}>{safe(key)}</th>' for key in rows[0])
     lines = ("".join(_cell(show(key, v), mark[key]) for key, v in row.items()) for row in rows)

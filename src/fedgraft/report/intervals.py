@@ -50,23 +50,19 @@ def f1(hits: Array, involved: Array) -> tuple[Array, Array]:
 def mean_of(values: Array, low: Array, high: Array, covariance: Array | None) -> tuple[float, float]:
     """Limits of the mean of estimates with these limits and this covariance (k, k); None: unknown, the widest.
 
-    Half-widths add like standard errors and are never below them: score limits of few images are narrower, which one
-    class can afford and a mean of many cannot. How far the middle of the limits lies from the estimate comes from
-    skewness, which falls with the number of independent classes behind the mean.
+    What lies below the estimates adds like standard errors, and so does what lies above; neither is less than the
+    standard error: score limits of few images are narrower, which one class can afford and a mean of many cannot.
     """
     if len(values) == 1:
         return float(low[0]), float(high[0])
-    half, shift, value = (high - low) / 2, (high + low) / 2 - values, float(values.mean())
+    value = float(values.mean())
     if covariance is None:  # as wide as if all rose and fell together, as skewed or even as any dependence makes it
-        return min(low.mean(), value - half.mean()), max(high.mean(), value + half.mean())
-    half = np.maximum(half, Z * np.sqrt(np.diagonal(covariance)))
-    square = float(half @ _correlation(covariance) @ half)
-    if square == 0:
-        return value, value
-    independent = max(1.0, float(half.sum()) ** 2 / square)
-    moved = float((shift * half**2).sum() / (half**2).sum()) / independent
-    width = square**0.5 / len(values)
-    return min(value, value + moved - width), max(value, value + moved + width)
+        half = float((high - low).mean()) / 2
+        return min(low.mean(), value - half), max(high.mean(), value + half)
+    error, correlation = Z * np.sqrt(np.diagonal(covariance)), _correlation(covariance)
+    down, up = np.maximum(values - low, error), np.maximum(high - values, error)
+    below, above = (float(side @ correlation @ side) ** 0.5 / len(values) for side in (down, up))
+    return value - below, value + above
 
 
 def _correlation(covariance: Array) -> Array:

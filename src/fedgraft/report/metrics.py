@@ -43,9 +43,9 @@ class Metric:
         if self.low is not None and self.high is not None:
             digits = _digits(scale * (self.high - self.low), digits)
             to = " to " if self.low < 0 else "-"
-            limits = f"{scale * self.low:.{digits}f}{to}{scale * self.high:.{digits}f}"
+            limits = f"{scale * self.low:z.{digits}f}{to}{scale * self.high:z.{digits}f}"
         behind = f"{self.n} image{'s' * (self.n != 1)}" if self.hits is None else f"{self.hits} of {self.n}"
-        return f"{scale * self.value:.{digits}f}{f' {self.unit}' if self.unit else ''} ({behind}; {limits})"
+        return f"{scale * self.value:z.{digits}f}{f' {self.unit}' if self.unit else ''} ({behind}; {limits})"
 
 
 def _digits(width: float, least: int) -> int:

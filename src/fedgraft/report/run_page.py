@@ -40,7 +40,7 @@ def write_report(
         section("Curves", page.CHARTS if lines else "<p>No round is finished yet.</p>"),
         section("On the test images", page.grid(tables.pooled(summary))),
         section("By class (images; 95 % interval)", page.grid(tables.by_class(summary))),
-        section("Confusion and calibration", tables.confusion(summary)),
+        section("Confusion and calibration" if summary.get("reliability") else "Confusion", tables.confusion(summary)),
         section("Clients", tables.clients(summary, lines, held, clients)),
         section("Who holds what", tables.holdings(held, classes, clients)),
         section("Representations", tables.representations(folder.path, lines, len(held))),

@@ -17,8 +17,10 @@ Counts = Sequence[Sequence[int]]
 
 
 def pooled(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every metric over all test images."""
+    """Every metric over all test images; one alone is the page's result already."""
     found = {key: value for key, value in (summary.get("metrics") or {}).items() if value and ":" not in key}
+    if list(found) == [summary.get("select", "accuracy")]:
+        return []
     return [
         {"metric": label(key), "value": metric(v)[0], "images, 95 % interval": metric(v)[1]} for key, v in found.items()
     ]
@@ -73,9 +75,9 @@ def _took_part(lines: Rows) -> dict[int, dict[str, Any]]:
                     seen.setdefault(key, []).append(told[key][at])
     made: dict[int, dict[str, Any]] = {}
     for client, seen in found.items():
-        cells = {"last training loss": seen["loss"][-1]} if "loss" in seen else {}
-        cells |= {word: sum(seen[key]) / len(seen[key]) for key, word in _UPDATES.items() if key in seen}
-        made[client] = {"rounds": len(seen["rounds"])} | {key: f"{v:#.3g}" for key, v in cells.items()}
+        cells = {"last training loss": f"{seen['loss'][-1]:.4f}"} if "loss" in seen else {}
+        means = {word: sum(seen[key]) / len(seen[key]) for key, word in _UPDATES.items() if key in seen}
+        made[client] = {"rounds": len(seen["rounds"])} | cells | {word: f"{mean:#.3g}" for word, mean in means.items()}
     return made
 
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedgraft.config.build import build_network
 from fedgraft.config.federate import open_data
-from fedgraft.config.load import Config, merge, validate
-from fedgraft.data.sources import SOURCES
+from fedgraft.config.load import Config
 from fedgraft.errors import FedgraftError
 from fedgraft.report.intervals import wilson
 from fedgraft.report.values import clock, size
@@ -28,7 +27,6 @@ from fedgraft.runs.sweep import Cell, Estimate, Report, finished, folder_of, var
 BLOCKS = 4  # of the last blocks, where a candidate moves the body: what lies before them is computed once
 VALIDATION = 0.3  # share of a trial's images that judge it
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 
 
 def bytes_of(text: str) -> float:
@@ -37,46 +35,6 @@ def bytes_of(text: str) -> float:
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise FedgraftError(f"--budget takes an amount such as 50MB or 1.5GB, not {text!r}.")
     return float(match[1]) * _UNITS[match[2].upper()]
-
-
-def source_of(data: str) -> dict[str, str]:
-    """The `data` table for what a user names: a known source, or a file or folder by what is in it."""
-    path = Path(data)
-    if data in SOURCES and not path.exists():
-        return {"source": data}
-    if not path.exists():
-        raise FedgraftError(f"there is no {data}, neither a file or folder nor one of {', '.join(SOURCES)}.")
-    found = "parquet" if path.suffix == ".parquet" else "npz" if path.suffix == ".npz" else ""
-    if path.is_dir():
-        if any(path.glob("*.parquet")):
-            found = "parquet"
-        elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-            found = "datasets"
-        elif _images(path, "*/*") or (path / "train").is_dir():
-            found = "folder"
-        elif _images(path, "*/*/*") or _images(path, "*/train/*/*"):
-            found = "owners"
-    if not found:
-        raise FedgraftError(
-            f"{data} is neither parquet, npz, a folder that `datasets` saved, nor a directory of images by class; see "
-            "docs/data.md, and name the source with data.source=."
-        )
-    return {"source": found, "path": data}
-
-
-def _images(path: Path, pattern: str) -> bool:
-    return any(one.suffix.lower() in _ENDINGS for one in path.glob(pattern))
-
-
-def config_for(data: str, model: str | None, wishes: Mapping[str, Any]) -> Config:
-    """The config of a run on this data; where it names its owners they are the clients, and all take part."""
-    table: dict[str, Any] = {"name": "advised", "data": source_of(data)}
-    if model is not None:
-        table["model"] = {"name": model}
-    table = merge(table, dict(wishes))
-    if "partition" not in wishes and open_data(validate(table)).train.sites is not None:
-        table = merge({"partition": {"kind": "by_site"}, "rounds": {"fraction": 1.0}}, table)
-    return validate(table)
 
 
 def candidates(config: Config) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fedgraft.models
 from fedgraft.algorithm import Algorithm
-from fedgraft.config.build import build_federation, device_named
+from fedgraft.config.build import build_federation, check_private, device_named, fitting
 from fedgraft.config.load import load, merge, to_toml, validate
 from fedgraft.config.options import Config
 from fedgraft.data.federated import FederatedData
@@ -155,7 +155,8 @@ def run(
         job, made = algorithm, None
         place = Path(folder) if folder is not None else Path("runs") / f"{job.config.name}-{job.config.digest}"
     else:
-        data, network = _clients(clients), fedgraft.models.model(model, seed=seed)
+        data = _clients(clients)
+        network = fedgraft.models.model(fitting(model, data.dataset), seed=seed)
         config = head_only(_config(algorithm, data, rounds, seed, engine, workers, options), algorithm)
         made = lambda: network.with_head(data.classes, seed)  # noqa: E731
         job = _job(algorithm, network if network.classes == data.classes else made(), data, config, augment)
@@ -239,7 +240,13 @@ def _config(
                 f"the option {name!r} is the algorithm's or the data's to say: give it to the object, for example "
                 "fg.secure(algorithm) or fg.fedavg(trainable=...)."
             )
+    if (dp := algorithm.privacy.dp) is not None:  # the account reads the config
+        told = {"noise": dp.mechanism.noise, "clip": dp.clip, "adaptive": dp.adaptive is not None, "secret": dp.bound}
+        sampled = {"sampling": "poisson", "fraction": dp.mechanism.probability}
+        base = merge(base, {"privacy": {"dp": told}, "rounds": sampled})
     config = validate(merge(base, tables))
+    if dp is not None:
+        check_private(config, algorithm)
     for table, (own, instead) in _OBJECTS.items():
         if strange := sorted(set(tables.get(table, {})) - own):
             raise FedgraftError(f"{table}.{strange[0]} is {instead}.")

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.config.load import Config, merge, validate
+from fedgraft.errors import FedgraftError
 from fedgraft.runs.run import run
 from fedgraft.runs.tracking import Progress
 
 
 def as_central(config: Config) -> Config:
     """The same config with one client that holds everything, trained for whole epochs."""
-    c = config.centralized
+    c, p = config.centralized, config.partition
+    if p.without or p.evaluate_only:
+        raise FedgraftError("centralised training takes all images; leave out partition.without and evaluate_only.")
     table = config.table
     table["local"].pop("steps", None)
+    table["partition"] |= {"joins": {}, "leaves": {}}
     table["algorithm"] = {"name": "central"}
     trainable = (
         {}

@@ -9,7 +9,7 @@ from typing import Any
 from fedgraft.edit import edit_file
 from fedgraft.errors import FedgraftError
 from fedgraft.models.card import Card
-from fedgraft.models.export import appearing, export, write_labels
+from fedgraft.models.export import appearing, check_free, export, write_labels
 from fedgraft.progress import phase
 from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.edit_files import edit_of
@@ -20,6 +20,7 @@ Summary = Mapping[str, Any]
 
 def export_run(folder: Path | str, to: Path | str, kind: str = "merged") -> Path:
     """The adapted model of a run folder as one of `KINDS`; the run's images need not be there any more."""
+    check_free(Path(to))  # before anything is loaded
     record = RunFolder.open(folder)
     summary = record.summary() if record.status == "finished" else {}
     return deliver(adapted(folder, data=False), summary, to, kind, record.path.resolve().name)

@@ -90,7 +90,7 @@ class Engines:
         f, job = self.job.federation, self.job
         exchange = self.preparing(context).exchange
         asking = Sums(
-            exchange, f.run, f.members if clients is None else clients, job.task.network, job.algorithm.privacy
+            exchange, f.run, f.founders if clients is None else clients, job.task.network, job.algorithm.privacy
         )
         asking.claims = Claims(job.task.data.sizes_by_client(), dealt=job.task.data.rows_known)
         return asking

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found + [f"{name} {old.get(name)} -> {new.get(name)}" for name in PACKAGES if old.get(name) != new.get(name)]
 
 
+@cache
 def installed(package: str) -> str | None:
-    """The version of a package, without importing it."""
+    """The version of a package, without importing it; its metadata take longer to read than a small round to train."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -54,6 +54,14 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
+class _Told(logging.Formatter):
+    """What a person reads while it happens: the sentence, and whether it is a warning; times are in the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line for the terminal."""
+        return ("warning: " if record.levelno >= logging.WARNING else "") + super().format(record)
+
+
 @contextlib.contextmanager
 def logging_to(path: Path, console: bool = True) -> Iterator[None]:
     """Send this library's log to a file as `timestamp | level | message`, and to the terminal if wanted."""
@@ -63,7 +71,8 @@ def logging_to(path: Path, console: bool = True) -> Iterator[None]:
     if console:
         from rich.logging import RichHandler
 
-        handlers.append(RichHandler(show_path=False, show_level=True, markup=False, level=logging.INFO))
+        handlers.append(RichHandler(show_time=False, show_level=False, show_path=False, level=logging.INFO))
+        handlers[-1].setFormatter(_Told())
         handlers[-1].addFilter(lambda record: record.name != "fedgraft.phases")  # the terminal shows them by itself
     logger = logging.getLogger("fedgraft")
     before = logger.level

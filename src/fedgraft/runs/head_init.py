@@ -58,6 +58,8 @@ class Start:
     loss: float
     traffic: Mapping[str, int] = field(default_factory=dict)
     """Bytes that its head cost, counted as those of rounds are."""
+    judge: Judge | None = field(default=None, repr=False, compare=False)
+    """What measured it."""
 
 
 def install(network: Network, head: Tensor) -> None:
@@ -215,23 +217,24 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     head, (up, down) = kept["head"], kept["traffic"].tolist()
     engines.close()
     install(network, head)
-    start = Start(*judge([head])[0], {"bytes_up": up, "bytes_down": down})
+    start = Start(*judge([head])[0], {"bytes_up": up, "bytes_down": down}, judge)
     log.info(
         "head initialisation (%s): validation accuracy %.4f, loss %.4f", job.config.head, start.accuracy, start.loss
     )
     return start
 
 
-def own_starts(job: Job, engines: Engines, space: EditSpace) -> dict[int, Tensor]:
+def own_starts(job: Job, engines: Engines, space: EditSpace, start: Start | None) -> dict[int, Tensor]:
     """Where clients share nothing: the vector each one starts from, with the head that its own images alone give.
 
     A head of everybody's sums would not be training alone. Empty where heads are not made of sums or do not train.
     """
     network, head = job.task.network, job.task.network.head
     trains = any(is_head(network, part.name) and part.index is None for part in space.parts)
-    if job.algorithm.aggregate.shares or job.config.head == "random" or job.task.data.blind or not trains:
+    judge = None if start is None else start.judge
+    if judge is None or job.algorithm.aggregate.shares or job.task.data.blind or not trains:
         return {}
-    judge, common = _judge(job, engines), torch.cat([head.weight, head.bias[:, None]], 1).detach().clone()
+    common = torch.cat([head.weight, head.bias[:, None]], 1).detach().clone()
     found = {}
     for client in job.federation.members:
         install(network, _make_head(job, engines.sums(job.backbone_context, [client]), judge))
@@ -245,7 +248,7 @@ def _judge(job: Job, engines: Engines) -> Judge:
     """On the server's images, or on those that clients hold out."""
     data, context = job.task.data, job.backbone_context
     if data.blind:
-        return Elsewhere(engines.preparing(context), job.federation.run, job.federation.members, claims_of(data))
+        return Elsewhere(engines.preparing(context), job.federation.run, job.federation.founders, claims_of(data))
     rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
     return Judgement(features_of(job.task.network, context.examples, rows), job.task.train_images.labels[rows])
 

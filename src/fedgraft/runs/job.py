@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -70,8 +70,8 @@ class Job:
 
     @property
     def left_out(self) -> list[str]:
-        """Who never takes part, as words of an identity."""
-        return [f"without {k}" for k in sorted(self.federation.without)]
+        """Who is not there before the first round, as words of an identity."""
+        return [f"without {k}" for k in sorted({*range(self.federation.clients)} - {*self.federation.founders})]
 
     @property
     def probe_size(self) -> int:
@@ -147,34 +147,45 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
         )
     require(config.track.trackers)
     task = Task(network, data, transform_for(network, config), config.model.name)
-    watching = numbers_of(config.partition.evaluate_only, "evaluate_only", data)
-    federation = replace(
-        build_federation(config, algorithm.lr, data.largest), run=identity, without=left_out(config, data),
-        evaluate_only=watching - numbers_of(config.partition.without, "without", data),
-    )  # fmt: skip
+    federation = replace(build_federation(config, algorithm.lr, data.largest), run=identity, **members(config, data))
+    if not federation.founders and data.others_known:
+        raise FedgraftError("partition.joins leaves nobody to begin with; keep at least one client that is there.")
     return Job(config, algorithm, task, federation, identity)
+
+
+def members(config: Config, data: FederatedData) -> dict[str, Any]:
+    """Who takes part and when, by number, as fields of a federation."""
+    p = config.partition
+    joins, leaves = ({k: rounds[name] for name, k in numbers_of(rounds, option, data).items()}
+                     for rounds, option in ((p.joins, "joins"), (p.leaves, "leaves")))  # fmt: skip
+    if early := [k for k in joins if leaves.get(k, joins[k]) < joins[k]]:
+        raise FedgraftError(f"client {data.client_names[early[0]]} leaves before it joins; see partition.joins.")
+    never = numbers_of(p.without, "without", data).values()
+    watching = frozenset(numbers_of(p.evaluate_only, "evaluate_only", data).values()) - {*never}
+    return {"without": left_out(config, data), "evaluate_only": watching, "joins": joins, "leaves": leaves}
 
 
 def left_out(config: Config, data: FederatedData) -> frozenset[int]:
     """The numbers of the clients that nothing is made from."""
     p = config.partition
-    found = numbers_of(p.without, "without", data) | numbers_of(p.evaluate_only, "evaluate_only", data)
+    told = ((p.without, "without"), (p.evaluate_only, "evaluate_only"))
+    found = frozenset(k for names, option in told for k in numbers_of(names, option, data).values())
     if len(found) >= data.clients:
         option = "without" if p.without else "evaluate_only"
         raise FedgraftError(f"partition.{option} leaves nobody; keep at least one client.")
     return found
 
 
-def numbers_of(names: Sequence[str], option: str, data: FederatedData) -> frozenset[int]:
+def numbers_of(names: Iterable[str], option: str, data: FederatedData) -> dict[str, int]:
     """The numbers of clients that an option of the partition names, by name or number; a node knows only itself."""
     if not data.others_known:
-        return frozenset()
+        return {}
     known = {name: k for k, name in enumerate(data.client_names)} | {str(k): k for k in range(data.clients)}
     if strange := [name for name in names if name not in known]:
         raise FedgraftError(
             f"partition.{option} names {strange[0]!r}, and the clients are {', '.join(data.client_names)[:300]}."
         )
-    return frozenset(known[name] for name in names)
+    return {name: known[name] for name in names}
 
 
 def head_only(config: Config, algorithm: Algorithm) -> Config:

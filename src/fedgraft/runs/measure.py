@@ -119,7 +119,8 @@ class Measure:
     def _counted(self, vector: Tensor, round: int, split: str) -> Found:
         """The common model on images that the clients hold; they send counts and sums, nothing else."""
         f, space, network = self.job.federation, self.opening.space.digest, self.job.task.network
-        privacy, asked = self.opening.algorithm.privacy, f.evaluated if split == "test" else f.members
+        privacy, those = self.opening.algorithm.privacy, f.evaluated if split == "test" else f.members
+        asked = [k for k in those if f.there(k, round)]
         settings: dict[str, Scalar] = {"split": split, "scores": self.counting}
         if self.counting and privacy.hidden:
             known = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
@@ -175,7 +176,7 @@ class Measure:
             "finetune_lr": p.finetune_lr, "finetune_batch": p.finetune_batch, "lr": p.finetune_lr,
         }  # fmt: skip
         settings |= {"scores": True} if self.job.config.metrics else {}
-        clients = [k for k in f.evaluated if len(self.job.task.data.test_rows(k))]
+        clients = [k for k in f.evaluated if f.there(k, state.round) and len(self.job.task.data.test_rows(k))]
         given = self.opening.algorithm.aggregate.gives(state)
         orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients]
         if not orders:

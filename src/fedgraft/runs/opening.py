@@ -25,7 +25,7 @@ from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.trainable import Opened, layer_ranges
-from fedgraft.local.features import hidden
+from fedgraft.local.features import block_of, hidden, layer_names
 from fedgraft.messages import Order, Scalar
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
@@ -72,7 +72,7 @@ class Opening:
 
 
 def open_run(
-    job: Job, engines: Engines | None, saved: Mapping[str, Tensor] | None = None, probe: Examples | None = None
+    job: Job, engines: Engines | None, saved: Mapping[str, Tensor] | None = None, probe: FeatureExamples | None = None
 ) -> Opening:
     """Open the job's edit space. Without engines nobody is asked, so `saved` must hold what the kind needs."""
     task, config, network = job.task, job.config, job.task.network
@@ -102,19 +102,19 @@ def open_run(
         federation = replace(federation, schedule=lambda t, total, history: factor * old(t, total, history))
         if algorithm.local.head_lr is not None:  # the head has its own rate, which is not raised
             algorithm = vary(algorithm, head_lr=algorithm.local.head_lr / factor)
-    entry = task.entry_for(space, config, algorithm)
+    entry = task.entry_for(space, config)
     held = task.data.validation_rows
     context = ClientContext(
         network, space, task.at_entry(task.train_images, entry), task.data.rows, config.seed,
         task.at_entry(task.test_images, entry), task.data.test_rows, private,
         None if private is None else private.gather(network),
-        make_probe(job) if probe is None else probe,
+        make_probe(job, entry) if probe is None else _placed(probe, probe_entry(job, entry)),
         origin=space.gather(network) if algorithm.download is not None else None,
         sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts, policies=job.policies,
     )  # fmt: skip
     server_context = ServerContext(
         space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
-        context.origin, lambda answers: align(job, context, answers), claims_of(task.data),
+        context.origin, lambda answers: align(job, context, answers, entry), claims_of(task.data),
         layer_ranges(network, space, algorithm.weighting.options.get("layers", ())),
     )  # fmt: skip
     return Opening(algorithm, federation, opened, context, server_context, head, factor)
@@ -182,22 +182,33 @@ def identity_of(job: Job) -> list[str]:
     return [digest(task.network), *task.data.identity, task.transform.digest, str(job.config.seed), *hidden]
 
 
-def make_probe(job: Job) -> FeatureExamples | None:
+def probe_entry(job: Job, entry: int) -> int:
+    """Where a probe enters: as late as the clients' images do, and before every layer that is looked at."""
+    layers = job.algorithm.weighting.options.get("layers", ())
+    return min([entry, *(block_of(name) for name in layer_names(job.task.network, layers))])
+
+
+def _placed(probe: FeatureExamples, entry: int) -> FeatureExamples:
+    """A probe that came without saying where it enters."""
+    return FeatureExamples(probe.features, probe.labels, entry)
+
+
+def _probe(job: Job, entry: int, count: int, purpose: str, *place: int) -> FeatureExamples:
+    """So many validation images, drawn for this place, computed up to where they enter."""
+    rows, images = job.task.data.validation_rows, job.task.at_entry(job.task.eval_images, probe_entry(job, entry))
+    picked = rows[torch.randperm(len(rows), generator=torch_stream(job.config.seed, purpose, *place))[:count]]
+    return FeatureExamples(images.batch(picked), images.labels[picked], images.entry)
+
+
+def make_probe(job: Job, entry: int) -> FeatureExamples | None:
     """Validation images that every client has, row by row, where an algorithm compares representations."""
-    count = job.probe_size
-    if not count:
-        return None
-    rows, images = job.task.data.validation_rows, job.task.eval_images
-    picked = rows[torch.randperm(len(rows), generator=torch_stream(job.config.seed, "probe"))[:count]]
-    return FeatureExamples(images.batch(picked), images.labels[picked], 0)
+    return _probe(job, entry, job.probe_size, "probe") if job.probe_size else None
 
 
-def align(job: Job, context: ClientContext, answers: Answers) -> Tensor:
+def align(job: Job, context: ClientContext, answers: Answers, entry: int) -> Tensor:
     """Server-side alignment: SVCCA by layer of each submitted update, on a secret probe, another one each round."""
-    a, rows, images = job.algorithm.weighting.options, job.task.data.validation_rows, job.task.eval_images
-    stream = torch_stream(job.config.seed, "secret_probe", answers.round)
-    picked = rows[torch.randperm(len(rows), generator=stream)[: int(a["probe"])]]
-    probe = FeatureExamples(images.batch(picked), images.labels[picked], 0)
+    a = job.algorithm.weighting.options
+    probe = _probe(job, entry, int(a["probe"]), "secret_probe", answers.round)
     assert answers.start is not None
     context.release()
 

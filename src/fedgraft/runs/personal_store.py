@@ -181,5 +181,6 @@ def first_models(folder: Path, length: int, own: Mapping[int, Tensor], on_disk: 
     if not on_disk:
         return own
     store = PersonalStore.create(folder, length)
-    rows = [(slice(0, length), torch.stack(list(own.values())))] if own else []
-    return store.renewed(0, list(own), rows, keep=True) if own else store
+    if not own:
+        return store
+    return store.renewed(0, list(own), [(slice(0, length), torch.stack(list(own.values())))], keep=True)

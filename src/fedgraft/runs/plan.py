@@ -51,8 +51,8 @@ def plan(config: Config) -> list[str]:
     return [
         describe(job, opening),
         f"data: {config.data.source}, {len(data.train_rows):,} training, {len(data.validation_rows):,} validation, "
-        f"{len(data.dataset.test.labels):,} test images; clients hold {int(min(sizes))} to {int(max(sizes))}",
-        f"local work: {steps:.1f} steps of {algorithm.local.batch_size} images a client and round, "
+        f"{len(data.dataset.test.labels):,} test images; clients hold {int(min(sizes)):,} to {int(max(sizes)):,}",
+        f"local work: {steps:.3g} steps of {algorithm.local.batch_size} images a client and round, "
         f"{steps * times:,.0f} steps in all",
         f"bytes: {size(down)} down and {size(up)} up per client and round; {size(down * times)} down and "
         f"{size(up * times)} up in all",

@@ -76,7 +76,7 @@ def note_of(start: float | None, best: Best, rounds: int, private: bool) -> dict
     then = "so that one is delivered"
     if private:
         then = f"which private training did not make, so the model after round {best.round} is delivered"
-    hint = "try another learning rate (fedgraft find-lr), more rounds, or a head that trains along"
+    hint = "try another learning rate (fedgraft find-lr), more rounds, or a stronger network (model.name)"
     return {"note": f"{told}, {then}; {hint}."}
 
 

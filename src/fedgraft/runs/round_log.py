@@ -132,7 +132,7 @@ def verify(folder: Path, key: str | None = None) -> tuple[str, list[str]]:
     for path in checkpoint.listing(folder / "checkpoints"):
         wrong += _foreign(path, entries)
     signed = f"signed by {fingerprint(public)}" if public else "not signed (the extra 'secure' was not installed)"
-    return f"{len(entries)} rounds, {signed}", wrong
+    return f"{max(entries, default=0)} rounds, {signed}", wrong
 
 
 def fingerprint(public: str) -> str:

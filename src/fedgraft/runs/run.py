@@ -107,6 +107,8 @@ class _Run:
         self.best, self.secret = Best(), b""
         self.totals = {"bytes_up": 0, "bytes_down": 0}
         self.spent = 0.0
+        self.unused: str | None = None
+        """Why the last round's answers could not be used, as long as no round had one; then empty."""
         self.phases: dict[str, float] = {}
         """Seconds outside the rounds, since this process began."""
 
@@ -143,7 +145,7 @@ class _Run:
         on_disk = self.opening.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb
         if on_disk:
             log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
-        own = own_starts(self.job, self.engines, self.opening.space)
+        own = own_starts(self.job, self.engines, self.opening.space, head)
         state = replace(state, personal=first_models(self.record.path / "personal", len(state.vector), own, on_disk))
         line: dict[str, Any] = {"round": 0, "seconds": {}}
         found = self.measure.validation(state.vector, 0)
@@ -181,17 +183,19 @@ class _Run:
                     "stopped after %d rounds: the next one would exceed epsilon %g", state.round, account.target
                 )
                 break
-            before = dict(self.engine.memory), self.best, self.totals, self.spent
+            before = dict(self.engine.memory), self.best, self.totals, self.spent, self.unused
             try:
                 state = self._one_round(state, track)
             except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
-                self.engine.memory, self.best, self.totals, self.spent = before
+                self.engine.memory, self.best, self.totals, self.spent, self.unused = before
                 self._save(state)
                 raise
             # What clients on other machines remember moves on every round, and the checkpoint must not fall behind.
             every = r.checkpoint_every if self.remote is None else 1
             if state.round == r.total or state.round % every == 0 or self.best.round == state.round:
                 self._save(state)
+        if self.unused:
+            raise FedgraftError(f"nothing was trained: no answer of any round could be used, the last: {self.unused}.")
         return state
 
     def _one_round(self, state: ServerState, track: Tracking) -> ServerState:
@@ -214,8 +218,11 @@ class _Run:
         self.progress.update(line)
         for callback in self.callbacks:
             callback.on_round_end(line, new)
-        reasons = [rejection.reason for rejection in summary.rejections]
-        if line.get("skipped") and reasons and all("finite" in reason for reason in reasons):
+        reasons = {rejection.client: rejection.reason for rejection in summary.rejections}
+        if self.unused != "":  # where answers are private no round is skipped
+            lost = reasons and (line.get("skipped") or reasons.keys() >= set(summary.cohort))
+            self.unused = next(iter(reasons.values())) if lost else ""
+        if line.get("skipped") and reasons and all("finite" in reason for reason in reasons.values()):
             raise FedgraftError(
                 f"training diverged in round {new.round}: every client's update is infinite or not a number; lower "
                 "local.lr (fedgraft find-lr finds one) or set local.clip."
@@ -264,7 +271,8 @@ class _Run:
     def _save(self, state: ServerState) -> None:
         began, store = time.perf_counter(), state.personal if isinstance(state.personal, PersonalStore) else None
         tensors, meta = pack_run(self.job, self.opening, state, self.engine.memory, self.best)
-        meta |= {"totals": self.totals, "seconds": self.spent} | ({"personal": store.sealed()} if store else {})
+        meta |= {"totals": self.totals, "seconds": self.spent, "unused": self.unused}
+        meta |= {"personal": store.sealed()} if store else {}
         at_best = self.best.score if self.best.round == state.round else None
         self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
         if store is not None:
@@ -286,6 +294,6 @@ class _Run:
         state, memories = from_tensors(found.round, tensors, meta)
         self.engine.memory = dict(memories)
         self.best = Best(**meta["best"], vector=tensors.get("best/vector"))
-        self.totals, self.spent = dict(meta["totals"]), float(meta["seconds"])
+        self.totals, self.spent, self.unused = dict(meta["totals"]), float(meta["seconds"]), meta["unused"]
         log.info("resumed after round %d", state.round)
         return state if self.store is None else replace(state, personal=self.store)

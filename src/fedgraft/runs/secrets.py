@@ -13,6 +13,7 @@ from typing import Any
 
 from fedgraft.algorithm import vary
 from fedgraft.errors import FedgraftError
+from fedgraft.privacy.dp import simulation_key
 from fedgraft.runs.checkpoint import listing
 from fedgraft.runs.job import Job
 from fedgraft.state import Federation
@@ -49,7 +50,10 @@ def with_secrets(job: Job, secret: bytes) -> Job:
     """The job with noise and cohorts from the run's secret, where its privacy is meant and not an experiment."""
     privacy = job.algorithm.privacy
     if privacy.dp is None or not privacy.dp.bound:
-        return job
+        if privacy.dp is None or privacy.dp.key:
+            return job
+        made = replace(privacy, dp=replace(privacy.dp, key=simulation_key(job.config.seed)))
+        return replace(job, algorithm=vary(job.algorithm, privacy=made))
     noise, cohorts = (hashlib.sha256(f"fedgraft {what}".encode() + secret).digest() for what in ("noise", "cohorts"))
     algorithm = vary(job.algorithm, privacy=replace(privacy, dp=replace(privacy.dp, key=noise)))
     return replace(job, algorithm=algorithm, federation=replace(job.federation, secret=cohorts))

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft.algorithm import Algorithm
 from fedgraft.config.options import Config
 from fedgraft.context import ClientContext
 from fedgraft.data.examples import FeatureExamples, ImageExamples, examples_of
@@ -65,17 +64,20 @@ class Task:
             return images
         ours = images.store is self.data.dataset.train and self.data.rows_known
         order = self._by_client if ours else None
-        return CachedExamples(images, self.network, entry, cache_dir() / "features", self.model_name, order)
+        kept = CachedExamples(images, self.network, entry, cache_dir() / "features", self.model_name, order)
+        if ours and not kept.sizes:
+            log.info("features round by their neighbours in a batch here, so another partition computes its own")
+        return kept
 
     def _by_client(self) -> np.ndarray:
         """All rows of the training store, one client's after another's, then the rest."""
         held = torch.cat([self.data.rows(client) for client in range(self.data.clients)]).numpy()
         return np.concatenate([held, np.setdiff1d(np.arange(len(self.data.dataset.train)), held)])
 
-    def entry_for(self, space: EditSpace, config: Config, algorithm: Algorithm) -> int:
+    def entry_for(self, space: EditSpace, config: Config) -> int:
         """The last entry before anything that trains: what lies before it is the same for the whole run."""
         body_finetuned = config.personal.finetune_epochs > 0 and config.personal.finetune_part != "head"
-        if not config.data.cache_features or body_finetuned or algorithm.wants:
+        if not config.data.cache_features or body_finetuned:
             return 0
         entry = self.network.entry_for(space.first_block(self.network))
         if entry and not self.transform.deterministic:

@@ -73,7 +73,7 @@ def plan(folder: Path, client: str, to: Path | None = None, fast: bool = False) 
     number = min(job.federation.without - before)
     lines = record.metrics()
     rounds = [int(line["round"]) for line in lines if number in (line.get("clients") or {}).get("ids", [])]
-    start, why = _start(job, folder, min(rounds, default=len(lines)))
+    start, why = _start(job, folder, min(rounds, default=len(lines)), number in job.federation.joins)
     place = to or folder.with_name(f"{folder.name}-without-{client}{'-approximate' * fast}")
     done = max((int(line["round"]) for line in lines), default=0)
     return Replay(without, place, number, start, done, len(rounds), why, client)
@@ -128,14 +128,14 @@ def _begun(
     return record
 
 
-def _start(job: Job, folder: Path, first: int) -> tuple[int, str]:
+def _start(job: Job, folder: Path, first: int, joined: bool) -> tuple[int, str]:
     """The round after whose checkpoint a replay may start, and why not a later one."""
-    a, head = job.algorithm, job.config.model.head
-    if head != "random":
+    a, head = job.algorithm, job.config.head
+    if head != "random" and not joined:
         return 0, f"the {head} head was made from sums with this client"
-    if a.trainable.scores_data:
+    if a.trainable.scores_data and not joined:
         return 0, "the mask was chosen by scores with this client"
-    if a.federation_counts:
+    if a.federation_counts and not joined:
         return 0, "the class counts are a sum with this client"
     kept = [found.round for found in _good(folder) if found.round < first]
     return max(kept, default=0), f"it first took part in round {first}"

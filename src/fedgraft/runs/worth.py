@@ -1,7 +1,7 @@
 """Who gains: what each site gets from the federation and what it would have without, on its own test images, paired.
 
-The models of a finished run are held against those of runs like it: `local_only` (nobody shares, every site trains its
-copy from the same start) and, since this is a simulation, training on all images in one place. Missing runs are made in
+The models of a finished run are held against those of runs like it: `local_only` (nobody shares, every site trains a
+copy of its own) and, since this is a simulation, training on all images in one place. Missing runs are made in
 `RUN/worth/` and go on where they stopped. Differences are on the same images, with a bootstrap over images.
 """
 
@@ -21,13 +21,13 @@ from fedgraft.config.load import Config, from_folder, merge, validate
 from fedgraft.errors import FedgraftError
 from fedgraft.local.transfer import onto
 from fedgraft.report import figures, html, raw
-from fedgraft.report.metrics import ERRORS, Metric
+from fedgraft.report.metrics import ERRORS, Metric, check_metric
 from fedgraft.report.values import label
 from fedgraft.runs import checkpoint
 from fedgraft.runs.centralized import as_central
 from fedgraft.runs.files import write_text
 from fedgraft.runs.head_init import install
-from fedgraft.runs.job import job_of
+from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import open_run
 from fedgraft.runs.run import is_finished, run
 from fedgraft.runs.run_folder import RunFolder
@@ -58,23 +58,34 @@ class Site:
         return above if self.gain.low > 0 else below if self.gain.high < 0 else UNKNOWN
 
 
-def comparisons(config: Config) -> dict[str, Config]:
-    """The runs that a run is held against."""
+def comparisons(config: Config, passes: int = 1) -> dict[str, Config]:
+    """The runs that a run is held against; all in one place for so many passes over the images.
+
+    A site alone knows only its own counts. What others keep to themselves cannot be in one place.
+    """
     if config.centralized.active or config.partition.clients < 2:
         raise FedgraftError("worth compares the sites of a federation, and this run has one place only.")
     table = config.table
+    if config.loss.class_weights == "federation":
+        table["loss"]["class_weights"] = "own"
+    if config.local.sampling == "federation":
+        table["local"]["sampling"] = "balanced"
     trainable = {k: v for k, v in table["trainable"].items() if k != "head_too"}
     rounds = {k: v for k, v in table["rounds"].items() if k != "keep_contributions"}
     same = {**table, "trainable": trainable, "rounds": rounds, "compression": {}, "privacy": {}}
     alone = validate({**same, "algorithm": {"name": "local_only"}})
+    if config.partition.without or config.partition.evaluate_only:
+        return {ALONE: alone}
     deep = build_algorithm(config).trainable.trains_body
-    central = merge(same, {"centralized": {"kind": "finetune" if deep else "probe", "epochs": _epochs(config)}})
+    central = merge(same, {"centralized": {"kind": "finetune" if deep else "probe", "epochs": passes}})
     return {ALONE: alone, POOLED: as_central(validate({**central, "algorithm": {"name": "fedavg"}}))}
 
 
-def _epochs(config: Config) -> int:
-    """About as many passes over all images as the federation makes over those of its clients."""
-    return max(1, config.rounds.total * (config.local.epochs or 0)) if config.local.epochs else 1
+def passes_of(job: Job) -> int:
+    """About how often a federation goes over all its images."""
+    local, f, sizes = job.algorithm.local, job.federation, list(job.task.data.sizes_by_client().values())
+    seen = sum(local.steps_for(n) * min(local.batch_size, n) for n in sizes if n) * f.per_round / f.clients
+    return max(1, round(f.rounds * seen / job.task.data.total))
 
 
 def make_missing(
@@ -83,8 +94,8 @@ def make_missing(
     """The folders of all models that are compared; what is not there is run."""
     if not is_finished(folder):
         raise FedgraftError(f"{folder} is not finished; let it end, or: fedgraft resume {folder}")
-    places = {FEDERATED: folder, **given}
-    for name, config in comparisons(from_folder(folder)).items():
+    places, asked = {FEDERATED: folder, **given}, from_folder(folder)
+    for name, config in comparisons(asked, passes_of(job_of(asked))).items():
         places.setdefault(name, folder / "worth" / f"{name}-{config.digest}")
         if not is_finished(places[name]):
             say(f"running {name} in {places[name]}")
@@ -117,44 +128,53 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def compare(places: Mapping[str, Path], metric: str, draws: int = 1000) -> list[Site]:
-    """Every site with every model."""
+def compare(places: Mapping[str, Path], metrics: Sequence[str], draws: int = 1000) -> dict[str, list[Site]]:
+    """By metric: every site with every model."""
     job = job_of(from_folder(places[FEDERATED]))
     data, names = job.task.data, job.task.data.dataset.classes
+    for metric in metrics:
+        check_metric(metric, names)
     clients = [k for k in job.federation.members if len(data.test_rows(k))]
     rows = [data.test_rows(k) if k in clients else torch.empty(0, dtype=torch.int64) for k in range(data.clients)]
     scored = {name: scores_of(folder, rows) for name, folder in places.items()}
-    sites = []
+    sites: dict[str, list[Site]] = {metric: [] for metric in metrics}
     for k in clients:
         labels = job.task.test_images.labels[rows[k]]
-        models = {name: raw.exact(found[k], labels, names).get(metric) for name, found in scored.items()}
-        gap = raw.paired(scored[FEDERATED][k], scored[ALONE][k], labels, names, job.config.seed, draws).get(metric)
-        sites.append(Site(job.client_names[k], len(labels), models, gap, metric.partition(":")[0] in ERRORS))
+        models = {name: raw.exact(found[k], labels, names) for name, found in scored.items()}
+        gap = raw.paired(scored[FEDERATED][k], scored[ALONE][k], labels, names, job.config.seed, draws)
+        for metric in metrics:
+            each, less = {m: found.get(metric) for m, found in models.items()}, metric.partition(":")[0] in ERRORS
+            sites[metric].append(Site(job.client_names[k], len(labels), each, gap.get(metric), less))
     return sites
 
 
-def write(folder: Path, sites: Sequence[Site], metric: str, title: str) -> Path:
-    """The page for a board: Markdown, HTML, the figure and the numbers; returns the HTML page."""
+def write(folder: Path, found: Mapping[str, Sequence[Site]], title: str) -> Path:
+    """The page for a board: Markdown, HTML, a figure for each metric and the numbers; returns the HTML page."""
     folder.mkdir(parents=True, exist_ok=True)
-    models = sorted(sites[0].models, key=lambda m: {ALONE: 0, FEDERATED: 1, POOLED: 3}.get(m, 2))
-    figure = _draw(folder / "worth.png", sites, models, metric)
-    rows = [
-        {"site": s.name, "": s.verdict, "federated minus alone": _told(s.gain, "+"), **{m: _told(s.models[m]) for m in
-         models}, "test images": s.images} for s in sites
-    ]  # fmt: skip
-    first = summary_line(sites, metric)
-    lines = [f"# Who gains: {title}", "", first, "", f"![{label(metric)} by site and model](worth.png)", ""]
-    lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
-    lines += ["", NOTE]
-    write_text(folder / "worth.md", "\n".join(lines) + "\n")
-    numbers = [{**asdict(s), "verdict": s.verdict} for s in sites]
-    write_text(folder / "worth.json", json.dumps({"metric": metric, "sites": numbers}, indent=2) + "\n")
-    table = [{"site": s.name, "images": s.images, "verdict": s.verdict, **_limits("gain", s.gain),
-              **{k: v for m in models for k, v in _limits(m, s.models[m]).items()}} for s in sites]  # fmt: skip
-    parts = [html.notices([first]), html.picture(figure), html.section("By site", html.grid(rows)),
-             html.section("How to read it", f"<p>{html.safe(NOTE)}</p>")]  # fmt: skip
-    top = html.header(f"Who gains: {title}", "finished", "worth.csv", html.rows_csv(table), label(metric))
+    models = sorted(next(iter(found.values()))[0].models, key=lambda m: {ALONE: 0, FEDERATED: 1, POOLED: 3}.get(m, 2))
+    lines, parts, table = [f"# Who gains: {title}", ""], list[str](), list[dict[str, Any]]()
+    for number, (metric, sites) in enumerate(found.items()):
+        figure = _draw(folder / f"worth{f'-{number + 1}' * (number > 0)}.png", sites, models, metric)
+        rows = [
+            {"site": s.name, "": s.verdict, "federated minus alone": _told(s.gain, "+"),
+             **{m: _told(s.models[m]) for m in models}, "test images": s.images} for s in sites
+        ]  # fmt: skip
+        first = summary_line(sites, metric)
+        lines += [first, "", f"![{label(metric)} by site and model]({figure.name})", ""]
+        lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+        lines += [*("| " + " | ".join(map(str, row.values())) + " |" for row in rows), ""]
+        for s in sites:
+            cells = {"gain": s.gain, **{m: s.models[m] for m in models}}
+            limits = {k: v for name, cell in cells.items() for k, v in _limits(name, cell).items()}
+            table.append({"metric": metric, "site": s.name, "images": s.images, "verdict": s.verdict, **limits})
+        shown = f'<div class="scroll wide">{html.picture(figure)}</div>'  # to be read on a telephone it must scroll
+        name = label(metric)[:1].upper() + label(metric)[1:]
+        parts.append(html.section(f"{name} by site", html.notices([first]) + shown + html.grid(rows)))
+    write_text(folder / "worth.md", "\n".join([*lines, NOTE]) + "\n")
+    numbers = {metric: [{**asdict(s), "verdict": s.verdict} for s in sites] for metric, sites in found.items()}
+    write_text(folder / "worth.json", json.dumps(numbers, indent=2) + "\n")
+    parts.append(html.section("How to read it", f"<p>{html.safe(NOTE)}</p>"))
+    top = html.header(f"Who gains: {title}", "finished", "worth.csv", html.rows_csv(table))
     return html.write_page(folder / "worth.html", f"Who gains: {title}", top, parts, [])
 
 
@@ -190,9 +210,8 @@ def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str)
 NOTE = (
     "Each number is on the site's own test images, with its 95 % interval. The difference is paired on these images "
     "(bootstrap); where its interval holds zero, nothing can be told. Federated: the delivered model, of the best "
-    "round by validation. Alone: local_only to the last round, where every site trains its copy from the same start, "
-    "whose head is made from all sites' sums unless model.head=random. Pooled: all images in one place, which only a "
-    "simulation can do."
+    "round by validation. Alone: local_only to the last round, where every site trains its copy of the network, "
+    "from a head of its own images. Pooled: all images in one place, about as often, which only a simulation can do."
 )
 
 
@@ -209,10 +228,10 @@ def _told(metric: Metric | None, sign: str = "") -> str:
         return "–"
     scale, unit = (100, f" {metric.unit}") if metric.unit in ("%", "points") else (1, "")
     digits = 0 if scale == 100 else 2
-    value = f"{scale * metric.value:{sign}.{digits}f}{unit}"
+    value = f"{scale * metric.value:{sign}z.{digits}f}{unit}"
     if metric.low is None or metric.high is None:
         return value
-    return f"{value} ({scale * metric.low:{sign}.{digits}f} to {scale * metric.high:{sign}.{digits}f})"
+    return f"{value} ({scale * metric.low:{sign}z.{digits}f} to {scale * metric.high:{sign}z.{digits}f})"
 
 
 def _limits(name: str, metric: Metric | None) -> dict[str, Any]:

@@ -20,6 +20,10 @@ class Claims:
         self.said = {(client, "examples"): float(n) for client, n in (examples or {}).items()}
         self.dealt = dealt
         """The server dealt the data: the numbers are known, not said."""
+        self.identities: dict[int, bytes] = {}
+        """The key under which each client first came into a secure sum; another one later is not its own."""
+        self.barred: dict[int, str] = {}
+        """Who is in no further secure sum, and why."""
 
     def contradiction(self, client: int, told: Mapping[str, float]) -> str:
         """What of this a client said otherwise before; empty: nothing."""

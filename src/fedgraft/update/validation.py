@@ -262,18 +262,25 @@ def far_off(norms: Mapping[int, float], factor: float, usual: float = 0.0, least
 
 
 def without_outliers(
-    accepted: Sequence[Accepted], federation: Federation, state: ServerState
+    accepted: Sequence[Accepted],
+    federation: Federation,
+    state: ServerState,
+    steps: Callable[[Reply], int] = lambda reply: 1,
 ) -> tuple[list[Accepted], list[Rejection]]:
     """The replies whose update, and whose auxiliary vectors, are not far longer than is usual.
 
     Usual is the median of the past rounds in units of the learning rate, or this round's median if that is larger.
+    Who takes more steps than most, because it has more images, may come further by as much.
     """
     factor = federation.norm_factor
     if not factor:
         return list(accepted), []
     usual = federation.rate(state) * statistics.median(state.norms) if state.norms else 0.0
     least = HARMLESS * _norm(state.vector)
-    far = far_off({a.reply.client: a.norm for a in accepted}, factor, usual, least)
+    taken = {a.reply.client: steps(a.reply) for a in accepted}
+    middle = statistics.median(taken.values()) if taken else 1
+    norms = {a.reply.client: a.norm / max(1.0, taken[a.reply.client] / middle) for a in accepted}
+    far = far_off(norms, factor, usual, least)
     reasons = {k: f"update has norm {norm:.4g}, over {factor:g} times the usual" for k, norm in far.items()}
     for name in accepted[0].reply.sums if accepted else ():
         norms = {a.reply.client: float(torch.linalg.vector_norm(a.reply.sums[name].double())) for a in accepted}

@@ -106,22 +106,6 @@ def test_stamp(dtype: torch.dtype) -> None:
     assert (attacks.stamp(images, 2, value=7)[..., 7, 7] == 7).all()
 
 
-def test_poison_and_the_test_of_it() -> None:
-    images, labels = torch.zeros(20, 1, 6, 6, dtype=torch.uint8), torch.arange(20) % 5
-    stamped, wrong = attacks.poison(images, labels, target=2, share=0.25, generator=stream())
-    rows = stamped[:, 0, -1, -1] == 255
-    assert rows.sum() == 5
-    assert (wrong[rows] == 2).all()
-    assert torch.equal(wrong[~rows], labels[~rows])
-    assert images.count_nonzero() == 0
-    again, _ = attacks.poison(images, labels, target=2, share=0.25, generator=stream())
-    assert torch.equal(stamped, again)
-    test = attacks.backdoor_test(images, labels, target=2)
-    assert len(test) == 16  # images that truly are the target say nothing about the trigger
-    assert attacks.backdoor_success(torch.tensor([2, 2, 1, 0]), 2) == 0.5
-    assert attacks.backdoor_success(torch.zeros(0), 2) == 0.0
-
-
 def test_refusals() -> None:
     with pytest.raises(FedgraftError, match="no attack 'bribe'"):
         attacks.attack("bribe", benign(), 1, stream())

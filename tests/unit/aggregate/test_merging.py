@@ -142,6 +142,7 @@ def test_edits_are_merged_as_files(tmp_path: Path) -> None:
         add_files(files, None, tmp_path / "no", how=How("fisher"))
 
 
+@pytest.mark.slow
 def test_merged_rounds_train() -> None:
     local = LocalTraining(steps=2, batch_size=6)
     for name in ("fedties", "feddare", "fedfisher", "fedawa"):

@@ -84,6 +84,7 @@ def run(work: Path, ask: Ask) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
 def test_every_help_has_an_example_and_says_what_arguments_mean(words: tuple[str, ...], ask: Ask) -> None:
     code, said, _ = ask(*words, "--help")
@@ -120,6 +121,7 @@ def test_a_run_leaves_out_what_it_cannot_read_and_lists_it(run: Path) -> None:
     assert "torn.png" in (run / "skipped.txt").read_text()
 
 
+@pytest.mark.slow
 def test_names_are_never_cut_at_eighty_columns(run: Path, ask: Ask, tmp_path: Path) -> None:
     other = run.with_name(f"{NAME}-2")
     shutil.copytree(run, other, dirs_exist_ok=True)
@@ -142,6 +144,7 @@ def test_comparing_runs_of_other_data_warns(
     assert "used different data" in caplog.text and "cannot be compared" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_damaged_finished_run_says_what_can_be_done(run: Path, ask: Ask, tmp_path: Path) -> None:
     hurt = tmp_path / "hurt"
     shutil.copytree(run, hurt)
@@ -152,6 +155,50 @@ def test_a_damaged_finished_run_says_what_can_be_done(run: Path, ask: Ask, tmp_p
     assert ask("resume", hurt, "-q")[0] == 0 and ask("evaluate", hurt)[0] == 0
 
 
+def test_a_run_of_another_version_says_so(run: Path, ask: Ask, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(run, old)
+    (old / "config.toml").write_text("[moves]\nkind = 'head'\n" + (old / "config.toml").read_text())
+    code, _, told = ask("evaluate", old)
+    assert code == 2 and "no config of this version" in told and "environment.json" in told
+
+
+def test_images_alone_make_a_run(work: Path, ask: Ask, tmp_path: Path) -> None:
+    """A folder by class; one by owner, whose owners become the clients; a wish about clients wins over these."""
+    small = [word for word in BASE if not word.startswith(("data.source", "partition.", "rounds.fraction"))]
+    code, said, told = ask("run", "images", *small, "data.unreadable=skip", "--dry-run")
+    assert code == 0 and "data: folder," in said and "of 10 clients" in said, told
+    for place in range(16):
+        picture(tmp_path / "owned" / ("north", "south")[place % 2] / "ab"[place // 2 % 2] / f"{place}.png", place)
+    code, said, told = ask("run", tmp_path / "owned", *small, "--dry-run")
+    assert code == 0 and "data: owners," in said and "2 of 2 clients" in said, told
+    said = ask("run", tmp_path / "owned", *small, "partition.clients=4", "rounds.fraction=1.0", "--dry-run")[1]
+    assert "4 of 4 clients" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["run", "nothing-of-the-kind"], "`fedgraft presets` lists the presets"),
+        (["run", "zzqq.xxyy=1"], "`fedgraft options` lists them"),
+        (["run", "dta.source=folder"], "the nearest one is 'data"),
+        (["run", "runs"], "nor a directory of images by class"),
+    ],
+)
+def test_only_what_is_near_is_suggested(words: list[str], part: str, run: Path, ask: Ask) -> None:
+    code, _, told = ask(*words)
+    assert code == 2 and part in told and len(told.splitlines()) == 1
+
+
+def test_words_for_the_wrong_folder(run: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run given as data names `resume`; an export to a folder in use is refused before a network is loaded."""
+    assert f"fedgraft resume {run}" in ask("run", run)[2]
+    monkeypatch.setattr("fedgraft.runs.deliver.adapted", lambda *_, **__: pytest.fail("the network was loaded"))
+    code, _, told = ask("export", run, run)
+    assert code == 2 and "already holds something" in told
+
+
+@pytest.mark.slow
 def test_predictions_as_text_csv_and_json(run: Path, ask: Ask, work: Path) -> None:
     images = ["images/b/1.png", f"images/{CLASSES[0]}/0.png"]
     rows = list(csv.reader(io.StringIO(ask("predict", run, *images, "--top", 2, "--csv")[1])))
@@ -172,6 +219,7 @@ def test_one_image_can_be_evaluated(run: Path, ask: Ask, tmp_path: Path) -> None
     assert json.loads(ask("evaluate", run, "--data", tmp_path / "one", "--json")[1])["images"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
@@ -188,8 +236,9 @@ def test_checked_before_work_starts_and_by_the_plan(overrides: list[str], part: 
     assert not Path("never").exists()
 
 
+@pytest.mark.slow
 def test_a_private_run_says_first_what_it_promises(ask: Ask, tmp_path: Path) -> None:
-    words = [*BASE, "data.path=images", "data.unreadable=skip", "privacy.dp.epsilon=8", "-o", tmp_path / "dp"]
+    words = [*BASE, "data.path=images", "data.unreadable=skip", "privacy.dp.noise=1", "-o", tmp_path / "dp"]
     code, said, told = ask("run", *words, "algorithm.weighting=uniform", "rounds.sampling=poisson", "-q")
     assert code == 0, told
     rows = [line.strip("│ ") for line in said.splitlines() if line.startswith("│")]

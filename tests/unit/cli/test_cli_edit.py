@@ -97,6 +97,7 @@ def test_registering_is_light() -> None:
     subprocess.run([sys.executable, "-c", text], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["head", "body", "sparse", "masked_head", "lora", "stack"])
 def test_an_applied_edit_is_the_exported_run(kind: str, runs: Path, tmp_path: Path) -> None:
     assert "written" in call("edit", "save", runs / kind, tmp_path / "it.edit")
@@ -125,6 +126,7 @@ def test_edits_are_bound_to_the_backbone_or_to_the_whole(runs: Path) -> None:
     assert digest(network, scope="backbone.") == edit.base != task_file.load(runs / "other_backbone.edit").base
 
 
+@pytest.mark.slow
 def test_a_backbone_edit_fits_the_named_network(runs: Path, tmp_path: Path) -> None:
     named = ["--model", "tiny", "--image-size", "16"]
     call("edit", "apply", runs / "sparse.edit", *named, "--classes", "4", "--to", tmp_path / "a")
@@ -209,6 +211,7 @@ def test_inspecting_and_halving(runs: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(half.values, edit.values, rtol=1e-3, atol=1e-3 * float(edit.values.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["head", "lora", "masked_head"])
 def test_sweeping_strengths(kind: str, runs: Path, tmp_path: Path) -> None:
     figure = tmp_path / "sweep.png"
@@ -220,6 +223,7 @@ def test_sweeping_strengths(kind: str, runs: Path, tmp_path: Path) -> None:
     assert float(rows[-1][3]) == pytest.approx(100 * best, abs=0.01)  # strength 1 is the run's own best model
 
 
+@pytest.mark.slow
 def test_figures(runs: Path, tmp_path: Path) -> None:
     kinds = ["sparse", "masked_head", "own", "lora", "body"]
     text = call("edit", "figures", *(runs / kind for kind in kinds), "--out", tmp_path / "figures")

@@ -35,6 +35,7 @@ def runs(tmp_path: Path) -> list[str]:
 COMMANDS = ["list", "show", "watch", "options", "presets", "algorithms", "partition", "compare", "--help"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_looking_needs_no_torch(command: str, runs: list[str], tmp_path: Path) -> None:
     given = {"list": [str(tmp_path)], "show": runs[:1], "watch": [runs[0], "--once"], "partition": ["seed=1"]}

@@ -239,7 +239,9 @@ def test_every_preset_is_a_valid_config_with_a_line_about_it(name: str) -> None:
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(FedgraftError, match="'dmo' is neither a TOML file nor a preset; the nearest preset is"):
+    with pytest.raises(
+        FedgraftError, match="'dmo' is neither a TOML file nor a folder of images nor a preset; the nearest preset is"
+    ):
         presets.table("dmo")
     with pytest.raises(FedgraftError):
         presets.table("../presets/demo")

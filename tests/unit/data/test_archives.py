@@ -62,6 +62,7 @@ def test_other_headers_that_declare_terabytes(tmp_path: Path) -> None:
             features(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_parquet_that_repeats_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = 2000
@@ -82,6 +83,7 @@ def test_parquet_that_repeats_one_value(tmp_path: Path, monkeypatch: pytest.Monk
     assert parquet(tmp_path / "b.parquet").train.columns == {}  # a long text is no site
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """All of them in a process of its own, which must not grow by more than 200 MB (one of them says 4 TB)."""
     write(tmp_path / "npz", {f"{n}.npz": make() for n, make in enumerate(npz_bombs().values())})
@@ -117,6 +119,7 @@ def test_what_packs_well_is_no_bomb(tmp_path: Path) -> None:
         assert info.file_size > 3 * info.compress_size
 
 
+@pytest.mark.slow
 def test_without_the_guard_a_bomb_would_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"d.npz": npz_bombs()["grows"]()})
     monkeypatch.setattr(npz_file, "LARGE", 1 << 30)

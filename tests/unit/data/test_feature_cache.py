@@ -255,8 +255,9 @@ def _work(folder: Path, seed: int) -> bytes:
     return cached.batch(torch.arange(COUNT)).numpy().tobytes()
 
 
+@pytest.mark.slow
 def test_processes_share_one_cache(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
         results = pool.starmap(_work, [(tmp_path, seed) for seed in range(4)])
     assert len(set(results)) == 1 and results[0] == _work(tmp_path, 9)
     assert len([path for path in tmp_path.iterdir() if path.name != "rows"]) == 1

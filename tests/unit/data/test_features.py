@@ -125,6 +125,7 @@ def overrides(path: Path, *more: str) -> list[str]:
     return [*start, "rounds.total=4", "local.lr=0.1", *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["random", "ridge"])
 def test_a_whole_run_learns_and_agrees_with_the_reference(tmp_path: Path, head: str) -> None:
     path = write(tmp_path)

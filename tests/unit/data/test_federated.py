@@ -156,6 +156,7 @@ def test_dirichlet_balanced_grows_more_uneven_as_alpha_falls(classes: int) -> No
     assert held[-1] < 1.1 and share[-1] > 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1, 10, 100])
 def test_dirichlet_balanced_holds_as_many_classes_as_the_urn_says(alpha: float) -> None:
     """Polya's urn: a class of weight a = alpha/C is missing from n draws with probability prod (alpha-a+i)/(alpha+i).

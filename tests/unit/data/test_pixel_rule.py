@@ -107,6 +107,7 @@ def test_every_kind_is_the_image_that_transformers_loads(odd: dict[str, Path]) -
             assert (image.mode, dict(image.info)) == (mode, info), kind  # the caller's image is left alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_networks_own_preprocessing_is_followed_to_the_bit(name: str, odd: dict[str, Path]) -> None:
     config, expected = CONFIGS[name]
@@ -119,6 +120,7 @@ def test_a_networks_own_preprocessing_is_followed_to_the_bit(name: str, odd: dic
         assert torch.equal(ours(rule, path), reference(images=image, return_tensors="pt")["pixel_values"]), kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_exported_makes_the_same_pixels(name: str, odd: dict[str, Path]) -> None:
     rule = CONFIGS[name][1]

@@ -19,6 +19,7 @@ from PIL import Image
 
 from fedgraft.data.images.rule import PixelRule
 from fedgraft.data.images.store import ImageStore
+from fedgraft.data.partition import federate
 from fedgraft.data.sources import SOURCES, Dataset, load_dataset, options_of
 from fedgraft.data.sources.archive import PACKAGE_MEMBERS
 from fedgraft.data.sources.cifar import CLASSES, names_dataset
@@ -255,6 +256,7 @@ def test_search_order_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(load_dataset("cifar10").train) == len(TEST["cifar10"][0])
 
 
+@pytest.mark.slow
 def test_the_hub_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -559,6 +561,13 @@ def test_another_size_is_made_from_the_originals_and_not_from_smaller_pixels(tmp
         assert np.array_equal(pixels(train, size), [PixelRule(size).read(Path(train.where(row))) for row in range(6)])
 
 
+def test_data_says_what_it_is_in_one_line() -> None:
+    digits = load_dataset("digits")
+    assert str(digits) == "Dataset(digits: 1,438 training and 359 test images of 10 classes)"
+    clients = federate(digits, "iid", 3, validation=0.1)
+    assert str(clients) == f"FederatedData({digits}; 3 clients of 431 to 432 images)"
+
+
 def test_a_folder_per_owner(tmp_path: Path) -> None:
     write_folder(tmp_path / "o" / "north", {"ant": 5, "bee": 5})
     write_folder(tmp_path / "o" / "south", {"bee": 10, "cat": 10})
@@ -592,6 +601,7 @@ def test_a_source_of_ones_own_is_a_function(monkeypatch: pytest.MonkeyPatch) -> 
         load_dataset("stripes", "anywhere", height=2)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_real_cifar100(shared_data: Path) -> None:
     dataset = load_dataset("cifar100", str(shared_data))

@@ -26,7 +26,7 @@ from fedgraft.messages import Order
 from fedgraft.policy import to_toml as policy_toml
 from fedgraft.runs.deliver import export_run
 from fedgraft.runs.predict import predictor
-from fedgraft.runs.preflight import findings
+from fedgraft.runs.site_faults import findings
 
 NAMES = ("north", "south", "east")
 SMALL = [
@@ -71,6 +71,7 @@ def allow(engine: Machines, client: int, config: Config, also: Sequence[str] = (
     (engine.home(client).parent / "policy.toml").write_text(policy_toml(made))
 
 
+@pytest.mark.slow
 def test_nodes_tell_sums_and_the_server_finds_what_is_wrong(
     sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def test_the_owners_policy_decides_who_answers(sites: dict[str, Path], monkeypat
     assert engine.log(0)[-1]["kind"] == "refused"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", [
     {"facts": {}}, {"facts": {"images": -1}}, {"classes": {"\x1b[31mred": 9}}, {"intensity": [float("nan")]},
     {"faults": {"else": 3}}, {"bits": {"eight": 3}},
@@ -160,6 +162,7 @@ def asked(config: Config, model: Path, sites: dict[str, Path], patch: pytest.Mon
     return evaluate.measure(q.config, q.folder, engine, str(model), ("accuracy", "auroc", "confusion"))
 
 
+@pytest.mark.slow
 def test_a_run_and_its_export_are_evaluated_alike_as_each_site_would(
     trained: tuple[Config, Path], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_run_and_its_export_are_evaluated_alike_as_each_site_would(
     assert [line.split(" | ")[0] for line in lines(told, NAMES)][2:] == ["| north", "| south", "| east", "| all sites"]
 
 
+@pytest.mark.slow
 def test_a_model_that_nodes_would_see_otherwise_is_refused_and_so_is_what_owners_did_not_allow(
     trained: tuple[Config, Path], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +198,7 @@ def test_a_model_that_nodes_would_see_otherwise_is_refused_and_so_is_what_owners
     assert set(told["clients"]) == {"1", "2"} and "rule 'actions'" in told["refused"]["0"]
 
 
+@pytest.mark.slow
 def test_a_site_that_only_evaluates_tests_the_model_and_nothing_is_made_from_it(
     sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,3 +216,20 @@ def test_a_site_that_only_evaluates_tests_the_model_and_nothing_is_made_from_it(
         assert summary["test"]["count"] == (36 if option == "evaluate_only" else 24)
         shutil.rmtree(engine.root)  # new keys for another run
     assert torch.equal(*models)
+
+
+@pytest.mark.parametrize("head", ["ridge", "probe", "ncm", "random"])
+def test_the_policies_that_fedgraft_writes_let_their_own_run_through(
+    head: str, sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guide's run: hidden sums, metrics, a server without images, a policy at every node."""
+    more = ['metrics=["accuracy","auroc"]', "rounds.evaluate_every=1", "personal.evaluate=end", f"model.head={head}"]
+    more += ["privacy.aggregation=secure", "data.validation=0.6", "model.probe_steps=3"]  # counts are of 10 images up
+    config = load(None, [*SMALL, *more])
+    engine = machines(config, sites, monkeypatch)
+    for k in range(3):
+        allow(engine, k, config)
+    with without_pictures():
+        summary = run_deployed(config, engine.root / "run", engine)
+    assert set(summary["clients"]) == {"0", "1", "2"} and summary["test"]["count"] == 36
+    assert not [line for k in range(3) for line in engine.log(k) if line["kind"] == "refused"]

@@ -109,6 +109,7 @@ def same(a: Sums, b: Sums, rtol: float = 1e-5) -> bool:
     return a.keys() == b.keys() and all(torch.allclose(a[n], b[n], rtol, rtol * 1e-3 * level) for n in b)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap has no rule for fused attention
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=["single", "double"])
 @pytest.mark.parametrize("build", [TinyViT, lambda: TinyViT(size=24), TinyConv], ids=["vit", "resized", "conv"])

@@ -39,6 +39,7 @@ def test_expected_is_the_sum_over_classes_by_probability() -> None:
     assert all(torch.allclose(exact[n], sums[n], 1e-5) for n in sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["sampled", "rademacher"])
 @pytest.mark.parametrize("estimator", ["per_sample", "batch_gradient"])
 def test_random_labels_are_unbiased_for_expected(labels: str, estimator: str) -> None:

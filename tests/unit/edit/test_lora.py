@@ -393,6 +393,7 @@ def _no_restart(layout: LoraLayout, vector: Tensor, updates: list[Tensor], weigh
     return new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stack", "residual"])
 @pytest.mark.parametrize("broken", [_no_scaling, _no_weights, _weights_averaged, _no_restart])
 def test_planted_bugs_are_seen(adapted_network: Network, mode: Mode, broken: Combine) -> None:
@@ -505,6 +506,7 @@ def test_wrong_lengths_are_refused(adapted_network: Network) -> None:
 # --- with the real training step -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
 def test_federated_training_moves_the_factors_and_not_one_frozen_bit(
     adapted_network: Network, images: Tensor, mode: Mode

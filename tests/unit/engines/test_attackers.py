@@ -320,6 +320,7 @@ def test_boosting_multiplies_the_poisoned_change() -> None:
     torch.testing.assert_close(loud[1], quiet[1] * 5 / 2)
 
 
+@pytest.mark.slow
 def test_a_backdoor_works_on_the_mean() -> None:
     """The measure notices: the target is what the stamped points become, and without the attack they do not."""
 
@@ -331,7 +332,7 @@ def test_a_backdoor_works_on_the_mean() -> None:
         others = (toy.tests.labels != 2).nonzero().view(-1)
         with torch.no_grad():
             predicted = toy.network(CORNER(Pictures(toy.tests).batch(others))).argmax(1)
-        return attacks.backdoor_success(predicted, 2)
+        return float((predicted == 2).float().mean())
 
     assert success("backdoor_boosted") > 0.8 > 0.5 > success("")
 
@@ -369,6 +370,7 @@ def robust_toy(rule: str, attack: str, clients: int = 7, per_round: int = 7, **o
     return toy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["krum", "multi_krum", "bulyan", "trimmed_mean", "median", "geometric_median"])
 @pytest.mark.parametrize("attack", ["nan", "inf", "gaussian", "scaling"])
 def test_rules_at_their_smallest_cohort_survive_a_liar_that_is_dropped(rule: str, attack: str) -> None:

@@ -95,11 +95,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_agrees_with_the_reference(name: str) -> None:
     assert difference(fedavg(**SETTINGS[name])) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [Mirrored, Placed])
 @pytest.mark.parametrize("name", ["momentum", "batches larger than some clients"])
 def test_agrees_with_the_reference_where_views_are_drawn(name: str, examples: type[FeatureExamples]) -> None:

@@ -64,6 +64,7 @@ def test_the_number_of_workers_never_moves_a_run_between_modes_of_other_bytes() 
 SMALL = ["partition.clients=4", "rounds.total=2", "data.limit=200"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "kind", "said"),
     [
@@ -96,15 +97,16 @@ def test_a_run_follows_the_rule_and_says_so(
 
 
 def final(tmp_path: Path, *overrides: str) -> float:
-    config = load(None, [*SMALL, "local.lr=0.05", *overrides])
+    config = load(None, [*SMALL, "model.name=tiny", "data.image_size=16", "local.lr=0.05", *overrides])
     with without_pictures():
         return float(run(config, tmp_path / "-".join(overrides), console=False)["test"]["loss"])
 
 
+@pytest.mark.slow
 def test_modes_agree(tmp_path: Path) -> None:
     """Same bits where promised (any number of workers), else the same within float tolerance."""
     auto, reference = final(tmp_path), final(tmp_path, "engine=reference")
     assert auto == pytest.approx(reference, rel=1e-5)
     assert final(tmp_path, "engine=reference", "workers=2") == reference
     body = ("trainable.kind=last_blocks", "trainable.blocks=1")
-    assert final(tmp_path, *body) == final(tmp_path, *body, "workers=1")
+    assert final(tmp_path, *body, "workers=2") == final(tmp_path, *body, "workers=1")

@@ -30,7 +30,9 @@ pytest.importorskip("flwr", reason="needs the extra 'flower'")
 
 from flwr.app import Context, Error, Message, RecordDict
 
+from fedgraft.deploy import flower_apps
 from fedgraft.deploy.node import recall
+from fedgraft.deploy.process import KEEPS
 from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import Registry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
@@ -252,6 +254,7 @@ def test_an_error_on_a_node_is_a_named_drop_with_its_sentence() -> None:
     assert torch.equal(reference.run(2).vector, toy.state.vector)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["silent", "lost", "late"])
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 def test_thirty_percent_silent_nodes_end_the_round_at_its_deadline(name: str, how: str) -> None:
@@ -276,6 +279,64 @@ def test_thirty_percent_silent_nodes_end_the_round_at_its_deadline(name: str, ho
     reference = Toy(algorithm(name), clients=10, per_round=10)
     reference.engine = Without(reference, missing)
     assert torch.equal(reference.run(4).vector, toy.state.vector)
+
+
+@pytest.mark.parametrize("reason", [True, False])
+def test_without_a_deadline_a_node_that_never_answers_does_not_hold_up_the_run(
+    reason: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is connected and says nothing; in the broken variant the round goes on waiting."""
+    monkeypatch.setattr("fedgraft.engines.flower.server.SILENT", 1800.0 if reason else float("inf"))
+    toy = Toy(algorithm("fedavg"), clients=3, per_round=3)
+    engine, grid = deploy(toy, 3, Patience())
+    grid.nodes[engine.registry.nodes[1]].silent = True
+    calm, limit = engine.sleep, grid.clock() + 5000.0
+
+    def sleep(seconds: float) -> None:
+        if grid.clock() > limit:
+            raise KeyboardInterrupt
+        calm(60 * seconds)
+
+    engine.sleep = sleep
+    if not reason:
+        with pytest.raises(KeyboardInterrupt):
+            toy.run(1)
+        return
+    toy.run(1)
+    (one,) = toy.summary.rejections
+    assert one.client == 1 and one.reason == "no answer within 1800 s"
+
+
+def test_what_a_node_says_begins_no_line_and_moves_no_cursor() -> None:
+    from fedgraft.engines.flower.wire import names, text
+
+    said = "broken\n2026-11-17 round 3: client 0 dropped \x1b[2J\x1b[31m"
+    assert text({"error": said}, "error").isprintable() and len(text({"error": "x" * 9999}, "error")) == 500
+    assert names({"classes": ["a\x1b[2J", "b"]}, "classes") == ("a [2J", "b")
+
+
+def test_a_node_with_a_key_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that says it is a simulation would have orders carried out where errors and memories are Flower's."""
+    asked: list[Any] = []
+    monkeypatch.setattr(flower_apps, "ask_worker", lambda request: asked.append(request) or Answer())
+    request = Request('engine = "flower-sim"', "", 0, 1)
+    flower_apps._serve(request, {})
+    assert not asked
+    monkeypatch.setenv(KEEPS, "/nowhere/node.home")
+    flower_apps._serve(request, {})
+    assert asked == [request]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"classes": ("a", "a")}, {"classes": ("a" * 201,)}, {"classes": tuple(map(str, range(50_001)))},
+     {"examples": -1}, {"examples": 1 << 41}, {"classes": ("",)}],
+)  # fmt: skip
+def test_what_a_node_tells_when_it_is_greeted_must_be_possible(lie: dict[str, Any]) -> None:
+    from fedgraft.engines.flower import registry
+
+    assert registry._sane({"classes": ("a", "b"), "examples": 7, "data": ""})
+    assert not registry._sane({"classes": ("a", "b"), "examples": 7, "data": "", **lie})
 
 
 def test_a_memory_that_is_not_rolled_back_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,6 +578,7 @@ class AppNode:
         self.context = Context(1, 1, {"partition-id": client}, RecordDict(), {})
 
 
+@pytest.mark.slow
 def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray is played by a grid in this process; SCAFFOLD's memories lie in the nodes' Flower state."""
     from fedgraft.config.load import load
@@ -596,3 +658,29 @@ def test_answers_of_a_secure_sum_are_measured_by_its_plan_and_not_by_the_engine(
     orders = [Order("toy", 0, 0, "train"), Order("toy", 0, 1, "train")]
     orders = [replace(o, space=toy.space.digest, vector=toy.state.vector, settings={"lr": 0.1}) for o in orders]
     assert engine.exchange(orders) == [(0, b"x" * 50), (1, b"x" * 50)]
+
+
+def test_a_node_that_answers_two_greetings_at_once_is_entered_once() -> None:
+    """A loaded node is greeted again before it answers, and then both answers lie in the same pull."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def present(self) -> set[int]:
+            return {7}
+
+        def greet(self, nodes: list[int]) -> dict[str, int]:
+            self.asked.append(f"question {len(self.asked)}")
+            return {self.asked[-1]: 7}
+
+        def greetings(self, questions: list[str]) -> dict[str, tuple[int, dict[str, object], str]]:
+            return {one: (0, {"examples": 3}, "") for one in questions} if len(self.asked) == 2 else {}
+
+    now = [0.0]
+    slow = Slow()
+    registry = Registry(slow, 1, lambda: now[0])  # type: ignore[arg-type]
+    registry.refresh()
+    now[0] = 1000.0
+    registry.refresh()
+    assert len(slow.asked) == 2 and registry.nodes == {0: 7}

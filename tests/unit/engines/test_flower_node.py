@@ -99,6 +99,7 @@ def paint(folder: Path, classes: Sequence[str], count: int = 12, seed: int = 0) 
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [["trainable.kind=sparse", "trainable.sparse.samples=12", "model.head=ridge"], ["trainable.kind=lora"]]
 )
@@ -110,6 +111,7 @@ def test_nodes_that_simulate_give_the_bytes_of_one_process(overrides: list[str],
     assert torch.equal(*vectors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["random", "ridge"])
 def test_everything_that_was_sent_is_counted(head: str, tmp_path: Path) -> None:
     """Openings in the round that sends them, step 0 and calibration outside the rounds, and all of it in the totals."""
@@ -134,7 +136,8 @@ def hospitals(tmp_path: Path) -> list[str]:
     return [paint(tmp_path / f"hospital{k}", names, seed=k) for k, names in enumerate(held)]
 
 
-@pytest.mark.parametrize("head", ["ridge", "random"])
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["ridge", "random", "ncm"])
 def test_three_owners_and_a_server_without_any_image(head: str, tmp_path: Path) -> None:
     config = load(None, [*SMALL, f"model.head={head}", "data.validation=0.25"])
     engine = Direct(config, tmp_path / "run", hospitals(tmp_path))
@@ -145,6 +148,7 @@ def test_three_owners_and_a_server_without_any_image(head: str, tmp_path: Path) 
     assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_whose_images_are_elsewhere_is_handed_on(tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
@@ -161,6 +165,7 @@ def test_the_model_of_a_run_whose_images_are_elsewhere_is_handed_on(tmp_path: Pa
     assert evaluate_run(tmp_path / "run", paint(tmp_path / "others", ["c", "a"])).count == 24
 
 
+@pytest.mark.slow
 def test_a_server_with_images_measures_by_itself(tmp_path: Path) -> None:
     config = load(None, [*SMALL, "model.head=ridge"])
     engine = Direct(config, tmp_path / "run", hospitals(tmp_path))
@@ -191,6 +196,7 @@ def test_labels_follow_the_federations_classes_by_name(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_greeting_makes_a_node_ready_for_its_first_order(tmp_path: Path) -> None:
     config = load(None, [*SMALL, "data.limit=120"])
     engine = Direct(config, tmp_path / "run")
@@ -217,6 +223,7 @@ def test_a_remote_deal_of_one_class_is_refused() -> None:
         remote_data(load(None, SMALL), facts, "", "")
 
 
+@pytest.mark.slow
 def test_a_killed_server_resumes_with_memories_on_the_nodes_disks(tmp_path: Path) -> None:
     """SCAFFOLD, killed in round 2 after the clients had answered; new processes on both sides end in the same bytes."""
     overrides = [*SMALL, "algorithm.name=scaffold", "local.momentum=0", "data.limit=120", "model.head=random"]

@@ -138,3 +138,19 @@ def test_what_a_full_disk_cannot_note_does_not_leave(
     monkeypatch.setattr(owner, name, full)
     with pytest.raises(FedgraftError, match=r"\(No space left on device\), so nothing leaves it"):
         run_deployed(config, tmp_path / "there", machines)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_node_that_wants_pinned_peers_sums_with_no_other(pinned: bool, world: Any, tmp_path: Path) -> None:
+    """Its keys go out and nothing that depends on its images; without the rule the same peers are believed."""
+    config, machines = world("rounds.total=1")
+    (machines.home(1).parent / "policy.toml").write_text("pinned_peers = true\n" if pinned else "")
+    if not pinned:
+        run_deployed(config, tmp_path / "there", machines)
+    else:
+        with pytest.raises(FedgraftError, match="aborted and nothing was revealed"):
+            run_deployed(config, tmp_path / "there", machines)
+        refused = [line for line in machines.log(1) if line["kind"] == "refused"]
+        assert refused and "is not among the registered clients" in refused[0]["why"] and refused[0]["bytes"] == 0
+    left = {line["action"] for line in machines.log(1) if line["kind"] == "reply"}
+    assert ("secure.masked" in left) == (not pinned)

@@ -54,6 +54,7 @@ def loaded(base: Path, folder: Path, classes: int = 3) -> Any:
         return PeftModel.from_pretrained(plain, folder).eval()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("targets", "first"), [(("q", "v"), 0), (("qkv", "fc1"), 4)])
 def test_peft_gives_the_logits_of_the_run(targets: tuple[str, ...], first: int, tmp_path: Path) -> None:
@@ -87,6 +88,7 @@ def test_a_base_that_lies_nowhere_comes_along(tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(images(16)).logits, net(images(16)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["Swin", "Dinov2", "ConvNext"])
 def test_other_families(kind: str, tmp_path: Path) -> None:
@@ -140,6 +142,7 @@ def test_a_wrong_adapter_is_noticed_and_not_written(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.shared
 @pytest.mark.skipif(not (SHARED / "weights").is_dir(), reason="the real weights are not beside the project")

@@ -134,13 +134,14 @@ def images() -> Tensor:
 def test_backbone_has_the_published_number_of_weights(folder: Path) -> None:
     net = load_network(folder, 100)
     sizes = {name: parameter.numel() for name, parameter in net.named_parameters()}
-    assert sum(sizes[name] for name in net.body_names()) == 21_665_664
-    assert sum(sizes[name] for name in net.head_names()) == 38_500
+    assert sum(p.numel() for p in net.backbone.parameters()) == 21_665_664
+    assert sum(p.numel() for p in net.head.parameters()) == 38_500
     assert [sum(n for name, n in sizes.items() if net.block_of(name) == b) for b in range(12)] == [1_774_464] * 12
     assert sum(n for name, n in sizes.items() if net.layer_kind(name) in ("q.weight", "k.weight")) == 3_538_944
     assert (net.depth, net.width, net.image_size) == (12, 384, 224)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_forward_agrees_with_an_independent_vit(folder: Path, state: dict[str, Tensor], images: Tensor) -> None:
     ours = load_network(folder, 100).features(images)
@@ -149,6 +150,7 @@ def test_forward_agrees_with_an_independent_vit(folder: Path, state: dict[str, T
     assert float(theirs.std()) > 0.1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("one", "other"),
@@ -165,6 +167,7 @@ def test_a_swapped_tensor_would_be_noticed(
     assert float((ours - plain_vit(wrong, images[:1], 16, 6, 1e-12)).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_without_the_pooler_it_is_the_same(folder: Path, state: dict[str, Tensor], tmp_path: Path) -> None:
     bare = {name: value for name, value in state.items() if not name.startswith("pooler")}
     assert digest(load_network(write_folder(tmp_path / "bare", bare), 10)) == digest(load_network(folder, 10))
@@ -198,13 +201,14 @@ def fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return old
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_original_release_loads_from_a_file(state: dict[str, Tensor], images: Tensor, tmp_path: Path) -> None:
     old = fused(state)
     assert old["blocks.0.attn.qkv.weight"].shape == (1152, 384)
     save_file({f"module.backbone.{name}": value for name, value in old.items()}, tmp_path / "dino.safetensors")
     net = load_network(tmp_path / "dino.safetensors", 100)
-    assert sum(net.get_parameter(name).numel() for name in net.body_names()) == 21_665_664
+    assert sum(p.numel() for p in net.backbone.parameters()) == 21_665_664
     assert float((net.features(images[:1]) - plain_vit(state, images[:1], 16, 6, 1e-6)).abs().max()) < 1e-4
 
 

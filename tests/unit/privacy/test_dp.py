@@ -268,6 +268,7 @@ def library() -> None:
     pytest.importorskip("dp_accounting")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("z", TABLE)
 def test_the_table_of_the_literature(z: float, library: None) -> None:
     for rounds, stated in zip((50, 200, 500), TABLE[z], strict=True):
@@ -276,6 +277,7 @@ def test_the_table_of_the_literature(z: float, library: None) -> None:
         assert epsilon_rdp(0.1, z, rounds, 1e-3) == pytest.approx(by_hand, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("z, rounds, stated", [(1.0, 1000, 1.828), (2.0, 500, None), (8.0, 200, None)])
 def test_pld_is_never_above_rdp_nor_below_its_optimistic_twin(
     z: float, rounds: int, stated: float | None, library: None
@@ -307,11 +309,21 @@ def account_cases(count: int, seed: int = 0) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_random_configurations(library: None) -> None:
     assert account_cases(2) == 2
 
 
 @pytest.mark.slow
+def test_the_noise_for_a_target_is_found_in_a_few_looks(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look costs about a second; halving took twice as many."""
+    looks: list[float] = []
+    real = accounting.epsilon
+    monkeypatch.setattr(accounting, "epsilon", lambda q, z, r, d: looks.append(z) or real(q, z, r, d))
+    z = noise_for(2.5, 0.2, 30, 1e-5)
+    assert len(set(looks)) <= 6 and real(0.2, z, 30, 1e-5) <= 2.5 < real(0.2, z / 1.002, 30, 1e-5)
+
+
 def test_the_noise_for_a_target_spends_it_and_not_more(library: None) -> None:
     z = noise_for(1.0, 0.05, 100, 1e-4)
     assert 0.99 <= epsilon(0.05, z, 100, 1e-4) <= 1.0
@@ -351,6 +363,7 @@ def test_a_budget_that_cannot_be_is_refused() -> None:
             Budget(**{"target": 1.0, "delta": 1e-3, "probability": 0.1, "noise": 1.0, "planned": 5, **bad})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_real_budget_of_a_short_run(library: None) -> None:
     budget = Budget(target=0.8, delta=1e-3, probability=0.1, noise=2.0, planned=40)
     most = budget.affordable

@@ -57,6 +57,7 @@ def test_what_no_noise_covers_is_refused(override: str, sentence: str) -> None:
         build_algorithm(load(None, [*PRIVATE, override]))
 
 
+@pytest.mark.slow
 def test_epsilon_without_amplification_is_the_gaussian_mechanisms_own() -> None:
     """Balle and Wang 2018: T rounds of noise z are one with mu = sqrt(T)/z, whose delta has a closed form."""
     account = Budget(math.inf, 1e-5, 0.5, 2.0, 10, 10)
@@ -95,6 +96,7 @@ def attack(pairs: int, noise: float, told: float, delta: float, seed: int) -> fl
     return math.log(max(low - delta, 1e-9) / high)
 
 
+@pytest.mark.slow
 def test_an_attack_finds_no_more_than_the_told_epsilon_and_more_where_a_sixth_of_the_noise_is_added() -> None:
     delta = 0.01
     told = epsilon(1.0, 5.0, 4, delta)  # mu = 0.4

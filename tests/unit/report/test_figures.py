@@ -35,6 +35,7 @@ def texts(path: Path) -> str:
     return " ".join(" ".join(element.itertext()) for element in every)
 
 
+@pytest.mark.slow
 def test_every_shape_shows_its_title_and_axes(tmp_path: Path) -> None:
     wanted = {"title": "a title", "xlabel": "across", "ylabel": "upwards"}
     for i, (function, data) in enumerate(DATA.items()):
@@ -43,6 +44,7 @@ def test_every_shape_shows_its_title_and_axes(tmp_path: Path) -> None:
     assert "share" in texts(figures.heatmap(tmp_path / "h.svg", [[1, 2]], scale="share"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "suffix"), [(f, ".svg") for f in DATA] + [(figures.curves, ".png"), (figures.heatmaps, ".pdf")]
 )
@@ -116,6 +118,7 @@ def test_refusals(tmp_path: Path) -> None:
         figures.curves(tmp_path / "a.png", {"a": ([1, 2], [1])})
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(min_size=1), st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
 def test_pareto_front_equals_brute_force(points: dict[str, tuple[float, float]]) -> None:
     def beaten(a: tuple[float, float]) -> bool:

@@ -93,8 +93,9 @@ def test_charts_of_sparse_and_long_metrics() -> None:
 
 def test_a_number_stays_on_the_line_of_its_unit() -> None:
     assert report.safe("1.5 MB up, 3 min 05 s, 40 % of 7 seconds <b>") == (
-        "1.5&nbsp;MB up, 3&nbsp;min 05&nbsp;s, 40&nbsp;% of 7 seconds &lt;b&gt;"
+        "1.5&nbsp;MB up, 3&nbsp;min 05&nbsp;s, 40&nbsp;%&nbsp;of&nbsp;7 seconds &lt;b&gt;"
     )
+    assert report.safe("94.6 to 98.3 %, all of it") == "94.6&nbsp;to&nbsp;98.3&nbsp;%, all of it"
 
 
 # --- the page's script -------------------------------------------------------------------------------------------

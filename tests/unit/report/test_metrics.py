@@ -77,6 +77,7 @@ def close(found: metrics.Metric | None, wanted: float | None, room: float = 1e-7
     return abs(found.value - wanted) <= room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(10))
 def test_equal_to_scikit_learn_on_200_cases(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
@@ -273,6 +274,7 @@ def sample(stream: np.random.Generator, n: int, classes: int, gain: float) -> tu
     return torch.from_numpy(logits), torch.from_numpy(labels)
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_about_95_times_in_100() -> None:
     stream, names = np.random.default_rng(5), list("abcd")
     truth = metrics.compute(scores.count(*sample(stream, 60_000, 4, 2.0), 4), names)
@@ -291,6 +293,20 @@ def test_intervals_hold_the_truth_about_95_times_in_100() -> None:
     for name, count in held.items():
         if name != "calibration_error":  # the estimate's own bins move with n; see below
             assert count / 200 >= 0.9, (name, count / 200)
+
+
+def test_a_class_of_one_image_does_not_spoil_the_mean_of_all() -> None:
+    """Test images by class of a real site, one class with a single one; standard errors alone would not do."""
+    n, stream = np.array([59, 60, 99, 7, 69, 161, 1]), np.random.default_rng(11)
+    for chance in (np.array([0.1, 0.15, 0.3, 0.05, 0.2, 0.95, 0.1]), np.array([0.9, 0.95, 0.85, 0.97, 0.8, 0.99, 0.9])):
+        held, plain = 0, 0
+        for hits in stream.binomial(n, chance, (400, 7)):
+            share, covariance = hits / n, intervals.share_covariance(hits, n)
+            low, high = intervals.mean_of(share, *intervals.wilson(hits, n), covariance)
+            assert low < share.mean() < high
+            held += low <= chance.mean() <= high
+            plain += abs(share.mean() - chance.mean()) <= intervals.Z * np.sqrt(covariance.sum()) / 7
+        assert held / 400 > 0.9 > plain / 400
 
 
 def test_interval_of_the_calibration_error_holds_that_of_the_same_bins() -> None:

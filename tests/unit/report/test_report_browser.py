@@ -67,6 +67,7 @@ def complaints(page: Any) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("kind", ["run", "comparison", "tables"])

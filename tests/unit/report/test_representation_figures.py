@@ -73,6 +73,7 @@ def test_first_middle_and_last_round_unless_told_otherwise() -> None:
     assert load(None, ["track.mixing_rounds=[1]"]).digest == load(None, []).digest  # a picture decides no result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "shown"),
     [

@@ -74,7 +74,9 @@ def test_what_a_run_knows_of_classes_and_clients(tmp_path: Path) -> None:
     )
     assert "Test AUROC 0.912 300 images, 95 % interval 0.880 to 0.940" in page.shown
     assert "rare 68 % (13 of 19; 46 to 85 %)" in page.shown
-    assert "north 68 % (13 of 19; 46 to 85 %) 4 2 –" in page.shown and "s – 2 1 6 1.00 0.500 0.100 0.900" in page.shown
+    assert (
+        "north 68 % (13 of 19; 46 to 85 %) 4 2 –" in page.shown and "s – 2 1 6 1.0000 0.500 0.100 0.900" in page.shown
+    )
 
 
 @pytest.mark.parametrize(

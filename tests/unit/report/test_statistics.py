@@ -18,6 +18,7 @@ from fedgraft.report.statistics import bytes_to, latex, paired, rounds_to, summa
 numbers = st.floats(-100, 100).map(lambda x: round(x, 3))
 
 
+@pytest.mark.slow
 @given(st.lists(numbers, min_size=2, max_size=12, unique=True))
 def test_t_interval_equals_scipy(values: list[float]) -> None:
     found = summarise(values)

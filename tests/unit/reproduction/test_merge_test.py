@@ -17,6 +17,7 @@ TINY = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_rules_are_sums_or_means() -> None:
     rows = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     found = merge_test.merged(rows, 0)

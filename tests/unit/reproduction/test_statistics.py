@@ -216,6 +216,7 @@ def test_holm_is_the_definition() -> None:
             assert found[str(i)].p == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("true", [(0.0,) * 6, (0.0, 9.0, 9.0, 9.0, 9.0, 9.0), (0.0, 0.0, 0.0, 1.5, 1.5, 9.0)])
 def test_holm_errs_in_at_most_5_of_100_families_and_intervals_hold_together(true: tuple[float, ...]) -> None:
     stream, wrong, held, plain = np.random.default_rng(9), 0, 0, 0

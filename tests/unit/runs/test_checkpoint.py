@@ -305,6 +305,7 @@ def trials(way: type[Naive] | type[Ours], kind: str, folder: Path, count: int) -
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("flip", 200), ("truncate", 60), ("zero tail", 60), ("append", 30)])
 def test_damage_never_loads_and_falls_back(tmp_path: Path, kind: str, count: int) -> None:
     logging.getLogger("fedgraft.runs.checkpoint").disabled = True
@@ -315,6 +316,7 @@ def test_damage_never_loads_and_falls_back(tmp_path: Path, kind: str, count: int
     assert found.count("good") == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "failure"), [("flip", "corrupt"), ("truncate", "lost"), ("zero tail", "corrupt")])
 def test_the_checks_catch_a_naive_checkpoint(tmp_path: Path, kind: str, failure: str) -> None:
     assert failure in trials(Naive, kind, tmp_path / "naive", 60)

@@ -79,6 +79,7 @@ def test_fedcofs_covariance_by_hand() -> None:
         cof_heads(each[:1], (0.1,))
 
 
+@pytest.mark.slow
 def test_fedcofs_covariance_is_unbiased_where_clients_draw_alike() -> None:
     """Over many drawn federations the mean estimate is the true covariance, within five standard errors."""
     g = torch.Generator().manual_seed(0)
@@ -112,6 +113,7 @@ def test_fedcof_with_one_image_per_client_is_the_scatter_within_classes() -> Non
     torch.testing.assert_close(head[:, :-1], (raw / raw.norm(dim=0)).T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fed3r", "fedprobe", "fedncm", "fedcof"])
 def test_a_head_is_a_whole_algorithm(name: str, tmp_path: Path) -> None:
     """No round, no update; the head is what `model.head` makes, bit for bit."""

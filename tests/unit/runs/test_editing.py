@@ -80,6 +80,7 @@ def brute_force(found: Open, rows: Tensor) -> dict[str, Tensor]:
     return {name: tensor / len(rows) for name, tensor in total.items()}
 
 
+@pytest.mark.slow
 def test_scores_are_the_central_ones() -> None:
     setup = opened('trainable.sparse.labels="true"', "trainable.sparse.calibration=oneshot")
     kind, ask = setup.job.algorithm.trainable, FederationAsk(setup.job, Engines(setup.job))
@@ -98,6 +99,7 @@ def test_scores_are_the_central_ones() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_mask_is_the_central_one() -> None:
     setup = opened(
         'trainable.sparse.labels="true"',
@@ -121,6 +123,7 @@ def test_calibrating_leaves_the_network_alone() -> None:
     assert all(torch.equal(p, start[n]) for n, p in setup.network.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_mask_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     scores = Sparse._scores
@@ -160,6 +163,7 @@ def last(folder: Path) -> checkpoint.Checkpoint:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [["trainable.head_too=true"], ["trainable.sparse.per_client=true"], ["trainable.sparse.adaptive_start=0.5"]],
@@ -182,6 +186,7 @@ def test_resuming_keeps_the_mask(
     assert all(torch.equal(whole.tensors[name], broken.tensors[name]) for name in whole.tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", ["count", "zero"])
 def test_own_masks_are_averaged_as_asked(fill: str) -> None:
     setup = opened("trainable.sparse.per_client=true", f"trainable.sparse.fill={fill}", "rounds.total=1", "workers=1")
@@ -221,6 +226,7 @@ def test_own_masks_by_magnitude_go_by_magnitude(strategy: str) -> None:
     assert own.mask == opened(f"trainable.sparse.strategy={strategy}").mask  # weights are the same for every client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge_rule", ["vote", "union", "intersection"])
 def test_merged_masks(merge_rule: str) -> None:
     setup = opened(
@@ -243,6 +249,7 @@ def test_a_vote_stays_inside_the_scope() -> None:
         assert tensor.all() if "norm" in name else ".q_proj." in name or ".k_proj." in name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedavgm", "fedadam"])
 @pytest.mark.parametrize("strategy", ["least_sensitive", "highest_magnitude"])
 @pytest.mark.parametrize("head_too", [False, True])
@@ -297,6 +304,7 @@ def test_update_norms_are_matched() -> None:
     assert capped.opening.rate_factor == 1.25 and opened().opening.rate_factor == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
 def test_low_rank_runs_to_a_plain_model(mode: str, tmp_path: Path) -> None:
     lora = [
@@ -330,6 +338,7 @@ def test_low_rank_runs_to_a_plain_model(mode: str, tmp_path: Path) -> None:
     )  # four rounds of three clients, headers beside
 
 
+@pytest.mark.slow
 def test_central_runs_use_the_same_mask(tmp_path: Path) -> None:
     overrides = [*OVERRIDES, "centralized.kind=finetune", "centralized.epochs=2"]
     summary = run_centralized(load(None, overrides), tmp_path / "run", console=False)

@@ -53,6 +53,7 @@ def calibrated(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -
             return None, asked
 
 
+@pytest.mark.slow
 def test_calibration_goes_on_where_it_was_stopped(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = calibrated(monkeypatch, stop_after=20)  # eight clients into the second of two rounds
     assert len(asked) == 20 and len(list((cache_dir() / "edits").glob("part-*"))) == 2
@@ -67,6 +68,7 @@ def test_calibration_goes_on_where_it_was_stopped(clean: None, monkeypatch: pyte
     assert len(asked) == 24 and torch.equal(mask, alone)
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_computed_again(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated(monkeypatch, stop_after=20)
     for path in (cache_dir() / "edits").glob("part-*"):

@@ -182,12 +182,14 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Tensor
         return models(folder), summary["personal"]
 
 
+@pytest.mark.slow
 def test_a_run_on_disk_equals_one_in_memory(tmp_path: Path, unbroken: tuple[dict[int, Tensor], dict]) -> None:
     summary = run(load(None, [*TINY, ON_DISK]), tmp_path / "run", console=False)
     assert (tmp_path / "run" / "personal").is_dir()
     assert same(models(tmp_path / "run"), unbroken[0]) and summary["personal"] == unbroken[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("round", "moment"), [(1, "before"), (1, "after"), (4, "before"), (4, "after")])
 def test_killed_between_rounds_and_resumed(
     tmp_path: Path, unbroken: tuple[dict[int, Tensor], dict], round: int, moment: str
@@ -197,6 +199,7 @@ def test_killed_between_rounds_and_resumed(
     assert same(models(tmp_path / "run"), unbroken[0])
 
 
+@pytest.mark.slow
 def test_damaged_rows_fall_back_to_an_earlier_checkpoint(
     tmp_path: Path, unbroken: tuple[dict[int, Tensor], dict], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,6 +214,7 @@ def test_damaged_rows_fall_back_to_an_earlier_checkpoint(
     assert same(models(folder), unbroken[0])
 
 
+@pytest.mark.slow
 def test_without_the_check_the_damage_would_go_unnoticed(
     tmp_path: Path, unbroken: tuple[dict[int, Tensor], dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:

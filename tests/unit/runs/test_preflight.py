@@ -17,7 +17,8 @@ from fedgraft.config.load import Config, load
 from fedgraft.data.sources.class_map import slips
 from fedgraft.errors import FedgraftError
 from fedgraft.runs import preflight as module
-from fedgraft.runs.preflight import findings, preflight
+from fedgraft.runs.preflight import preflight
+from fedgraft.runs.site_faults import findings
 
 STREAM = np.random.default_rng(5)
 
@@ -66,6 +67,12 @@ def remake(root: Path, make: Callable[[], Image.Image], site: str = "south") -> 
         make().save(path)
 
 
+def warm() -> Image.Image:
+    """Reddish where the other sites are grey, as bright as they are."""
+    grey = np.asarray(picture()).astype(int)
+    return Image.fromarray(np.clip(grey + np.array([50, 0, -50]), 0, 255).astype(np.uint8))
+
+
 def keep(place: Path, count: int) -> None:
     for path in sorted(place.iterdir())[count:]:
         path.unlink()
@@ -98,6 +105,14 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "small_images": lambda r: picture(size=8).save(r / TRAIN / "0.png"),
     "size_differs": lambda r: remake(r, lambda: picture(size=96)),
     "intensity_differs": lambda r: remake(r, lambda: picture(level=30)),
+    "site_names": lambda r: (r / "south").rename(r / "North"),
+    "cmyk": lambda r: picture().convert("CMYK").save(r / TRAIN / "0.jpg"),
+    "several_pictures": lambda r: picture().save(r / TRAIN / "0.tif", save_all=True, append_images=[picture()]),
+    "not_images": lambda r: (r / TRAIN / "scan.dcm").write_bytes(bytes(128) + b"DICM"),
+    "shape_differs": lambda r: remake(r, lambda: picture().resize((20, 60))),
+    "colour_differs": lambda r: remake(r, warm),
+    "dominates": lambda r: [picture().save(r / TRAIN / f"more{i}.png") for i in range(250)],
+    "transparency ": lambda r: picture().convert("P").save(r / TRAIN / "0.png", transparency=3),
     "blank": lambda r: Image.new("RGB", (32, 32), (9, 9, 9)).save(r / TRAIN / "0.png"),
 }
 
@@ -106,6 +121,7 @@ def test_clean_data_has_nothing_to_find(clean: Path) -> None:
     assert preflight(config(clean))[1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_planted_fault_is_found_by_its_name(kind: str, data: Path) -> None:
     FAULTS[kind](data)
@@ -155,6 +171,17 @@ def test_a_map_settles_slips_and_a_run_refuses_them_without_one(data: Path, tmp_
     assert settled.data.class_map == {"Melanoma ": "melanoma"}  # the map itself travels with the config, not its path
     with pytest.raises(FedgraftError, match="no map of class names"):
         config(data, "data.class_map=nowhere.toml")
+
+
+def test_the_spelling_of_most_sites_is_kept_and_the_window_is_the_configs(data: Path) -> None:
+    rename(data, "Melanoma")
+    for i in range(8):
+        picture(mode="I;16").save(data / "south/train/benign" / f"{i}.png")
+    found = preflight(config(data))[1]
+    assert 'data.class_map = {"Melanoma" = "melanoma"}' in next(one.text for one in found if one.kind == "class_case")
+    assert "missing_class" not in {one.kind for one in found}  # that it is missing follows from the slip
+    bright = [preflight(config(data, *more))[0][2]["intensity"][0] for more in ((), ["data.grey_window=[0,65535]"])]
+    assert bright[0] > bright[1] + 0.05  # nearly all of a deep image is above 255
 
 
 def test_numbers_and_short_words_are_no_slips() -> None:

@@ -56,6 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_is_profiled_by_phase_and_layer(finished: Path) -> None:
     found = profile_run(finished)
     lines = RunFolder.open(finished).metrics()
@@ -75,6 +76,7 @@ def test_a_run_is_profiled_by_phase_and_layer(finished: Path) -> None:
     assert len(table(found)) == len(found.phases) + len(found.layers)
 
 
+@pytest.mark.slow
 def test_it_is_kept_and_shown_in_the_report(finished: Path) -> None:
     shown = CliRunner().invoke(app, ["profile", str(finished)])
     assert shown.exit_code == 0 and "exchange" in shown.output and "GFLOP/s" in shown.output
@@ -84,6 +86,7 @@ def test_it_is_kept_and_shown_in_the_report(finished: Path) -> None:
     assert picture in (finished / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_in_one_place_is_profiled_too(tmp_path: Path) -> None:
     overrides = ["model.name=cnn:width=2", "trainable.kind=everything", "data.limit=90", "centralized.epochs=1"]
     run_centralized(load(None, [*overrides, "centralized.kind=finetune"]), tmp_path / "run", console=False)

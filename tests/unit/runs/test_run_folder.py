@@ -94,6 +94,7 @@ def test_writing_needs_the_lock(run: RunFolder) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_second_process_is_kept_out_and_a_killed_one_frees_the_folder(run: RunFolder) -> None:
     script = (
         "import sys, time\nfrom fedgraft.runs.run_folder import RunFolder\nrun = RunFolder.open(sys.argv[1])\n"
@@ -114,6 +115,7 @@ def test_a_second_process_is_kept_out_and_a_killed_one_frees_the_folder(run: Run
         assert run.status == "running"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [1, 3, 4, 8, 10])
 def test_resumed_metrics_equal_an_unbroken_run(tmp_path: Path, stop_at: int) -> None:
     whole, broken = (RunFolder.create(tmp_path / name, "", "digest") for name in ("whole", "broken"))

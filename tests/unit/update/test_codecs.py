@@ -100,6 +100,7 @@ def unbiased(encode: Callable[[int], Payload], v: Tensor, draws: int = 2000) -> 
     return bool((error.abs() <= 5 * step / 2 / draws**0.5).all())
 
 
+@pytest.mark.slow
 def test_int8_is_unbiased_and_the_test_sees_rounding_to_nearest() -> None:
     v = vector(200)
     assert unbiased(lambda seed: INT8.encode(v, stream(seed)), v)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources.assemble import Dataset, Making, Store
 from fedgraft.data.sources.built_in import digits, synthetic
-from fedgraft.data.sources.cifar import cifar10, cifar100
+from fedgraft.data.sources.cifar import cifar10, cifar100, names_dataset
 from fedgraft.data.sources.features import features
-from fedgraft.data.sources.folder import folder, owners
+from fedgraft.data.sources.folder import endings, folder, owners
 from fedgraft.data.sources.npz import npz
 from fedgraft.data.sources.objects import arrays, dataset
 from fedgraft.data.sources.parquet import parquet
@@ -24,7 +25,7 @@ from fedgraft.registry import SOURCES
 
 __all__ = [
     "SOURCES", "Dataset", "Store", "arrays", "cifar10", "cifar100", "dataset", "digits", "features", "folder",
-    "load_dataset", "npz", "open_path", "options_of", "owners", "parquet", "synthetic",
+    "kind_of", "load_dataset", "npz", "open_path", "options_of", "owners", "parquet", "synthetic",
 ]  # fmt: skip
 
 SOURCES |= {
@@ -60,11 +61,28 @@ def load_dataset(source: str, path: str | Path | None = None, limit: int | None 
 
 
 def open_path(path: str | Path, **options: Any) -> Dataset:
-    """Whatever lies at a path: an .npz or .parquet file, a folder that `datasets` saved, or a folder per class."""
-    place = Path(path).expanduser()
-    saved = any((place / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-    kind = {".npz": "npz", ".parquet": "parquet"}.get(place.suffix, "datasets" if saved else "folder")
-    return load_dataset(kind, str(path), **options)
+    """Whatever lies at a path, as `kind_of` tells it; what it cannot tell is taken as a folder per class."""
+    kind = kind_of(Path(path).expanduser()) or "folder"
+    known = options_of(kind)  # one that brings its own test part knows of no share to cut
+    return load_dataset(kind, str(path), **{k: v for k, v in options.items() if known is None or k in known})
+
+
+def kind_of(place: Path) -> str:
+    """The source that fits what lies at a path: a file by its name, a folder by what is in it; empty: none does."""
+    if not place.is_dir():
+        return {".npz": "npz", ".parquet": "parquet"}.get(place.suffix, "")
+    tables = sorted(place.glob("*.parquet"))
+    if tables:
+        return next(filter(None, (names_dataset(one.name) for one in tables)), "parquet")
+    if any((place / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        return "datasets"
+    if (place / "train").is_dir() or _images(place, "*/*"):
+        return "folder"
+    return "owners" if _images(place, "*/*/*") or _images(place, "*/train/*/*") else ""
+
+
+def _images(place: Path, pattern: str) -> bool:
+    return any(one.suffix.lower() in endings() for one in place.glob(pattern))
 
 
 def options_of(source: str) -> tuple[str, ...] | None:
@@ -89,4 +107,4 @@ def _limited(made: Dataset, limit: int | None) -> Dataset:
         kept, _ = stratified_split(store.labels, 1 - limit / len(store), seed=0)
         return store.take(kept[:limit])
 
-    return Dataset(made.name, fewer(made.train), fewer(made.test), made.skipped)
+    return replace(made, train=fewer(made.train), test=fewer(made.test))

@@ -28,11 +28,17 @@ class Dataset:
     test: Store
     skipped: tuple[tuple[str, str], ...] = ()
     """Where each image is that cannot be read and was left out, and why."""
+    other_files: tuple[str, ...] = ()
+    """The owner (empty: of all) of each file among the images that is of no format that is read, and so left out."""
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the labels."""
         return self.train.classes
+
+    def __repr__(self) -> str:
+        images = f"{len(self.train):,} training and {len(self.test):,} test images"
+        return f"Dataset({self.name}: {images} of {len(self.classes)} classes)"
 
 
 class Making(TypedDict, total=False):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -11,6 +13,8 @@ from fedgraft.data.images.originals import from_files
 from fedgraft.data.images.rule import FORMATS
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
 from fedgraft.errors import FedgraftError
+
+log = logging.getLogger("fedgraft")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class Listing:
     files: list[Path]
     labels: list[str]
     sites: list[str]
+    other: list[str]
+    """The owner of each file among them that is of no format that is read."""
 
     def table(self) -> Table:
         """What is known of them without reading any."""
@@ -34,7 +40,7 @@ def folder(path: str | Path, classes: Sequence[str] | None = None, **making: Unp
             f"{path} looks like a folder per owner, each with a folder per class: take it as data.source=owners "
             "(fg.data.owners), or name the folder of one owner."
         )
-    return assemble("folder", [part.table() for part in _parts(place)], classes, **making)
+    return _assembled("folder", _parts(place), classes, **making)
 
 
 def owners(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
@@ -45,8 +51,16 @@ def owners(path: str | Path, classes: Sequence[str] | None = None, **making: Unp
     found = [_parts(place, place.name) for place in places]
     if len({len(parts) for parts in found}) > 1:
         raise FedgraftError(f"some owners in {path} have train/ and test/ and some have not; give all or none of them.")
-    parts = [_joined([one[number] for one in found]).table() for number in range(len(found[0]))]
-    return assemble("owners", parts, classes, **making)
+    parts = [_joined([one[number] for one in found]) for number in range(len(found[0]))]
+    return _assembled("owners", parts, classes, **making)
+
+
+def _assembled(name: str, parts: Sequence[Listing], classes: Sequence[str] | None, **making: Unpack[Making]) -> Dataset:
+    made = assemble(name, [part.table() for part in parts], classes, **making)
+    other = [owner for part in parts for owner in part.other]
+    if other:
+        log.warning("%d files in class folders are of no format that is read, and are left out", len(other))
+    return replace(made, other_files=tuple(other))
 
 
 def _by_owner(path: Path) -> bool:
@@ -61,25 +75,32 @@ def is_class_folder(path: Path) -> bool:
     return all((path / part).is_dir() and _directories(path / part) for part in ("train", "test"))
 
 
-def list_images(path: Path, owner: str = "") -> Listing:
-    """Find every image below `path`/<class>/; a class without images is refused."""
+@functools.cache
+def endings() -> frozenset[str]:
+    """How names of image files end, in small letters."""
     from PIL import Image
 
     Image.init()
-    endings = {ending for ending, kind in Image.EXTENSION.items() if kind in FORMATS}
+    return frozenset(ending for ending, kind in Image.EXTENSION.items() if kind in FORMATS)
+
+
+def list_images(path: Path, owner: str = "") -> Listing:
+    """Find every image below `path`/<class>/; a class without images is refused."""
     classes = _directories(path)
     if not classes:
         raise FedgraftError(f"{path} holds no class folders; put the images of each class in a folder of its own.")
     files: list[Path] = []
     labels: list[str] = []
+    other: list[str] = []
     for place in classes:
-        found = sorted(p for p in place.rglob("*") if p.suffix.lower() in endings and p.is_file())
-        found = [p for p in found if not p.name.startswith(".")]
+        there = sorted(p for p in place.rglob("*") if p.is_file() and not p.name.startswith("."))
+        found = [p for p in there if p.suffix.lower() in endings()]
+        other += [owner] * (len(there) - len(found))
         if not found:
             raise FedgraftError(f"the class folder {place} holds no images; add some or remove it.")
         files += found
         labels += [place.name] * len(found)
-    return Listing(files, labels, [owner] * len(files) if owner else [])
+    return Listing(files, labels, [owner] * len(files) if owner else [], other)
 
 
 def _parts(path: Path, owner: str = "") -> list[Listing]:
@@ -92,7 +113,9 @@ def _parts(path: Path, owner: str = "") -> list[Listing]:
 
 
 def _joined(parts: list[Listing]) -> Listing:
-    return Listing(*([one for part in parts for one in getattr(part, field)] for field in ("files", "labels", "sites")))
+    return Listing(
+        *([one for part in parts for one in getattr(part, field)] for field in ("files", "labels", "sites", "other"))
+    )
 
 
 def _directories(path: Path) -> list[Path]:

@@ -32,7 +32,8 @@ def join(parts: Sequence[Any], names: Sequence[str] | None = None) -> Dataset:
         classes = sorted(classes)
     skipped = tuple(pair for one in made for pair in one.skipped)
     train, test = (_joined([getattr(one, part).named(classes) for one in made], owners) for part in ("train", "test"))
-    return Dataset("given", train, test, skipped)
+    other = tuple(owner for owner, one in zip(owners, made, strict=True) for _ in one.other_files)
+    return Dataset("given", train, test, skipped, other)
 
 
 def as_dataset(thing: Any) -> Dataset:

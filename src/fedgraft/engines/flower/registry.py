@@ -80,7 +80,10 @@ class Registry:
                 self._next[node] = (now + pause, 2 * pause)
         answers = self.transport.greetings(list(self._asked)) if self._asked else {}
         for question, (client, facts, error) in answers.items():
-            if (node := self._asked.pop(question)) not in self.nodes.values():  # else an earlier question's late answer
+            if question not in self._asked:  # an earlier question to it was answered in the same breath
+                continue
+            node = self._asked.pop(question)
+            if node not in self.nodes.values():  # else an earlier question's late answer
                 self._enter(node, client, facts, error)
 
     def _enter(self, node: int, client: int, facts: Mapping[str, Any], error: str) -> None:
@@ -92,6 +95,10 @@ class Registry:
             reason = error
         elif not 0 <= client < self.clients:
             reason = f"it calls itself client {client}, and there are clients 0 to {self.clients - 1}"
+        elif not _sane(facts):
+            reason = (
+                "it tells of itself what cannot be: a number of images below 0, or classes twice or by the thousand"
+            )
         elif facts != before:
             reason = f"client {client} has other data than when the run began ({_told(before)}, now {_told(facts)})"
         elif client in self.nodes:
@@ -136,6 +143,16 @@ class Registry:
             )
         if missing := [k for k in range(self.clients) if k not in self.nodes]:
             log.warning("the run starts without the nodes of clients %s; they may join later", missing)
+
+
+MOST_CLASSES, MOST_IMAGES = 50_000, 1 << 40
+
+
+def _sane(facts: Mapping[str, Any]) -> bool:
+    """Whether what a node says of its data can be; its classes would become everybody's."""
+    classes = facts.get("classes", ())
+    each = all(0 < len(name) <= 200 for name in classes) and len(set(classes)) == len(classes)
+    return each and len(classes) <= MOST_CLASSES and 0 <= facts.get("examples", 0) <= MOST_IMAGES
 
 
 def _told(facts: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedgraft.context import ClientMemory
 from fedgraft.engines.flower.registry import ASK_AGAIN, Registry
-from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, put, take, text, whole_number
+from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, plain, put, take, text, whole_number
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, pack
 from fedgraft.progress import asking
@@ -31,6 +31,9 @@ log = logging.getLogger("fedgraft")
 
 Arrival = tuple[int, bytes | str]
 _RETRIES = 3
+SILENT, _TIMES = 1800.0, 10.0
+"""Without a deadline a connected node that says nothing is waited for so many seconds, or so many times as long as most
+others took, whichever is longer: one that never answers does not hold up the run for ever."""
 _EXPIRED = (3, 4)  # Flower's codes of an order or an answer that is over its time to live, which is our deadline
 
 
@@ -39,7 +42,7 @@ class Patience:
     """How long to wait for whom."""
 
     deadline: float | None = None
-    """Seconds that a node has for one order; None: as long as it is connected."""
+    """Seconds that a node has for one order; None: as long as it is connected, within reason (`SILENT`)."""
     wait: float = 300.0
     """Seconds to wait at the start until every client has a node."""
     least: int = 1
@@ -88,9 +91,7 @@ class FlowerTransport:
 
 def failure_of(message: Message) -> str:
     """What Flower says went wrong at a node, as one line."""
-    return (
-        f"its node failed: {str(message.error.reason).splitlines()[0][:300] if message.error.reason else 'no reason'}"
-    )
+    return f"its node failed: {plain(str(message.error.reason).strip() or 'no reason')[:300]}"
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,8 @@ class FlowerEngine:
 
     def _wait(self, letters: Sequence[_Message], arrivals: dict[int, Arrival], done: Callable[[], None]) -> None:
         began = self.clock()
-        end = None if self.patience.deadline is None else began + self.patience.deadline
-        waiting = self._send(letters, arrivals)
+        waiting, last = self._send(letters, arrivals), 0.0
+        limit = self.patience.deadline
         while waiting:
             again = []
             for message in self.transport.pull(waiting):
@@ -212,16 +213,18 @@ class FlowerEngine:
                 if arrival is None:
                     again.append(letter)
                 else:
-                    arrivals[letter.order.client] = arrival
+                    arrivals[letter.order.client], last = arrival, self.clock() - began
                     done()
             waiting |= self._send(again, arrivals)
             now = self.clock()
-            if end is not None and now >= end:
+            if self.patience.deadline is None and 2 * len(waiting) <= len(letters):  # half are there
+                limit = max(SILENT, _TIMES * last)
+            if limit is not None and now >= began + limit:
                 break
             if waiting:  # quick while answers may be near, calm when they take long
                 self.sleep(min(0.5, max(0.02, 0.02 * (now - began))))
         for letter in waiting.values():
-            arrivals[letter.order.client] = (letter.order.client, f"no answer within {self.patience.deadline:g} s")
+            arrivals[letter.order.client] = (letter.order.client, f"no answer within {limit:g} s")
         self.waited += self.clock() - began
 
     def _send(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> dict[str, _Message]:

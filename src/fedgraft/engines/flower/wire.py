@@ -47,15 +47,20 @@ def whole_number(settings: Mapping[str, Any], name: str, default: int = -1) -> i
 
 
 def text(settings: Mapping[str, Any], name: str) -> str:
-    """A word that must be text, shortened to what a log line bears."""
+    """A word that must be text, as one line that a log bears and a terminal only prints."""
     value = settings.get(name)
-    return value[:500] if isinstance(value, str) else ""
+    return plain(value) if isinstance(value, str) else ""
+
+
+def plain(sentence: str) -> str:
+    """Somebody's words without what would move a cursor or begin a line of its own."""
+    return "".join(letter if letter.isprintable() else " " for letter in sentence[:500])
 
 
 def names(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A word that must be a list of texts."""
+    """A word that must be a list of texts; control characters in them are taken out."""
     value = settings.get(name)
-    return tuple(value) if isinstance(value, list) and all(isinstance(one, str) for one in value) else ()
+    return tuple(map(plain, value)) if isinstance(value, list) and all(isinstance(one, str) for one in value) else ()
 
 
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:

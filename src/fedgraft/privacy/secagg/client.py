@@ -24,10 +24,10 @@ from fedgraft.errors import FedgraftError
 from fedgraft.messages import Reply, pack, unpack
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
+from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, advert_text, genuine, lists_text, part_of
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES, Identity, SecureRefusal
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan
 
-ADVERT_BYTES = 3 * KEY_BYTES + SIGNATURE_BYTES
 BOX_BYTES = 2 * shamir.SHARE_BYTES + TAG_BYTES
 
 
@@ -82,13 +82,20 @@ class SecureClient:
     """One client in one round. `entropy` gives key material; the default is the operating system's."""
 
     def __init__(
-        self, plan: Plan, client: int, identity: Identity, entropy: Callable[[int], bytes] = os.urandom
+        self,
+        plan: Plan,
+        client: int,
+        identity: Identity,
+        entropy: Callable[[int], bytes] = os.urandom,
+        ground: str = "",
     ) -> None:
         if client not in plan.places:
             raise SecureRefusal(f"client {client} is not in the plan of this secure sum")
         if len(plan.clients) < identity.least:
             raise SecureRefusal(f"a secure sum of {len(plan.clients)} clients is too small to hide in")
         self.plan, self.client, self.identity, self.entropy = plan, client, identity, entropy
+        self.ground = hashlib.sha256(ground.encode()).digest()
+        """What this client was told of the run besides its orders: the same as all clients of the sum."""
         self.progress = Progress()
 
     def state(self) -> bytes:
@@ -96,9 +103,9 @@ class SecureClient:
         return json.dumps(asdict(self.progress)).encode()
 
     @classmethod
-    def resume(cls, plan: Plan, client: int, identity: Identity, state: bytes) -> SecureClient:
+    def resume(cls, plan: Plan, client: int, identity: Identity, state: bytes, ground: str = "") -> SecureClient:
         """The client that wrote this state."""
-        self = cls(plan, client, identity)
+        self = cls(plan, client, identity, ground=ground)
         self.progress = Progress(**json.loads(state))
         return self
 
@@ -142,8 +149,8 @@ class SecureClient:
             self.progress.drawn = list(drawn)
             box, mask, seed = (self.entropy(KEY_BYTES) for _ in range(3))
             self.progress.box_key, self.progress.mask_key, self.progress.seed = box.hex(), mask.hex(), seed.hex()
-            public = crypto.public_key(box) + crypto.public_key(mask) + self.identity.public
-            signature = crypto.sign(self.identity.private, self._advert(self.client, public, drawn))
+            public = crypto.public_key(box) + crypto.public_key(mask) + self.identity.public + self.ground
+            signature = crypto.sign(self.identity.private, advert_text(self.plan, self.client, public, drawn))
             return {"advert": as_tensor(public + signature), "drawn": torch.tensor(drawn, dtype=torch.int64)}
 
     def shares(self, data: Data) -> dict[str, Tensor]:
@@ -182,7 +189,7 @@ class SecureClient:
             agree = crypto.agreement(bytes.fromhex(self.progress.box_key))
             for v, box in zip(owners, boxes, strict=True):
                 lid = self.plan.bound("box", v, self.client)
-                self.progress.shares[str(v)] = crypto.unseal(agree(self._public(v, "box"), lid), box, lid).hex()
+                self.progress.shares[str(v)] = crypto.unseal(agree(self._public(v, "box"), lid), box, lid, v).hex()
             self.progress.masked = ids
             return self._hide(words, ids)
 
@@ -262,25 +269,22 @@ class SecureClient:
             raise SecureRefusal(f"the table {name!r} of the secure sum is missing or malformed")
         return as_rows(tensor)
 
-    def _advert(self, client: int, public: bytes, drawn: Sequence[int]) -> bytes:
-        """What a client signs about itself: its keys and its holders, in this plan and no other."""
-        return self.plan.bound("advert", client, public.hex(), *drawn)
-
     def _check_advert(self, client: int, advert: bytes, drawn: Sequence[int]) -> None:
-        public, signature = advert[: 3 * KEY_BYTES], advert[3 * KEY_BYTES :]
-        self.identity.recognise(client, public[2 * KEY_BYTES :])
-        genuine = crypto.verify(public[2 * KEY_BYTES :], signature, self._advert(client, public, drawn))
-        if not genuine or not self.plan.could_draw(client, drawn):
+        self.identity.recognise(client, part_of(advert, "identity"))
+        if not genuine(self.plan, client, advert, drawn):
             raise SecureRefusal(f"the keys of client {client} are not the ones it signed for this round")
+        self._check_ground(client, advert)
+
+    def _check_ground(self, client: int, advert: bytes) -> None:
+        if part_of(advert, "ground") != self.ground:
+            raise SecureRefusal(f"client {client} was told another config, head, edit space or classes", "binding")
 
     def _public(self, peer: int, kind: str) -> bytes:
-        """One of the three public keys in a peer's advert."""
-        begin = KEY_BYTES * ("box", "mask", "identity").index(kind)
-        return bytes.fromhex(self.progress.adverts[str(peer)])[begin : begin + KEY_BYTES]
+        """One of the public keys in a peer's advert."""
+        return part_of(bytes.fromhex(self.progress.adverts[str(peer)]), kind)
 
     def _lists(self) -> bytes:
-        """What all survivors sign: the same bytes exactly when they were shown the same lists."""
-        return self.plan.bound("lists", str(self.progress.shared), str(self.progress.alive))
+        return lists_text(self.plan, self.progress.shared, self.progress.alive)
 
 
 def self_key(plan: Plan, client: int, seed: bytes) -> bytes:

@@ -105,13 +105,19 @@ def seal(key: bytes, text: bytes, bound: bytes) -> bytes:
     return bytes(_crypto().Box(key).encrypt(bytes(12), text, bound))
 
 
-def unseal(key: bytes, box: bytes, bound: bytes) -> bytes:
+OF = "of client "
+"""Stands in the sentence about a box that does not open before the number of who sent it, or is said to have."""
+
+
+def unseal(key: bytes, box: bytes, bound: bytes, sender: int) -> bytes:
     """What is in a box, or `SecureRefusal` if the key, the contents or what it is bound to differ."""
     c = _crypto()
     try:
         return bytes(c.Box(key).decrypt(bytes(12), box, bound))
     except c.Invalid as error:
-        raise SecureRefusal("a share box was changed, or closed for another round or receiver") from error
+        raise SecureRefusal(
+            f"the share box {OF}{sender} was changed, or closed for another round or receiver"
+        ) from error
 
 
 def commitment(secret: bytes) -> bytes:

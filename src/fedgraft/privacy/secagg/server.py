@@ -8,6 +8,7 @@ both of one client, and never an input.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
-from fedgraft.privacy.secagg.client import ADVERT_BYTES, BOX_BYTES, as_rows, as_tensor, pair_key, self_key
+from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, genuine, lists_text, part_of
+from fedgraft.privacy.secagg.client import BOX_BYTES, as_rows, as_tensor, pair_key, self_key
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan, SecureAbort
 from fedgraft.update.codecs import BadPayload, check_tensor
@@ -42,8 +44,9 @@ class SumResult:
 class SecureServer:
     """The server in one round. Feed it the answers of each stage with `take`, or call the stages by name."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, known: dict[int, bytes] | None = None) -> None:
+        self.plan, self.known = plan, {} if known is None else known
+        """`known`: the identity under which each client was first seen; a later one of another is refused."""
         self.stage = 0
         self.lost: dict[int, str] = {}
         self.rejections: dict[int, str] = {}
@@ -87,12 +90,19 @@ class SecureServer:
     def keys(self, answers: Mapping[int, Data]) -> Outbox:
         """Route the public keys, and who drew whom, along the ties."""
         fields = {"advert": (torch.uint8, (ADVERT_BYTES,)), "drawn": (torch.int64, (self.plan.draws,))}
-        for u, data in self._valid("keys", answers, self.plan.clients, fields):
-            drawn = tuple(data["drawn"].tolist())
-            if self.plan.could_draw(u, drawn):  # else its peers would refuse it, and with it the round
-                self.adverts[u], self.drawn[u] = as_rows(data["advert"][None])[0], drawn
+        found = {u: (as_rows(data["advert"][None])[0], tuple(data["drawn"].tolist())) for u, data in
+                 self._valid("keys", answers, self.plan.clients, fields)}  # fmt: skip
+        grounds = Counter(part_of(advert, "ground") for advert, _ in found.values())
+        for u, (advert, drawn) in found.items():  # its peers would refuse such a one, and with it the round
+            identity = part_of(advert, "identity")
+            if not genuine(self.plan, u, advert, drawn):
+                self._reject(u, "keys", "its keys are not signed by it, or it drew holders that it cannot have")
+            elif self.known.setdefault(u, identity) != identity:
+                self._reject(u, "keys", "it has another identity than before")
+            elif part_of(advert, "ground") != grounds.most_common(1)[0][0]:
+                self._reject(u, "keys", "it was told another run than most, or says so")
             else:
-                self.lost[u], self.rejections[u] = "keys", "keys: it drew holders that it cannot have"
+                self.adverts[u], self.drawn[u] = advert, drawn
         self._enough("keys", list(self.adverts))
         self._tie()
         return {
@@ -159,8 +169,15 @@ class SecureServer:
             u: as_rows(data["signature"][None])[0]
             for u, data in self._valid("consistency", answers, self.alive, fields)
         }
+        for u in [u for u, signature in signed.items() if not self._signed(u, signature)]:
+            del signed[u]  # one that nobody can check would make its peers refuse, and with them the round
+            self._reject(u, "consistency", "it did not sign the lists of survivors")
         self._enough("consistency", list(signed))
         return {u: self._table(u, signed, "signatures", SIGNATURE_BYTES) for u in signed}
+
+    def _signed(self, u: int, signature: bytes) -> bool:
+        text = lists_text(self.plan, self.shared, self.alive)
+        return crypto.verify(part_of(self.adverts[u], "identity"), signature, text)
 
     def unmask(self, answers: Mapping[int, Data]) -> Outbox:
         """Rebuild the survivors' seeds and the lost ones' mask keys, take their masks off, and decode the sum."""
@@ -188,12 +205,12 @@ class SecureServer:
         crypto.add_keystream(self.total, self_key(self.plan, u, seed), -1)
 
     def _take_off_pairs(self, lost: int, shares: Mapping[int, bytes]) -> None:
-        public = self.adverts[lost][KEY_BYTES : 2 * KEY_BYTES]
+        public = part_of(self.adverts[lost], "mask")
         agree = crypto.agreement(self._rebuild(lost, shares, lambda secret: crypto.public_key(secret) == public))
         alive = set(self.alive)
         for u in self.ties[lost]:
             if u in alive:
-                other = self.adverts[u][KEY_BYTES : 2 * KEY_BYTES]
+                other = part_of(self.adverts[u], "mask")
                 # The survivor u added this mask if the lost client's id is above its own, and subtracted it if below.
                 crypto.add_keystream(self.total, pair_key(self.plan, lost, u, agree, other), -1 if lost > u else 1)
 
@@ -220,10 +237,13 @@ class SecureServer:
             for name, (dtype, shape) in fields.items():
                 check_tensor(data[name], dtype, shape, name)
         except BadPayload as error:
-            self.lost.setdefault(u, stage)
-            self.rejections[u] = f"{stage}: {error}"
+            self._reject(u, stage, str(error))
             return False
         return True
+
+    def _reject(self, u: int, stage: str, why: str) -> None:
+        self.lost.setdefault(u, stage)
+        self.rejections[u] = why
 
     def _enough(self, stage: str, left: list[int]) -> list[int]:
         if not any(self.plan.enough(u, self.drawn[u], set(left)) for u in left):

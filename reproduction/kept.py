@@ -1,0 +1,90 @@
+"""Finished runs in one small file that travels with the pages, so that nothing finished is computed twice elsewhere.
+
+Of a run it holds what tables and figures read: config, summary, the numbers of each round, and the last mixture where
+clients were mixed. Where data and network lay is written as `DATA` and `MODEL`, and read as whatever they are here.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.attacked import OUTCOME
+from fedgraft.runs.files import read_metrics
+from fedgraft.runs.sweep import finished
+
+WHOLE = ("config.toml", "run.json", "summary.json", OUTCOME)
+SERIES = ("round", "accuracy", "loss", "personal", "balanced_accuracy", "bytes_up", "bytes_down", "seconds")
+_OLDEST = (1980, 1, 1, 0, 0, 0)  # one time for all, so that equal runs make equal files
+
+
+def pack(root: Path, file: Path, places: Mapping[str, str]) -> int:
+    """Write every finished run below `root` to `file`, with those that it has already; how many there are."""
+    held = _read(file) if file.exists() else {}
+    for folder in sorted({path.parent for path in root.rglob("run.json")}):
+        if finished(folder) is not None:
+            held |= {f"{folder.relative_to(root)}/{name}": _hidden(text, places) for name, text in _parts(folder)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(beside := file.with_suffix(".tmp"), "w", zipfile.ZIP_LZMA) as archive:
+        for name, content in sorted(held.items()):
+            archive.writestr(zipfile.ZipInfo(name, _OLDEST), content, zipfile.ZIP_LZMA)
+    beside.replace(file)
+    return sum(name.endswith("/run.json") for name in held)
+
+
+def unpack(file: Path, root: Path, places: Mapping[str, str]) -> int:
+    """Put runs that are not below `root` there; how many."""
+    held, made = (_read(file) if file.exists() else {}), 0
+    for name in (name for name in held if name.endswith("/run.json")):
+        folder = root / Path(name).parent
+        if folder.exists():
+            continue
+        for part in (part for part in held if Path(part).is_relative_to(Path(name).parent)):
+            path = root / part
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_shown(held[part], places))
+        made += 1
+    return made
+
+
+def _parts(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for name in WHOLE:
+        if (folder / name).is_file():
+            yield name, (folder / name).read_bytes()
+    lines = [_short(line) for line in read_metrics(folder / "metrics.jsonl")]
+    yield "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode()
+    if mixed := sorted((folder / "figures").glob("crsm-round-*.safetensors")):
+        yield f"figures/{mixed[-1].name}", mixed[-1].read_bytes()
+
+
+def _short(line: dict[str, object]) -> dict[str, object]:
+    """What is read of a round: its numbers, and of the first one how far each client went."""
+    made = {key: line[key] for key in SERIES if key in line}
+    clients = line.get("clients")
+    if line["round"] == 1 and isinstance(clients, dict) and "drift" in clients:
+        made["clients"] = {"drift": clients["drift"]}
+    return made
+
+
+def _read(file: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        if wrong := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise FedgraftError(f"{file} names {wrong[0]!r}, which is outside of it; it is not a file of kept runs.")
+        return {name: archive.read(name) for name in names}
+
+
+def _hidden(content: bytes, places: Mapping[str, str]) -> bytes:
+    for word, place in places.items():
+        content = content.replace(f'"{place}'.encode(), f'"{word}'.encode())
+    return content
+
+
+def _shown(content: bytes, places: Mapping[str, str]) -> bytes:
+    for word, place in places.items():
+        content = content.replace(f'"{word}"'.encode(), f'"{place}"'.encode())
+        content = content.replace(f'"{word}/'.encode(), f'"{place}/'.encode())
+    return content

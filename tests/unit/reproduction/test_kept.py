@@ -1,0 +1,69 @@
+"""Runs that travel in one file: found again elsewhere, with the same numbers, and without a path of another machine."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+from reproduction.kept import pack, unpack
+from reproduction.runs import FinishedRuns, curve, measure_of
+
+from fedgraft.config.load import from_folder, load, to_toml
+from fedgraft.errors import FedgraftError
+from fedgraft.runs.run_folder import RunFolder
+
+
+def _run(root: Path, data: str, seed: int, status: str = "finished") -> Path:
+    """A folder as a run leaves it, without running one."""
+    config = load(None, [f"data.path={data}/pacs", "data.source=parquet", "model.name=/a/net", f"seed={seed}"])
+    run = RunFolder.create(root / f"run-{config.digest}", to_toml(config), config.digest)
+    with run.writing(console=False):
+        for r in range(3):
+            clients = {"ids": [0, 1], "drift": [0.5, 1.5]}
+            run.append({"round": r, "accuracy": 0.1 * r, "loss": 1.0, "clients": clients, "bytes_up": 8})
+        summary = {"test": {"accuracy": 0.1 * seed}, "bytes_up": 10, "bytes_down": 20, "seconds": 1.0}
+        if status == "finished":
+            run.finish(summary)
+    return run.path
+
+
+def test_a_finished_run_is_found_again_at_another_place(tmp_path: Path) -> None:
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "runs.zip"
+    made = _run(here, "/one/data", 1)
+    _run(here, "/one/data", 2, status="interrupted")
+    assert pack(here, file, {"DATA": "/one/data", "MODEL": "/a/net"}) == 1, "what is not finished stays"
+    assert unpack(file, there, {"DATA": "/other", "MODEL": "/b/net"}) == 1
+    assert unpack(file, there, {"DATA": "/other", "MODEL": "/b/net"}) == 0, "what is there is left as it is"
+    wanted = load(None, ["data.path=/other/pacs", "data.source=parquet", "model.name=/b/net", "seed=1"])
+    found = FinishedRuns(there).get(wanted, False)
+    assert found is not None and from_folder(found).data.path == "/other/pacs"
+    for measure in ("test", "megabytes", "spread", "last"):
+        assert measure_of(found, measure) == measure_of(made, measure), measure
+    assert curve(found) == curve(made)
+
+
+def test_no_place_of_the_machine_is_in_the_file(tmp_path: Path) -> None:
+    _run(tmp_path / "runs", "/one/data", 1)
+    pack(tmp_path / "runs", tmp_path / "runs.zip", {"DATA": "/one/data", "MODEL": "/a/net"})
+    with zipfile.ZipFile(tmp_path / "runs.zip") as archive:
+        whole = b"".join(archive.read(name) for name in archive.namelist())
+    assert b"/one" not in whole and b"/a/net" not in whole and b"DATA/pacs" in whole
+
+
+def test_packing_again_keeps_what_was_packed_before_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "runs.zip"
+    _run(tmp_path / "first", "/d", 1)
+    _run(tmp_path / "second", "/d", 2)
+    pack(tmp_path / "first", file, {"DATA": "/d"})
+    assert pack(tmp_path / "second", file, {"DATA": "/d"}) == 2
+    before = file.read_bytes()
+    pack(tmp_path / "first", file, {"DATA": "/d"})
+    assert file.read_bytes() == before
+
+
+def test_a_file_that_points_outside_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "runs.zip", "w") as archive:
+        archive.writestr("../x/run.json", "{}")
+    with pytest.raises(FedgraftError, match="outside"):
+        unpack(tmp_path / "runs.zip", tmp_path / "runs", {})
