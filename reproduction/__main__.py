@@ -28,6 +28,7 @@ def reproduce(
     ] = None,
     formats: Annotated[str, typer.Option("--format", help="of the figures: png, and pdf or svg for papers")] = "png",
     list_: Annotated[bool, typer.Option("--list", help="every table, figure and experiment, with its name")] = False,
+    read: Annotated[bool, typer.Option("--read", help="run nothing; pages from the finished runs")] = False,
     answers: Annotated[bool, typer.Option("--answers", help="write the answers from the numbers there are")] = False,
 ) -> None:
     """Repeat an experiment: run what is missing, then write its tables and figures."""
@@ -51,7 +52,7 @@ def reproduce(
         if name and scale != "tiny" and (known := unpack(out / "runs.zip", runs, places)):
             typer.echo(f"{known} finished runs are read from {out / 'runs.zip'}")
         if name:
-            typer.echo(_one(name, scale, seeds, processes, (data, model), (runs, out), kinds, part))
+            typer.echo(_one(name, scale, seeds, processes, (data, model), (runs, out), kinds, (part, read)))
         if name and scale != "tiny":
             pack(runs, out / "runs.zip", places)
     except KeyboardInterrupt:
@@ -69,7 +70,7 @@ def _one(
     given: tuple[str | None, str | None],
     folders: tuple[Path, Path],
     formats: tuple[str, ...],
-    part: str | None,
+    which: tuple[str | None, bool],
 ) -> Path:
     from reproduction.page import write, write_question
     from reproduction.preset import Preset, load_preset
@@ -77,9 +78,11 @@ def _one(
     from reproduction.reproduce import Work
     from reproduction.reproduce import reproduce as carry_out
 
-    def work(label: str, preset: Preset) -> Work:
+    part, read = which
+
+    def work(label: str, preset: Preset, read: bool = read) -> Work:
         count = seeds or (1 if scale == "tiny" else preset.seeds)
-        return Work(label, preset, scale, tuple(range(1, count + 1)), folders[0], processes, *given, typer.echo)
+        return Work(label, preset, scale, tuple(range(1, count + 1)), folders[0], processes, *given, typer.echo, read)
 
     if name not in QUESTIONS:
         return write(carry_out(work(name, load_preset(name))), folders[1], formats)
@@ -88,8 +91,12 @@ def _one(
         raise FedgraftError(f"{name} has no part {part!r}; it has {', '.join(parts)}.")
     if scale == "laptop" and given[1] is None:
         raise FedgraftError(f"{name} needs a pretrained network: say where its folder is (MODEL=folder, or --model).")
-    wanted = {part: parts[part]} if part else parts
-    done = {label: carry_out(work(f"{name}-{label}", preset)) for label, preset in wanted.items()}
+    done = {}
+    for label, preset in parts.items():  # other parts than the wanted one stay on the page as far as they came
+        other = part not in (None, label)
+        found = carry_out(work(f"{name}-{label}", preset, read or other))
+        if not other or any(found.folders.values()):
+            done[label] = found
     return write_question(name, done, folders[1], formats)
 
 

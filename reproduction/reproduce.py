@@ -44,6 +44,8 @@ class Work:
     data: str | None = None
     model: str | None = None
     report: Report = print
+    read: bool = False
+    """Run nothing: what the finished runs show."""
 
     @property
     def target(self) -> float | None:
@@ -104,8 +106,8 @@ def numbers(series: Series) -> list[float]:
 
 
 def carry_out(work: Work, wanted: Wanted, known: FinishedRuns | None = None) -> dict[str, Path]:
-    """Run what is missing; the folder of each label that has one."""
-    return carry_out_runs(wanted, work.runs, work.processes, work.report, known)
+    """Run what is missing, unless work only reads; the folder of each label that has one."""
+    return carry_out_runs(wanted, work.runs, None if work.read else work.processes, work.report, known)
 
 
 def reproduce(work: Work) -> Found:
@@ -113,11 +115,11 @@ def reproduce(work: Work) -> Found:
     from reproduction import studies
 
     if work.preset.study in studies.WHOLE:
-        return studies.WHOLE[work.preset.study](work)
+        return Found(work, []) if work.read else studies.WHOLE[work.preset.study](work)
     every = work.cells
     for level, reason in work.preset.waiting.items():
         work.report(f"{work.name}: {level} is left out, it waits for {reason}")
-    if tries := _tries(work, every):
+    if not work.read and (tries := _tries(work, every)):
         work.report(f"tuning {estimate(work, every, tries, FinishedRuns(work.runs))}")
     rates, at_edge = tune(work, every)
     if work.preset.study:
@@ -128,7 +130,8 @@ def reproduce(work: Work) -> Found:
         for seed in work.seeds
     }
     known = FinishedRuns(work.runs)
-    work.report(estimate(work, every, wanted, known))
+    if not work.read:
+        work.report(estimate(work, every, wanted, known))
     done = carry_out(work, wanted, known)
     folders = {
         cell.label: {seed: done[label] for seed in work.seeds if (label := f"{cell.label} seed {seed}") in done}

@@ -52,14 +52,14 @@ class FinishedRuns:
 
 
 def carry_out(
-    wanted: Wanted, root: Path, processes: int, report: Report, known: FinishedRuns | None = None
+    wanted: Wanted, root: Path, processes: int | None, report: Report, known: FinishedRuns | None = None
 ) -> dict[str, Path]:
-    """Run what is missing; the folder of each label that has one."""
+    """Run what is missing (nothing where `processes` is None); the folder of each label that has one."""
     known, todo = known or FinishedRuns(root), dict[tuple[str, bool], tuple[str, Config]]()
     for label, (config, central) in wanted.items():
         if (key := FinishedRuns.key(config, central)) not in known.found:
             todo.setdefault(key, (label, config))
-    if todo:
+    if todo and processes is not None:
         check_data(next(iter(todo.values()))[1])
         _run(todo, root, processes, report)
         known = FinishedRuns(root)  # hundreds of folders are read, so only where something was added

@@ -43,6 +43,8 @@ def matched(work: Work, every: Sequence[Cell], rates: Mapping[str, float]) -> li
     made = []
     for cell in every:
         if cell.label in namesake:
+            if namesake[cell.label] not in sizes:  # its run failed, or is not there yet
+                continue
             size = {"algorithm": {"constant": sizes[namesake[cell.label]]}}
             cell = Cell(levels=cell.levels, table=merge(cell.table, size), central=cell.central)
         made.append(cell)

@@ -6,6 +6,7 @@ import csv
 import os
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,49 @@ def test_a_reproduction_runs_once_and_writes_everything(tmp_path: Path, monkeypa
     more = Work("other", made.preset, "tiny", (*made.seeds, 3), made.runs, 0, report=lambda text: None)
     with pytest.raises(AssertionError, match="repeated"):
         reproduce.reproduce(more)
+
+
+def test_what_is_only_read_runs_nothing_and_shows_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = work(PRESET, tmp_path, (1,))
+    reproduce.reproduce(made)
+
+    def refuse(*ignored: object) -> None:
+        raise AssertionError("something was run")
+
+    monkeypatch.setattr(runs, "_run_here", refuse)
+    found = reproduce.reproduce(replace(made, seeds=(1, 2), read=True))
+    assert found.measured("small", "test")[1] is not None and found.measured("small", "test")[2] is None
+    with pytest.raises(AssertionError, match="something was run"):
+        reproduce.reproduce(replace(made, seeds=(1, 2)))
+
+
+def test_another_part_of_a_question_stays_on_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[str, bool] = {}
+
+    def fake(work: Work) -> Found:
+        read[work.name] = work.read
+        return Found(work, [], folders={"x": {1: tmp_path}} if work.name != "q1-body" else {})
+
+    monkeypatch.setattr(reproduce, "reproduce", fake)
+    words = [
+        "q1",
+        "--scale",
+        "tiny",
+        "--part",
+        "sites",
+        "--out",
+        str(tmp_path / "out"),
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert [name for name, only in read.items() if not only] == ["q1-sites"] and len(read) == 5
+    import json
+
+    kept = json.loads((tmp_path / "out" / "q1" / "numbers.json").read_text())
+    assert list(kept) == ["head", "pooled", "sites", "domains"]  # nothing of the body was run yet
 
 
 def test_runs_are_found_by_what_they_are(tmp_path: Path) -> None:
