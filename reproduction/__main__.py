@@ -102,7 +102,7 @@ def _one(
 
 def _answers(out: Path) -> None:
     from fedgraft.runs.files import write_text
-    from reproduction.answers import answers_page, claims_page
+    from reproduction.answers_page import answers_page, claims_page
 
     out.mkdir(parents=True, exist_ok=True)
     for file, text in (("answers.md", answers_page(out)), ("claims.md", claims_page(out))):

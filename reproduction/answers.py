@@ -1,4 +1,4 @@
-"""From the kept numbers to answers: gates, the family of primary endpoints, and the documents' claims.
+"""From the kept numbers to verdicts: gates, and the family of primary endpoints.
 
 Everything here is derived from `numbers.json` of each question and the plan (presets/q1.toml to q6.toml, claims.toml):
 whoever doubts a verdict needs nothing else.
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.errors import FedgraftError
-from fedgraft.report.statistics import table
-from reproduction.claims import effect_of, judged, said
+from reproduction.claims import effect_of, judged
 from reproduction.preset import Claim, Preset, cells, picked
-from reproduction.question import QUESTIONS, Endpoint, document_claims, load_question
+from reproduction.question import QUESTIONS, Endpoint, load_question
 from reproduction.statistics import Effect, Series, detectable
 from reproduction.verdicts import EVALUATIONS, Check, Dense, Fact, Verdict, gate, judge
 
@@ -88,59 +87,3 @@ def endpoints(out: Path) -> dict[str, tuple[Endpoint, Verdict]]:
         asked[name] = judged(endpoint, effect, endpoint.primary, part.gate(endpoint, effect))
     found = judge(asked)
     return {name: (endpoint, found[name]) for name, (_, endpoint) in planned.items()}
-
-
-def answers_page(out: Path) -> str:
-    """The page of six questions: endpoints, verdicts, what each costs."""
-    found, parts = endpoints(out), [_INTRO]
-    for name in QUESTIONS:
-        question = load_question(name)
-        rows = [_row(*found[e.name]) for e in question.endpoints]
-        where = f"[{name}]({name}.md)" if (out / f"{name}.md").is_file() else "not run yet"
-        cost = f"{question.core_minutes():.0f} core-minutes planned"
-        parts.append(f"## {name.upper()} {question.title}\n\n{question.question}\n\n{where}, {cost}: "
-                     f"`make reproduce NAME={name} DATA=FOLDER MODEL=FOLDER`\n\n" + table(_HEADER, rows))  # fmt: skip
-    return "\n\n".join(parts) + "\n"
-
-
-_HEADER = ["endpoint", "part", "effect", "smallest that matters", "verdict", "why"]
-
-
-def _row(endpoint: Endpoint, verdict: Verdict) -> list[str]:
-    effect = "–" if verdict.value is None else f"{verdict.value:.3g}"
-    if verdict.low is not None:
-        effect += f" [{verdict.low:.3g}, {verdict.high:.3g}]"
-    if verdict.p is not None:
-        effect += f", p {verdict.p:.3f}"
-    kind = "primary" if endpoint.primary else "secondary"
-    expect = f"{endpoint.expect} {'as' if endpoint.expect == 'same' else 'than'} {endpoint.number:g}"
-    text = f"{endpoint.text} ({kind}; {expect})"
-    return [text, endpoint.part, effect, f"{endpoint.margin:g}", f"**{verdict.word}**", verdict.why or "–"]
-
-
-def claims_page(out: Path) -> str:
-    """The appendix: every empirical claim of the five documents."""
-    parts, rows = read(out), []
-    for claim in document_claims():
-        where, measured, word = "–", claim.not_run, "not run"
-        if claim.cell:
-            name, _, part_name = claim.cell.partition(":")
-            part = parts[name][part_name]
-            effect = part.effect(claim)
-            found = judge({"": judged(claim, effect, gate=part.gate(claim, effect))})[""]
-            where, measured, word = claim.cell, said(claim, effect, found), found.word
-        rows.append([claim.id, f"{claim.says} ({claim.document})", claim.setting, where, measured, f"**{word}**"])
-    header = ["claim", "what the document says", "its setting", "our cells", "measured", "verdict"]
-    return _APPENDIX + "\n\n" + table(header, rows) + "\n"
-
-
-_INTRO = """# Six questions, answered
-
-The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in
-[an appendix](claims.md). Primary endpoints of all questions are corrected together by Holm, also those that were not
-measured. This page is made by `python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
-_APPENDIX = """# What the five documents claim
-
-Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md),
-one by one and not corrected; "no range here" means that the experiment could not have shown it. Made by
-`python -m reproduction --answers`."""

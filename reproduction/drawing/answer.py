@@ -1,0 +1,55 @@
+"""The figure of an answer: what each arm reaches, start and head-only as lines, and the effects that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedgraft.report.figures import INK, PALETTE, canvas, dress, plain_text
+
+Interval = tuple[float, float, float]
+"""A number with its lower and upper limit."""
+_ROW = 0.32
+"""Inches for one row of a panel."""
+_FRAME = 1.15
+"""Inches for a panel's title and axis."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One panel: numbers by name from top to bottom, lines across all of them, and a band that does not matter."""
+
+    title: str
+    unit: str
+    values: Mapping[str, Interval]
+    lines: Mapping[str, float] = field(default_factory=dict)
+    margins: Sequence[float] = ()
+    """By row the smallest effect that matters, drawn as a band around zero."""
+
+
+def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
+    """Panels below each other, each as high as it has rows."""
+    heights = [_FRAME + _ROW * len(panel.values) for panel in panels]
+    with canvas(path, title, (8.5, sum(heights) + 0.4)) as figure:
+        grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
+        for i, panel in enumerate(panels):
+            axes = figure.add_subplot(grid[i])
+            places = range(len(panel.values), 0, -1)
+            for place, margin in zip(places, panel.margins, strict=False):
+                axes.barh(place, 2 * margin, left=-margin, height=0.8, color="#EEEEEE", zorder=0)
+            if panel.margins:
+                axes.axvline(0, color=INK, linewidth=0.8, zorder=1)
+            for place, (mean, low, high) in zip(places, panel.values.values(), strict=True):
+                axes.plot([low, high], [place, place], color=PALETTE[0], linewidth=2, solid_capstyle="butt")
+                axes.plot([mean], [place], "o", color=PALETTE[0], markersize=6)
+            for (name, at), dash in zip(panel.lines.items(), ("--", ":", "-."), strict=False):
+                axes.axvline(at, color="#777777", linestyle=dash, linewidth=1.2, zorder=0, label=plain_text(name))
+            axes.set_yticks(list(places), [plain_text(name) for name in panel.values])
+            axes.set_ylim(0.4, len(panel.values) + 0.6)
+            axes.grid(visible=False, axis="y")
+            dress(axes, panel.unit, "", panel.title)
+            if panel.lines:
+                axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1)
+                axes.set_title(plain_text(panel.title), pad=24)
+    return path
