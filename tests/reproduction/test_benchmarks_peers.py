@@ -152,15 +152,23 @@ def test_the_real_job_counts_what_it_measured(tmp_path: Path) -> None:
     images = 2 * bench_job.STEPS * bench_job.BATCH
     ours = {"first": {"rounds": [1.0 + images / 100, 2.0], "peak_mb": 900.0}, "again": {"rounds": [1.0, 1.5]}}
     peer = {"rounds": [6.0, 4.0], "bytes_up": 1_000_000, "peak_mb": 800.0}
-    found = {"real": True, "cohort": 2, "date": "today", "kinds": {"head": {
-        "fedgraft": ours | {"bytes_up": 200_000}, "plain loop": peer}}}  # fmt: skip
+    row = {"fedgraft": ours | {"bytes_up": 200_000}, "plain loop": peer}
+    slower = row | {"plain loop": peer | {"rounds": [8.0]}}
+    found = {"real": True, "cohort": 2, "date": "today", "kinds": {"head": [row, row, slower]}}
     (tmp_path / "job.json").write_text(json.dumps(found))
-    made = bench_job.costs(found, "head")
+    made = bench_job.costs(row, 2)
+    asked = {what: (round(number, 3), good) for _, what, _, number, good in bench_job.bars(tmp_path / "job.json")}
+    assert asked["head, seconds to 60 %, times less than the best peer"] == (5.143, True)  # 180 x 20 s against 700 s
+    assert asked["bytes up to 60 %, times fewer than the leanest peer"] == (45.0, True)  # 1,800 MB against 40
     assert made["fedgraft"]["start"] == pytest.approx(500.0) and made["fedgraft"]["round"] == 5.0
     assert made["plain loop"]["round"] == 20.0 and made["plain loop"]["bytes"] == 10_000_000
     text = page.page(tmp_path, [])
-    assert "| head | fedgraft | 500 | 5.00 | 1.0 | 700 | - | 40 | 900 |" in text  # 40 rounds of 5 s
-    assert "| head | plain loop | 0 | 20.00 | 4.0 | 3,600 | - | 1,800 | 800 |" in text  # 180 of 20 s
+    assert (
+        "| head | fedgraft | 500 | 5.00 (5.00-5.00) | 1.00 (1.00-1.00) | 700 | - | 40 | 900 |" in text
+    )  # 40 rounds of 5 s
+    assert (
+        "| head | plain loop | 0 | 20.0 (20.0-40.0) | 4.00 (4.00-8.00) | 3,600 | - | 1,800 | 800 |" in text
+    )  # 180 of 20 s
 
 
 def test_page_has_the_bars_of_extraction_and_bytes(tmp_path: Path) -> None:
