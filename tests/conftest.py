@@ -26,6 +26,14 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ.pop("FEDGRAFT_CACHE") if before is None else os.environ.update(FEDGRAFT_CACHE=before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_core() -> Iterator[None]:
+    """Tests run side by side already: a run that may take every core takes one, and forks only if it is told to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: {0})
+        yield
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """The folder of real data beside the project; tests that need it skip where it is not."""

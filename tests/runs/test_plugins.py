@@ -146,7 +146,7 @@ def test_an_algorithm(installed: Callable[..., None], tmp_path: Path) -> None:
 
 def test_the_page_names_the_module_and_the_group() -> None:
     told = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0])
-    assert told["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"} and "`halfway.py`" in PAGE.read_text()
+    assert told["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"} and "halfway.py:\n" in PAGE.read_text()
 
 
 def test_a_broken_plug_in_is_named(installed: Callable[..., None], tmp_path: Path) -> None:
