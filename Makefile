@@ -11,7 +11,7 @@ OVERRIDES ?= $(if $(DATA),'$(DATA)' $(QUICK),demo) $(if $(MODEL),model.name='$(M
 # More words for pip, for example where to find the CPU build of torch (see the README).
 PIP_ARGS ?=
 
-.PHONY: docs dist run test test-deploy check lint mutants bench reliability reproduce test-reproduction setup clean
+.PHONY: docs dist run test test-only test-deploy check check-only lint mutants bench reliability reproduce test-reproduction setup clean
 
 setup: $(STAMP)
 
@@ -47,10 +47,14 @@ lint: $(STAMP)
 WORKERS := $(shell expr `getconf _NPROCESSORS_ONLN` + 1)
 TESTS := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 5 --dist worksteal
 
-check: lint
+# Types take one core for most of a minute where nothing is kept of the last time: beside the tests, not before them.
+check test: $(STAMP)
+	@$(MAKE) --no-print-directory -j2 lint $@-only
+
+check-only: $(STAMP)
 	$(TESTS) tests/unit tests/laws -m "not slow and not deploy"
 
-test: lint
+test-only: $(STAMP)
 	$(TESTS) -m "not deploy"
 
 # More of real servers and nodes than the gate's few cases: every algorithm, faults, Ray; and the long checks of reliability.

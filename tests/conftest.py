@@ -26,6 +26,18 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ.pop("FEDGRAFT_CACHE") if before is None else os.environ.update(FEDGRAFT_CACHE=before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_core_and_no_disk() -> Iterator[None]:
+    """Tests run side by side already: a run that may take every core takes one, and forks only if it is told to.
+
+    Nor does it wait for the disk: tests kill processes, not machines, and those that look at flushing set their own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: {0})
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """The folder of real data beside the project; tests that need it skip where it is not."""

@@ -38,6 +38,7 @@ OVERRIDES = [
     "trainable.sparse.rounds=2", "personal.evaluate=always", "personal.finetune_epochs=1",
     "workers=1",  # in this process, whose network can be looked at afterwards
 ]  # fmt: skip
+WITHOUT_PERSONAL = ["personal.evaluate=never"]
 OPTIMIZERS = {
     "sgdm": ["local.optimizer=sgdm"],
     "nesterov": ["local.nesterov=true"],
@@ -170,8 +171,11 @@ def test_other_masks_keep_the_law(kind: str, head_too: bool, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    [["trainable.freeze_blocks=1"], ["local.clip=0.1"], ["algorithm.name=fedadam"], ["trainable.head_too=true"]],
-)
+    [
+        ["trainable.freeze_blocks=1"], ["local.clip=0.1"], ["algorithm.name=fedadam"], ["trainable.head_too=true"],
+        WITHOUT_PERSONAL,  # bugs are planted below into this one
+    ],
+)  # fmt: skip
 def test_options_keep_the_law(overrides: list[str], tmp_path: Path) -> None:
     assert faults(carry_out(tmp_path, *overrides)) == []
 
@@ -321,10 +325,8 @@ BUGS: dict[str, tuple[Plant, str]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, sign = BUGS[bug]
-    overrides = ["personal.evaluate=never"]
-    assert faults(carry_out(tmp_path / "clean", *overrides)) == []
     plant(monkeypatch)
-    assert any(fault.startswith(sign) for fault in faults(carry_out(tmp_path / "broken", *overrides)))
+    assert any(fault.startswith(sign) for fault in faults(carry_out(tmp_path, *WITHOUT_PERSONAL)))
 
 
 def test_pruning_is_found_by_the_first_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.reliability.__main__ import CHECKS  # noqa: E402
 from benchmarks.reliability.outcome import Outcome, keep, kept, page, share  # noqa: E402
 
-SCALES = {"dropouts": 0.01, "view": 0.02, "hostile": 0.01, "thousand": 0.06, "malformed": 0.001}
+SCALES = {"view": 0.02, "hostile": 0.01, "thousand": 0.06, "malformed": 0.001}
 SLOW = {"damaged": 0.02, "cost": 0.1, "accounts": 0.004, "noise": 0.02}
 LONG = {
     "kills": 0.02, "sizes": 0.25, "liar": 0.1, "soak": 0.02, "orders": 0.02, "membership": 0.1, "epsilon": 1.0,
-    "uneven": 0.1, "stages": 0.05,
+    "uneven": 0.1, "stages": 0.05, "dropouts": 0.01,
 }  # fmt: skip
 """Half a minute and more each even so; what they check in depth has tests of its own at the gate."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.tiny import OVERRIDES, same_bits, tensors_of, tiny, without_pictures
+from tests.support.tiny import CNN, OVERRIDES, same_bits, tensors_of, tiny, without_pictures
 from torch import Tensor
 
 from fedgraft import registry
@@ -146,7 +146,7 @@ def test_an_algorithm(installed: Callable[..., None], tmp_path: Path) -> None:
 
 def test_the_page_names_the_module_and_the_group() -> None:
     told = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0])
-    assert told["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"} and "`halfway.py`" in PAGE.read_text()
+    assert told["project"]["entry-points"]["fedgraft"] == {"halfway": "halfway"} and "halfway.py:\n" in PAGE.read_text()
 
 
 def test_a_broken_plug_in_is_named(installed: Callable[..., None], tmp_path: Path) -> None:
@@ -210,14 +210,14 @@ def test_a_data_source(installed: Callable[..., None], tmp_path: Path) -> None:
 def test_all_of_them_on_the_command_line(installed: Callable[..., None], tmp_path: Path) -> None:
     """Three commands in a new process, which knows of the plug-ins only by their metadata."""
     installed("algorithm", "loss", "trainable", "strategy", "aggregation", "source")
-    slots = ["rounds.total=1", "loss.name=focal", "algorithm.robust=middle"]
+    slots = [CNN, "rounds.total=1", "loss.name=focal", "algorithm.robust=middle"]
     masks = [
         "trainable.kind=sparse",
         "trainable.sparse.strategy=first",
         "algorithm.name=halfway",
         "algorithm.share=0.3",
     ]
-    squares = ["rounds.total=1", "data.source=squares", "data.size=160"]
+    squares = [CNN, "rounds.total=1", "data.source=squares", "data.size=160"]
     commands = {"biases": [*slots, "trainable.kind=biases"], "masks": [*slots, *masks], "squares": squares}
     words = [[*OVERRIDES, *words, "-q", "-o", str(tmp_path / f"{name}-command")] for name, words in commands.items()]
     script = (

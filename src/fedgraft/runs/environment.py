@@ -69,6 +69,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+@cache  # what is loaded stays as it was when it was loaded
 def revision(folder: Path | None = None) -> str | None:
     """The git revision of the source, with `+changes` when files differ from it; None outside a checkout."""
     folder = folder or Path(fedgraft.__file__).parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +17,7 @@ from fedgraft.randomness import numpy_stream
 
 def digits() -> Dataset:
     """Scikit-learn's 1,797 real handwritten digits (8x8, 17 grey levels); one fixed stratified cut is the test set."""
-    found = find_spec("sklearn")  # its file is read and the package left alone: importing it takes seconds
-    assert found is not None and found.origin is not None
-    table = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    table = _digits()
     grey = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     labels = table[:, -1].astype(np.int64)
     names = tuple(str(digit) for digit in range(10))
@@ -27,6 +26,13 @@ def digits() -> Dataset:
         for rows in stratified_split(labels, 0.2, seed=0)
     )
     return Dataset("digits", train, test)
+
+
+@cache  # reading the text takes a fifth of a small run
+def _digits() -> np.ndarray:
+    found = find_spec("sklearn")  # its file is read and the package left alone: importing it takes seconds
+    assert found is not None and found.origin is not None
+    return np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
 def synthetic(classes: int = 10, train: int = 5000, test: int = 1000, image_size: int = 32, seed: int = 0) -> Dataset:
