@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.speak import load, say
 
 if TYPE_CHECKING:
     from fedgraft.runs.site_faults import Finding
@@ -19,6 +20,7 @@ def preflight(
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the picture")] = Path("preflight"),
 ) -> None:
     """Look at every site's data before anybody trains; exit code 1: something must be settled first."""
+    load()
     from fedgraft.runs.preflight import preflight as look
 
     show_preflight(out, *look(config_of(overrides)))
@@ -29,7 +31,7 @@ def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], found: Sequenc
     from fedgraft.runs.preflight import write
 
     for one in found:
-        typer.echo(str(one))
+        say(str(one), " " * 6)
     page, stops = write(out, sites, found), sum(one.stops for one in found)
     images = sum(f["images"] for f in sites)
     typer.echo(f"{len(sites)} sites, {images:,} images: {stops} faults stop the run, {len(found) - stops} to look at")
