@@ -50,13 +50,14 @@ def unlearn(
     """Forget a client exactly: replay the run without it, to the bytes of a run that never had it."""
     import rich
 
+    load()
     from fedgraft.report import display
     from fedgraft.runs import unlearn as forgetting
 
     plan = forgetting.plan(run, client, to, fast)
     again = "none is done again, which is APPROXIMATE" if fast else f"{plan.rounds - plan.start} rounds are done again"
-    typer.echo(f"client {plan.client} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: {again}")
-    typer.echo(f"note: {forgetting.CANNOT}")
+    say(f"client {plan.named} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: {again}")
+    say(f"note: {forgetting.CANNOT}")
     if dry_run:
         return
     console = rich.get_console()
@@ -65,7 +66,7 @@ def unlearn(
     display.results(console, plan.config.name, summary)
     display.path_line(console, plan.folder)
     if fast and (far := summary["unlearned"]["distance"]) is None:
-        typer.echo("approximate; how far from exact is not known: run it without --fast first, then this again")
+        say("approximate; how far from exact is not known: run it without --fast first, then this again")
     elif fast:
         before = summary["unlearned"]["of_the_run"]
         typer.echo(f"approximate: {far:.4g} from the exact model, and the run itself is {before:.4g} from it")
@@ -85,6 +86,7 @@ def worth(
     """Who gains: per site the federated model against training alone and on pooled data; runs what is missing."""
     import rich
 
+    load()
     from fedgraft.config.load import from_folder
     from fedgraft.errors import FedgraftError
     from fedgraft.report import display
@@ -96,11 +98,11 @@ def worth(
     chosen = from_folder(run).select
     named = metric or ["balanced_accuracy" if chosen == "accuracy" else chosen]
     with display.LiveProgress(rich.get_console()) as live:
-        places = gains.make_missing(run, {n: Path(f) for n, f in given.items()}, lambda: live, typer.echo)
+        places = gains.make_missing(run, {n: Path(f) for n, f in given.items()}, lambda: live, live.say)
     found = gains.compare(places, named)
     page = gains.write(out or run / "worth", found, run.name)
     for one, sites in found.items():
-        typer.echo(gains.summary_line(sites, one))
+        say(gains.summary_line(sites, one))
         for site in sites:
-            typer.echo(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
+            say(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
     typer.echo(f"written: {page}")

@@ -180,7 +180,6 @@ def partition(
     """Show how the data is divided among clients: statistics, and who holds which class."""
     import rich
 
-    load()
     from fedgraft.report.partition_view import show_partition
 
     show_partition(config_of(overrides), out, rich.get_console())

@@ -80,8 +80,8 @@ def evaluate(
         typer.echo(json.dumps(_plain(found), indent=2))
         return
     near = f"  top-5 {100 * found.top5:.2f} %" if len(found.classes) > display.FEW else ""
-    images = "1 image" if found.count == 1 else f"{found.count} images"
-    typer.echo(f"accuracy {100 * found.accuracy:.2f} %{near}  loss {found.loss:.4f}  ({images})")
+    accuracy = f"accuracy {found.metrics['accuracy']}" if found.metrics.get("accuracy") else "no accuracy"
+    typer.echo(f"{accuracy}{near}  loss {found.loss:.4f}")
     display.class_table(rich.get_console(), found.classes, found.metrics)
     for place, reason in found.skipped:
         typer.echo(f"left out: {place}: {reason}")
