@@ -34,7 +34,8 @@ def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], found: Sequenc
         say(str(one), " " * 6)
     page, stops = write(out, sites, found), sum(one.stops for one in found)
     images = sum(f["images"] for f in sites)
-    typer.echo(f"{len(sites)} sites, {images:,} images: {stops} faults stop the run, {len(found) - stops} to look at")
+    settle = f"{stops} fault{'s' * (stops != 1)} to settle before a run"
+    typer.echo(f"{len(sites)} sites, {images:,} images: {settle}, {len(found) - stops} to look at")
     typer.echo(f"written: {page}")
     if stops:
         raise typer.Exit(1)
