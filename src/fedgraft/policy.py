@@ -239,8 +239,6 @@ def in_words(policy: Policy) -> list[str]:
     for name, says in _SAYS.items():
         value = getattr(policy, name)
         if name != "ranges" and value not in (None, "", (), False):
-            said.append(
-                f"{name}: {says}"
-                + ("" if value is True else f": {', '.join(value) if isinstance(value, tuple) else value}")
-            )
-    return said + [f"{name}: {low:g} to {high:g}" for name, (low, high) in policy.ranges.items()]
+            told = "yes" if value is True else ", ".join(value) if isinstance(value, tuple) else value
+            said.append(f"{name} = {told} ({says})")
+    return said + [f"{name} = {low:g} to {high:g}" for name, (low, high) in policy.ranges.items()]

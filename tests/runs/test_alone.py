@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.support.tiny import Open, tiny, without_pictures
+from torch import Tensor
 
+from fedgraft import client_train
+from fedgraft.algorithm import Algorithm
+from fedgraft.context import ClientContext
+from fedgraft.edit.space import Bound
+from fedgraft.local.train import Trained
+from fedgraft.messages import Order
+from fedgraft.runs.centralized import run_centralized
 from fedgraft.runs.head_init import features_of, own_starts
 from fedgraft.runs.run import run
 
@@ -35,12 +44,32 @@ def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_
 
 @pytest.mark.parametrize(
     "overrides",
-    [("algorithm.name=fedavg",), ("model.head=random",), ("trainable.kind=body",)],
-    ids=["shared", "random head", "head frozen"],
+    [("algorithm.name=fedavg",), ("model.head=random",), ("trainable.kind=body",), ("algorithm.name=central",)],
+    ids=["shared", "random head", "head frozen", "all in one place"],
 )
 def test_where_clients_share_or_have_no_head_of_sums_they_start_together(overrides: tuple[str, ...]) -> None:
     made = Open(tiny(*ALONE, *overrides))
     assert own_starts(made.job, made.engines, made.space, made.start) == {}
+
+
+def test_all_in_one_place_every_epoch_goes_on_from_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start of its own once held centralised training at its first vector: each epoch began there again."""
+    begun, ended, fit = list[Tensor](), list[Tensor](), client_train._fit
+
+    def watched(order: Order, algorithm: Algorithm, context: ClientContext, bound: Bound, *rest: Any) -> Trained:
+        begun.append(bound.values.detach().clone())
+        result = fit(order, algorithm, context, bound, *rest)
+        ended.append(bound.values.detach().clone())
+        return result
+
+    monkeypatch.setattr(client_train, "_fit", watched)
+    with without_pictures():
+        run_centralized(tiny("centralized.kind=probe", "centralized.epochs=3"), tmp_path / "run", console=False)
+    assert len(begun) == 3
+    for before, after in zip(ended, begun[1:], strict=False):
+        torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

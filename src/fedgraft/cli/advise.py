@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fedgraft.cli.speak import load
 from fedgraft.cli.sweep import resumable, show
 
 
@@ -22,6 +23,7 @@ def advise(
     folder: Annotated[Path, typer.Option("--folder", help="where the trials live")] = Path("sweeps/advise"),
 ) -> None:
     """Try the head, low rank, a sparse edit and the last blocks briefly; recommend one that fits the budget."""
+    load()
     from fedgraft.config.from_data import config_for
     from fedgraft.config.load import parse_overrides
     from fedgraft.runs.advise import advise as look

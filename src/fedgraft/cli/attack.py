@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.speak import load
 from fedgraft.cli.sweep import Seeds, resumable, seeds_of
 
 _ATTACKS = "sign_flip, scaling, gaussian, ipm, alie, mimic, zero, nan, label_flip, backdoor, backdoor_boosted"
@@ -36,6 +37,7 @@ def attack(
     Every cell is a run of rounds.total rounds; started again, the table goes on where it stood. Bulyan needs 4f+3
     replies a round: with 20 % attackers, at least 15.
     """
+    load()
     from fedgraft.runs.attack import AttackPlan, attack_table, write
 
     config = config_of(overrides)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.speak import load, say
 
 if TYPE_CHECKING:
     from fedgraft.runs.site_faults import Finding
@@ -19,6 +20,7 @@ def preflight(
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the picture")] = Path("preflight"),
 ) -> None:
     """Look at every site's data before anybody trains; exit code 1: something must be settled first."""
+    load()
     from fedgraft.runs.preflight import preflight as look
 
     show_preflight(out, *look(config_of(overrides)))
@@ -29,10 +31,11 @@ def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], found: Sequenc
     from fedgraft.runs.preflight import write
 
     for one in found:
-        typer.echo(str(one))
+        say(str(one), " " * 6)
     page, stops = write(out, sites, found), sum(one.stops for one in found)
     images = sum(f["images"] for f in sites)
-    typer.echo(f"{len(sites)} sites, {images:,} images: {stops} faults stop the run, {len(found) - stops} to look at")
+    settle = f"{stops} fault{'s' * (stops != 1)} to settle before a run"
+    typer.echo(f"{len(sites)} sites, {images:,} images: {settle}, {len(found) - stops} to look at")
     typer.echo(f"written: {page}")
     if stops:
         raise typer.Exit(1)
@@ -48,13 +51,14 @@ def unlearn(
     """Forget a client exactly: replay the run without it, to the bytes of a run that never had it."""
     import rich
 
+    load()
     from fedgraft.report import display
     from fedgraft.runs import unlearn as forgetting
 
     plan = forgetting.plan(run, client, to, fast)
     again = "none is done again, which is APPROXIMATE" if fast else f"{plan.rounds - plan.start} rounds are done again"
-    typer.echo(f"client {plan.client} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: {again}")
-    typer.echo(f"note: {forgetting.CANNOT}")
+    say(f"client {plan.named} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: {again}")
+    say(f"note: {forgetting.CANNOT}")
     if dry_run:
         return
     console = rich.get_console()
@@ -63,7 +67,7 @@ def unlearn(
     display.results(console, plan.config.name, summary)
     display.path_line(console, plan.folder)
     if fast and (far := summary["unlearned"]["distance"]) is None:
-        typer.echo("approximate; how far from exact is not known: run it without --fast first, then this again")
+        say("approximate; how far from exact is not known: run it without --fast first, then this again")
     elif fast:
         before = summary["unlearned"]["of_the_run"]
         typer.echo(f"approximate: {far:.4g} from the exact model, and the run itself is {before:.4g} from it")
@@ -83,6 +87,7 @@ def worth(
     """Who gains: per site the federated model against training alone and on pooled data; runs what is missing."""
     import rich
 
+    load()
     from fedgraft.config.load import from_folder
     from fedgraft.errors import FedgraftError
     from fedgraft.report import display
@@ -94,11 +99,11 @@ def worth(
     chosen = from_folder(run).select
     named = metric or ["balanced_accuracy" if chosen == "accuracy" else chosen]
     with display.LiveProgress(rich.get_console()) as live:
-        places = gains.make_missing(run, {n: Path(f) for n, f in given.items()}, lambda: live, typer.echo)
+        places = gains.make_missing(run, {n: Path(f) for n, f in given.items()}, lambda: live, live.say)
     found = gains.compare(places, named)
     page = gains.write(out or run / "worth", found, run.name)
     for one, sites in found.items():
-        typer.echo(gains.summary_line(sites, one))
+        say(gains.summary_line(sites, one))
         for site in sites:
-            typer.echo(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
+            say(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
     typer.echo(f"written: {page}")

@@ -10,6 +10,7 @@ import typer
 
 from fedgraft.cli.consortium import show_preflight
 from fedgraft.cli.deploy_coordinator import Fed
+from fedgraft.progress import phase
 
 Wait = Annotated[float, typer.Option("--wait", help="seconds to wait for absent nodes", min=0)]
 
@@ -35,7 +36,8 @@ def preflight(
         settled = validate(merge(found.config.table, {"data": {"class_map": str(class_map)}}))
         write_text(found.path / "config.toml", to_toml(settled))
         typer.echo(f"the class map is part of {fed}/config.toml now; its digest, for policies, is {settled.digest}")
-    ask(found, found.path / "preflight", wait, task=asking.ACTION)
+    with phase("the nodes look at their images"):
+        ask(found, found.path / "preflight", wait, task=asking.ACTION)
     told = json.loads((found.path / "preflight" / "told.json").read_text())
     asking.check_told(told)
     sites, shared = asking.named(told, found.names)
@@ -67,7 +69,8 @@ def evaluate(
     asked = asking.question(found.config, model, found.path / "evaluations" / model.resolve().name)
     typer.echo(f"asked under the config {asked.config.digest}, to which a policy must agree, with the action evaluate")
     settings = {"config": to_toml(asked.config), "model": str(model.absolute()), "metrics": metrics}
-    ask(found, asked.folder, wait, task="evaluate", **settings)
+    with phase("the nodes measure the model"):
+        ask(found, asked.folder, wait, task="evaluate", **settings)
     told = json.loads((asked.folder / "evaluation.json").read_text())
     for k, why in told["refused"].items():
         typer.echo(f"{found.names[int(k)]} did not tell: {why}", err=True)

@@ -9,6 +9,7 @@ import typer
 
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.errors import FedgraftError
+from fedgraft.progress import phase
 
 if TYPE_CHECKING:
     from fedgraft.deploy.control import Node
@@ -75,7 +76,8 @@ def server(
     from fedgraft.deploy.server import start_server
 
     found = open_federation(fed)
-    begun = start_server(found, port, bind)
+    with phase("starting the server"):
+        begun = start_server(found, port, bind)
     typer.echo(f"the server runs at {found.host}:{begun.port} (TLS, registered keys only; log: {found.log})")
     if missing := [name for name in found.names if name not in found.registered()]:
         typer.echo(
@@ -126,9 +128,11 @@ def submit(
 
     found = open_federation(fed)
     path = federation_server.run_folder(found, folder, resume)
-    with federation_server.control_of(found) as control:
-        _name_missing(found, control.nodes())
-    run = federation_server.submit(found, path, server_data, wait)
+    with phase("asking the server who is there"), federation_server.control_of(found) as control:
+        nodes = control.nodes()
+    _name_missing(found, nodes)
+    with phase("starting the run"):
+        run = federation_server.submit(found, path, server_data, wait)
     typer.echo(f"run {run} started; it writes to {path}")
     typer.echo(f"how it stands: fedgraft deploy status {fed}   live: fedgraft watch {path}")
 
@@ -152,7 +156,7 @@ def status(fed: Fed) -> None:
         _offline_runs(found)
         return
     typer.echo(f"server: {found.host}:{running.port}, process {running.pid}")
-    with control_of(found) as control:
+    with phase("asking the server"), control_of(found) as control:
         nodes, runs = {node.name: node for node in control.nodes()}, control.runs()
     for number, name in enumerate(found.names):
         how = "no key registered" if name not in nodes else "connected" if nodes[name].online else "not connected"

@@ -9,6 +9,7 @@ import typer
 
 from fedgraft.cli.deploy_coordinator import Fed
 from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.speak import load, say
 from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def policy(
     ] = None,
 ) -> None:
     """Node: a safe policy for a config (or a federation's folder), in plain words; or what of it breaks yours."""
+    load()
     from fedgraft.config.agreement import broken_rules, safe_for
     from fedgraft.config.build import build_algorithm
     from fedgraft.policy import in_words, parse, to_toml
@@ -49,7 +51,7 @@ def policy(
     made = safe_for(config, algorithm, allow or ())
     typer.echo("a node with this policy carries out an order only if it keeps all of these rules:")
     for sentence in in_words(made):
-        typer.echo(f"  {sentence}")
+        say(f"  {sentence}", "    ")
     if not made.secure:
         typer.echo("this config has no secure aggregation: the coordinator sees this node's updates one by one")
     if made.epsilon is None:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from fedgraft.cli.speak import load
 from fedgraft.errors import FedgraftError
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ def save(
     last: Annotated[bool, typer.Option("--last", help="of the last round, not the best on validation")] = False,
 ) -> None:
     """Save what a run did to its base as an edit file."""
+    load()
     from fedgraft.edit import edit_file as task_file
     from fedgraft.runs.edit_files import edit_of_run
 
@@ -58,6 +60,7 @@ def apply(
     seed: Annotated[int, typer.Option("--seed", help="seed of a drawn network or head")] = 0,
 ) -> None:
     """Write base + scale * edit as a `transformers` folder; a base the edit does not fit is refused."""
+    load()
     from fedgraft.edit import edit_file as task_file
     from fedgraft.runs.edit_files import Base, apply_to_folder
 
@@ -77,6 +80,7 @@ def add(
     seed: Annotated[int, typer.Option("--seed", help="of what dare drops and fisher looks at")] = 0,
 ) -> None:
     """Add or merge edits of one base, each at its own strength."""
+    load()
     from fedgraft.runs.edit_files import How, add_files
 
     rule = How(how, share, tuple(runs or ()), seed=seed)
@@ -87,6 +91,7 @@ def add(
 @app.command()
 def negate(file: File, to: To, half: Half = False) -> None:
     """Turn an edit around: applied, it takes the task out."""
+    load()
     from fedgraft.edit import edit_file as task_file
 
     task_file.save(task_file.load(file).negate(), to, half)
@@ -96,6 +101,7 @@ def negate(file: File, to: To, half: Half = False) -> None:
 @app.command()
 def inspect(file: File) -> None:
     """Show what is in an edit: how many coordinates, how dense, how far, in all and by block."""
+    load()
     from fedgraft.edit import edit_file as task_file
 
     typer.echo(str(task_file.inspect(task_file.load(file))))
@@ -109,6 +115,7 @@ def sweep(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="a figure of it (png, svg, pdf)")] = None,
 ) -> None:
     """Accuracy on a run's validation images by strength of an edit, with the head that run began with."""
+    load()
     from fedgraft.edit import edit_file as task_file
     from fedgraft.runs.edit_files import sweep_on_run
 
@@ -129,6 +136,7 @@ def figures(
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the figures")] = Path("figures"),
 ) -> None:
     """Draw what moved: density by layer and kind, overlap of masks, accuracy by round and by traffic."""
+    load()
     from fedgraft.report.mask_figures import figures_of_runs
 
     for path in figures_of_runs(runs, out):

@@ -77,6 +77,14 @@ EXAMPLES: Mapping[str, str] = {
 }
 
 
+MEANT: Mapping[str, str] = {
+    "report": "every run leaves report.html in its folder, and `fedgraft show RUN` prints its numbers.",
+    "train": "did you mean 'run'?", "test": "did you mean 'evaluate'?", "forget": "did you mean 'unlearn'?",
+    "help": "`fedgraft --help` lists all commands, `fedgraft run --help` explains one.",
+}  # fmt: skip
+"""What people type for something that has another name, or none."""
+
+
 class Command(TyperCommand):
     """A command whose help gives every argument its meaning."""
 
@@ -116,7 +124,8 @@ class Group(TyperGroup):
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
             hint = f"did you mean {near[0]!r}?" if near else f"`{ctx.command_path} --help` lists them."
-            ctx.fail(f"there is no command {args[0]!r}; {hint}")
+            meant = MEANT.get(args[0], hint) if ctx.parent is None else hint
+            ctx.fail(f"there is no command {args[0]!r}; {meant}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

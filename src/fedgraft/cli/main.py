@@ -5,7 +5,6 @@ Heavy imports happen inside commands, so that `fedgraft --help` is quick.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -26,8 +25,9 @@ from fedgraft.cli import runs as cli_runs
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli import verify as cli_verify
 from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.speak import load, say
 from fedgraft.errors import FedgraftError
-from fedgraft.progress import Phase, phase, shown_by
+from fedgraft.progress import Phase, shown_by
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
@@ -95,10 +95,11 @@ def run(
     """Run a federation: clients train, only updates travel, one model (or one each) comes out."""
     config = config_of(overrides)
     if dry_run:
+        load()
         from fedgraft.runs.plan import plan
 
         for line in plan(config):
-            typer.echo(line)
+            say(line)
         return
     _carry_out(config, _folder(config, folder, fresh), quiet)
 
@@ -135,23 +136,13 @@ def resume(
     _carry_out(config, run, quiet)
 
 
-def _import_the_library() -> None:
-    """Import what every run needs. What imports make stays, and looking for garbage in it takes a fifth of the time."""
-    gc.disable()
-    import fedgraft.runs.run  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
-
-
 def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
     """Run with a live display, then the final table; Ctrl-C has saved the state by the time it gets here."""
     import rich
 
     console = rich.get_console()
     console.quiet = quiet
-    with phase("loading the library"):
-        _import_the_library()
+    load()
     from fedgraft.report import display
     from fedgraft.runs.run_folder import RunFolder
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from fedgraft.cli.speak import load, say
 from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def predict(
     """
     from dataclasses import asdict
 
+    load()
     from fedgraft.runs.predict import files_of, predictor
 
     files = files_of(images)
@@ -69,6 +71,7 @@ def evaluate(
     """Measure an adapted model: a run on its test images, or any model on images of your own, class by class."""
     import rich
 
+    load()
     from fedgraft.report import display
     from fedgraft.runs.predict import evaluate_run
 
@@ -77,8 +80,8 @@ def evaluate(
         typer.echo(json.dumps(_plain(found), indent=2))
         return
     near = f"  top-5 {100 * found.top5:.2f} %" if len(found.classes) > display.FEW else ""
-    images = "1 image" if found.count == 1 else f"{found.count} images"
-    typer.echo(f"accuracy {100 * found.accuracy:.2f} %{near}  loss {found.loss:.4f}  ({images})")
+    accuracy = f"accuracy {found.metrics['accuracy']}" if found.metrics.get("accuracy") else "no accuracy"
+    typer.echo(f"{accuracy}{near}  loss {found.loss:.4f}")
     display.class_table(rich.get_console(), found.classes, found.metrics)
     for place, reason in found.skipped:
         typer.echo(f"left out: {place}: {reason}")
@@ -101,12 +104,14 @@ def export(
     ] = "merged",
 ) -> None:
     """Write what was trained to a new folder, with a model card; merged is what transformers' from_pretrained loads."""
+    load()
     from fedgraft.runs.deliver import export_run
 
     export_run(run, to, kind)
-    load = {
+    hint = {
         "merged": "load it with transformers.AutoModelForImageClassification.from_pretrained",
         "adapter": "load it with peft.PeftModel.from_pretrained on its base; README.md shows how",
         "edit": "put it on its base with: fedgraft edit apply",
     }[kind]
-    typer.echo(f"written: {to}  ({load})")
+    typer.echo(f"written: {to}")
+    say(hint)

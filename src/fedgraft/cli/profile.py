@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedgraft.cli.speak import load
+
 
 def profile(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
     """Show where a run's seconds, bytes and megabytes went, by phase and layer, and how far from the machine's peak.
@@ -16,6 +18,7 @@ def profile(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None
     import rich
     from rich.table import Table
 
+    load()
     from fedgraft.runs.profile import profile_run, table
 
     found, console = profile_run(run), rich.get_console()

@@ -31,7 +31,7 @@ def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path(
 
 
 def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: Json = False) -> None:
-    """Show one run: its config, status and results."""
+    """Show one run: its status, what its config changes, and its results."""
     import rich
 
     from fedgraft.report import display
@@ -46,12 +46,16 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: J
         typer.echo(json.dumps({**told, "rounds": lines, "config": from_folder(run).table}, indent=2))
         return
     console.print(f"{run}: {folder.status} {folder.reason}", highlight=False, markup=False, soft_wrap=True)
+    from fedgraft.config.load import changes, from_folder
+
+    for line in [*changes(from_folder(run)), f"(the rest is default: {run / 'config.toml'})"]:
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if summary:
         display.results(console, run.name, summary)
+        display.path_line(console, run)
     elif lines:
         done = f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}"
         console.print(done, highlight=False, markup=False, soft_wrap=True)
-    console.print(folder.config_text, highlight=False, markup=False, soft_wrap=True)
 
 
 def compare(

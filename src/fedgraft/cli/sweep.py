@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.cli.speak import load
 from fedgraft.errors import FedgraftError
 
 Seeds = Annotated[str | None, typer.Option("--seeds", help="each setting is run with each, as 0,1,2")]
@@ -71,6 +72,7 @@ def sweep(
     folder: Annotated[Path | None, typer.Option("--folder", "-o", help="default: sweeps/NAME")] = None,
 ) -> None:
     """Try many settings and choose by validation; started again, it goes on where it stood."""
+    load()
     from fedgraft.runs.search import Plan, Search
     from fedgraft.runs.search_space import parse_axis
     from fedgraft.runs.search_tables import best, rows
@@ -99,6 +101,7 @@ def find_lr(
     folder: Annotated[Path | None, typer.Option("--folder", "-o", help="default: sweeps/NAME-lr")] = None,
 ) -> None:
     """Find a learning rate: short runs judged on validation images; a best rate at the edge is tried against others."""
+    load()
     from fedgraft.cli.edit import numbers
     from fedgraft.runs.lr_finder import find_rate, rate_plan
 

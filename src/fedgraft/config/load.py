@@ -6,6 +6,7 @@ Config stops at the door: `build.py` turns it into the parts that work.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,6 +130,19 @@ def to_toml(config: Config) -> str:
     import tomli_w
 
     return tomli_w.dumps(config.table)
+
+
+def changes(config: Config) -> list[str]:
+    """Where a config differs from the defaults, as `key = value`."""
+    usual = _flat(load().table)
+    return [f"{key} = {json.dumps(value)}" for key, value in _flat(config.table).items() if usual.get(key) != value]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def from_folder(folder: Path) -> Config:

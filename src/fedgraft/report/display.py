@@ -20,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Column, Table
+from rich.text import Text
 
 from fedgraft.progress import Phase
 from fedgraft.report.values import NONE, accuracy, cell, clock, label, metric, percent, size
@@ -44,9 +45,9 @@ class LiveProgress:
     def __init__(self, console: Console) -> None:
         self.console = console
         columns = (
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("[bold]{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
-            TextColumn("left"), TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
+            TextColumn("·"), TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)), TextColumn("left"),
         )  # fmt: skip
         self.live = console.is_terminal and not console.is_jupyter
         self.bar = Progress(*columns, console=console, transient=False, auto_refresh=False)
@@ -72,7 +73,10 @@ class LiveProgress:
         """Begin; `done` rounds were finished before."""
         self.console.print(text, highlight=False, markup=False)
         self.total, self.done, self.shown = total, done, done
+        self.numbers = {}
         if self.live:
+            if self.rounds is not None:  # one run after another: each has the line for itself
+                self.bar.remove_task(self.rounds)
             self.rounds = self.bar.add_task("round", total=total, completed=done, numbers="")
 
     def update(self, line: Mapping[str, Any]) -> None:
@@ -85,15 +89,15 @@ class LiveProgress:
 
     def look(self, phases: Sequence[Phase]) -> None:
         """Draw the rounds, and what lasts."""
-        (self._draw if self.live else self._say)(phases)
         self._round()
+        (self._draw if self.live else self._say)(phases)
 
     def _round(self, ended: bool = False) -> None:
         if self.live and self.rounds is not None:
             self.bar.update(self.rounds, completed=self.done, numbers="  ".join(self.numbers.values()))
         elif self.done != self.shown and (ended or time.monotonic() - self.spoke >= self.every):
             numbers = "".join(f", {number}" for number in self.numbers.values())
-            self._line(f"round {self.done} of {self.total}{numbers}")
+            self.say(f"round {self.done} of {self.total}{numbers}")
             self.shown = self.done
 
     def _draw(self, phases: Sequence[Phase]) -> None:
@@ -116,9 +120,10 @@ class LiveProgress:
         lasting = [one for one in phases if one.seconds >= self.says]
         if lasting and lasting[-1].seconds - self.said.get(lasting[-1], -self.every) >= self.every:
             self.said |= {one: one.seconds for one in lasting}
-            self._line("; ".join(map(str, lasting)))
+            self.say("; ".join(map(str, lasting)))
 
-    def _line(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """A line above the bars."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         self.spoke = time.monotonic()
 
@@ -159,7 +164,7 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
         rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
     rows["sent up / down"] = f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"
     before = summary.get("bytes_up_outside_rounds", 0) + summary.get("bytes_down_outside_rounds", 0)
-    rows |= {"of it outside the rounds": size(before)} if before else {}
+    rows |= {"outside the rounds": size(before)} if before else {}
     rows["time"] = clock(summary.get("seconds", 0))
     personal = summary.get("personal") or {}
     for prefix, model in (("", "own test images"), ("finetuned_", "after fine-tuning")):
@@ -189,17 +194,19 @@ def _clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None
 
 def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
     """The table of `fedgraft list`."""
-    table = Table("run", "status", "round", "best val", "test", "sent", "time", box=box.SIMPLE_HEAD, pad_edge=False)
+    heads = ("status", "round", "best val", "test", "sent", "time", "run")  # names may be long, so they come last
+    table = Table(*heads, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for info in infos:
         done = NONE if info.round is None else str(info.round)
         costs = size(info.bytes) if info.bytes else NONE, clock(info.seconds) if info.seconds else NONE
-        table.add_row(escape(info.name), info.status, done, percent(info.best), percent(info.test), *costs)
+        table.add_row(info.status, done, percent(info.best), percent(info.test), *costs, escape(info.name))
     print_table(console, table)
 
 
 def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, Any]) -> None:
     """Metrics of each class: how many images, how many are found (with an interval), F1 and AUROC."""
-    table = Table("class", "images", "found", "95 % interval", "F1", "AUROC", box=box.SIMPLE_HEAD, pad_edge=False)
+    heads = ("class", "images", "sensitivity", "95 % interval", "F1", "AUROC")
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in classes:
         found, f1, auroc = (metrics.get(f"{key}:{name}") for key in ("sensitivity", "f1", "auroc"))
         cells = [NONE, NONE]
@@ -230,4 +237,9 @@ def print_table(console: Console, table: Table) -> None:
         column.no_wrap = True
     wide = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     table.width = wide if wide > console.width else None
-    console.print(table, crop=False)
+    for segments in console.render_lines(table, console.options.update(max_width=max(wide, console.width)), pad=False):
+        line = Text.assemble(*((one.text, one.style or "") for one in segments))
+        line.rstrip()  # blanks beyond the edge would be lines of their own
+        if not line.plain.strip("─ "):
+            line.truncate(console.width)
+        console.print(line, crop=False, soft_wrap=True)

@@ -42,7 +42,7 @@ class Metric:
         digits, limits = 0 if scale == 100 else 2, "no interval"
         if self.low is not None and self.high is not None:
             digits = _digits(scale * (self.high - self.low), digits)
-            to = " to " if self.low < 0 else "-"
+            to = " to " if self.low < 0 or self.unit == "points" else "-"
             limits = f"{scale * self.low:z.{digits}f}{to}{scale * self.high:z.{digits}f}"
         behind = f"{self.n} image{'s' * (self.n != 1)}" if self.hits is None else f"{self.hits} of {self.n}"
         return f"{scale * self.value:z.{digits}f}{f' {self.unit}' if self.unit else ''} ({behind}; {limits})"

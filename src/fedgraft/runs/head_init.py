@@ -232,7 +232,8 @@ def own_starts(job: Job, engines: Engines, space: EditSpace, start: Start | None
     network, head = job.task.network, job.task.network.head
     trains = any(is_head(network, part.name) and part.index is None for part in space.parts)
     judge = None if start is None else start.judge
-    if judge is None or job.algorithm.aggregate.shares or job.task.data.blind or not trains:
+    alone = job.algorithm.aggregate.personal and not job.algorithm.aggregate.shares  # else models would never advance
+    if judge is None or not alone or job.task.data.blind or not trains:
         return {}
     common = torch.cat([head.weight, head.bias[:, None]], 1).detach().clone()
     found = {}

@@ -28,6 +28,7 @@ from fedgraft.config.options import Config
 from fedgraft.data.images.rule import FORMATS, Source, Unreadable, Window, decode, original
 from fedgraft.data.images.store import ImageStore, cache_dir
 from fedgraft.data.sources.assemble import Dataset
+from fedgraft.progress import counted
 from fedgraft.report import figures
 from fedgraft.runs.environment import PACKAGES, installed
 from fedgraft.runs.files import write_text
@@ -98,7 +99,7 @@ def shared_images(digests: Mapping[str, Sequence[bytes]]) -> dict[tuple[str, str
 
 def _looked_at(store: ImageStore, rows: Iterable[int], window: Window) -> Iterator[dict[str, Any]]:
     """Each image of these rows: its class, and its shape, depth and pixels' digest, or why it cannot be read."""
-    for row in rows:
+    for row in counted("looking at the images", rows, unit="images"):
         place = int(row) if store.rows is None else int(store.rows[row])
         label = store.classes[int(store.labels[row])]
         source = store.originals.read(place, place + 1)[0] if not isinstance(store.content, np.ndarray) else (

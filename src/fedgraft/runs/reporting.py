@@ -46,13 +46,15 @@ def report_run(record: RunFolder, job: Job) -> None:
 def describe(job: Job, opening: Opening) -> str:
     """One line for the log: what trains, who takes part, how it is carried out."""
     f, space, network, entry = opening.federation, opening.space, job.task.network, opening.context.examples.entry
-    mode = f"features kept at entry {entry} of {network.depth}" if entry else "from pixels"
+    below = "features" if entry == network.depth else f"blocks 1 to {entry} of {network.depth}"
+    mode = f"{below} computed once" if entry else "from pixels"
     mode = mode if network.depth else "on given features"
     total = sum(p.numel() for p in network.parameters())
     kind = "one model per client" if opening.algorithm.aggregate.personal else "one model"
+    left = f" ({len(f.without)} left out)" if f.without else ""
     return (
         f"{opening.algorithm.name}: {space.trained:,} of {total:,} weights train, "
-        f"{f.per_round} of {f.clients} clients a round, {f.rounds} rounds, {kind}, {mode}, {rates(opening)}"
+        f"{f.per_round} of {f.clients} clients a round{left}, {f.rounds} rounds, {kind}, {mode}, {rates(opening)}"
     )
 
 

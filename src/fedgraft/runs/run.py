@@ -194,6 +194,8 @@ class _Run:
             every = r.checkpoint_every if self.remote is None else 1
             if state.round == r.total or state.round % every == 0 or self.best.round == state.round:
                 self._save(state)
+        if state.round < r.total and r.patience and self.best.stale >= r.patience:
+            log.info("stopped after %d rounds: none of the last %d measured better", state.round, self.best.stale)
         if self.unused:
             raise FedgraftError(f"nothing was trained: no answer of any round could be used, the last: {self.unused}.")
         return state

@@ -269,9 +269,11 @@ class RunFolder:
 
 
 def list_runs(root: Path | str) -> list[RunInfo]:
-    """Every run below a folder, by name; one that cannot be read is named in a warning."""
-    root, found = Path(root), []
+    """Every run below a folder, by name, without those a run made inside itself; an unreadable one is warned of."""
+    root, found = Path(root), list[RunInfo]()
     for path in sorted(root.glob("**/run.json")):
+        if any((above / "run.json").exists() for above in path.parents[1 : len(path.relative_to(root).parts)]):
+            continue
         try:
             run = RunFolder(path.parent)
             found.append(describe(run, run.metrics(), root))
@@ -286,6 +288,7 @@ def describe(run: RunFolder, lines: Sequence[Mapping[str, Any]] | None = None, r
     scores = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
     spent = [line.get("seconds") or {} for line in lines]
     seconds = sum(sum(s.values()) if isinstance(s, dict) else s for s in spent)
+    counts = [summary] if "bytes_up" in summary else lines  # the summary's also hold what was sent outside the rounds
     return RunInfo(
         name=run.path.relative_to(root).as_posix() if root and root != run.path else run.path.name,
         path=run.path,
@@ -293,7 +296,7 @@ def describe(run: RunFolder, lines: Sequence[Mapping[str, Any]] | None = None, r
         round=lines[-1].get("round") if lines else None,
         best=(summary.get("validation") or {}).get("accuracy", max(scores, default=None)),
         test=(summary.get("test") or {}).get("accuracy"),
-        bytes=sum((line.get("bytes_up") or 0) + (line.get("bytes_down") or 0) for line in lines),
+        bytes=sum((one.get("bytes_up") or 0) + (one.get("bytes_down") or 0) for one in counts),
         seconds=float(summary.get("seconds") or seconds),
         config_digest=run.config_digest,
     )

@@ -97,20 +97,21 @@ def _site_names(names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _class_names(sites: Sequence[Facts]) -> Iterator[Finding]:
-    """Names that differ by a slip, at one site or between two."""
+    """Names that differ by a slip, at one site or between two; a site that has both by a letter means two classes."""
     where: dict[str, list[str]] = {}
     for facts in sites:
         for name in facts["classes"]:
             where.setdefault(name, []).append(facts["site"])
-    found = slips(list(where))
+    found, unclear = slips(list(where)), set[str]()
     for pair in found:
         one, other = sorted(pair[:2], key=lambda name: -len(where[name]))  # the name that most sites use is kept
-        kind = pair[2]
+        kind, both = pair[2], set(where[one]) & set(where[other])
+        stops = kind != "class_similar" or not both  # horse and house, at one place, are no slip
+        unclear |= {one, other} if stops else set()
         text = f"{one!r} ({', '.join(where[one])}) and {other!r} ({', '.join(where[other])})"
         settled = f'{{"{other}" = "{one}"}}'
-        yield Finding(kind, "classes", f"{text} look like one; if they are: data.class_map = {settled}", True)
+        yield Finding(kind, "classes", f"{text} look like one; if they are: data.class_map = {settled}", stops)
     everywhere = [f["site"] for f in sites]
-    unclear = {name for one, other, _ in found for name in (one, other)}
     for name, held in where.items():
         if name in unclear:  # whether it is missing is known when the names are settled
             continue

@@ -20,6 +20,7 @@ from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, from_folder, merge, validate
 from fedgraft.errors import FedgraftError
 from fedgraft.local.transfer import onto
+from fedgraft.progress import counted, phase
 from fedgraft.report import figures, html, raw
 from fedgraft.report.metrics import ERRORS, Metric, check_metric
 from fedgraft.report.values import label
@@ -136,9 +137,13 @@ def compare(places: Mapping[str, Path], metrics: Sequence[str], draws: int = 100
         check_metric(metric, names)
     clients = [k for k in job.federation.members if len(data.test_rows(k))]
     rows = [data.test_rows(k) if k in clients else torch.empty(0, dtype=torch.int64) for k in range(data.clients)]
-    scored = {name: scores_of(folder, rows) for name, folder in places.items()}
+    with phase("the models on the sites' test images", len(places), "models") as told:
+        scored = {}
+        for name, folder in places.items():
+            scored[name] = scores_of(folder, rows)
+            told.advance()
     sites: dict[str, list[Site]] = {metric: [] for metric in metrics}
-    for k in clients:
+    for k in counted("differences and their intervals", clients, unit="sites"):
         labels = job.task.test_images.labels[rows[k]]
         models = {name: raw.exact(found[k], labels, names) for name, found in scored.items()}
         gap = raw.paired(scored[FEDERATED][k], scored[ALONE][k], labels, names, job.config.seed, draws)

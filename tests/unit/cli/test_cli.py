@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from fedgraft.config import presets
+from fedgraft.report.values import size
 from fedgraft.runs import run_folder as record
 from fedgraft.zoo import ALGORITHMS
 
@@ -153,9 +154,28 @@ def test_a_run_folder_of_another_config_is_refused(finished: Path, fedgraft: Com
 
 def test_show_and_list(finished: Path, fedgraft: Command) -> None:
     shown = fedgraft("show", finished)
-    assert shown.code == 0 and "finished" in shown.out and 'source = "digits"' in shown.out
+    assert shown.code == 0 and "finished" in shown.out and "partition.clients = 4" in shown.out
+    assert "local.momentum" not in shown.out and f"{finished / 'config.toml'})" in shown.out  # defaults are not told
+    assert shown.out.index("partition.clients") < shown.out.index("test accuracy")  # the result is what is left in view
     listed = fedgraft("list", finished.parent)
     assert listed.code == 0 and "tiny" in listed.out and "finished" in listed.out
+    summary = json.loads((finished / "summary.json").read_text())
+    assert size(summary["bytes_up"] + summary["bytes_down"]) in listed.out  # with what was sent outside the rounds
+
+
+def test_runs_that_a_run_made_inside_itself_are_listed_only_there(
+    finished: Path, fedgraft: Command, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "runs" / "one")
+    shutil.copytree(finished, tmp_path / "runs" / "one" / "worth" / "alone")
+    listed = fedgraft("list", tmp_path / "runs").out
+    assert "one" in listed and "alone" not in listed
+    assert "alone" in fedgraft("list", tmp_path / "runs" / "one" / "worth").out
+
+
+def test_a_command_that_people_expect_is_answered_with_what_there_is(fedgraft: Command) -> None:
+    assert "report.html" in fedgraft("report", "x").err and "'export'" not in fedgraft("report", "x").err
+    assert "did you mean 'predict'?" in fedgraft("predikt").err
 
 
 def test_compare_two_runs(finished: Path, fedgraft: Command, tmp_path: Path) -> None:
@@ -172,7 +192,8 @@ def test_compare_two_runs(finished: Path, fedgraft: Command, tmp_path: Path) -> 
 def test_evaluate_gives_the_summarys_test_accuracy(finished: Path, fedgraft: Command) -> None:
     said = fedgraft("evaluate", finished)
     summary = json.loads((finished / "summary.json").read_text())
-    assert said.code == 0 and f"accuracy {100 * summary['test']['accuracy']:.2f} %" in said.out
+    share, count = summary["test"]["accuracy"], summary["test"]["count"]
+    assert said.code == 0 and re.search(rf"accuracy [\d.]+ % \({round(share * count)} of {count}; \d", said.out)
 
 
 def images(root: Path, names: list[str], count: int = 2) -> Path:
@@ -188,7 +209,7 @@ def images(root: Path, names: list[str], count: int = 2) -> Path:
 def test_evaluate_on_a_folder_of_ones_own(finished: Path, fedgraft: Command, tmp_path: Path) -> None:
     good = images(tmp_path / "good", ["0", "7"], 3)
     said = fedgraft("evaluate", finished, "--data", good)
-    assert said.code == 0 and "(6 images)" in said.out
+    assert said.code == 0 and " of 6; " in said.out
     strange = images(tmp_path / "strange", ["0", "eleven"])
     assert "'eleven', which the model does not know" in refused(fedgraft("evaluate", finished, "--data", strange))
     refused(fedgraft("evaluate", finished, "--data", tmp_path / "nowhere"))

@@ -188,6 +188,16 @@ def test_numbers_and_short_words_are_no_slips() -> None:
     assert slips(["0", "1", "class_1", "class_2", "nv", "mv", "bcc", "benign", "malign"]) == []
 
 
+def test_like_names_at_one_site_are_two_classes_and_stop_nobody(data: Path) -> None:
+    for site in ("east", "north", "south"):
+        rename(data, "horse", site, "benign")
+        rename(data, "house", site)
+    assert [(one.kind, one.stops) for one in preflight(config(data))[1]] == [("class_similar", False)]
+    rename(data, "house ", "south", "horse")
+    stopped = {one.kind: one.text for one in preflight(config(data))[1] if one.stops}
+    assert "'house ' (south)" in stopped["class_space"]  # a space is a slip, wherever it is
+
+
 def test_the_command_ends_with_one_where_something_stops(data: Path, tmp_path: Path) -> None:
     rename(data, "Melanoma")
     words = ["data.source=owners", f"data.path={data}", "partition.kind=by_site", "--out", str(tmp_path / "p")]
