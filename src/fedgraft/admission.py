@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor
 
 from fedgraft.algorithm import Algorithm
@@ -61,9 +62,16 @@ def fits(order: Order, algorithm: Algorithm, context: ClientContext) -> None:
         vector_of(order)
         _numbers(order, {"lr": float, **({"clip": float} if algorithm.privacy.dp is not None else {})})
         _numbers(order, {"largest": float} if order.action in HIDES else {})
+        _numbers(order, {"head_lr": float} if "head_lr" in order.settings else {})
         _receives(order, algorithm, context)
     if what in {"train", "evaluate", "scores"} or (what == "count" and "heads" not in order.auxiliary):
         _vector("the model", vector_of(order), (context.space.size,))
+    if what == "evaluate" and order.settings.get("finetune_epochs"):
+        _numbers(
+            order, dict.fromkeys(("finetune_epochs", *({"finetune_lr", "finetune_batch"} & {*order.settings})), float)
+        )
+        if order.settings.get("finetune_part", "both") not in ("head", "body", "both"):
+            raise Refused("there is no such part to fine-tune", "order")
     if what in {"gradient", "fisher_scores", "own_mask"}:
         _numbers(order, _DRAWN if what == "gradient" else _SCORING)
         parameters = dict(context.network.named_parameters())
@@ -93,15 +101,17 @@ def _receives(order: Order, algorithm: Algorithm, context: ClientContext) -> Non
     """The further vectors are those that the algorithm's correction receives."""
     if order.space != context.space.digest:
         raise Refused("the order is for another edit space", "order")
+    trained, size = context.space.trained, context.space.size
     for name in algorithm.local.correction.receives:
         tensor = order.auxiliary.get(name)
-        _vector(name, tensor, (context.space.trained if tensor is None else min(len(tensor), context.space.size),))
-
+        _vector(name, tensor, (size if tensor is not None and tensor.numel() == size else trained,))
     if (common := order.auxiliary.get("common")) is not None:
-        _vector("the mean of all models", common, (context.space.size,))
-    clusters = order.auxiliary.get("clusters")
-    if clusters is not None:
-        _vector("the clusters", clusters, (len(clusters), context.space.size))
+        _vector("the mean of all models", common, (size,))
+    if (clusters := order.auxiliary.get("clusters")) is not None:
+        _vector("the clusters", clusters, (*clusters.shape[:1], size))
+    active = order.auxiliary.get("active")
+    if active is not None and (active.dtype != torch.uint8 or tuple(active.shape) != (-(-trained // 8),)):
+        raise Refused("what may move in this round is not told as here", "order")
 
 
 def _numbers(order: Order, wanted: Mapping[str, type]) -> None:

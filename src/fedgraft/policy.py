@@ -28,7 +28,8 @@ HIDES = frozenset(f"secure.{stage}" for stage in STAGES)
 SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "lr": (0.0, LARGEST_RATE), "clip": (0.0, math.inf), "largest": (1.0, 2.0**53), "finetune_epochs": (0.0, 1e4),
-        "share": (0.0, 1.0), "batch": (1.0, 2.0**20), "draw": (0.0, 2.0**31),
+        "share": (0.0, 1.0), "batch": (1.0, 2.0**20), "draw": (0.0, 2.0**31), "head_lr": (0.0, 1e9),
+        "finetune_lr": (0.0, LARGEST_RATE), "finetune_batch": (1.0, 2.0**20),
     }
 )  # fmt: skip
 """Ranges of an order's numbers that hold without any policy."""
@@ -50,7 +51,10 @@ class Policy:
     cohort: int = field(default=2, metadata={"says": "fewest clients in a secure sum"})
     threshold: float = field(default=0.5, metadata={"says": "least share of the holders needed to open a secret"})
     degree: int = field(default=2, metadata={"says": "fewest others that hold shares, where there are so many"})
-    most_clients: int = field(default=MOST_CLIENTS, metadata={"says": "most clients in a secure sum"})
+    most_clients: int = field(
+        default=MOST_CLIENTS,
+        metadata={"says": "most clients in a secure sum; a higher number than theirs is a stranger's"},
+    )
     rounds: int | None = field(default=None, metadata={"says": "most rounds of a run"})
     sums: int | None = field(default=None, metadata={"says": "most secure sums of one kind before the first round"})
     rounds_per_day: int | None = field(default=None, metadata={"says": "most training orders a day"})
@@ -118,7 +122,8 @@ class Policy:
             raise Refused(f"the noise is {dp.mechanism.noise:g}, and at least {self.noise:g} is required", "noise")
 
     def _number(self, name: str, value: float) -> None:
-        for low, high in filter(None, (SANE.get(name), self.ranges.get(name))):
+        owner = self.ranges.get("lr" if name == "finetune_lr" else name)
+        for low, high in filter(None, (SANE.get(name), owner)):
             if not low <= value <= high:  # also what is not a number
                 raise Refused(f"{name} is {value:g}, and {low:g} to {high:g} is allowed", f"ranges.{name}")
         if math.isnan(value):
@@ -137,6 +142,8 @@ class Policy:
             )
         if plan.holders - 1 < min(self.degree, len(plan.clients) - 1):
             raise Refused(f"{plan.holders - 1} others would hold shares, and {self.degree} are required", "degree")
+        if plan.clients[-1] >= self.most_clients:  # nobody knows it, so a server could play it itself
+            raise Refused(f"client {plan.clients[-1]} is none of the {self.most_clients} clients", "most_clients")
 
 
 def purpose(order: Order) -> str:

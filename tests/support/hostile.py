@@ -226,6 +226,11 @@ def _other_model(world: World, order: Order) -> Order:
     return replace(order, vector=order.vector + 1e-6)
 
 
+def _tuned(world: World, **settings: Any) -> None:
+    world.allow(actions=("evaluate",))
+    world.tell(world.order(action="evaluate", settings={"finetune_epochs": 1, "finetune_lr": 0.01, **settings}))
+
+
 def _narrow(world: World) -> None:
     world.allow(in_the_clear=("count",), least_images=10_000)
     world.tell(world.order(action="count"))
@@ -276,6 +281,17 @@ LIES: dict[str, Lie] = {
     "a round before the first": Lie("rounds", _only(round=-7), CLEAR, "rounds"),
     "no model": Lie("order", _only(vector=None), CLEAR, "fits"),
     "a model that is not finite": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector / 0)), CLEAR, "fits"),
+    "a head's rate in words": Lie("order", _only(settings={"head_lr": "1e300"}), CLEAR, "fits"),
+    "a head's rate beyond reason": Lie("ranges.head_lr", _only(settings={"head_lr": 1e12}), CLEAR, "numbers"),
+    "epochs of fine-tuning in words": Lie("order", lambda w: _tuned(w, finetune_epochs="2"), CLEAR, "fits"),
+    "a rate of fine-tuning beyond the range": Lie(
+        "ranges.finetune_lr", lambda w: _tuned(w, finetune_lr=0.5), ("clear",), "numbers"
+    ),
+    "a part to fine-tune that is none": Lie("order", lambda w: _tuned(w, finetune_part="data"), CLEAR, "fits"),
+    "clusters that are a number": Lie("order", _only(auxiliary={"clusters": torch.tensor(1.0)}), CLEAR, "fits"),
+    "movable coordinates of another network": Lie(
+        "order", _only(auxiliary={"active": torch.ones(1, dtype=torch.uint8)}), CLEAR, "fits"
+    ),
     "a short model": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector[1:])), CLEAR, "fits"),
     "a model of integers": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector.long())), CLEAR, "fits"),
     "another edit space": Lie("order", _only(space="0123"), CLEAR, "fits"),
@@ -310,6 +326,7 @@ LIES: dict[str, Lie] = {
     "coarser segments": Lie("plan", _planned(segments=(Segment("update", 1, 9.0),)), HIDDEN, "plan"),
     "room for a million": Lie("plan", _planned(room=1 << 20), HIDDEN, "plan"),
     "a sum of two": Lie("cohort", lambda w: w.sum(clients=(0, VICTIM)), HIDDEN, "plan"),
+    "strangers that the server plays": Lie("most_clients", _planned(clients=(1, 60, 61, 62, 63)), HIDDEN, "threshold"),
     "a low threshold": Lie("threshold", _planned(threshold=3, clients=(0, 1, 2, 3, 4)), HIDDEN, "threshold"),
     "a threshold under half": Lie(
         "plan", _in("keys", lambda w, o: _text(w, o, '"threshold":null', '"threshold":2')), HIDDEN, "sane"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
 
 import pytest
@@ -160,6 +162,31 @@ def test_the_audit_log_shows_a_changed_line(tmp_path: Path) -> None:
     path.write_text(whole + '{"half')  # a crash while writing
     audit.append(path, kind="reply", bytes=4)
     assert len(list(audit.entries(path))) == 5
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_two_processes_of_a_node_write_one_chain(locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, both, real = tmp_path / "audit.jsonl", Barrier(2), audit._last
+    if not locked:
+        monkeypatch.setattr(audit.fcntl, "flock", lambda *parts: None)
+
+    def last(found: Path) -> Any:
+        line = real(found)
+        with suppress(BrokenBarrierError):
+            both.wait(0.3)  # the other one reads now, if it may
+        return line
+
+    monkeypatch.setattr(audit, "_last", last)
+    writers = [Thread(target=audit.append, args=(path,), kwargs={"kind": "refused"}) for _ in range(2)]
+    for one in writers:
+        one.start()
+    for one in writers:
+        one.join()
+    if locked:
+        assert [line["n"] for line in audit.entries(path)] == [1, 2]
+    else:
+        with pytest.raises(FedgraftError, match="does not follow"):
+            list(audit.entries(path))
 
 
 def test_a_run_in_this_process_keeps_the_policy_in_its_config(tmp_path: Path) -> None:

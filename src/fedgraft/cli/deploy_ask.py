@@ -35,7 +35,9 @@ def preflight(
     if class_map is not None:
         settled = validate(merge(found.config.table, {"data": {"class_map": str(class_map)}}))
         write_text(found.path / "config.toml", to_toml(settled))
-        typer.echo(f"the class map is part of {fed}/config.toml now; its digest, for policies, is {settled.digest}")
+        typer.echo(
+            f"the class map is part of {fed}/config.toml now; its fingerprint, for policies, is {settled.fingerprint}"
+        )
     with phase("the nodes look at their images"):
         ask(found, found.path / "preflight", wait, task=asking.ACTION)
     told = json.loads((found.path / "preflight" / "told.json").read_text())
@@ -67,7 +69,8 @@ def evaluate(
     if strange := [one for one in metrics.split(",") if one and one not in get_args(MetricName)]:
         raise FedgraftError(f"there is no metric {strange[0]!r}; there are {', '.join(get_args(MetricName))}.")
     asked = asking.question(found.config, model, found.path / "evaluations" / model.resolve().name)
-    typer.echo(f"asked under the config {asked.config.digest}, to which a policy must agree, with the action evaluate")
+    typer.echo(f"asked under the config {asked.config.fingerprint}")
+    typer.echo("a node with a policy answers if that agrees to this config and allows the action evaluate")
     settings = {"config": to_toml(asked.config), "model": str(model.absolute()), "metrics": metrics}
     with phase("the nodes measure the model"):
         ask(found, asked.folder, wait, task="evaluate", **settings)

@@ -48,7 +48,10 @@ def implied_by(config: Config, algorithm: Algorithm) -> Policy:
     """The rules of a run without an owner's: where it hides, it shows only what its own config says it will show, and
     under differential privacy nobody answers what its account does not know of."""
     asked = needed(config, algorithm) if algorithm.privacy.dp is not None else ()  # no noise covers anything else
-    return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm), actions=asked)
+    return Policy(
+        secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm), actions=asked,
+        most_clients=max(config.partition.clients, 2),
+    )  # fmt: skip
 
 
 def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:

@@ -6,6 +6,7 @@ line that was changed, removed or put in shows. It says what left (kind, bytes, 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -24,13 +25,14 @@ def _hash(line: dict[str, Any]) -> str:
 
 
 def append(path: Path, **entry: Any) -> None:
-    """Add a line; it is on the disk when this returns."""
-    before = _last(path)
-    line = {"n": before["n"] + 1 if before else 1, "time": int(time.time()), **entry}
-    line["before"] = before["hash"] if before else START
-    line["hash"] = _hash(line)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    """Add a line; it is on the disk when this returns. A node's two processes take turns."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = _last(path)
+        line = {"n": before["n"] + 1 if before else 1, "time": int(time.time()), **entry}
+        line["before"] = before["hash"] if before else START
+        line["hash"] = _hash(line)
         file.write(json.dumps(line).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -38,8 +40,6 @@ def append(path: Path, **entry: Any) -> None:
 
 def _last(path: Path) -> dict[str, Any] | None:
     """The last line, read from the end; what a crash left unfinished is cut off."""
-    if not path.is_file():
-        return None
     with path.open("r+b") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - (1 << 16)))

@@ -202,13 +202,15 @@ def _meant(job: Job) -> Job:
 def gathered(config: Config, engine: Any, server_data: str = "", source: str = "", classes: Sequence[str] = ()) -> Job:
     """Wait for nodes, then the job of a config on their data, or on the config's own where they bring none."""
     engine.gather()
-    facts: dict[int, Mapping[str, Any]] = dict(engine.registry.facts)
+    facts: dict[int, Mapping[str, Any]] = engine.registry.facts
     bring = {client for client, found in facts.items() if found["classes"]}
-    if bring and bring != set(facts):
+    if 0 < 2 * len(bring) <= len(facts):
         without = sorted(set(facts) - bring)
         raise FedgraftError(
             f"client {without[0]} has no data of its own and client {min(bring)} has; start all nodes with data."
         )
+    if bring:
+        engine.registry.need_images()
     job = job_of(config, remote_data(config, facts, server_data, source, classes) if bring else None)
     engine.classes = job.task.data.dataset.classes if bring else ()
     return job

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fedgraft.deploy import limits
+from fedgraft.deploy import audit, limits
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.helper import COMMANDS, Pace, be, superexec
 from fedgraft.deploy.limits import App, Scope
@@ -163,6 +163,8 @@ def supernode() -> None:
             run = pull(**{**parts, "trusted_entities": {"fedgraft": "the installed one"}})
         except limits.TooLarge as found:  # nothing of it was fetched; Flower sends the error as it sends replies
             reason = f"the order is larger than the {limit >> 20} MB that its owner's policy allows"
+            if KEEPS in os.environ:
+                audit.append(Path(os.environ[KEEPS]) / "audit.jsonl", kind="refused", bytes=0, why=reason)
             loop._insert_message(
                 Message(Error(0, reason), reply_to=found.message), parts["state"], parts["object_store"]
             )

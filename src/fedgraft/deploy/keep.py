@@ -3,7 +3,7 @@
 `NAME.home/ledger` holds the node's number, the sums it served, the orders it counted, its secure sums under way and its
 peers' keys; it is written whole, flushed and renamed before an answer leaves. `NAME.home/audit.jsonl` is the audit log.
 `policy.toml` (the owner's rules) and `peers.toml` (keys of peers, from outside) lie beside `NAME.key`. A client's other
-memory follows the step that the server names (`node.recall`); this does not.
+memory follows the step that the server names (`slots`); this does not.
 """
 
 from __future__ import annotations

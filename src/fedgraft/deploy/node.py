@@ -1,14 +1,11 @@
 """A node: carries out a server's orders on one machine's data, with the same `client.handle` as everywhere.
 
 It builds the run from its config, serves its part of the config's data (a simulation of a deployment) or all of its
-own, and is told the head and the mask that the server opened. A client's memory is kept in two slots, the present one
-and the one before: the server names the step it goes on from, so a lost answer or a server that was resumed from a
-checkpoint goes back by one step, bit for bit; a step that is in neither slot is refused. What must never go back (the
-ledger, secure sums under way, identity) lies beside the node's key instead, see `keep`. The owner's policy is asked
-before a config is built, and again before each order.
+own, and is told the head and the mask that the server opened. A client's memory follows the step that the server names
+(`slots`); what must never go back (the ledger, secure sums under way, identity) lies beside the node's key (`keep`).
+The owner's policy is read before a config is built, and again before each order.
 
 `python -m fedgraft.deploy.node SOCKET OWNER` is the worker that stays warm between messages (see `node_link`).
-Memories lie in FEDGRAFT_NODE_HOME, or in `node` of fedgraft's cache folder; only this user can read them.
 """
 
 from __future__ import annotations
@@ -16,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,18 +24,17 @@ from fedgraft.client import carry_out
 from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
-from fedgraft.context import ClientContext, ClientMemory
+from fedgraft.context import ClientContext
 from fedgraft.data.examples import FeatureExamples
-from fedgraft.data.images.store import cache_dir
 from fedgraft.deploy import preflight
 from fedgraft.deploy.deployed import config_of, own_data
 from fedgraft.deploy.keep import Keep, lasts
+from fedgraft.deploy.slots import DiskSlots, recall
 from fedgraft.engines.flower.node_link import Answer, Request, serve, without_path
 from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.messages import BadMessage, Order, pack, unpack
 from fedgraft.policy import Policy
-from fedgraft.runs.files import write_atomic
 from fedgraft.runs.head_init import install
 from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import Opening, open_run
@@ -52,59 +46,6 @@ _HEAD_INIT = frozenset({"statistics", "class_sums", "head_gradient"})
 _CALIBRATION = frozenset({"fisher_scores", "gradient", "own_mask", "class_counts"})
 
 
-class DiskSlots(MutableMapping[str, bytes]):
-    """A client's memory as files that only this user can read."""
-
-    def __init__(self, request: Request) -> None:
-        home = os.environ.get("FEDGRAFT_NODE_HOME")
-        self.folder = (Path(home) if home else cache_dir() / "node") / "memory"
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        identity = f"{request.config}\x1f{request.folder}\x1f{request.client}"
-        self.name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
-
-    def _path(self, slot: str) -> Path:
-        return self.folder / f"{self.name}-{slot}"
-
-    def __getitem__(self, slot: str) -> bytes:
-        try:
-            return self._path(slot).read_bytes()
-        except FileNotFoundError:
-            raise KeyError(slot) from None
-
-    def __setitem__(self, slot: str, data: bytes) -> None:
-        before = os.umask(0o077)
-        try:
-            write_atomic(self._path(slot), [data])
-        finally:
-            os.umask(before)
-
-    def __delitem__(self, slot: str) -> None:
-        self._path(slot).unlink(missing_ok=True)
-
-    def __iter__(self) -> Iterator[str]:
-        return (slot for slot in ("a", "b") if self._path(slot).exists())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def recall(slots: MutableMapping[str, bytes], step: int, client: int) -> tuple[ClientMemory, str]:
-    """The memory of this step, and the slot that the next one may take."""
-    if step == 0:
-        return {}, "a"
-    found = {}
-    for slot in ("a", "b"):
-        with suppress(KeyError, BadMessage):  # a damaged slot is no slot
-            kept = unpack(Order, slots[slot])
-            found[kept.round] = slot
-            if kept.round == step:
-                return kept.auxiliary, "b" if slot == "a" else "a"
-    raise FedgraftError(
-        f"client {client} holds step {max(found, default=0)} of its memory and the server goes on from step {step}; "
-        "its folder is lost or belongs to another run, so start the run anew."
-    )
-
-
 class Node:
     """One machine's part in one run."""
 
@@ -112,22 +53,30 @@ class Node:
         torch.set_num_threads(1)
         self.key = node_key(request)
         self.client = request.client
-        full = config_of(request.config)
-        config: Config = full.model_copy(update={"engine": "reference", "workers": 1})
+        self.config, self.task = config_of(request.config), request.task
+        config: Config = self.config.model_copy(update={"engine": "reference", "workers": 1})
         if not 0 <= request.client < config.partition.clients:
             raise FedgraftError(
                 f"this node is client {request.client}, and the run has clients 0 to {config.partition.clients - 1}."
             )
         self.keep = Keep.here()
-        self.policies = agreed(full, None if self.keep is None else self.keep.policy(), request.task)
+        self.owner = None if self.keep is None else self.keep.policy()
+        self.policies = agreed(self.config, self.owner, self.task)
         federated = own_data(config, request.source, request.data, request.classes) if request.data else None
-        self.job, self.run = job_of(config, federated), full.digest
+        self.job, self.run = job_of(config, federated), self.config.digest
         self.opening: Opening | None = None
         self.digest = ""
-        self.ground = ground_of(full, request.classes, b"")
+        self.ground = ground_of(self.config, request.classes, b"")
+
+    def _obey(self) -> None:
+        """The owner's rules as they stand in the file now: a stricter one holds from the next order on."""
+        owner = None if self.keep is None else self.keep.policy()
+        if owner != self.owner:
+            self.owner, self.policies = owner, agreed(self.config, owner, self.task)
 
     def answer(self, request: Request, slots: MutableMapping[str, bytes]) -> Answer:
         """Carry out one order; the memory is kept before the answer leaves."""
+        self._obey()
         order = replace(unpack(Order, request.order), client=self.client)
         if request.digest != self.digest:
             if not request.opened:
@@ -156,11 +105,15 @@ class Node:
         tensors = unpack(Order, request.opened).auxiliary
         if self.digest:
             raise FedgraftError("a run cannot open a second edit space.")
-        install(self.job.task.network, tensors["head"])
-        given = "probe/inputs" in tensors
-        probe = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0) if given else None
-        self.opening = open_run(self.job, None, saved_edit(tensors), probe)
-        self.digest, self.ground = request.digest, ground_of(config_of(request.config), request.classes, request.opened)
+        try:
+            install(self.job.task.network, tensors["head"])
+            given = "probe/inputs" in tensors
+            probe = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0) if given else None
+            self.opening = open_run(self.job, None, saved_edit(tensors), probe)
+        except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
+            log.warning("client %d was told a head or an edit space that does not fit: %r", self.client, error)
+            raise Refused("the head or the edit space that was sent does not fit this network", "order") from error
+        self.digest, self.ground = request.digest, ground_of(self.config, request.classes, request.opened)
 
     def _context(self, action: str) -> ClientContext:
         if action in _HEAD_INIT or (action == "count" and self.opening is None):
@@ -185,10 +138,15 @@ def node_key(request: Request) -> tuple[object, ...]:
 def agreed(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:
     """The rules of a run: what its config implies and what the owner wants; a config that breaks those is refused.
 
-    Where a model is only evaluated nothing trains, so that the owner's rules are asked by order and not by config.
+    Where a model is only evaluated nothing trains, so that the owner's rules are asked by order and not by config; of
+    a private run it is only where an owner says so, because no noise covers it.
     """
     algorithm = build_algorithm(config)
     if task:
+        if algorithm.privacy.dp is not None and "evaluate" not in (owner.actions if owner else ()):
+            raise Refused("the run is private, and no noise covers an evaluation", "actions")
+        if owner is not None and not owner.agrees(config.fingerprint):
+            raise Refused("it is not the config that was agreed to", "config")
         own = Policy(secure=algorithm.privacy.hidden, in_the_clear=("evaluate",), actions=("evaluate",))
         return (own,) if owner is None else (own, owner)
     first, *others = rules_of(config, algorithm, owner)
@@ -211,6 +169,9 @@ class Nodes:
                 answer = Answer(error=refusal.told)
             except FedgraftError as error:
                 audited(request, Answer(error=str(error)))
+                raise
+            except Exception as error:
+                audited(request, Answer(error=f"failed with {type(error).__name__}"))
                 raise
             audited(request, answer)
             return answer

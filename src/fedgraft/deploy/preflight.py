@@ -59,9 +59,9 @@ def tell(request: Request, order: Order) -> bytes:
         facts, digests = site_facts("", *_own(config, request), minimum, policy is not None, config.data.grey_window)
         if facts["images"] < minimum:
             raise Refused(f"it would be about fewer than {minimum} images", "least_images")
-        keys = _peers(json.loads(str(order.settings["keys"])), config.digest, request.client, identity)
+        keys = _peers(str(order.settings["keys"]), config, request.client, identity)
         agree = agreement(private)
-        tags = {k: _tags(digests, agree(bytes.fromhex(key), context(ACTION, config.digest))) for k, key in keys.items()}
+        tags = {str(k): _tags(digests, agree(key, context(ACTION, config.digest))) for k, key in keys.items()}
         answer = {"facts": facts, "tags": tags}
     if keep is not None:
         new = {**lasting, "identity": as_tensor(identity.to_bytes())} | ({LEDGER: as_tensor(ledger)} if ledger else {})
@@ -71,6 +71,8 @@ def tell(request: Request, order: Order) -> bytes:
 
 def _admitted(order: Order, config: Config, policy: Policy, ledger: bytes) -> bytes:
     """The ledger with this question in it, if the owner's rules let it be answered."""
+    if order.action != ACTION:  # the rules are asked about what is told, not about what the order calls it
+        raise Refused(f"a preflight was asked for as {order.action[:40]!r}", "actions")
     if order.run != config.digest or not policy.agrees(config.fingerprint):
         raise Refused("the order belongs to a run that the owner did not agree to", "config")
     policy.check_action(order)
@@ -86,16 +88,22 @@ def _own(config: Config, request: Request) -> tuple[Dataset, list[Any]]:
     return dealt.dataset, [dealt.rows(request.client).numpy(), dealt.test_rows(request.client).numpy()]
 
 
-def _peers(keys: Mapping[str, str], run: str, client: int, identity: Identity) -> dict[str, str]:
+def _peers(keys: str, config: Config, client: int, identity: Identity) -> dict[int, bytes]:
     """The public keys of the others by number, each signed by the identity under which this node knows it."""
+    try:
+        told = {int(k): bytes.fromhex(text) for k, text in json.loads(keys).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise Refused("what came as the keys of the others are no keys", "order") from None
     found = {}
-    for k, told in keys.items():
-        if int(k) == client:
+    for k, key in told.items():
+        if not 0 <= k < config.partition.clients:
+            raise Refused(f"the run has no client {k}", "most_clients")
+        if k == client:
             continue
-        public, known, signed = told[:64], bytes.fromhex(told[64:128]), bytes.fromhex(told[128:])
-        identity.recognise(int(k), known)
-        if not verify(known, signed, context(ACTION, run, int(k), public)):
-            raise Refused(f"the key of client {int(k)} is not signed by it", "pinned_peers")
+        public, known, signed = key[:32], key[32:64], key[64:]
+        identity.recognise(k, known)
+        if not verify(known, signed, context(ACTION, config.digest, k, public.hex())):
+            raise Refused(f"the key of client {k} is not signed by it", "pinned_peers")
         found[k] = public
     return found
 
@@ -113,19 +121,19 @@ def look(config: Config, folder: Path, engine: Any) -> dict[str, Any]:
     clients = sorted(engine.registry.facts)
     refused: dict[int, str] = {}
 
-    def asked(who: Sequence[int], **settings: str) -> dict[int, dict[str, Any]]:
+    def asked(who: Sequence[int], wanted: str, **settings: str) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         for k, said in engine.exchange([Order(config.digest, 0, k, ACTION, settings=settings) for k in who]):
             try:
-                found[k] = _checked(said) if isinstance(said, bytes) else {}
-            except (ValueError, TypeError, KeyError, RecursionError):
+                found[k] = _checked(said, wanted) if isinstance(said, bytes) else {}
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 said = "it told what no fedgraft tells; its node runs other software"
             if isinstance(said, str):
                 refused[k] = said
         return {k: told for k, told in found.items() if k not in refused}
 
-    keys = {str(k): told["key"] for k, told in asked(clients).items() if len(told["key"]) == _KEY}
-    answers = asked([k for k in clients if k not in refused], keys=json.dumps(keys))
+    keys = {str(k): told["key"] for k, told in asked(clients, "key").items() if len(told["key"]) == _KEY}
+    answers = asked([k for k in clients if k not in refused], "facts", keys=json.dumps(keys))
     pairs = [
         (a, b, shared_images({"a": answers[a]["tags"].get(str(b), ()), "b": answers[b]["tags"].get(str(a), ())}))
         for a in answers for b in answers if a < b
@@ -148,10 +156,10 @@ _SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _checked(data: bytes) -> dict[str, Any]:
+def _checked(data: bytes, wanted: str) -> dict[str, Any]:
     """An answer of the shape that fedgraft tells; anything else is an error, because a node may say what it likes."""
     told = json.loads(data)
-    if set(told) == {"key"}:
+    if wanted == "key":
         bytes.fromhex(told["key"])
         return {"key": told["key"]}
     facts, tags = told["facts"], {str(int(k)): _fits(v, [str]) for k, v in told["tags"].items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from fedgraft.config.load import Config, load
 from fedgraft.deploy import evaluate, preflight
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.evaluate import lines, question
-from fedgraft.errors import FedgraftError
+from fedgraft.deploy.node import agreed
+from fedgraft.errors import FedgraftError, Refused
 from fedgraft.messages import Order
 from fedgraft.policy import to_toml as policy_toml
+from fedgraft.privacy.secagg.keys import Identity, context, public_key, sign
 from fedgraft.runs.deliver import export_run
 from fedgraft.runs.predict import predictor
 from fedgraft.runs.site_faults import findings
@@ -127,7 +130,8 @@ def test_the_owners_policy_decides_who_answers(sites: dict[str, Path], monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", [
     {"facts": {}}, {"facts": {"images": -1}}, {"classes": {"\x1b[31mred": 9}}, {"intensity": [float("nan")]},
-    {"faults": {"else": 3}}, {"bits": {"eight": 3}},
+    {"faults": {"else": 3}}, {"bits": {"eight": 3}}, {"classes": ["a"]}, {"tags": ["a"]}, {"tags": {"0": [["a"]]}},
+    {"key": ""},
 ])  # fmt: skip
 def test_a_lying_node_is_left_out_by_name(
     lie: dict[str, Any], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -140,12 +144,67 @@ def test_a_lying_node_is_left_out_by_name(
         client, data = real(self, order)
         told = json.loads(data)
         if client == 1 and "facts" in told:
-            told = lie | {"tags": {}} if "facts" in lie else told | {"facts": told["facts"] | lie}
+            whole = {"tags": {}, **lie} if "facts" in lie else lie if "key" in lie else {**told, **lie}
+            told = whole if {"facts", "key", "tags"} & set(lie) else told | {"facts": told["facts"] | lie}
         return client, json.dumps(told).encode()
 
     monkeypatch.setattr(Machines, "deliver", deliver)
     told = preflight.look(config, engine.root / "look", engine)
     assert set(told["facts"]) == {"0", "2"} and "other software" in told["refused"]["1"]
+
+
+def test_a_node_that_tells_its_facts_as_its_key_is_left_out_by_name(
+    sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(None, SMALL)
+    engine = machines(config, sites, monkeypatch, task="preflight")
+    real = Machines.deliver
+
+    def deliver(self: Machines, order: Order) -> Any:
+        return real(self, replace(order, settings={"keys": "{}"}) if order.client == 1 else order)
+
+    monkeypatch.setattr(Machines, "deliver", deliver)
+    told = preflight.look(config, engine.root / "look", engine)
+    assert set(told["facts"]) == {"0", "2"} and "other software" in told["refused"]["1"]
+
+
+ALLOWED = {"sums": "train", "keys": "{}"}
+
+
+@pytest.mark.parametrize("action, settings", [
+    ("secure.keys", ALLOWED), ("secure.masked", ALLOWED), ("train", {"keys": "{}"}), ("count", {}),
+])  # fmt: skip
+def test_a_preflight_under_another_name_is_none(
+    action: str, settings: dict[str, str], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner allows what an order calls itself; what it would tell are the facts all the same."""
+    config = load(None, [*SMALL, "privacy.aggregation=secure"])
+    engine = machines(config, sites, monkeypatch, task="preflight")
+    allow(engine, 0, config)
+    order = Order(config.digest, 0, 0, action, settings=settings)
+    assert "rule 'actions'" in engine.deliver(order)[1] and engine.log(0)[-1]["bytes"] == 0
+    monkeypatch.setattr(preflight, "ACTION", action)  # as if its name were asked for
+    if action.startswith("secure."):
+        assert b"facts" in preflight.tell(replace(engine.requests[0], order=b""), order)
+
+
+def stranger(number: int, run: str) -> str:
+    """A key that a server made, well signed, for a client that is not there."""
+    me, public = Identity.fresh(), public_key(bytes(32))
+    return (public + me.public + sign(me.private, context("preflight", run, number, public.hex()))).hex()
+
+
+@pytest.mark.parametrize("keys", ["[1]", "no keys", '{"x": "00"}', '{"1": 5}', '{"1": "zz"}', "[" * 9999, "stranger"])
+def test_keys_that_are_none_or_a_strangers_are_refused_by_name(
+    keys: str, sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(None, SMALL)
+    engine = machines(config, sites, monkeypatch, task="preflight")
+    rule, told = "order", keys
+    if keys == "stranger":  # it could test images of its own
+        rule, told = "most_clients", json.dumps({"99": stranger(99, config.digest)})
+    said = engine.deliver(Order(config.digest, 0, 0, "preflight", settings={"keys": told}))[1]
+    assert isinstance(said, str) and f"rule '{rule}'" in said
 
 
 @pytest.fixture
@@ -196,6 +255,22 @@ def test_a_model_that_nodes_would_see_otherwise_is_refused_and_so_is_what_owners
     allow(engine, 1, config, ["evaluate"])
     told = evaluate.measure(config, there, engine, str(there))
     assert set(told["clients"]) == {"1", "2"} and "rule 'actions'" in told["refused"]["0"]
+
+
+def test_an_evaluation_needs_the_whole_fingerprint_and_of_a_private_run_the_owners_word(
+    sites: dict[str, Path],
+) -> None:
+    config = load(None, SMALL)
+    owner = safe_for(config, build_algorithm(config), ["evaluate"])
+    assert agreed(config, owner, "evaluate") and agreed(config, None, "evaluate")
+    with pytest.raises(Refused, match="not the config that was agreed to"):  # the same 64 bits, another config
+        agreed(config, replace(owner, config=config.digest + "0" * 48), "evaluate")
+    noise = ["privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform", "model.head=random"]
+    private = load(None, [*SMALL, *noise])
+    for policy in (None, safe_for(private, build_algorithm(private))):
+        with pytest.raises(Refused, match="no noise covers an evaluation"):
+            agreed(private, policy, "evaluate")
+    assert agreed(private, safe_for(private, build_algorithm(private), ["evaluate"]), "evaluate")
 
 
 @pytest.mark.slow

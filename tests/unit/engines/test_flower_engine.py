@@ -31,8 +31,8 @@ pytest.importorskip("flwr", reason="needs the extra 'flower'")
 from flwr.app import Context, Error, Message, RecordDict
 
 from fedgraft.deploy import flower_apps
-from fedgraft.deploy.node import recall
 from fedgraft.deploy.process import KEEPS
+from fedgraft.deploy.slots import recall
 from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import Registry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
@@ -508,6 +508,22 @@ def test_a_node_that_comes_back_with_other_data_is_refused_by_name() -> None:
     nodes[3].spoil = lambda a: replace(a, facts={**a.facts, "examples": 1 << 39})
     registry.refresh()
     assert "client 1 has other data than when the run began" in registry.refused[3]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_where_most_nodes_have_images_one_without_is_left_out_by_name(asked: bool) -> None:
+    toy, clock = Toy(algorithm("fedavg"), clients=3), Clock()
+    nodes = {k + 1: FakeNode(toy, k) for k in range(3)}
+    for k in (1, 2):
+        nodes[k].spoil = lambda a: replace(a, facts={**a.facts, "classes": ["a", "b"]})
+    registry = Registry(FlowerTransport(FakeGrid(nodes, clock)), 3, clock)  # type: ignore[arg-type]
+    registry.refresh()
+    if asked:
+        registry.need_images()
+    clock.now += 1000
+    registry.refresh()  # it is asked again, and says the same
+    assert sorted(registry.nodes) == sorted(registry.facts) == ([0, 1] if asked else [0, 1, 2])
+    assert registry.refused == ({3: "it has no images of its own, and the others have"} if asked else {})
 
 
 @pytest.mark.parametrize("bound", [True, False])

@@ -24,7 +24,8 @@ from PIL import Image
 
 from fedgraft.config.load import Config, load, to_toml
 from fedgraft.deploy.deployed import own_data, remote_data, run_deployed
-from fedgraft.deploy.node import DiskSlots, Nodes
+from fedgraft.deploy.node import Nodes
+from fedgraft.deploy.slots import DiskSlots
 from fedgraft.engines.flower.node_link import Answer, Request, _alive, ask_worker, private_folder, serve
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order, Reply, pack, unpack
@@ -53,7 +54,7 @@ class Direct:
         self.nodes = [Nodes() for _ in range(config.partition.clients)]
         text = to_toml(config)
         self.requests = [Request(text, str(folder), k, 1, data=data[k] if data else "") for k in range(len(self.nodes))]
-        self.registry = SimpleNamespace(facts={})
+        self.registry = SimpleNamespace(facts={}, need_images=lambda: None)
         self.digest, self.opened, self.told = "", b"", set[int]()
         self.actions: list[str] = []
         self.sent = self.received = 0

@@ -20,6 +20,7 @@ from fedgraft.config.load import Config, load, to_toml
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.keep import Keep
 from fedgraft.deploy.keys import announced_identity, identity_of, make_node_key, public_identity
+from fedgraft.deploy.node import Node
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import Order
 from fedgraft.policy import to_toml as policy_toml
@@ -108,6 +109,56 @@ def test_a_config_that_the_owner_did_not_agree_to_gets_not_even_a_greeting(world
     answer = machines.ask(0, replace(machines.requests[0], config=to_toml(other)))
     assert not answer.facts and not answer.reply and answer.error.startswith("refused by the rule 'secure'")
     assert [(line["kind"], line["bytes"]) for line in machines.log(0)] == [("refused", 0)]
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_stricter_policy_holds_from_the_next_order_on(
+    read: bool, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner forbids training after the first round; a node that reads its rules once goes on."""
+    config, machines = world("rounds.total=3", "model.head=random", "privacy.aggregation=clear")
+    if not read:
+        monkeypatch.setattr(Node, "_obey", lambda self: None)
+    deliver = machines.deliver
+
+    def told(order: Order) -> Any:
+        if (order.client, order.round) == (0, 1):
+            (machines.home(1).parent / "policy.toml").write_text('actions = ["count"]\n')
+        return deliver(order)
+
+    monkeypatch.setattr(machines, "deliver", told)
+    run_deployed(config, tmp_path / "there", machines)
+    left = [(line["round"], line["bytes"] > 0) for line in machines.log(1) if line["action"] == "train"]
+    assert left == [(0, True), (1, not read), (2, not read)]
+
+
+HOSTILE: dict[str, Any] = {
+    "no head": {}, "a head of another size": {"head": torch.zeros(2, 2)}, "words": {"head": torch.zeros(0)},
+    "half a probe": {"head": "own", "probe/inputs": torch.zeros(2, 3)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_opening_that_does_not_fit_is_refused_by_name_and_noted(name: str, world: Any) -> None:
+    config, machines = world("model.head=random", "privacy.aggregation=clear")
+    machines.gather()
+    (node,) = machines.nodes[1].nodes.values()
+    network = node.job.task.network
+    fitting = torch.zeros(network.classes, network.width + 1)
+    told = {n: fitting if isinstance(t, str) else t for n, t in HOSTILE[name].items()}
+    machines.open(config.digest, told)
+    said = machines.deliver(Order(config.digest, 0, 1, "train", settings={"lr": 0.01}))[1]
+    assert isinstance(said, str) and said.startswith("refused by the rule 'order'"), said
+    assert machines.log(1)[-1]["kind"] == "refused" and machines.log(1)[-1]["bytes"] == 0
+
+
+def test_an_order_that_breaks_a_node_is_in_its_log(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, machines = world()
+    machines.gather()
+    monkeypatch.setattr(Node, "answer", lambda *parts: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        machines.deliver(Order(config.digest, 0, 1, "train"))
+    assert machines.log(1)[-1]["why"] == "failed with ZeroDivisionError"
 
 
 def test_a_key_stays_with_its_number_and_its_identity_follows_from_it(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Registry:
         self.transport, self.clients, self.clock, self.members = transport, clients, clock, members
         """`members` says which client each node's key was registered for; None: nodes have no keys."""
         self._keys: Mapping[int, int] = {}
+        self._own = False
         self.nodes: dict[int, int] = {}
         self.facts: dict[int, Mapping[str, Any]] = {}
         self.refused: dict[int, str] = {}
@@ -99,6 +100,8 @@ class Registry:
             reason = (
                 "it tells of itself what cannot be: a number of images below 0, or classes twice or by the thousand"
             )
+        elif self._own and not facts["classes"]:
+            reason = "it has no images of its own, and the others have"
         elif facts != before:
             reason = f"client {client} has other data than when the run began ({_told(before)}, now {_told(facts)})"
         elif client in self.nodes:
@@ -116,6 +119,14 @@ class Registry:
             log.warning("node %d is refused: %s", node, reason)
         self.refused[node] = reason
         self._next[node] = (self.clock() + _MEND, _MEND)
+
+    def need_images(self) -> None:
+        """From now on nodes have images of their own; whoever has none is left out by name and ends no run."""
+        self._own = True
+        for client in [k for k, facts in self.facts.items() if not facts["classes"]]:
+            facts, node = self.facts.pop(client), self.nodes.pop(client, None)
+            if node is not None:
+                self._enter(node, client, facts, "")
 
     def _owner(self, node: int, claimed: int) -> int | None:
         """The client whose key this node proved to have; without keys, whom it claims to be."""
