@@ -8,6 +8,8 @@ STAMP := $(VENV)/.ready
 DATA ?= $(or $(FEDGRAFT_DATA),$(wildcard data))
 QUICK := name=demo trainable.kind=last_blocks rounds.total=10 rounds.evaluate_every=1 data.limit=4000
 OVERRIDES ?= $(if $(DATA),'$(DATA)' $(QUICK),demo) $(if $(MODEL),model.name='$(MODEL)' data.image_size=112) --fresh
+# Bytecode is kept whatever the environment says: each process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 # More words for pip, for example where to find the CPU build of torch (see the README).
 PIP_ARGS ?=
 

@@ -6,7 +6,7 @@ counted. Measured: seconds, peak memory and bytes of rounds of `--cohort` client
 a second one (images met before); from them seconds by image and by round. Counted: the rounds that each kind needs
 (`ROUNDS`, from whole runs by fedgraft, commands beside them) times 10 clients, 8 steps, batches of 32. The rounds are
 given to peers as they are, but for the head alone: they start from a drawn one, and from there it takes `DRAWN`
-rounds. Where vit-tiny or CIFAR-100 are not in ../shared, nano and synthetic images stand in and nothing is said about
+rounds. Where vit-tiny or CIFAR-100 are not there, nano and synthetic images stand in and nothing is said about
 accuracy.
 
     python -m benchmarks.bench_job                     # about ten minutes a repeat; --kinds head: three
@@ -52,7 +52,7 @@ ROUNDS: dict[str, dict[str, int | None]] = {
 }
 """Rounds to a validation accuracy, from the clients' sums (53.5 %); None: not within 200 rounds (head) or 20 (others).
 
-fedgraft run data.source=cifar100 data.path=../shared/data data.image_size=112 model.name=../shared/weights/vit-tiny
+fedgraft run data.source=cifar100 data.path=FOLDER data.image_size=112 model.name=vit-tiny
 partition.clients=100 rounds.fraction=0.1 local.steps=8 local.batch_size=32, and: head: local.lr=0.003; last blocks:
 trainable.kind=last_blocks trainable.blocks=4 local.lr=0.02 local.head_lr=0.003; both others:
 trainable.freeze_blocks=8 local.head_lr=0.003, sparse local.lr=0.1, LoRA local.lr=0.03 (docs/results/real.md).

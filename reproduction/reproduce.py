@@ -10,6 +10,7 @@ from typing import Any
 
 from fedgraft.config.load import Config
 from fedgraft.errors import FedgraftError
+from fedgraft.runs.lr_finder import widen
 from reproduction.preset import Cell, Preset, cells, level_of
 from reproduction.runs import FinishedRuns, Report, Wanted, curve, measure_of, vary
 from reproduction.runs import carry_out as carry_out_runs
@@ -189,15 +190,6 @@ def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float
         if _tuned_at(work, cell) == cell.label and not (work.scale != "tiny" and len(_rates(work, cell)) == 1)
         for rate in (rates[cell.label] if rates else _rates(work, cell))
     }
-
-
-def widen(rates: Sequence[float], best: float) -> list[float]:
-    """One more rate beyond the best if that is the first or the last of several: the true best may lie outside."""
-    if len(rates) > 1 and best == rates[-1]:
-        return [*rates, float(f"{best * best / rates[-2]:.3g}")]
-    if len(rates) > 1 and best == rates[0]:
-        return [float(f"{best * best / rates[1]:.3g}"), *rates]
-    return list(rates)
 
 
 def _tuned_at(work: Work, cell: Cell) -> str:

@@ -43,5 +43,5 @@ def shared_data() -> Path:
     """The folder of real data beside the project; tests that need it skip where it is not."""
     folder = SHARED / "data"
     if not folder.is_dir():
-        pytest.skip("needs real data in the folder data of FEDGRAFT_SHARED")
+        pytest.skip("needs real data: FEDGRAFT_SHARED names a folder with data/ in it")
     return folder

@@ -131,7 +131,7 @@ def collect(
 ) -> Collected:
     """Exchange the orders for what the run's protection lets the server see."""
     if algorithm.privacy.hidden:
-        return _collect_hidden(algorithm, federation, state, orders, engine, context)
+        return _collect_hidden(algorithm, federation, orders, engine, context)
     replies = list(engine.exchange(orders)) if orders else []
     cohort = [order.client for order in orders]
     accepted, rejections = validate_replies(replies, expectation(algorithm, federation, state, cohort, context))
@@ -153,12 +153,7 @@ def collect(
 
 
 def _collect_hidden(
-    algorithm: Algorithm,
-    federation: Federation,
-    state: ServerState,
-    orders: list[Order],
-    engine: Engine,
-    context: ServerContext,
+    algorithm: Algorithm, federation: Federation, orders: list[Order], engine: Engine, context: ServerContext
 ) -> Collected:
     """Five stages instead of one; the server sees only the sum over those who stay."""
     parts = (engine.exchange, context.length, context.trained, context.claims)

@@ -111,12 +111,17 @@ def load_latest(
 
     `check` may refuse one with `BadCheckpoint`, for example because a file beside it that it names is damaged.
     """
-    return _first_good(sorted(listing(folder), key=_round, reverse=True), config_digest, check)
-
-
-def load_best(folder: Path, config_digest: str | None = None) -> Checkpoint | None:
-    """The good checkpoint with the largest `best`, the earliest round among equals; or None."""
-    return _first_good([path for path, _ in _ranking(listing(folder))], config_digest)
+    skipped: list[str] = []
+    for path in sorted(listing(folder), key=_round, reverse=True):
+        try:
+            found = load(path, config_digest)
+            if check is not None:
+                check(found)
+            return replace(found, skipped=tuple(skipped))
+        except BadCheckpoint as error:
+            log.warning("skipped: %s", error)
+            skipped.append(path.name)
+    return None
 
 
 def listing(folder: Path) -> list[Path]:
@@ -169,25 +174,10 @@ def _round(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
-def _ranking(paths: Iterable[Path]) -> list[tuple[Path, float]]:
-    ranked = [(path, rank) for path in paths if (rank := _peek(path)) is not None and rank == rank]
-    return sorted(ranked, key=lambda item: (-item[1], _round(item[0])))
-
-
-def _first_good(
-    candidates: Iterable[Path], config_digest: str | None, check: Callable[[Checkpoint], None] | None = None
-) -> Checkpoint | None:
-    skipped: list[str] = []
-    for path in candidates:
-        try:
-            found = load(path, config_digest)
-            if check is not None:
-                check(found)
-            return replace(found, skipped=tuple(skipped))
-        except BadCheckpoint as error:
-            log.warning("skipped: %s", error)
-            skipped.append(path.name)
-    return None
+def _ranking(paths: Iterable[Path]) -> list[Path]:
+    """Those with a rank, the largest first, the earliest round among equals."""
+    ranks = {path: rank for path in paths if (rank := _peek(path)) is not None and rank == rank}
+    return sorted(ranks, key=lambda path: (-ranks[path], _round(path)))
 
 
 def _prune(newest: Path, round: int, keep_last: int, keep_best: int) -> None:
@@ -195,7 +185,7 @@ def _prune(newest: Path, round: int, keep_last: int, keep_best: int) -> None:
     past = [path for path in listing(newest.parent) if _round(path) <= round]
     twins = {path for path in past if _round(path) == round and path != newest}
     past = [path for path in past if path not in twins]
-    kept = {newest, *past[-keep_last:], *(path for path, _ in _ranking(past)[:keep_best])}
+    kept = {newest, *past[-keep_last:], *_ranking(past)[:keep_best]}
     leftovers = [path for path in newest.parent.iterdir() if path.name.startswith(".round-")]
     for path in [*leftovers, *twins, *(path for path in past if path not in kept)]:
         try:

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.support.transforms import make_transform
 from torch import Tensor, nn
 
 from fedgraft.data import feature_cache
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.feature_cache import BLOCK, CachedExamples, FeatureCache
 from fedgraft.data.images.store import make_store
-from fedgraft.data.images.transforms import make_transform
 from fedgraft.errors import FedgraftError
 from fedgraft.identity import digest as prefix_digest
 from fedgraft.protocols import Examples

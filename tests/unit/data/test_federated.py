@@ -196,7 +196,7 @@ class _Flat:
 @pytest.mark.parametrize("name", ["ham10000-sites", "pacs"])
 def test_real_sites(name: str, shared_data: Path) -> None:
     if not (shared_data / name).is_dir():
-        pytest.skip(f"needs {name} (FEDGRAFT_SHARED/data)")
+        pytest.skip(f"needs {name} in the data of FEDGRAFT_SHARED")
     data = parquet(shared_data / name)
     clients = partition.by_site(data)
     group = data.train.columns["group"]

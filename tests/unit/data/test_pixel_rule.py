@@ -311,7 +311,7 @@ def test_real_images(shared_data: Path) -> None:
 
     path = shared_data / "pacs" / "test.parquet"
     if not path.is_file():
-        pytest.skip("needs PACS (FEDGRAFT_SHARED/data/pacs)")
+        pytest.skip("needs PACS in data/pacs of FEDGRAFT_SHARED")
     cells = pq.read_table(path, columns=["image"])["image"].to_pylist()[::200]
     for rule in (PixelRule(112), PixelRule(112, "squash"), PixelRule(112, "crop", 128)):
         reference = processor(rule.to_preprocessor(MEAN, STD))

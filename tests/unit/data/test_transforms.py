@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
+from tests.support.transforms import make_transform
 from torch import Tensor
 
 from fedgraft.data.examples import FeatureExamples, ImageExamples
 from fedgraft.data.images import augment, randaugment
 from fedgraft.data.images.store import make_store
-from fedgraft.data.images.transforms import OPERATIONS, STATISTICS, Transform, make_transform
+from fedgraft.data.images.transforms import OPERATIONS, STATISTICS, Transform
 from fedgraft.errors import FedgraftError
 
 
@@ -198,11 +199,10 @@ def test_every_randaugment_operation_keeps_range_and_shape() -> None:
 @pytest.mark.parametrize(
     ("arguments", "overrides"),
     [
-        ({"rule": 0}, "between 1 and 0"),
-        ({"rule": 8, "train": ("flop",)}, "no transform 'flop'; choose from flip"),
-        ({"rule": 8, "train": ("flip", "flip")}, "once"),
-        ({"rule": 8, "train": ("flip", "resized_crop")}, "must come first"),
-        ({"rule": 8, "normalisation": "mnist"}, "no normalisation 'mnist'"),
+        ({"size": 0}, "between 1 and 0"),
+        ({"size": 8, "train": ("flop",)}, "no transform 'flop'; choose from flip"),
+        ({"size": 8, "train": ("flip", "flip")}, "once"),
+        ({"size": 8, "train": ("flip", "resized_crop")}, "must come first"),
     ],
 )
 def test_bad_transforms_are_refused(arguments: dict, overrides: str) -> None:

@@ -43,18 +43,20 @@ def test_expected_is_the_sum_over_classes_by_probability() -> None:
 @pytest.mark.parametrize("labels", ["sampled", "rademacher"])
 @pytest.mark.parametrize("estimator", ["per_sample", "batch_gradient"])
 def test_random_labels_are_unbiased_for_expected(labels: str, estimator: str) -> None:
-    """Repeating one batch gives independent draws; their mean is within five standard errors of the exact value."""
+    """Repeating one batch gives independent draws; their mean is within five standard errors of the exact value.
+
+    Samples that count one by one are repeated in one large batch, which is as good and a tenth of the work.
+    """
     network, inputs, targets = small()
     call = lambda x, _: network(x)  # noqa: E731
     exact = fisher_scores(network, [(inputs, targets)], "expected", call=call).mean()
     options = {"scale": True} if estimator == "batch_gradient" else {}
+    together = [(inputs.repeat(40, 1), targets.repeat(40))]
+    batches = together if estimator == "per_sample" else [(inputs, targets)] * 40
 
     def deviation(labels: str, **options: bool) -> float:
         draw = torch_stream(11, "labels", labels, estimator)
-        runs = [
-            ESTIMATORS[estimator](network, [(inputs, targets)] * 40, labels, None, draw, call, **options).mean()
-            for _ in range(40)
-        ]
+        runs = [ESTIMATORS[estimator](network, batches, labels, None, draw, call, **options).mean() for _ in range(40)]
         worst = 0.0
         for name, value in exact.items():
             found = torch.stack([run[name] for run in runs])

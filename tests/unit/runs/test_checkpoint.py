@@ -76,7 +76,7 @@ def test_loaded_tensors_do_not_hang_on_the_file(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert checkpoint.load_latest(tmp_path / "none") is None and checkpoint.load_best(tmp_path) is None
+    assert checkpoint.load_latest(tmp_path / "none") is None
 
 
 def test_keeps_the_last_five_and_the_best_three(tmp_path: Path) -> None:
@@ -85,17 +85,6 @@ def test_keeps_the_last_five_and_the_best_three(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, round, state(round), {}, best=best)
     rounds = [int(path.name.split("-")[1]) for path in checkpoint.listing(tmp_path)]
     assert rounds == [2, 3, 5, 7, 8, 9, 10, 11]  # best: 5, then 2 and 3 (earliest among equals)
-    found = checkpoint.load_best(tmp_path)
-    assert found is not None and found.round == 5
-
-
-def test_best_falls_back_to_the_next_good_one(tmp_path: Path) -> None:
-    paths = [checkpoint.save(tmp_path, r, state(r), {}, best=b) for r, b in [(1, 0.5), (2, 0.7), (3, 0.6)]]
-    data = bytearray(paths[1].read_bytes())
-    data[-1] ^= 1
-    paths[1].write_bytes(data)
-    best = checkpoint.load_best(tmp_path)
-    assert best is not None and best.round == 3 and best.skipped == (paths[1].name,)
 
 
 def test_same_round_again_replaces(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from fedgraft.errors import FedgraftError
 from fedgraft.runs import checkpoint, environment
-from fedgraft.runs.checkpoint import load_best
+from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.files import plain, read_metrics, without_timing
 from fedgraft.runs.run_folder import RunFolder, describe, list_runs
 
@@ -58,8 +58,8 @@ def test_layout_and_reading_back(run: RunFolder) -> None:
         ".lock", "run.json", "config.toml", "metrics.jsonl", "log.txt", "environment.json", "summary.json",
         "checkpoints", "figures",
     }  # fmt: skip
-    best = load_best(again.checkpoints, again.config_digest)
-    assert best is not None and best.round == 9 and best.meta["config_digest"] == "digest"
+    last = load_latest(again.checkpoints, again.config_digest)
+    assert last is not None and last.round == 9 and last.meta["config_digest"] == "digest"
 
 
 def test_same_config_opens_and_another_is_refused(run: RunFolder) -> None:

@@ -111,11 +111,3 @@ def rule_for(network: Any, resize: str = "model", window: Window = None) -> Pixe
     rule = PixelRule(size, "squash" if resize == "squash" else "crop")
     rule = rule if own is None else PixelRule.from_preprocessor(own, size)
     return rule if window is None else replace(rule, window=window)
-
-
-def make_transform(rule: PixelRule | int, train: tuple[str, ...] = (), normalisation: str = "imagenet") -> Transform:
-    """A transform with a normalisation chosen by name."""
-    if normalisation not in STATISTICS:
-        raise FedgraftError(f"there is no normalisation {normalisation!r}; choose from {', '.join(STATISTICS)}.")
-    made = PixelRule(rule) if isinstance(rule, int) else rule
-    return Transform(made, tuple(train), *STATISTICS[normalisation])
