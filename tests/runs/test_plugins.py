@@ -5,12 +5,14 @@ Each plug-in is a module of at most 15 lines in a folder on the path, beside the
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -233,3 +235,18 @@ def test_a_name_that_no_plug_in_brings(installed: Callable[..., None], tmp_path:
     with pytest.raises(FedgraftError, match=r"no loss 'fokal'; the nearest one is 'focal'"):
         ran(tmp_path / "run", "loss.name=fokal")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_pages_own_check_holds_and_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, check = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "ALGORITHMS", dict(registry.ALGORITHMS))
+    small = check.replace('"nano"', '"tiny"')
+    for text, holds in ((algorithm, True), (algorithm.replace("share * update", "share * 0.9 * update"), False)):
+        (tmp_path / "halfway.py").write_text(text)
+        sys.modules.pop("halfway", None)
+        importlib.invalidate_caches()
+        with without_pictures(), nullcontext() if holds else pytest.raises(AssertionError):
+            exec(compile(small, "the page", "exec"), {"__name__": "__page__"})
+    sys.modules.pop("halfway", None)

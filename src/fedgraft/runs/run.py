@@ -179,9 +179,8 @@ class _Run:
         while state.round < r.total and not (r.patience and self.best.stale >= r.patience):
             account = budget(self.config, self.opening.algorithm, state.round)
             if account is not None and not account.can_spend():
-                log.warning(
-                    "stopped after %d rounds: the next one would exceed epsilon %g", state.round, account.target
-                )
+                text = "stopped after %d rounds: the next one would exceed epsilon %g"
+                log.warning(text, state.round, account.target)
                 break
             before = dict(self.engine.memory), self.best, self.totals, self.spent, self.unused
             try:

@@ -272,11 +272,9 @@ def list_runs(root: Path | str) -> list[RunInfo]:
     """Every run below a folder, by name, without those a run made inside itself; an unreadable one is warned of."""
     root, found = Path(root), list[RunInfo]()
     for path in sorted(root.glob("**/run.json")):
-        if any((above / "run.json").exists() for above in path.parents[1 : len(path.relative_to(root).parts)]):
-            continue
+        inside = any((above / "run.json").exists() for above in path.parents[1 : len(path.relative_to(root).parts)])
         try:
-            run = RunFolder(path.parent)
-            found.append(describe(run, run.metrics(), root))
+            found += [] if inside else [describe(RunFolder(path.parent), None, root)]
         except FedgraftError as error:
             log.warning("left out of the list: %s", error)
     return found
