@@ -164,7 +164,8 @@ def supernode() -> None:
         except limits.TooLarge as found:  # nothing of it was fetched; Flower sends the error as it sends replies
             reason = f"the order is larger than the {limit >> 20} MB that its owner's policy allows"
             if KEEPS in os.environ:
-                audit.append(Path(os.environ[KEEPS]) / "audit.jsonl", kind="refused", bytes=0, why=reason)
+                note: dict[str, Any] = {"kind": "refused", "bytes": 0, "action": "order", "round": -1, "why": reason}
+                audit.append(Path(os.environ[KEEPS]) / "audit.jsonl", **note)
             loop._insert_message(
                 Message(Error(0, reason), reply_to=found.message), parts["state"], parts["object_store"]
             )
