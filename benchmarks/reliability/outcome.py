@@ -37,7 +37,8 @@ NOTES = """
   mechanism's are, and is far tighter.
 - `uneven`: the digits and a tiny network. At the full count a bound of 30 times the median refused 3 of 2,301 benign
   updates, of clients that take more steps than most (epochs); since then more steps may go further.
-- `stages`: the nodes of a deployment asked in one process; `tests/deploy/test_flower_faults.py` kills real ones.
+- `stages`: the nodes of a deployment asked in one process. `tests/deploy/test_deploy_kills.py` kills real nodes, links
+  and runs at each stage.
 - Over Flower (`pytest tests/deploy -m deploy`): `test_deploy_hostile.py` tells the same table of lies to a real node
   with its socket's bytes counted, lets a real node lie in 50 ways, and sends 300 MB both ways against the limits.
 - `soak`: caches fill during the first few hundred rounds. A run of fewer than 2,000 shows a slope and gets no verdict.

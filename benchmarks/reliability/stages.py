@@ -1,7 +1,7 @@
 """Node or server gone at every stage of a run on nodes with keys: head initialisation, calibration, secure sums.
 
 The nodes are those of a deployment (ledgers, memories on disk, the same bytes as messages), asked in this process, so
-that every stage can be hit exactly; `tests/deploy/test_flower_faults.py` kills real processes.
+that every stage can be hit exactly; `tests/deploy/test_deploy_kills.py` kills real processes.
 """
 
 from __future__ import annotations

@@ -9,40 +9,27 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
+from tests.support.hospitals import Hospitals, federated, final, in_one_process, lines, missing, same, until
 from tests.support.tiny import CNN
 from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
-from fedgraft.config.load import Config, load, to_toml
+from fedgraft.config.load import Config, load
 from fedgraft.data.sources import load_dataset
 from fedgraft.deploy import folder as federation
-from fedgraft.deploy import process as federation_process
 from fedgraft.deploy import server as federation_server
-from fedgraft.deploy.control import Control
 from fedgraft.deploy.gate import IN_USE
-from fedgraft.deploy.keys import make_node_key
-from fedgraft.deploy.run_node import NodeChoice, why_ended
-from fedgraft.messages import Order
-from fedgraft.runs import run as running
 from fedgraft.runs.checkpoint import load_latest
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.run import run
 from fedgraft.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
-SECONDS = 600.0  # a loaded machine is slow; an idle one needs a thirtieth
 DEADLINE = min(18, int(6 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))))
 """Seconds of a round; below the 20 after which a vanished node counts as gone."""
 SMALL = [
@@ -52,147 +39,11 @@ SMALL = [
 ]  # fmt: skip
 
 
-def until(what: Callable[[], Any], why: str) -> Any:
-    """Wait for something to become true and return it."""
-    end = time.monotonic() + SECONDS
-    while not (found := what()):
-        assert time.monotonic() < end, why
-        time.sleep(0.3)  # each look at a server costs it work that it has for others
-    return found
-
-
-@dataclass
-class Hospitals:
-    """A federation whose server and nodes can be started and lost one by one."""
-
-    root: Path
-    fed: federation.FederationFolder
-    server: federation_process.Server
-    nodes: dict[int, tuple[NodeChoice, subprocess.Popen[bytes]]] = field(default_factory=dict)
-    line: Control | None = None
-
-    def start(self, client: int, data: Path | None = None, source: str | None = None) -> None:
-        key = self.root / f"node-{client}" / f"node-{client}.key"
-        choice = NodeChoice(self.server.address, self.fed.authority, key, client, data, source)
-        choice.check()
-        self.nodes[client] = choice, choice.start()
-
-    def kill(self, client: int) -> None:
-        """The node and all it started are gone at once, as in a power cut."""
-        _, process = self.nodes.pop(client)
-        cut_power(process.pid)
-        process.wait()
-
-    def end(self) -> None:
-        """All nodes say goodbye."""
-        for _, process in self.nodes.values():
-            process.terminate()
-        for _, process in self.nodes.values():
-            try:
-                process.wait(20)  # a second signal would cut the goodbye short
-            except subprocess.TimeoutExpired:
-                federation_process.end(federation_process.known(process))
-                process.wait()
-        self.nodes.clear()
-
-    def online(self, count: int) -> None:
-        def there() -> bool:
-            for choice, process in self.nodes.values():
-                assert process.poll() is None, why_ended((choice.home / "node.log").read_text(), choice)
-            return sum(node.online for node in self.control().nodes()) >= count
-
-        until(there, f"{count} nodes are not connected")
-
-    def submit(self, config: Config, folder: Path, **more: Any) -> int:
-        (self.fed.path / "config.toml").write_text(to_toml(config))
-        return federation_server.submit(self.fed, folder, **more)
-
-    def over(self, number: int) -> tuple[str, str]:
-        until(lambda: self.ended(number), "the run does not end")
-        state, reason = federation_server.state_of(self.fed, number)
-        return state.status, reason
-
-    def ended(self, number: int) -> bool:
-        return self.control().run(number).over
-
-    def control(self) -> Control:
-        """The line to the present server; a new one for every question would cost more than the question."""
-        if self.line is None:
-            self.line = federation_server.control_of(self.fed)
-        return self.line
-
-    def logs(self) -> str:
-        logs = [self.fed.log, *self.root.glob("node-*/*.home/node.log")]
-        return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
-
-
-def cut_power(pid: int) -> None:
-    family = federation_process._descendants(pid)
-    os.kill(pid, signal.SIGKILL)
-    for one in family:
-        federation_process._signal(one, signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hospitals]:
     pytest.importorskip("flwr", reason="needs the extra 'flower'")
-    root = tmp_path_factory.mktemp("faults")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEDGRAFT_CACHE", str(root / "cache"))
-        patch.setenv("FEDGRAFT_NODE_HOME", str(root / "memories"))
-        names = ["node-0", "node-1", "node-2"]
-        fed = federation.create(root / "fed", load(None, SMALL), names, "127.0.0.1")
-        for name in names:
-            fed.register(name, make_node_key(root / name, name)[1])
-        made = Hospitals(root, fed, federation_server.start_server(fed, bound=True))
-        try:
-            yield made
-        finally:
-            made.end()
-            federation_server.stop_server(fed)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in federation.rounds_of(folder) if line["round"]]  # without the start
-
-
-def missing(folder: Path) -> dict[tuple[int, int], str]:
-    """Who was missing when, and why, from the run's record; rounds count from 0."""
-    return {(line["round"] - 1, one["client"]): one["reason"] for line in lines(folder) for one in line["dropped"]}
-
-
-def final(folder: Path) -> dict[str, torch.Tensor]:
-    found = load_latest(folder / "checkpoints")
-    assert found is not None
-    return {name: t for name, t in found.tensors.items() if name.startswith(("vector", "rule/"))}
-
-
-def in_one_process(
-    config: Config, folder: Path, absent: set[tuple[int, int]], rounds: int | None = None
-) -> dict[str, torch.Tensor]:
-    """The same run in this process, in which these clients are not there in these rounds; it may end early."""
-
-    class Partly(Engines):
-        def training(self, *parts: Any) -> Any:
-            engine = super().training(*parts)
-            real = engine.exchange
-
-            def exchange(orders: Sequence[Order]) -> Any:
-                if orders[0].round == rounds:
-                    raise KeyboardInterrupt
-                return real([o for o in orders if (o.round, o.client) not in absent])
-
-            engine.exchange = exchange  # type: ignore[method-assign]
-            return engine
-
-    with suppress(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "Engines", Partly)
-        run(config, folder, console=False)
-    return final(folder)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    with federated(tmp_path_factory.mktemp("faults"), load(None, SMALL), 3) as made:
+        yield made
 
 
 @dataclass
@@ -265,11 +116,12 @@ def test_a_node_that_vanishes_in_a_round_is_missing_by_name_and_the_run_goes_on(
 
 @pytest.mark.deploy
 def test_the_result_is_that_of_the_responders_bit_for_bit(story: Story, tmp_path: Path) -> None:
-    absent, found = set(missing(story.folder)), load_latest(story.folder / "checkpoints")
+    absent, found = missing(story.folder), load_latest(story.folder / "checkpoints")
+    gone = lambda order: (order.round, order.client) in absent  # noqa: E731
     assert found is not None and found.round > story.killed
     there = final(story.folder)
-    assert same(in_one_process(story.config, tmp_path / "here", absent, found.round), there)
-    everyone = in_one_process(story.config, tmp_path / "everyone", set(), found.round)
+    assert same(in_one_process(story.config, tmp_path / "here", gone, found.round), there)
+    everyone = in_one_process(story.config, tmp_path / "everyone", rounds=found.round)
     assert not same(everyone, there), "the comparison does not notice who was missing"
 
 
@@ -319,7 +171,7 @@ def test_a_killed_server_is_started_again_and_the_run_resumed_to_the_same_bytes(
     number = int(hospitals.fed.runs()[-1]["id"])
     assert number != first and hospitals.over(number) == ("completed", ""), hospitals.logs()
     assert [line["round"] for line in lines(folder)] == list(range(1, 13)) and not missing(folder)
-    assert same(in_one_process(config, tmp_path / "here", set()), final(folder))
+    assert same(in_one_process(config, tmp_path / "here"), final(folder))
     assert RunFolder.open(folder).status == "finished" and (folder / "report.html").is_file()
     assert status(hospitals.fed)[0] == 0
 

@@ -227,7 +227,7 @@ def _other_model(world: World, order: Order) -> Order:
 
 
 def _tuned(world: World, **settings: Any) -> None:
-    world.allow(actions=("evaluate",))
+    world.allow(actions=("train", "evaluate"))
     world.tell(world.order(action="evaluate", settings={"finetune_epochs": 1, "finetune_lr": 0.01, **settings}))
 
 
@@ -283,11 +283,11 @@ LIES: dict[str, Lie] = {
     "a model that is not finite": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector / 0)), CLEAR, "fits"),
     "a head's rate in words": Lie("order", _only(settings={"head_lr": "1e300"}), CLEAR, "fits"),
     "a head's rate beyond reason": Lie("ranges.head_lr", _only(settings={"head_lr": 1e12}), CLEAR, "numbers"),
-    "epochs of fine-tuning in words": Lie("order", lambda w: _tuned(w, finetune_epochs="2"), CLEAR, "fits"),
+    "epochs of fine-tuning in words": Lie("order", lambda w: _tuned(w, finetune_epochs="2"), ("clear",), "fits"),
     "a rate of fine-tuning beyond the range": Lie(
         "ranges.finetune_lr", lambda w: _tuned(w, finetune_lr=0.5), ("clear",), "numbers"
     ),
-    "a part to fine-tune that is none": Lie("order", lambda w: _tuned(w, finetune_part="data"), CLEAR, "fits"),
+    "a part to fine-tune that is none": Lie("order", lambda w: _tuned(w, finetune_part="data"), ("clear",), "fits"),
     "clusters that are a number": Lie("order", _only(auxiliary={"clusters": torch.tensor(1.0)}), CLEAR, "fits"),
     "movable coordinates of another network": Lie(
         "order", _only(auxiliary={"active": torch.ones(1, dtype=torch.uint8)}), CLEAR, "fits"

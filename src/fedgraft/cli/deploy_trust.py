@@ -158,12 +158,13 @@ def audit(
     for line in lines[-last:]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
         what = f"{line.get('action', '')}{' of ' + line['sums'] if line.get('sums') else ''}, round {line.get('round')}"
-        if line["kind"] == "refused":
-            typer.echo(f"{line['n']:6d}  {when}  REFUSED {what}: {line['why']}")
+        if line["kind"] in ("refused", "believed"):
+            typer.echo(f"{line['n']:6d}  {when}  {line['kind'].upper()} {what}: {line['why']}")
         else:
             typer.echo(f"{line['n']:6d}  {when}  {what}: {line['bytes']:,} bytes, {line['protection']}")
-    sent = [line for line in lines if line["kind"] != "refused"]
+    sent = [line for line in lines if line["kind"] not in ("refused", "believed")]
+    refused = sum(line["kind"] == "refused" for line in lines)
     typer.echo(
         f"{len(lines)} lines, unbroken; {sum(line['bytes'] for line in sent):,} bytes left in {len(sent)} answers, "
-        f"{len(lines) - len(sent)} orders were refused"
+        f"{refused} orders were refused"
     )

@@ -25,6 +25,7 @@ import tomllib
 import zipfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,13 +94,17 @@ def same_app(content: bytes, expected: Mapping[str, str]) -> bool:
 
 def superlink() -> None:
     """Run Flower's SuperLink with its control interface closed to other machines."""
+    from flwr.server.superlink.linkstate import in_memory_linkstate, sql_linkstate, utils
     from flwr.superlink import extensions
     from flwr.superlink.servicer.fleet import fleet_handlers
     from starlette.middleware import Middleware
 
     command: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")  # its package has a function so named
     extensions.get_middleware = lambda: (Middleware(LocalControl), Middleware(limits.Bounded, paths=OPEN_PATHS))
-    fleet_handlers.activate_node = naming_use(fleet_handlers.activate_node)
+    activate, look = noting_restarts(fleet_handlers.activate_node, utils.check_node_availability_for_in_message)
+    fleet_handlers.activate_node = naming_use(activate)
+    for state in (in_memory_linkstate, sql_linkstate):
+        setattr(state, utils.check_node_availability_for_in_message.__name__, look)
     fleet_handlers.push_messages = limits.bounded_replies(fleet_handlers.push_messages)
     command.subprocess = _OwnHelper
     command.flower_superlink()
@@ -118,6 +123,37 @@ def naming_use(activate: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return answer
+
+
+def noting_restarts(
+    activate: Callable[..., Any], gone: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Flower's letting a node in, and its look for orders whose node is gone: that of a restarted node is.
+
+    What a node was given before it was let in again died with its process, and nobody will answer it. Flower notices
+    only if it looks in the moment between; else a run would wait as for a node that is slow.
+    """
+    since: dict[int, datetime] = {}
+
+    def answer(request: Any, state: Any) -> Any:
+        found = activate(request=request, state=state)
+        since[found.node_id] = datetime.now(UTC)
+        return found
+
+    def died(order: Any) -> bool:
+        given, began = order.metadata.delivered_at, since.get(order.metadata.dst_node_id)
+        return bool(given) and began is not None and datetime.fromisoformat(given) < began
+
+    def look(
+        inquired_in_message_ids: set[str], found_in_message_dict: Mapping[str, Any],
+        node_id_to_online_until: Mapping[int, float], **more: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        lost = {one for one in inquired_in_message_ids if died(found_in_message_dict[one])}
+        inquired_in_message_ids -= lost  # in place: Flower goes on with the others
+        found: dict[str, Any] = gone(lost, found_in_message_dict, {}, **more)
+        return found | gone(inquired_in_message_ids, found_in_message_dict, node_id_to_online_until, **more)
+
+    return answer, look
 
 
 def waiting_for_use(
@@ -164,7 +200,8 @@ def supernode() -> None:
         except limits.TooLarge as found:  # nothing of it was fetched; Flower sends the error as it sends replies
             reason = f"the order is larger than the {limit >> 20} MB that its owner's policy allows"
             if KEEPS in os.environ:
-                audit.append(Path(os.environ[KEEPS]) / "audit.jsonl", kind="refused", bytes=0, why=reason)
+                note: dict[str, Any] = {"kind": "refused", "bytes": 0, "action": "order", "round": -1, "why": reason}
+                audit.append(Path(os.environ[KEEPS]) / "audit.jsonl", **note)
             loop._insert_message(
                 Message(Error(0, reason), reply_to=found.message), parts["state"], parts["object_store"]
             )

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedgraft.admission import LEDGER
 from fedgraft.client_secure import SECURE
 from fedgraft.deploy import audit
-from fedgraft.deploy.keys import identity_of
+from fedgraft.deploy.keys import identity_of, short
 from fedgraft.deploy.process import KEEPS
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import BadMessage, Order, as_bytes, pack, unpack
@@ -106,9 +106,26 @@ class Keep:
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         audit.append(self.home / "audit.jsonl", **entry)
 
+    def believed(self, order: Order, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Say whose identity was believed at first use: nobody but the server vouched for it."""
+        if after["identity"] is before["identity"]:
+            return
+        had = known(before)
+        for peer, identity in known(after).items():
+            if peer not in had:
+                why = (
+                    f"the identity {short(identity)} of client {peer} is believed at first use; to pin it: deploy trust"
+                )
+                self.note(kind="believed", bytes=0, run=order.run, round=order.round, action=order.action, why=why)
+
     def left(self, kind: str, data: bytes, **entry: object) -> None:
         """Note what is about to leave."""
         self.note(kind=kind, bytes=len(data), digest=hashlib.sha256(data).hexdigest(), **entry)
+
+
+def known(lasting: Mapping[str, Tensor]) -> dict[int, bytes]:
+    """The identity keys of peers in a lasting memory."""
+    return Identity.from_bytes(as_bytes(lasting["identity"])).known
 
 
 def peers(folder: Path) -> dict[int, bytes]:

@@ -92,6 +92,7 @@ class Node:
         reply, kept = carry_out(order, algorithm, context, {**memory, **lasting})
         if self.keep is not None:  # on the disk before anything leaves
             self.keep.store(self.client, {name: t for name, t in kept.items() if lasts(name)}, lasting)
+            self.keep.believed(order, lasting, kept)
             kept = {name: t for name, t in kept.items() if not lasts(name)}
         step = request.after
         if kept and (kept.keys() != memory.keys() or any(kept[name] is not memory[name] for name in kept)):

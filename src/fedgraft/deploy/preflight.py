@@ -66,6 +66,7 @@ def tell(request: Request, order: Order) -> bytes:
     if keep is not None:
         new = {**lasting, "identity": as_tensor(identity.to_bytes())} | ({LEDGER: as_tensor(ledger)} if ledger else {})
         keep.store(request.client, new, lasting)
+        keep.believed(order, lasting, new)
     return json.dumps(answer).encode()
 
 

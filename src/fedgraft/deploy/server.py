@@ -36,7 +36,9 @@ def start_server(
             f"the server of {fed.path} already runs at {running.address}; end it with: fedgraft deploy stop {fed.path}."
         )
     if days_left(fed.certificates / "server.crt") < 0:
-        raise FedgraftError(f"the certificate {fed.certificates / 'server.crt'} has run out; make the federation anew.")
+        raise FedgraftError(
+            f"the certificate {fed.certificates / 'server.crt'} has run out: fedgraft deploy renew {fed.path}."
+        )
     host = bind or ("127.0.0.1" if fed.host in {"127.0.0.1", "localhost"} else "0.0.0.0")
     number = port or processes.free_port(host)
     processes.check_port(host, number)

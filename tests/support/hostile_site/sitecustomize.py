@@ -12,6 +12,10 @@ if os.environ.get("HOSTILE") == "node" and "fedgraft.deploy.node" in words:
     from tests.support import deployed_lies
 
     deployed_lies.take_node()
+if os.environ.get("STOPS") and "fedgraft.deploy.node" in words:
+    from tests.support import deployed_stops
+
+    deployed_stops.take_node()
 if os.environ.get("UNBOUNDED") and "superlink" in words:
     from fedgraft.deploy import limits
 

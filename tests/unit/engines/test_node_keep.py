@@ -67,6 +67,8 @@ def test_nodes_with_ledgers_give_the_bytes_of_one_process_and_a_rollback_resets_
     lines = machines.log(1)
     assert not [line for line in lines if line["kind"] == "refused"]
     assert [line["action"] for line in lines].count("secure.masked") == 3  # statistics and two rounds
+    believed = [line["why"] for line in lines if line["kind"] == "believed"]
+    assert len(believed) == 2 and "of client 0 is believed at first use" in believed[0]  # once each
     assert all(line["protection"] == "hidden" for line in lines if line["kind"] == "reply")
     assert (machines.home(1) / "ledger").stat().st_mode & 0o077 == 0
 

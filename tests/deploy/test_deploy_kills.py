@@ -1,0 +1,155 @@
+"""Nodes, servers and links killed at every stage of real runs: the run completes, to the same bytes if nobody is lost.
+
+A node halts with the order of a stage in its hands (`deployed_stops`); then it, the server's link or the run's own
+process is killed as in a power cut. Nothing here waits for a time: each step waits for what the one before brings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.deployed_stops import GREETING
+from tests.support.hospitals import Hospitals, federated, final, in_one_process, lines, missing, same, until
+from typer.testing import CliRunner
+
+from fedgraft.cli.main import app
+from fedgraft.config.load import Config, load
+from fedgraft.deploy import server as federation_server
+from fedgraft.messages import Order
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.run_folder import RunFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
+ROOT = Path(__file__).parents[2]
+VICTIM = 1
+FIVE = [f"secure.{one} train" for one in ("keys", "shares", "masked", "consistency", "unmask")]
+SMALL = [
+    "model.name=tiny", "data.limit=160", "partition.clients=4", "rounds.fraction=1.0", "rounds.evaluate_every=0",
+    "local.steps=1", "local.batch_size=16", "engine=reference", "workers=1", "rounds.test=false", "local.lr=0.05",
+]  # fmt: skip
+PREPARED = [*SMALL, "model.head=ridge", "trainable.kind=sparse", "trainable.sparse.samples=12", "rounds.total=2"]
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hospitals]:
+    pytest.importorskip("flwr", reason="needs the extra 'flower'")
+    root = tmp_path_factory.mktemp("kills")
+    path = os.pathsep.join([str(ROOT / "tests/support/hostile_site"), str(ROOT / "src"), str(ROOT)])
+    with federated(root, load(None, SMALL), 4, PYTHONPATH=path, STOPS=str(root)) as made:
+        for client in range(4):
+            made.start(client)
+        made.online(4)
+        yield made
+
+
+def halt_at(hospitals: Hospitals, what: str) -> None:
+    """From now on the victim halts at its next order of this kind."""
+    (hospitals.root / "new").write_text(json.dumps([VICTIM, what]))
+    (hospitals.root / "new").rename(hospitals.root / "stop")
+
+
+def halted(hospitals: Hospitals, run: int, what: str) -> None:
+    """Wait until it has."""
+    until(lambda: (hospitals.root / "reached").exists() or hospitals.ended(run), f"the run never comes to {what}")
+    assert (hospitals.root / "reached").exists(), (what, hospitals.over(run), hospitals.logs())
+
+
+def go_on(hospitals: Hospitals) -> None:
+    (hospitals.root / "reached").unlink()
+
+
+def test_a_node_killed_before_the_first_round_or_at_the_end_is_asked_again(
+    hospitals: Hospitals, tmp_path: Path
+) -> None:
+    """Greeting, head initialisation, calibration, evaluation: nothing of the model is lost."""
+    config, folder = load(None, [*PREPARED, "personal.evaluate=end"]), hospitals.root / "node"
+    stages = [GREETING, "statistics", "fisher_scores", "evaluate"]
+    halt_at(hospitals, stages[0])
+    run = hospitals.submit(config, folder)
+    for number, what in enumerate(stages):
+        halted(hospitals, run, what)
+        hospitals.kill(VICTIM)
+        go_on(hospitals)
+        if number + 1 < len(stages):
+            halt_at(hospitals, stages[number + 1])
+        hospitals.start(VICTIM)
+    assert hospitals.over(run) == ("completed", ""), hospitals.logs()
+    assert not missing(folder) and same(in_one_process(config, tmp_path / "here"), final(folder))
+    hospitals.online(4)
+
+
+def test_a_node_killed_at_each_stage_of_secure_rounds_is_lost_there_and_comes_back(
+    hospitals: Hospitals, tmp_path: Path
+) -> None:
+    """The sums are those over who stayed, to the bit; to be killed at the next stage the node must be there again."""
+    more = ["model.head=random", "trainable.kind=everything", "privacy.aggregation=secure", "rounds.total=999"]
+    config, folder = load(None, [*SMALL, *more]), hospitals.root / "stages"
+    run = hospitals.submit(config, folder)
+    for what in FIVE:
+        halt_at(hospitals, what)
+        halted(hospitals, run, what)
+        hospitals.kill(VICTIM)
+        go_on(hospitals)
+        hospitals.start(VICTIM)
+    halt_at(hospitals, FIVE[0])  # it takes part once more
+    halted(hospitals, run, FIVE[0])
+    go_on(hospitals)
+    assert CliRunner().invoke(app, ["deploy", "stop", str(hospitals.fed.path), "--run"]).exit_code == 0
+    until(lambda: interrupted(folder), "the run goes on")
+    lost = {when: re.findall(r"lost at stage '(\w+)'", why) for when, why in missing(folder).items()}
+    assert {stage for found in lost.values() for stage in found} == {what.split()[0].partition(".")[2] for what in FIVE}
+    assert {client for _, client in lost} == {VICTIM}
+
+    def absent(order: Order) -> bool:
+        return order.action.partition(".")[2] in lost.get((order.round, order.client), ())
+
+    found = load_latest(folder / "checkpoints")
+    assert found is not None and found.round >= 5
+    assert same(in_one_process(config, tmp_path / "here", absent, found.round), final(folder))
+    assert not same(in_one_process(config, tmp_path / "all", rounds=found.round), final(folder))
+
+
+def interrupted(folder: Path) -> bool:
+    """Whether no process works on this run; one that is killed while nodes are greeted has not begun."""
+    return not (folder / "run.json").exists() or RunFolder.open(folder).status == "interrupted"
+
+
+def kill_link(hospitals: Hospitals) -> None:
+    """The server's machine loses its power; it is started again on the same port."""
+    os.kill(hospitals.server.pid, signal.SIGKILL)
+    os.waitpid(hospitals.server.pid, 0)
+
+
+def kill_run(hospitals: Hospitals, folder: Path) -> None:
+    """The run's own process is killed, as for want of memory; the link stays."""
+    os.kill(int((folder / ".lock").read_text()), signal.SIGKILL)
+
+
+def test_a_server_killed_at_every_stage_is_resumed_to_the_same_bytes(hospitals: Hospitals, tmp_path: Path) -> None:
+    config: Config = load(None, [*PREPARED, "privacy.aggregation=secure", "personal.evaluate=end"])
+    folder = hospitals.root / "server"
+    before = ["secure.masked statistics", "secure.unmask fisher_scores"]
+    for number, what in enumerate([GREETING, *before, *FIVE, "evaluate"]):
+        halt_at(hospitals, what)
+        run = hospitals.submit(config, folder)
+        halted(hospitals, run, what)
+        if number % 2:
+            kill_run(hospitals, folder)
+            until(lambda run=run: hospitals.ended(run), "the link does not notice that the run is dead")  # type: ignore[misc]
+        else:
+            kill_link(hospitals)
+            until(lambda: interrupted(folder), "the run outlives its server")
+            hospitals.server = federation_server.start_server(hospitals.fed, hospitals.server.port, bound=True)
+            hospitals.line = None
+        go_on(hospitals)
+        hospitals.online(4)
+    run = hospitals.submit(config, folder)
+    assert hospitals.over(run) == ("completed", ""), hospitals.logs()
+    assert [line["round"] for line in lines(folder)] == [1, 2] and not missing(folder)
+    assert same(in_one_process(config, tmp_path / "here"), final(folder))

@@ -1,0 +1,49 @@
+"""Halts a real node with a chosen order in its hands, so that somebody can be killed at that very stage.
+
+Tests write what they wait for into `stop` of the folder that STOPS names; the node's worker that is asked for it makes
+it `reached`, and goes on when that is gone. A halted worker whose node is dead dies too, as in a power cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedgraft.messages import Order, unpack
+
+GREETING = "greeting"
+
+
+def asked_for(request: Any) -> str:
+    """What a request is about: a greeting, or an action and what it sums."""
+    if not request.order:
+        return GREETING
+    order = unpack(Order, request.order)
+    return f"{order.action} {order.settings.get('sums', '')}".strip()
+
+
+def take_node() -> None:
+    """Let this worker halt where it is told to."""
+    from fedgraft.engines.flower import node_link
+
+    serve, folder = node_link.serve, Path(os.environ["STOPS"])
+
+    def halting(address: Path, owner: int, carry_out: Callable[[Any], Any], **more: Any) -> None:
+        def answer(request: Any) -> Any:
+            stop, reached = folder / "stop", folder / "reached"
+            wanted = json.loads(stop.read_text()) if stop.exists() else None
+            if wanted == [request.client, asked_for(request)]:
+                stop.rename(reached)
+                while reached.exists() and node_link._alive(owner):
+                    time.sleep(0.05)
+                if not node_link._alive(owner):
+                    os._exit(1)
+            return carry_out(request)
+
+        serve(address, owner, answer, **more)
+
+    node_link.serve = halting
