@@ -19,7 +19,7 @@ from fedgraft.errors import FedgraftError
 log = logging.getLogger("fedgraft")
 ASK_AGAIN = -2
 """Stands for the client number of a node that failed before it could say it."""
-_AGAIN, _MEND = 15.0, 60.0  # seconds until a silent node is greeted again (then twice as many), and a refused one
+_AGAIN, _MEND = 60.0, 60.0  # seconds until a silent node is greeted again (then twice as many), and a refused one
 _ANSWER = 300.0  # seconds that a connected node has to answer a greeting: it starts its worker and reads its data
 
 
