@@ -20,6 +20,7 @@ log = logging.getLogger("fedgraft")
 ASK_AGAIN = -2
 """Stands for the client number of a node that failed before it could say it."""
 _AGAIN, _MEND = 60.0, 60.0  # seconds until a silent node is greeted again (then twice as many), and a refused one
+_SOON = 5.0  # and one that failed at it
 _ANSWER = 300.0  # seconds that a connected node has to answer a greeting: it starts its worker and reads its data
 
 
@@ -91,6 +92,7 @@ class Registry:
         before = self.facts.get(client, facts)
         if client == ASK_AGAIN:  # it failed before it could say who it is: the next question is due soon
             log.warning("node %d did not say who it is (%s) and is asked again", node, error)
+            self._next[node] = (self.clock() + _SOON, _AGAIN)
             return
         if error:
             reason = error
