@@ -176,11 +176,13 @@ class _Run:
 
     def _rounds(self, state: ServerState, track: Tracking) -> ServerState:
         r = self.config.rounds
-        while state.round < r.total and not (r.patience and self.best.stale >= r.patience):
+        while state.round < r.total:
+            if r.patience and self.best.stale >= r.patience:
+                log.info("stopped after %d rounds: none of the last %d measured better", state.round, self.best.stale)
+                break
             account = budget(self.config, self.opening.algorithm, state.round)
             if account is not None and not account.can_spend():
-                text = "stopped after %d rounds: the next one would exceed epsilon %g"
-                log.warning(text, state.round, account.target)
+                log.warning("stopped after %d rounds: one more would exceed epsilon %g", state.round, account.target)
                 break
             before = dict(self.engine.memory), self.best, self.totals, self.spent, self.unused
             try:
@@ -193,8 +195,6 @@ class _Run:
             every = r.checkpoint_every if self.remote is None else 1
             if state.round == r.total or state.round % every == 0 or self.best.round == state.round:
                 self._save(state)
-        if state.round < r.total and r.patience and self.best.stale >= r.patience:
-            log.info("stopped after %d rounds: none of the last %d measured better", state.round, self.best.stale)
         if self.unused:
             raise FedgraftError(f"nothing was trained: no answer of any round could be used, the last: {self.unused}.")
         return state
