@@ -65,7 +65,7 @@ def federation(given: argparse.Namespace) -> tuple[Algorithm, ClientContext]:
     count = given.clients * given.examples
     features = torch.randn(count, given.width, generator=draw)
     labels = torch.randint(0, given.classes, (count,), generator=draw)
-    algorithm = fedavg(local=LocalTraining(given.steps, "steps", given.batch), trainable=head())
+    algorithm = fedavg(local=LocalTraining(steps=given.steps, batch_size=given.batch), trainable=head())
     context = ClientContext(
         network,  # type: ignore[arg-type]
         select(network, lambda name: True),  # type: ignore[arg-type]

@@ -114,11 +114,12 @@ def prepare(folder: Path, cohort: int, rounds: int, real: bool) -> None:
     """Images, model and sizes for the peers."""
     from fedgraft.config.federate import federate
     from fedgraft.config.load import load
+    from fedgraft.data.images.rule import PixelRule
     from fedgraft.models.backbones import model
 
     data = federate(load(None, base(cohort, rounds, real)))
     rows = np.concatenate([data.rows(k).numpy() for k in range(cohort)])
-    images = np.stack([np.asarray(data.dataset.train.images[row]) for row in rows])
+    images = data.dataset.train.open(PixelRule(32))[rows]  # as they are; peers enlarge them batch by batch
     np.savez(folder / "job.npz", images=images, labels=data.dataset.train.labels[rows])
     network = model(str(SHARED / "weights" / "vit-tiny") if real else "nano", image_size=112 if real else None)
     network.backbone.save_pretrained(folder / "model")  # type: ignore[operator]

@@ -93,9 +93,9 @@ def _one(
         raise FedgraftError(f"{name} needs a pretrained network: say where its folder is (MODEL=folder, or --model).")
     done = {}
     for label, preset in parts.items():  # other parts than the wanted one stay on the page as far as they came
-        other = part not in (None, label)
-        found = carry_out(work(f"{name}-{label}", preset, read or other))
-        if not other or any(found.folders.values()):
+        only = read or part not in (None, label)
+        found = carry_out(work(f"{name}-{label}", preset, only))
+        if not only or any(found.folders.values()):
             done[label] = found
     return write_question(name, done, folders[1], formats)
 
