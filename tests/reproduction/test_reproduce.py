@@ -261,6 +261,15 @@ def test_a_question_is_planned_as_the_protocol_says(name: str) -> None:
     assert [e.name for e in planned.endpoints if f"`{e.name}`" not in text] == []
 
 
+def test_what_is_measured_as_balanced_accuracy_is_asked_for() -> None:
+    parts = {f"{q}-{name}": part for q in QUESTIONS for name, part in load_question(q).parts.items()}
+    asked = parts | {name: load_preset(name) for name in names()}
+    balanced = {name: part for name, part in asked.items() if part.measure == "balanced"}
+    assert set(balanced) == {"q1-sites", "tournament_ham"}
+    for name, part in balanced.items():
+        assert all("balanced_accuracy" in cell.config().metrics for cell in cells(part, "laptop", name))
+
+
 def test_the_questions_cost_about_twenty_core_hours() -> None:
     assert 15 <= sum(load_question(name).core_minutes() for name in QUESTIONS) / 60 <= 22
 
