@@ -23,7 +23,7 @@ MEASURES = {
     "test": "test of the best round (%)", "best": "best validation (%)", "last": "validation, last round (%)",
     "personal": "mean client accuracy (%)", "finetuned": "mean client accuracy, fine-tuned (%)",
     "megabytes": "MB up and down", "spread": "variance of clients' mean steps", "rounds_to": "rounds to the target",
-    "seconds": "seconds", "seconds:combine": "seconds to combine", "balanced": "balanced accuracy (%)",
+    "seconds": "seconds", "seconds:combine": "seconds to combine", "balanced": "mean balanced client accuracy (%)",
 }  # fmt: skip
 """Column titles by measure."""
 

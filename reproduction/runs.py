@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,8 @@ class FinishedRuns:
     def __init__(self, root: Path) -> None:
         self.found: dict[tuple[str, bool], Path] = {}
         for path in sorted(root.glob("*/config.toml")):
-            if finished(path.parent) is None:
-                continue
-            try:
-                config = from_folder(path.parent)
-                key = config.digest, config.centralized.active
-            except FedgraftError:  # an option that is gone: the run cannot be the wanted one
-                continue
-            self.found.setdefault(key, path.parent)
+            if finished(path.parent) is not None and (key := _key_of(path.parent)):
+                self.found.setdefault(key, path.parent)
 
     @staticmethod
     def key(config: Config, central: bool) -> tuple[str, bool]:
@@ -49,6 +44,16 @@ class FinishedRuns:
     def get(self, config: Config, central: bool) -> Path | None:
         """The folder of this run, if it is finished."""
         return self.found.get(self.key(config, central))
+
+
+@cache  # a finished run stays as it is, and hundreds of them are asked for again after every part
+def _key_of(folder: Path) -> tuple[str, bool] | None:
+    """What a finished run is found by; None where it has an option that is gone, so it cannot be the wanted one."""
+    try:
+        config = from_folder(folder)
+        return config.digest, config.centralized.active
+    except FedgraftError:
+        return None
 
 
 def carry_out(
@@ -109,8 +114,11 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
         value = summary.get("personal", {}).get("mean" if kind == "personal" else "finetuned_mean")
         return None if value is None else 100 * float(value)
     if kind == "balanced":
-        value = summary.get("test", {}).get("balanced_accuracy")
-        return None if value is None else 100 * float(value)
+        # Each client's own test images with the model it would use: one common test set would judge local models on
+        # images of clients they never met.
+        found = [one["balanced_accuracy"]["value"] for one in summary.get("clients", {}).values()
+                 if "balanced_accuracy" in one]  # fmt: skip
+        return 100 * sum(found) / len(found) if found else None
     if kind == "megabytes":
         whole = summary["bytes_up"] + summary["bytes_down"]  # a head of one exchange has no rounds but these bytes
         outside = summary.get("bytes_up_outside_rounds", 0) + summary.get("bytes_down_outside_rounds", 0)

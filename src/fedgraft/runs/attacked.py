@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 
 from fedgraft.config.load import Config, to_toml
-from fedgraft.data.examples import FeatureExamples, ImageExamples
+from fedgraft.data.examples import ImageExamples
+from fedgraft.data.images.transforms import Transform
 from fedgraft.engines.attackers import Attacked, Trigger, choose_attackers
 from fedgraft.local.evaluate import evaluate
 from fedgraft.local.memory import one_thread
+from fedgraft.protocols import Examples
 from fedgraft.runs.files import write_text
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening
@@ -39,7 +42,7 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
 
     def wrap(job: Job, opening: Opening, engine: Any) -> Any:
         entry, task = opening.context.examples.entry, job.task
-        marked = _marked(task, entry, attackers) if "backdoor" in kind and entry else None
+        marked = _marked(task, task.train_images, entry) if "backdoor" in kind and entry else None
         return engine if kind == BENIGN else Attacked(engine, attackers, kind, config.seed, trigger(task), marked)
 
     def build() -> tuple[Job, None]:
@@ -56,12 +59,19 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
 
 def outcome(job: Job, opening: Opening) -> dict[str, float | None]:
     """Test accuracy of the model in the network, and how often the trigger works; None where there are no images."""
-    tests, network = opening.context.tests, job.task.network
+    tests, task = opening.context.tests, job.task
     assert tests is not None
-    rows, marked = torch.arange(len(tests)), _marked_tests(job.task, tests.entry)
+    rows, images = torch.arange(len(tests)), task.test_images
     job.ready(tests, rows)
-    success = None if marked is None else evaluate(network, marked, torch.arange(len(marked))).accuracy
-    return {"accuracy": evaluate(network, tests, rows).accuracy, "backdoor": success}
+    found: dict[str, float | None] = {"accuracy": evaluate(task.network, tests, rows).accuracy, "backdoor": None}
+    if isinstance(images, ImageExamples):
+        target = Trigger().target
+        others = (images.labels != target).nonzero().view(-1)[:_MOST_MARKED]
+        marked = _marked(task, images, tests.entry)
+        marked.labels = torch.full_like(images.labels, target)  # accuracy on them is the trigger's success
+        job.ready(marked, others)
+        found["backdoor"] = evaluate(task.network, marked, others).accuracy
+    return found
 
 
 def trigger(task: Task) -> Trigger:
@@ -71,28 +81,27 @@ def trigger(task: Task) -> Trigger:
     return Trigger(size=max(2, view.image_size // 8), white=(1 - mean) / std)
 
 
-def _marked(task: Task, entry: int, attackers: frozenset[int]) -> FeatureExamples:
-    """Behind kept features: those of the attackers' images with the trigger, at the rows of the images."""
-    rows, images = torch.cat([task.data.rows(k) for k in sorted(attackers)]), task.eval_images
+@dataclass(frozen=True)
+class Marking(Transform):
+    """A transform that also puts the trigger on: what it makes of the images is kept as other features are.
+
+    The square comes last, so that it stays in its corner where an image is mirrored.
+    """
+
+    mark: Trigger = field(default_factory=Trigger, compare=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of the transform, the square's size included; its colour follows from the normalisation."""
+        return f"{super().digest}-marked-{self.mark.size}"
+
+    def _normalise(self, images: Tensor) -> Tensor:
+        return self.mark(super()._normalise(images))
+
+
+def _marked(task: Task, images: Examples, entry: int) -> Examples:
+    """The images with the trigger, where they enter the network in this run; behind a frozen prefix kept for all."""
     assert isinstance(images, ImageExamples)  # the table has no backdoor for others
-    features = _enter(task, entry, images, rows)
-    whole = torch.zeros(len(images), *features.shape[1:])
-    whole[rows] = features
-    return FeatureExamples(whole, images.labels, entry)
-
-
-def _marked_tests(task: Task, entry: int) -> FeatureExamples | None:
-    """Test images of other classes with the trigger, labelled as the target: accuracy on them is its success."""
-    images, target = task.test_images, Trigger().target
-    if not isinstance(images, ImageExamples):
-        return None
-    others = (images.labels != target).nonzero().view(-1)[:_MOST_MARKED]
-    return FeatureExamples(_enter(task, entry, images, others), torch.full((len(others),), target), entry)
-
-
-@torch.no_grad()
-def _enter(task: Task, entry: int, images: ImageExamples, rows: Tensor) -> Tensor:
-    """Images with the trigger, where they enter the network in this run."""
-    network, mark = task.network.eval(), trigger(task)
-    parts = [mark(images.batch(part)) for part in rows.split(256)]
-    return torch.cat([network.features(part, 0, entry) if entry else part for part in parts])
+    view = images.transform
+    marking = Marking(view.rule, view.train, view.mean, view.std, trigger(task))
+    return task.at_entry(ImageExamples(images.store, marking), entry)

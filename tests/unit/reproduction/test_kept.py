@@ -23,6 +23,8 @@ def _run(root: Path, data: str, seed: int, status: str = "finished") -> Path:
             clients = {"ids": [0, 1], "drift": [0.5, 1.5]}
             run.append({"round": r, "accuracy": 0.1 * r, "loss": 1.0, "clients": clients, "bytes_up": 8})
         summary = {"test": {"accuracy": 0.1 * seed}, "bytes_up": 10, "bytes_down": 20, "seconds": 1.0}
+        balanced = {"one": 0.2, "another": 0.5}
+        summary["clients"] = {name: {"balanced_accuracy": {"value": value}} for name, value in balanced.items()}
         if status == "finished":
             run.finish(summary)
     return run.path
@@ -41,6 +43,7 @@ def test_a_finished_run_is_found_again_at_another_place(tmp_path: Path) -> None:
     for measure in ("test", "megabytes", "spread", "last"):
         assert measure_of(found, measure) == measure_of(made, measure), measure
     assert curve(found) == curve(made)
+    assert measure_of(found, "balanced") == pytest.approx(35.0)  # the mean over clients of 20 and 50 %
 
 
 def test_no_place_of_the_machine_is_in_the_file(tmp_path: Path) -> None:
