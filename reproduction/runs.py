@@ -31,7 +31,7 @@ class FinishedRuns:
     def __init__(self, root: Path) -> None:
         self.found: dict[tuple[str, bool], Path] = {}
         for path in sorted(root.glob("*/config.toml")):
-            if finished(path.parent) is not None and (key := _key_of(path.parent)):
+            if finished(path.parent) is not None and (key := _key_of(path.parent, path.stat().st_mtime_ns)):
                 self.found.setdefault(key, path.parent)
 
     @staticmethod
@@ -47,8 +47,8 @@ class FinishedRuns:
 
 
 @cache  # a finished run stays as it is, and hundreds of them are asked for again after every part
-def _key_of(folder: Path) -> tuple[str, bool] | None:
-    """What a finished run is found by; None where it has an option that is gone, so it cannot be the wanted one."""
+def _key_of(folder: Path, changed: int) -> tuple[str, bool] | None:
+    """What a finished run is found by, read again where its config has changed; None where it has an option that is gone, so it cannot be the wanted one."""
     try:
         config = from_folder(folder)
         return config.digest, config.centralized.active
