@@ -48,7 +48,7 @@ class FinishedRuns:
 
 @cache  # a finished run stays as it is, and hundreds of them are asked for again after every part
 def _key_of(folder: Path, changed: int) -> tuple[str, bool] | None:
-    """What a finished run is found by, read again where its config has changed; None where it has an option that is gone, so it cannot be the wanted one."""
+    """What a finished run is found by, read again where its config has changed; None where an option of it is gone."""
     try:
         config = from_folder(folder)
         return config.digest, config.centralized.active
