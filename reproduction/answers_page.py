@@ -13,7 +13,7 @@ from reproduction.preset import cells, picked
 from reproduction.question import QUESTIONS, Endpoint, document_claims, load_question
 from reproduction.reproduce import MEASURES
 from reproduction.statistics import Series, paired
-from reproduction.verdicts import Verdict, judge
+from reproduction.verdicts import CONTRADICTED, NO_RANGE, NOT_MEASURED, SUPPORTED, UNDECIDED, Verdict, judge
 
 
 def answers_page(out: Path) -> str:
@@ -33,13 +33,18 @@ def answers_page(out: Path) -> str:
 
 
 def sentence(endpoint: Endpoint, verdict: Verdict) -> str:
-    """What may be said of an endpoint: its text as it was asked, the verdict, and the numbers behind it."""
-    text = endpoint.text[0].upper() + endpoint.text[1:]
-    if verdict.value is None:
-        return f"{text}: {verdict.word} ({verdict.why.split(';')[0]})."
+    """What may be said of an endpoint: an answer, its text as it was asked, and the numbers behind it."""
     unit = "times" if endpoint.ratio else "points" if endpoint.measure in ACCURACIES else endpoint.measure
     limits = "" if verdict.low is None else f", {verdict.low:.3g} to {verdict.high:.3g}"
-    return f"{text}: {verdict.word} ({verdict.value:.3g} {unit}{limits})."
+    behind = verdict.why.split(";")[0] if verdict.value is None else f"{verdict.value:.3g} {unit}{limits}"
+    same = endpoint.expect == "same"
+    lead = {
+        SUPPORTED: "Yes", CONTRADICTED: "No" if same else "No, the other way round", UNDECIDED: "Cannot be told",
+        NO_RANGE: "No range here",
+    }.get(verdict.word, "Too little to matter")  # fmt: skip
+    if verdict.why == NOT_MEASURED:
+        return f"Not measured yet: {endpoint.text}."
+    return f"{lead}: {endpoint.text} ({behind})."
 
 
 def draw(path: Path, parts: Mapping[str, Part], told: list[tuple[Endpoint, Verdict]]) -> bool:
@@ -81,7 +86,7 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> list[str]:
     if verdict.low is not None:
         effect += f" [{verdict.low:.3g}, {verdict.high:.3g}]"
     if verdict.p is not None:
-        effect += f", p {verdict.p:.3f}"
+        effect += ", p < 0.001" if verdict.p < 0.001 else f", p {verdict.p:.3f}"
     kind = "primary" if endpoint.primary else "secondary"
     expect = f"{endpoint.expect} {'as' if endpoint.expect == 'same' else 'than'} {endpoint.number:g}"
     text = f"{endpoint.text} ({kind}; {expect})"

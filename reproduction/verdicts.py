@@ -29,6 +29,7 @@ from reproduction.statistics import ALPHA, Effect, Series, paired
 SUPPORTED, CONTRADICTED, EQUIVALENT, UNDECIDED, NO_RANGE = (
     "supported", "contradicted", "equivalent within", "undecided", "no range here",
 )  # fmt: skip
+NOT_MEASURED = "not measured"
 RANGE, POINTS, EVALUATIONS = 5.0, 5.0, 8
 
 
@@ -167,7 +168,7 @@ def _verdict(claim: Claim, alpha: float, p: float, decided: bool, corrected: boo
     if unmet := [str(check) for check in claim.gate if not check.met]:
         return Verdict(NO_RANGE, why="; ".join(unmet))
     if effect is None:
-        return Verdict(UNDECIDED, why="not measured")
+        return Verdict(UNDECIDED, why=NOT_MEASURED)
     if isinstance(effect, Fact):
         gap = effect.value - effect.against
         return Verdict(_word(claim, gap, gap), effect.value, why="deterministic: no interval and no p")

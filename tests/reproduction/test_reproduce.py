@@ -305,7 +305,7 @@ def test_answers_come_from_the_numbers_alone(tmp_path: Path) -> None:
     planted_numbers(tmp_path, endpoint.part, table)
     assert answers.endpoints(tmp_path)[endpoint.name][1].word == SUPPORTED
     shown = answers_page.answers_page(tmp_path)
-    assert "Ten classes per client cost a head: supported (-20 points, -20" in shown
+    assert "Yes: ten classes per client cost a head (-20 points, -20" in shown
     assert "(q1/answer.png)" in shown and (tmp_path / "q1" / "answer.png").is_file() and "q2/answer.png" not in shown
     for cell in table.values():
         cell["evaluations"] = 7
