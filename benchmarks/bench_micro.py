@@ -60,7 +60,7 @@ def calibration(peak: Roofline, small: bool) -> list[Row]:
 def selection(peak: Roofline, small: bool) -> list[Row]:
     """A mask of 10 % over all scores at once."""
     rows = 200 if small else 21_665
-    scores = random_scores({"w": (rows, 1000)}, 0)
+    scores = random_scores({"w": torch.empty(rows, 1000)}, 0)
     least = peak.seconds(0, 2 * 4 * rows * 1000)
     seconds = best_seconds(lambda: choose(scores, 0.1), 2)
     return [(f"mask selection, {rows / 1e3:.1f}M scores", seconds, least, "one copy")]

@@ -76,7 +76,7 @@ def head(clients: int, cohort: int, width: int, rounds: int = 3) -> dict[str, fl
     network = load_network(f"features:width={width}", 100)
     draw = torch_stream(0, "scale")
     examples = GivenExamples(torch.randn(POOL, width, generator=draw), torch.arange(POOL) % 100, 0)
-    algorithm = fedavg(local=LocalTraining(4, 50), trainable=dense.head())
+    algorithm = fedavg(local=LocalTraining(steps=4, batch_size=50), trainable=dense.head())
     space = select(network, lambda name: name.startswith("head."))
     context = ClientContext(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)
     federation = Federation("scale", 0, clients, cohort, rounds, constant(0.05))

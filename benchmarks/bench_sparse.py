@@ -102,7 +102,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every cost, dense and sparse in turn, and bytes up, for every sparsity."""
     network = load_network(given.model, 100)
     dense = select(network, lambda name: name.startswith("backbone."), buffers=False)
-    scores = random_scores({part.name: part.shape for part in dense.parts}, 0)
+    scores = random_scores({part.name: torch.empty(part.shape) for part in dense.parts}, 0)
     whole, found = rows(dense, given.model), []
     for sparsity in given.sparsity:
         sparse = masked(network, dict(choose(scores, 1 - sparsity)))
