@@ -134,7 +134,7 @@ def _reported(found: Found, label: str) -> str:
 def _traffic(found: Found, cell: Cell) -> dict[str, str]:
     """Megabytes in all, and rounds and megabytes to the target."""
     sent = numbers(found.measured(cell.label, "megabytes"))
-    row = {"MB": f"{summarise(sent).mean:.3g}"} if any(sent) else {}
+    row = {"MB": _megabytes(sent)} if any(sent) else {}
     target, folders = found.work.target, found.folders.get(cell.label)
     if target is None or not folders:
         return row
@@ -143,8 +143,14 @@ def _traffic(found: Found, cell: Cell) -> dict[str, str]:
     curves = {seed: curve(folder) for seed, folder in folders.items()}
     known = all(0 in found for found in curves.values())
     row[f"rounds to {target:g} %"] = str(rounds.rounds_to(curves, target)) if known else "the start was not evaluated"
-    row[f"MB to {target:g} %"] = f"{summarise(reached).mean:.3g}" if len(reached) == len(spent) else "–"
+    row[f"MB to {target:g} %"] = _megabytes(reached) if len(reached) == len(spent) else "–"
     return row
+
+
+def _megabytes(found: Sequence[float]) -> str:
+    """Their mean in three digits, as a number that is read and not as a power of ten."""
+    mean = summarise(found).mean
+    return f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
 
 
 def run_rows(found: Found) -> list[dict[str, Any]]:
@@ -153,7 +159,8 @@ def run_rows(found: Found) -> list[dict[str, Any]]:
     for label, folders in found.folders.items():
         for seed, folder in folders.items():
             measured = {
-                m: measure_of(folder, m) for m in ("test", "best", "last", "personal", "finetuned", "megabytes")
+                m: measure_of(folder, m)
+                for m in ("test", "best", "last", "personal", "finetuned", "balanced", "megabytes")
             }
             rows.append({"cell": label, "seed": seed, "run": folder.name, **measured})
     for label, values in found.values.items():
