@@ -43,7 +43,7 @@ def source_of(data: str) -> dict[str, str]:
         raise FedgraftError(f"there is no {data}, neither a file or folder nor one of {', '.join(SOURCES)}.")
     if not (found := kind_of(path)):
         raise FedgraftError(
-            f"{data} is neither parquet, npz, a folder that `datasets` saved, nor a directory of images by class; see "
-            "docs/data.md, and name the source with data.source=."
+            f"{data} is neither parquet, npz, a folder that `datasets` saved, nor a directory of images by class "
+            f"(such as {path / 'CLASS' / '1.png'}); or name the source with data.source=, see docs/data.md."
         )
     return {"source": found, "path": data}

@@ -203,7 +203,7 @@ def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
     for info in infos:
         done = NONE if info.round is None else str(info.round)
         costs = size(info.bytes) if info.bytes else NONE, clock(info.seconds) if info.seconds else NONE
-        table.add_row(info.status, done, percent(info.best), percent(info.test), *costs, escape(info.name))
+        table.add_row(info.status, done, percent(info.best), percent(info.test), *costs, escape(str(info.path)))
     print_table(console, table)
 
 

@@ -92,7 +92,8 @@ def note_of(start: float | None, best: Best, rounds: int, private: bool, images:
 def _hint(start: float, private: bool, images: int) -> str:
     """What may help where no round beat the start."""
     if start == 1 and not private:
-        return "it has nothing left to gain on these images, and rounds.total=0 delivers it at once"
+        few = "so few images: add some, or take it as it is:" if 0 < images < FEW else "these images:"
+        return f"it has nothing left to gain on {few} rounds.total=0 delivers it at once"
     hint = "try another learning rate (fedgraft find-lr), more rounds, or a stronger network (model.name)"
     if 0 < images < FEW:
         point = f"one image is {100 / images:.1f} points here, too few to tell rounds apart"

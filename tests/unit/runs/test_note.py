@@ -16,7 +16,9 @@ def test_few_images_are_named_as_the_reason() -> None:
 
 def test_where_everything_was_right_no_rate_is_to_blame() -> None:
     told = note_of(1.0, Best(accuracy=1.0, score=1.0, round=0), 10, False, 34)["note"]
-    assert "nothing left to gain" in told and "rounds.total=0" in told and "find-lr" not in told
+    assert (
+        "nothing left to gain on so few images: add some" in told and "rounds.total=0" in told and "find-lr" not in told
+    )
 
 
 def test_of_many_images_or_of_images_elsewhere_the_hint_is_the_rate() -> None:
