@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from tests.support.tiny import without_pictures
 
+from fedgraft.cli.overrides import config_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.from_data import config_for, held_out, source_of
 from fedgraft.config.load import load
@@ -63,6 +64,13 @@ def test_of_few_images_more_are_held_out(tmp_path: Path) -> None:
     assert config_for(str(tmp_path), {}, {"data": {"validation": 0.3}}).data.validation == 0.3
     assert config_for("digits", {}, {}).data.validation == 0.1
     assert config_for("digits", {}, {"data": {"limit": 800}}).data.validation == 0.125
+
+
+def test_a_run_is_named_after_its_folder_in_plain_letters(tmp_path: Path) -> None:
+    for place in [f"{kind}/{i}.png" for kind in ("schöne Äpfel", "Birnen") for i in range(10)]:
+        (tmp_path / "Früchte & Obst" / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "Früchte & Obst" / place)
+    assert config_of([str(tmp_path / "Früchte & Obst")]).name == "Fruchte-Obst"
 
 
 def test_it_tries_recommends_and_writes_a_config_that_runs(tmp_path: Path) -> None:
