@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 from tests.support.tiny import without_pictures
 
+from fedgraft.cli.overrides import config_of
 from fedgraft.config.build import build_algorithm
-from fedgraft.config.from_data import config_for, source_of
+from fedgraft.config.from_data import config_for, held_out, source_of
 from fedgraft.config.load import load
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.advise import Advice, Tried, advise, bytes_of, recommendation, to_file
@@ -52,6 +53,24 @@ def test_sources_are_recognised_by_what_is_in_them(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(FedgraftError, match="nor a directory of images by class"):
         source_of(str(tmp_path / "empty"))
+
+
+def test_of_few_images_more_are_held_out(tmp_path: Path) -> None:
+    assert [held_out(n) for n in (0, 2, 168, 500, 800, 1000, 60_000)] == [0.2, 0.2, 0.2, 0.2, 0.125, 0.1, 0.1]
+    for place in (f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(10)):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((4, 4, 3), 99, np.uint8)).save(tmp_path / place)
+    assert config_for(str(tmp_path), {}, {}).data.validation == 0.2
+    assert config_for(str(tmp_path), {}, {"data": {"validation": 0.3}}).data.validation == 0.3
+    assert config_for("digits", {}, {}).data.validation == 0.1
+    assert config_for("digits", {}, {"data": {"limit": 800}}).data.validation == 0.125
+
+
+def test_a_run_is_named_after_its_folder_in_plain_letters(tmp_path: Path) -> None:
+    for place in [f"{kind}/{i}.png" for kind in ("schöne Äpfel", "Birnen") for i in range(10)]:
+        (tmp_path / "Früchte & Obst" / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "Früchte & Obst" / place)
+    assert config_of([str(tmp_path / "Früchte & Obst")]).name == "Fruchte-Obst"
 
 
 def test_it_tries_recommends_and_writes_a_config_that_runs(tmp_path: Path) -> None:

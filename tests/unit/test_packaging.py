@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+
+from fedgraft.deploy.process import gate
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -61,6 +65,19 @@ def words_of_the_guide(command: str) -> list[set[str]]:
     text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     calls = [shlex.split(line) for line in text.splitlines() if line.startswith(f"fedgraft deploy {command} ")]
     return [{word for word in call if word.startswith("--")} for call in calls]
+
+
+def test_a_node_without_its_process_is_not_healthy(tmp_path: Path) -> None:
+    """The check itself is a process that names what it looks for: it must not find itself."""
+    text = (ROOT / "containers" / "node.Dockerfile").read_text(encoding="utf-8")
+    _, flag, code = words = json.loads(re.search(r"^HEALTHCHECK .* CMD (\[.*\])$", text, re.M)[1])  # type: ignore[index]
+    for number, command in (("1", ["fedgraft", "deploy", "node"]), ("7", words)):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "cmdline").write_bytes("\0".join(command).encode())
+    call = [sys.executable, "-S", flag, code.replace("/proc", str(tmp_path))]
+    assert subprocess.run(call, check=False).returncode == 1
+    (tmp_path / "1" / "cmdline").write_bytes("\0".join(gate("supernode", ["--insecure"])).encode())
+    assert subprocess.run(call, check=False).returncode == 0
 
 
 def test_containers_run_the_commands_of_the_guide() -> None:

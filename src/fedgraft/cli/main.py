@@ -241,10 +241,14 @@ def _screen(phases: Sequence[Phase]) -> None:
     global _display
     if _display is None and any(one.seconds > 1 for one in phases):
         import rich
+        from rich.console import Console
 
         from fedgraft.report.display import LiveProgress
 
-        _display = LiveProgress(rich.get_console())
+        console = rich.get_console()
+        if not console.is_terminal:  # what goes into a file or a pipe is the answer alone
+            console = Console(stderr=True, quiet=console.quiet)
+        _display = LiveProgress(console)
     if _display is not None:
         _display.look(phases)
 

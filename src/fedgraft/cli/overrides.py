@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,5 +44,6 @@ def _on_data(data: str, rest: list[str]) -> Config:
         raise FedgraftError(
             f"{data} is a run; continue it with `fedgraft resume {data}`, or name a config to start one."
         )
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(data).resolve().stem).strip("-")[:80] or "run"
+    plain = unicodedata.normalize("NFKD", Path(data).resolve().stem).encode("ascii", "ignore").decode()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-")[:80] or "run"
     return config_for(data, {"name": name}, parse_overrides(rest))

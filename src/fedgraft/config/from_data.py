@@ -1,4 +1,4 @@
-"""A config for data alone: which source reads it, and its owners as the clients where it names them."""
+"""A config for data alone: which source reads it, how much to hold out, its owners as the clients if it names them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,20 @@ def config_for(data: str, base: Mapping[str, Any], wishes: Mapping[str, Any]) ->
     """The config of a run on this data; where it names its owners they are the clients, and all take part."""
     given = merge(dict(base), {"data": source_of(data)})
     config = validate(merge(given, dict(wishes)))
-    if {"kind", "clients"} & set(wishes.get("partition", {})) or open_data(config).train.sites is None:
-        return config
-    return validate(merge(merge(given, _OWNED), dict(wishes)))
+    found = open_data(config).train
+    images = min(len(found), config.data.limit or len(found))
+    given = merge(given, {"data": {"validation": held_out(images)}})
+    if found.sites is not None and not {"kind", "clients"} & set(wishes.get("partition", {})):
+        given = merge(given, _OWNED)
+    return validate(merge(given, dict(wishes)))
+
+
+def held_out(images: int) -> float:
+    """The share of images to hold out for validation: a tenth; of few images more, up to a fifth, to have a hundred.
+
+    The best round is chosen on them, and among twenty images one more or less is five points.
+    """
+    return round(min(0.2, max(0.1, 100 / max(1, images))), 3)
 
 
 def source_of(data: str) -> dict[str, str]:
@@ -32,7 +43,7 @@ def source_of(data: str) -> dict[str, str]:
         raise FedgraftError(f"there is no {data}, neither a file or folder nor one of {', '.join(SOURCES)}.")
     if not (found := kind_of(path)):
         raise FedgraftError(
-            f"{data} is neither parquet, npz, a folder that `datasets` saved, nor a directory of images by class; see "
-            "docs/data.md, and name the source with data.source=."
+            f"{data} is neither parquet, npz, a folder that `datasets` saved, nor a directory of images by class "
+            f"(such as {path / 'CLASS' / '1.png'}); or name the source with data.source=, see docs/data.md."
         )
     return {"source": found, "path": data}

@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -167,7 +167,15 @@ def describe_options(section: type[BaseModel] | None = None, prefix: str = "") -
             lines += ["", f"[{prefix}{name}]  {(inner.__doc__ or '').strip().splitlines()[0]}"]
             lines += describe_options(inner, f"{prefix}{name}.")
         else:
-            text = str(info.annotation)
-            choices = text.replace("typing.", "").replace("Literal", "") if "Literal" in text else ""
-            lines.append(f"  {prefix}{name} = {info.default!r}  {info.description or ''} {choices}".rstrip())
+            default = "none" if info.default is None else json.dumps(info.default, ensure_ascii=False)
+            told = "; ".join(filter(None, (info.description, _choices(info.annotation))))
+            lines.append(f"  {prefix}{name} = {default}  {told}".rstrip())
     return lines
+
+
+def _choices(annotation: Any) -> str:
+    """The words that an option takes, where only some are known."""
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    found = next(filter(None, map(_choices, get_args(annotation))), "")
+    return found.replace("one of", "any of") if get_origin(annotation) is tuple else found

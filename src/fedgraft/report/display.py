@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedgraft.progress import Phase
-from fedgraft.report.values import NONE, accuracy, cell, clock, label, metric, percent, size
+from fedgraft.report.values import NONE, accuracy, clock, column, label, metric, percent, size
 
 if TYPE_CHECKING:
     from fedgraft.runs.run_folder import RunInfo
@@ -187,8 +189,10 @@ def _clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None
     if not keys:
         return
     table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, found in list(clients.items())[:40]:
-        table.add_row(escape(name), *(cell(found[key]) if found.get(key) else NONE for key in keys))
+    shown = dict(list(clients.items())[:40])
+    columns = [column([found.get(key) for found in shown.values()]) for key in keys]
+    for name, *cells in zip(shown, *columns, strict=True):
+        table.add_row(escape(name), *cells)
     print_table(console, table)
 
 
@@ -199,7 +203,7 @@ def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
     for info in infos:
         done = NONE if info.round is None else str(info.round)
         costs = size(info.bytes) if info.bytes else NONE, clock(info.seconds) if info.seconds else NONE
-        table.add_row(info.status, done, percent(info.best), percent(info.test), *costs, escape(info.name))
+        table.add_row(info.status, done, percent(info.best), percent(info.test), *costs, escape(str(info.path)))
     print_table(console, table)
 
 
@@ -225,16 +229,24 @@ def path_line(console: Console, folder: Path, report: bool = True) -> None:
 
 
 def next_lines(console: Console, folder: Path) -> None:
-    """Three things to do with a finished run."""
+    """Three things to do with a finished run, as this terminal would take them."""
     console.print("next:", highlight=False)
     for words in (f"show {folder}", f"predict {folder} IMAGES", f"export {folder} adapted"):
-        console.print(f"  fedgraft {words}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"  {command()} {words}", highlight=False, soft_wrap=True, markup=False)
+
+
+def command() -> str:
+    """How `fedgraft` is started here: by its name, or by its path where the environment is not active."""
+    started = Path(sys.argv[0])
+    found = shutil.which("fedgraft")
+    by_path = started.name == "fedgraft" and started.is_file() and (not found or not started.samefile(found))
+    return str(started) if by_path else "fedgraft"
 
 
 def print_table(console: Console, table: Table) -> None:
     """A table as wide as its texts, however narrow the terminal: what must be copied is never cut."""
-    for column in table.columns:
-        column.no_wrap = True
+    for one in table.columns:
+        one.no_wrap = True
     wide = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     table.width = wide if wide > console.width else None
     for segments in console.render_lines(table, console.options.update(max_width=max(wide, console.width)), pad=False):

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedgraft.report.html import Rows, grid, safe
 from fedgraft.report.representation_figures import by_client, read_mixing
-from fedgraft.report.values import NONE, cell, label, metric
+from fedgraft.report.values import NONE, column, label, metric
 from fedgraft.runs.files import plain
 
 _ROWS, _CELLS = 200, 20_000  # more clients, or more cells of a table, than this make the page heavy
@@ -32,8 +32,18 @@ def by_class(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key, value in (summary.get("metrics") or {}).items():
         name, colon, of = key.partition(":")
         if colon:
-            found.setdefault(of, {})[label(name)] = cell(value)
-    return _even([{"class": of, **cells} for of, cells in found.items()])
+            found.setdefault(of, {})[name] = value
+    return _even([{"class": of, **cells} for of, cells in _columns(found).items()])
+
+
+def _columns(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows of metrics by name as rows of texts, each column with the same decimals."""
+    rows: dict[str, dict[str, Any]] = {name: {} for name in found}
+    for key in dict.fromkeys(key for values in found.values() for key in values):
+        held = {name: values[key] for name, values in found.items() if key in values}
+        for name, text in zip(held, column(list(held.values())), strict=True):
+            rows[name][label(key)] = text
+    return rows
 
 
 def confusion(summary: Mapping[str, Any]) -> str:
@@ -43,16 +53,18 @@ def confusion(summary: Mapping[str, Any]) -> str:
         note = '<p class="note">Test images of each true class (row) by the class they were taken for (column).</p>'
         made += note + _map(dict(zip(names, counts, strict=True)), names, corner="true class")
     if bins := summary.get("reliability"):
-        rows = [{"mean confidence": f"{100 * b['confidence']:.0f} %", "right": cell(b["accuracy"])} for b in bins]
+        right = column([b["accuracy"] for b in bins])
+        rows = [
+            {"mean confidence": f"{100 * b['confidence']:.0f} %", "right": r} for b, r in zip(bins, right, strict=True)
+        ]
         made += "<h3>Reliability: how often the model is right when it is so sure</h3>" + grid(rows)
     return made
 
 
 def clients(summary: Mapping[str, Any], lines: Rows, held: Counts, names: Sequence[str]) -> str:
     """One row for each client: what it holds, how often and how it took part, how well it is served."""
-    rows: dict[str, dict[str, Any]] = {}
-    for client, found in (summary.get("clients") or {}).items():
-        rows[str(client)] = {label(key): cell(value) for key, value in found.items() if ":" not in key}
+    told = (summary.get("clients") or {}).items()
+    rows = _columns({str(k): {key: v for key, v in found.items() if ":" not in key} for k, found in told})
     for k, counts in enumerate(held[:_ROWS]):
         held_by = {"images": sum(counts), "classes": sum(1 for count in counts if count)}
         rows.setdefault(_name(k, names), {}).update(held_by)

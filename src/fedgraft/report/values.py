@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedgraft.runs.files import plain
@@ -60,16 +60,22 @@ def wilson(hits: float, n: float) -> tuple[float, float]:
     return (0.0 if hits == 0 else low), (1.0 if hits == n else high)
 
 
-def metric(found: Mapping[str, Any]) -> tuple[str, str]:
+def decimals(found: Mapping[str, Any]) -> int:
+    """Decimals that the interval of a metric supports: 13 of 19 is 68 %, not 68.42 %."""
+    scale, low, high = 100 if found.get("unit", "%") == "%" else 1, found.get("low"), found.get("high")
+    if low is None or high is None or high <= low:
+        return 2
+    return min(4, max(0, 1 - math.floor(math.log10(scale * (high - low)))))
+
+
+def metric(found: Mapping[str, Any], digits: int | None = None) -> tuple[str, str]:
     """A metric (`value`, and `low`, `high`, `n`, `hits`, `unit` where known) as its number and what stands behind it.
 
-    Decimals are those that the interval supports: 13 of 19 is 68 %, not 68.42 %.
+    With as many decimals as its interval supports, unless it is said how many.
     """
     share = found.get("unit", "%") == "%"
     scale, unit, low, high = 100 if share else 1, " %" if share else "", found.get("low"), found.get("high")
-    digits = 2
-    if low is not None and high is not None and high > low:
-        digits = min(4, max(0, 1 - math.floor(math.log10(scale * (high - low)))))
+    digits = decimals(found) if digits is None else digits
     n, hits = found.get("n"), found.get("hits")
     behind = "" if n is None else f"{hits:,} of {n:,} images" if hits is not None else f"{n:,} images"
     limits = "" if low is None or high is None else f"{scale * low:.{digits}f} to {scale * high:.{digits}f}{unit}"
@@ -112,8 +118,14 @@ def show(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def cell(value: Any) -> str:
+def column(values: Sequence[Any]) -> list[str]:
+    """Metrics under each other, in as many decimals as all of them support; none is shown as none."""
+    digits = min((decimals(value) for value in values if isinstance(value, Mapping)), default=None)
+    return [cell(value, digits) if value else NONE for value in values]
+
+
+def cell(value: Any, digits: int | None = None) -> str:
     """A metric in a few words: 68 % (13 of 19; 46 to 85 %)."""
-    number, behind = metric(value) if isinstance(value, Mapping) else (show("", value), "")
+    number, behind = metric(value, digits) if isinstance(value, Mapping) else (show("", value), "")
     short = behind.replace(" images", "").replace(", 95 % interval", ";")
     return f"{number} ({short})" if short else number

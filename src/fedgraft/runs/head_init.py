@@ -182,10 +182,15 @@ def summed_counts(replies: Sequence[Reply], claims: Claims, split: str) -> list[
 
 
 def tempered(head: Tensor, judge: Judge) -> Tensor:
-    """The head scaled so that its softmax is honest: least squares gives directions, not log-odds."""
+    """The head scaled so that its softmax is honest: least squares gives directions, not log-odds.
+
+    The smallest scale within one standard error of the best: half a nat in the likelihood of all images (Wilks 1938).
+    Few images that are all right would like an endless scale: a head sure of everything, without a gradient.
+    """
     scales = torch.logspace(0, 2.5, 26, dtype=torch.float64).tolist()
     losses = [loss for _, loss in judge([head * scale for scale in scales])]
-    return head * scales[losses.index(min(losses))]
+    enough = min(losses) + 0.5 / judge.count
+    return head * next(scale for scale, loss in zip(scales, losses, strict=True) if not loss > enough)
 
 
 @torch.inference_mode()
@@ -213,7 +218,7 @@ def install_head(job: Job, engines: Engines) -> Start | None:
         made = _make_head(job, sums, judge)
         return {"head": made, "traffic": torch.tensor([sums.up, sums.down])}
 
-    kept = kept_tensors("heads", ["with traffic", *recipe, *identity, *hidden], make, lambda: not sums.lost)
+    kept = kept_tensors("heads", ["with traffic, one error", *recipe, *identity, *hidden], make, lambda: not sums.lost)
     head, (up, down) = kept["head"], kept["traffic"].tolist()
     engines.close()
     install(network, head)

@@ -70,16 +70,35 @@ def keep_skipped(folder: Path, data: FederatedData) -> None:
         write_text(folder / "skipped.txt", "".join(f"{place}\t{why}\n" for place, why in data.dataset.skipped))
 
 
-def note_of(start: float | None, best: Best, rounds: int, private: bool) -> dict[str, str]:
-    """A sentence for the first line of the result where no round beat the start; nothing where one did."""
+FEW = 100
+"""With fewer validation images, one more or less is over a point."""
+
+
+def note_of(start: float | None, best: Best, rounds: int, private: bool, images: int = 0) -> dict[str, str]:
+    """A sentence for the first line of the result where no round beat the start; nothing where one did.
+
+    `images` is how many validation images that was seen on, 0 where they are elsewhere.
+    """
     if not rounds or start is None or not (best.round == 0 or (private and 0 <= best.accuracy <= start)):
         return {}
-    told = f"no round beat the model that the run began with ({100 * start:.1f} % on validation images)"
+    seen = f"{round(start * images):,} of {images:,} validation images" if images else "on validation images"
+    told = f"no round beat the model that the run began with ({100 * start:.1f} %{', ' if images else ' '}{seen})"
     then = "so that one is delivered"
     if private:
         then = f"which private training did not make, so the model after round {best.round} is delivered"
+    return {"note": f"{told}, {then}; {_hint(start, private, images)}."}
+
+
+def _hint(start: float, private: bool, images: int) -> str:
+    """What may help where no round beat the start."""
+    if start == 1 and not private:
+        few = "so few images: add some, or take it as it is:" if 0 < images < FEW else "these images:"
+        return f"it has nothing left to gain on {few} rounds.total=0 delivers it at once"
     hint = "try another learning rate (fedgraft find-lr), more rounds, or a stronger network (model.name)"
-    return {"note": f"{told}, {then}; {hint}."}
+    if 0 < images < FEW:
+        point = f"one image is {100 / images:.1f} points here, too few to tell rounds apart"
+        return f"{point}: add images or hold out more (data.validation=0.3); or {hint}"
+    return hint
 
 
 def rates(opening: Opening) -> str:
@@ -94,6 +113,7 @@ def summary_of(
     """What summary.json says of a finished run but for its test, its traffic and its time."""
     config, algorithm, data = job.config, opening.algorithm, job.task.data
     start = next((line["accuracy"] for line in lines if line["round"] == 0), None)
+    judged = 0 if data.blind or config.select != "accuracy" else len(job.task.judging_rows)
     summary = {
         "kind": config.kind,
         "validation": {"accuracy": best.accuracy, **selected(config.select, best)},
@@ -102,7 +122,7 @@ def summary_of(
         "edited": {"coordinates": opening.space.trained, "of": sum(p.numel() for p in job.task.network.parameters())},
         "start": start,
         "data": facts_of(data),
-        **note_of(start, best, state.round, algorithm.privacy.dp is not None),
+        **note_of(start, best, state.round, algorithm.privacy.dp is not None, judged),
         **({"protection": algorithm.aggregate.insecure} if algorithm.aggregate.insecure else {}),
         **account_of(config, algorithm, state.round, lines),
     }

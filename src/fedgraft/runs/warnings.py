@@ -16,6 +16,9 @@ def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
         named = "; ".join(f"{place} ({why})" for place, why in skipped[:3])
         more = f"; and {len(skipped) - 3} more, in skipped.txt of the run" if len(skipped) > 3 else ""
         found.append(f"{len(skipped)} images cannot be read and are left out: {named}{more}")
+    if other := len(data.dataset.other_files):
+        are = "1 file among the images is" if other == 1 else f"{other} files among the images are"
+        found.append(f"{are} of no format that is read, and left out")
     if m == 1 and job.federation.clients > 1:
         found.append("one client per round: every weighting rule is the same; raise rounds.fraction")
     missing = stats["uncovered"]

@@ -298,7 +298,7 @@ def test_presets_algorithms_options_and_help(fedgraft: Command) -> None:
     assert fedgraft("presets", "demo").out.strip() == presets.text("demo").strip()
     shown = fedgraft("algorithms")
     assert all(name in shown.out for name in ALGORITHMS)
-    assert "local.lr = None  learning rate; default" in fedgraft("options").out
+    assert "local.lr = none  learning rate; default" in fedgraft("options").out
     helped = fedgraft("--help")
     assert helped.code == 0 and "fedgraft run demo" in helped.text
 

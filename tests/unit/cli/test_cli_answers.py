@@ -51,6 +51,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for k in range(24):
         picture(root / "images" / CLASSES[k % 2] / f"{k}.png", k)
     (root / "images" / "b" / "torn.png").write_bytes(b"no picture")
+    (root / "images" / "b" / "notes.txt").write_text("of no format that is read")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setenv("COLUMNS", "80")
@@ -113,6 +114,9 @@ def test_tab_completes_commands(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> No
 def test_quiet_keeps_the_result_and_drops_the_progress(run: Path, work: Path) -> None:
     said = (work / "said.txt").read_text()
     assert "test accuracy" in said and "round 1 of 1" not in said and str(run) in said.replace("\n", "")
+    assert (run / "log.txt").read_text().count(
+        "1 file among the images is of no format that is read, and left out"
+    ) == 1
     assert "top-5" not in said and "next:" not in said  # of two classes; what to try is no result
 
 
@@ -126,8 +130,8 @@ def test_names_are_never_cut_at_eighty_columns(run: Path, ask: Ask, tmp_path: Pa
     other = run.with_name(f"{NAME}-2")
     shutil.copytree(run, other, dirs_exist_ok=True)
     listed = ask("list", run.parent)[1]
-    assert f"{NAME}\n" in listed and f"{NAME}-2\n" in listed and "None" not in listed
-    shorter = [line.replace(f"{NAME}-2", "").replace(NAME, "") for line in listed.splitlines()]
+    assert f" {run}\n" in listed and f" {other}\n" in listed and "None" not in listed  # as `show` takes them
+    shorter = [line.replace(str(other), "").replace(str(run), "") for line in listed.splitlines()]
     assert max(map(len, shorter)) <= 80  # a name alone may be longer than the terminal is wide
     assert NAME in ask("show", run)[1] and CLASSES[0] in ask("evaluate", run)[1]
     assert f"{NAME}-2\n" in ask("compare", run, other, "-o", tmp_path / "both")[1]

@@ -230,6 +230,12 @@ def test_defaults_are_valid_and_every_option_is_described() -> None:
     text = "\n".join(describe_options())
     missing = [key for key in known_keys() if f"  {key} = " not in text]
     assert not missing
+    told = (
+        "out and say so; one of refuse, skip",
+        '  local.optimizer = "sgdm"  one of sgdm, adamw',
+        "  track.trackers = []  any of tensorb",
+    )
+    assert all(line in text for line in told) and not any(w in text for w in ("Optional[", "Literal", "tuple["))
 
 
 @pytest.mark.parametrize("name", presets.summaries())

@@ -202,6 +202,8 @@ def test_deep_grey_that_is_cut_off_is_told(
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
     deep = store_of(from_arrays([noise(20, 20, 1, 4096)[..., 0] for _ in range(2)]), np.array([0, 1]), "ab")
     deep.open(RULE)
+    deep.take(np.array([1])).open(RULE)  # as a test set that is cut off from the same files
+    assert caplog.text.count("grey images hold") == 1
     assert re.search(r"2 grey images hold values up to 3\d\d\d.*data\.grey_window=\[0,3\d\d\d\]", caplog.text)
     caplog.clear()
     deep.open(replace(RULE, window=(0, 4095)))

@@ -524,7 +524,7 @@ def test_folder_errors_name_the_place(tmp_path: Path) -> None:
     (tmp_path / "f" / "cow" / "a.png").write_bytes(b"junk")
     for n in range(4):
         (tmp_path / "f" / "cow" / f"{n}.jpg").write_bytes(png(np.zeros((4, 4, 3), dtype=np.uint8))[:40])
-    with pytest.raises(FedgraftError, match=r"4 of 12 images cannot be read: .*0\.jpg .*data\.unreadable = skip"):
+    with pytest.raises(FedgraftError, match=r"4 of 12 images cannot be read: .*0\.jpg .*data\.unreadable=skip"):
         pixels(load_dataset("folder", str(tmp_path / "f"), test_share=0.2).train)
     write_folder(tmp_path / "g" / "train", {"ant": 3})
     write_folder(tmp_path / "g" / "test", {"bee": 3})

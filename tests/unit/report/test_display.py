@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedgraft.report.display import results, runs_table
+from fedgraft.report.display import next_lines, results, runs_table
 from fedgraft.runs.run_folder import RunInfo
 
 LONG = "sweep-of-learning-rates/vit-tiny-patch16-224-lr=0.0003-0123456789abcdef"
@@ -47,3 +47,22 @@ def test_the_final_table_says_of_how_many(width: int) -> None:
     assert all(part in text for part in [*wanted, "50.00 % (25.00 % to 75.00 %)", "1.0 kB / 2.0 kB"])
     untested = shown(width, "a", {"validation": {"accuracy": 0.7}, "best_round": 3, "rounds": 8})
     assert "test" not in untested and "nan" not in untested
+
+
+def test_what_to_try_next_is_typed_as_the_command_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `make run` nobody has the environment's commands on the path; in an active environment the name will do."""
+    program = tmp_path / "bin" / "fedgraft"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["bin/fedgraft", "run", "demo"])
+    for path, wanted in (("/nowhere", "bin/fedgraft show runs/a"), (str(program.parent), "fedgraft show runs/a")):
+        monkeypatch.setenv("PATH", path)
+        text = io.StringIO()
+        next_lines(Console(file=text, width=80), Path("runs/a"))
+        assert text.getvalue().splitlines()[1].strip() == wanted
+    monkeypatch.setattr("sys.argv", ["/elsewhere/pytest"])  # from Python: its name
+    text = io.StringIO()
+    next_lines(Console(file=text, width=80), Path("runs/a"))
+    assert "  fedgraft predict runs/a IMAGES" in text.getvalue()

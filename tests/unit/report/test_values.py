@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedgraft.report.html import flatten
-from fedgraft.report.values import accuracy, clock, metric, show, size, wilson
+from fedgraft.report.values import accuracy, clock, column, metric, show, size, wilson
 
 
 def test_how_values_are_shown() -> None:
@@ -28,3 +28,9 @@ def test_a_share_is_told_with_what_stands_behind_it() -> None:
     assert metric(accuracy(13 / 19, 19)) == ("68 %", "13 of 19 images, 95 % interval 46 to 85 %")
     assert metric(accuracy(1.0, 4000)) == ("100.000 %", "4,000 of 4,000 images, 95 % interval 99.904 to 100.000 %")
     assert metric(accuracy(0.5, None)) == ("50.00 %", "") and metric(accuracy(0.3, 4)) == ("30.00 %", "4 images")
+
+
+def test_numbers_under_each_other_have_the_same_decimals() -> None:
+    found = [accuracy(35 / 36, 36), accuracy(1.0, 36), None]
+    assert column(found) == ["97 % (35 of 36; 86 to 100 %)", "100 % (36 of 36; 90 to 100 %)", "–"]
+    assert column(found[1:2]) == ["100.0 % (36 of 36; 90.4 to 100.0 %)"] and column([]) == []

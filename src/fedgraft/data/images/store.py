@@ -6,6 +6,7 @@ others are made once from their originals (see `pixel_store`).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -74,11 +75,7 @@ class ImageStore(Labelled):
         made = open_pixels(self.originals, PixelRule(side) if own else rule, cache_dir())
         self._refuse(made)
         if made.clipped:
-            log.warning(
-                "%d grey images hold values up to %g, and all above 255 are shown white, as transformers would; say "
-                "which values are black and white with: data.grey_window=[0,%g]",
-                *(made.clipped, made.peak, made.peak),
-            )
+            _tell_clipped(made.digest, made.clipped, made.peak)
         rows = b"" if self.rows is None else self.rows.tobytes()
         return OpenedImages(made.images, self.rows, rule.fit_batch if own else None, short_digest(made.digest, rows))
 
@@ -111,8 +108,19 @@ class ImageStore(Labelled):
             more = f"; and {len(bad) - 3} more" if len(bad) > 3 else ""
             raise FedgraftError(
                 f"{len(bad)} of {len(self)} images cannot be read: {named}{more}. "
-                "Repair or remove them, or leave them out with: data.unreadable = skip."
+                "Repair or remove them, or leave them out with: data.unreadable=skip."
             )
+
+
+@functools.cache
+def _tell_clipped(digest: str, clipped: int, peak: float) -> None:
+    """Warn of grey values that are cut, once for the same images: training and test may share theirs."""
+    which = "1 grey image holds" if clipped == 1 else f"{clipped} grey images hold"
+    log.warning(
+        "%s values up to %g, and all above 255 are shown white, as transformers would; say which values are black and "
+        "white with: data.grey_window=[0,%g]",
+        *(which, peak, peak),
+    )
 
 
 def _small(sides: tuple[int, ...], rule: PixelRule) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +12,6 @@ from fedgraft.data.images.originals import from_files
 from fedgraft.data.images.rule import FORMATS
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
 from fedgraft.errors import FedgraftError
-
-log = logging.getLogger("fedgraft")
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,6 @@ def owners(path: str | Path, classes: Sequence[str] | None = None, **making: Unp
 def _assembled(name: str, parts: Sequence[Listing], classes: Sequence[str] | None, **making: Unpack[Making]) -> Dataset:
     made = assemble(name, [part.table() for part in parts], classes, **making)
     other = [owner for part in parts for owner in part.other]
-    if other:
-        log.warning("%d files in class folders are of no format that is read, and are left out", len(other))
     return replace(made, other_files=tuple(other))
 
 
