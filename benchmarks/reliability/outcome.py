@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / "runs" / "reliability"
 PAGE = ROOT / "docs" / "reliability.md"
+OVER_FLOWER = "## Over real Flower"
 
 NOTES = """
 ## How to read them
@@ -41,6 +42,7 @@ NOTES = """
   and runs at each stage.
 - Over Flower (`pytest tests/deploy -m deploy`): `test_deploy_hostile.py` tells the same table of lies to a real node
   with its socket's bytes counted, lets a real node lie in 50 ways, and sends 300 MB both ways against the limits.
+  `test_deploy_lost.py` loses answers inside a real node. What was seen, and where: the section below.
 - `soak`: caches fill during the first few hundred rounds. A run of fewer than 2,000 shows a slope and gets no verdict.
 """
 
@@ -112,11 +114,21 @@ def page(store: Path, checks: Mapping[str, Check], before: str = "") -> str:
     ]
     lines += [rows.get(name) or _row(name, checks[name], found[name]) for name in checks]
     lines += NOTES.splitlines()
+    lines += _by_hand(old)
     lines += ["", "## How each row was made", "", "What it took is wall time on a machine that did other work too.", ""]
     lines += ["| check | command | date (UTC) | took | source | machine |"]
     told = {name: _made(name, one) if one else made[name] for name, one in found.items()}
     lines += ["|---|---|---|---|---|---|", *filter(None, told.values()), ""]
     return "\n".join(lines)
+
+
+def _by_hand(old: Sequence[str]) -> list[str]:
+    """The section that no check writes: what was seen of `make test-deploy`."""
+    if OVER_FLOWER not in old:
+        return []
+    rest = old[old.index(OVER_FLOWER) :]
+    end = next((i for i, line in enumerate(rest[1:], 1) if line.startswith("## ")), len(rest))
+    return ["", *rest[: end - 1]]
 
 
 def _row(name: str, check: Check, one: dict[str, Any] | None) -> str:

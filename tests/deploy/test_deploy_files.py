@@ -342,31 +342,6 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
         assert now[0] == federation_gate.IN_USE_SECONDS
 
 
-@pytest.mark.parametrize("noted", [True, False])
-def test_what_a_node_was_given_before_it_was_restarted_is_lost_at_once(noted: bool) -> None:
-    """Flower alone waits for an answer of a process that is gone; what nobody has fetched waits for the new one."""
-    pytest.importorskip("flwr")
-    from flwr.app import Metadata, RecordDict
-    from flwr.app.message import make_message
-    from flwr.server.superlink.linkstate import utils
-    from flwr.supercore.date import now
-
-    metadata = [Metadata(1, name, 1, 7, "", "", 0.0, 60.0, "train") for name in ("given", "waiting", "new")]
-    given, waiting, new = (make_message(one, RecordDict()) for one in metadata)
-    given.metadata.delivered_at = now().isoformat()
-    orders = {"given": given, "waiting": waiting, "new": new}
-    real = utils.check_node_availability_for_in_message
-    activate, look = federation_gate.noting_restarts(lambda request, state: SimpleNamespace(node_id=7), real)
-    activate(request=None, state=None)
-    new.metadata.delivered_at = now().isoformat()
-    asked = set(orders)
-    found = (look if noted else real)(
-        inquired_in_message_ids=asked, found_in_message_dict=orders, node_id_to_online_until={7: 2e10}, current_time=1e9
-    )
-    assert set(found) == ({"given"} if noted else set()) and asked == set(orders) - set(found)
-    assert all(reply.has_error() for reply in found.values())
-
-
 def test_a_run_folder_is_checked_before_a_run_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
     from fedgraft.config.load import to_toml
     from fedgraft.runs.run_folder import RunFolder

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 ROOT = Path(__file__).parents[2]
 FIVE = ["partition.clients=5", "model.head=random", "trainable.kind=everything", "algorithm.weighting=uniform"]
 FIVE += ["rounds.total=10", "rounds.evaluate_every=0", "rounds.test=false", "engine=reference", "local.lr=0.05"]
-PRIVATE = ["privacy.dp.noise=1.0", "privacy.dp.clip=1.0", "rounds.sampling=poisson", "rounds.fraction=0.5"]
+PRIVATE = ["privacy.dp.noise=1.0", "privacy.dp.clip=1.0", "rounds.sampling=poisson", "rounds.fraction=0.8"]
 STAGES = {
     "clear": FIVE, "secure": [*FIVE, "privacy.aggregation=secure"], "private": [*FIVE, *PRIVATE],
     "secure_private": [*FIVE, *PRIVATE, "privacy.aggregation=secure"],

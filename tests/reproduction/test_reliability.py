@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.reliability.__main__ import CHECKS  # noqa: E402
-from benchmarks.reliability.outcome import Outcome, keep, kept, page, share  # noqa: E402
+from benchmarks.reliability.outcome import OVER_FLOWER, PAGE, Outcome, keep, kept, page, share  # noqa: E402
 
 SCALES = {"view": 0.02, "hostile": 0.01, "thousand": 0.06, "malformed": 0.001}
 SLOW = {"damaged": 0.02, "cost": 0.1, "accounts": 0.004, "noise": 0.02}
@@ -108,6 +108,12 @@ def test_only_the_full_count_holds_without_a_word_about_scale(tmp_path: Path) ->
 def test_a_run_that_is_too_short_is_not_called_good(tmp_path: Path) -> None:
     keep(tmp_path, "soak", Outcome(True, "300 rounds", {"leak": "+18"}, True, judged=False), ABOUT)
     assert next(line for line in page(tmp_path, CHECKS).splitlines() if "`soak`" in line).endswith("judge |")
+
+
+def test_a_page_drawn_again_keeps_every_row_and_what_was_written_by_hand(tmp_path: Path) -> None:
+    before = PAGE.read_text()
+    assert OVER_FLOWER in before and page(tmp_path, CHECKS, before) == before
+    assert OVER_FLOWER not in page(tmp_path, CHECKS)
 
 
 def test_counts_shrink_with_the_scale() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
-from fedgraft.config.load import Config, load
+from fedgraft.config.load import Config, load, read_toml
 from fedgraft.errors import FedgraftError
+from fedgraft.models.export import appearing
+from fedgraft.models.folders import _json
 from fedgraft.report import html as report
 from fedgraft.runs import reporting
 from fedgraft.runs import run as running
@@ -19,6 +23,7 @@ from fedgraft.runs.engines import Engines
 from fedgraft.runs.files import keep, read_metrics, without_timing
 from fedgraft.runs.job import job_of
 from fedgraft.runs.opening import open_run
+from fedgraft.runs.round_log import verify
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.warnings import warnings_for
 
@@ -148,3 +153,52 @@ def test_what_is_kept_for_other_runs_is_whole_or_not_there(tmp_path: Path) -> No
     with full_disk(2), pytest.raises(OSError):
         path.write_bytes(b"better")  # the planted mistake: written in place
     assert path.read_bytes() == b"be"
+
+
+# ---- exports, folders that cannot be made, files nested too deeply ---------------------------------------------------
+
+
+def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    """safetensors' own error names no file and is no OSError: it came out as a traceback."""
+    import torch
+    from safetensors.torch import save_file
+
+    def fill(made: Path) -> None:
+        with full_disk(100):
+            save_file({"weight": torch.zeros(1000)}, made / "model.safetensors")
+
+    told = r"could not be written .*; make room there or export elsewhere"
+    with pytest.raises(FedgraftError, match=told), appearing(tmp_path / "out") as made:
+        fill(made)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SafetensorError):  # without the guard
+        fill(tmp_path)
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FedgraftError, match=r"cannot be made .*--folder"):
+        RunFolder.create(tmp_path / "file" / "run", "", "")
+    with pytest.raises(OSError, match="directory"):  # without the guard
+        (tmp_path / "file" / "run").mkdir(parents=True)
+
+
+def test_files_nested_too_deeply_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    with pytest.raises(RecursionError):  # without the guards
+        json.loads(deep)
+    (tmp_path / "config.json").write_text(deep)
+    (tmp_path / "mine.toml").write_text(f"x = {deep}")
+    (tmp_path / "run.json").write_text(deep)
+    (tmp_path / "rounds.log").write_text(deep)
+    with pytest.raises(FedgraftError, match="not valid JSON"):
+        _json(tmp_path / "config.json")
+    with pytest.raises(FedgraftError, match="not valid TOML"):
+        read_toml(tmp_path / "mine.toml")
+    with pytest.raises(FedgraftError, match="damaged"):
+        _ = RunFolder.open(tmp_path).status
+    with pytest.raises(FedgraftError, match="log of rounds"):
+        verify(tmp_path)
+    (tmp_path / "images.zip").write_bytes(b"PK\x03\x04\x80\xff")
+    with pytest.raises(FedgraftError, match="must be unpacked"):
+        read_toml(tmp_path / "images.zip")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -111,6 +112,15 @@ class DeployedWorld(World):
         return answer
 
 
+def by_the_config(family: str, protection: str, said: str) -> bool:
+    """Whether a rule that the config implies has refused, which a node asks before the owner's: nothing in the clear
+    where it hides, nothing but training under differential privacy."""
+    implied = "private" in protection and re.match(r"refused by the rule 'actions': '(?!train')", said) is not None
+    return (implied or (family == "actions" and said.startswith("refused by the rule 'secure'"))) and (
+        said.endswith("; 0 bytes after it")
+    )
+
+
 def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str, Any]]:
     """Every lie that fits this run, the honest order, and policies that its config breaks."""
     found = []
@@ -118,8 +128,7 @@ def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str
         if protection in lie.where and lie.degree == degree and name not in UNPROTECTED:
             world = DeployedWorld(stage, protection)
             refused, said = outcome(name, protection, world)
-            # On a node the rules that the config implies are asked before the owner's, and may refuse by their name.
-            refused = refused or (lie.family == "actions" and said.startswith("refused by the rule 'secure'"))
+            refused = refused or by_the_config(lie.family, protection, said)
             found.append({"name": name, "refused": refused, "said": said, "refusals": world.refusals[-1:]})
             print(name, refused, said[:200], flush=True)  # into the link's log
     for rule, changes in RULES.get(protection, {}).items() if degree is None else ():

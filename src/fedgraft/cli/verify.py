@@ -19,5 +19,5 @@ def verify(
 
     told, wrong = check(run, key)
     if wrong:
-        raise FedgraftError(f"{run} is not what its log says: {'; '.join(wrong[:10])}.")
+        raise FedgraftError(f"{run} is not what its log says: {'; '.join(one.rstrip('.') for one in wrong[:10])}.")
     typer.echo(f"{run} is what its log says: {told}.")

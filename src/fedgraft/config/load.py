@@ -38,7 +38,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise FedgraftError(f"there is no config file {path}") from None
     except OSError as error:
         raise FedgraftError(f"the config file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise FedgraftError(f"{path} is not valid TOML: it is no text; an archive of images must be unpacked") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise FedgraftError(f"{path} is not valid TOML: {error}") from None
 
 

@@ -25,7 +25,7 @@ from fedgraft.data.images.store import make_store
 from fedgraft.data.partition import Partition, make_partition
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, Store, load_dataset, open_path
-from fedgraft.data.sources.class_map import check_names, renamed
+from fedgraft.data.sources.class_map import check_names, odd_names, renamed
 from fedgraft.deploy import limits
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.engines import Remote
@@ -211,6 +211,9 @@ def gathered(config: Config, engine: Any, server_data: str = "", source: str = "
         )
     if bring:
         engine.registry.need_images()
+        if not server_data and not classes:  # else the names are not the nodes' to choose
+            odd = odd_names({client: found["classes"] for client, found in facts.items()})
+            engine.registry.leave_out(lambda told: next((odd[one] for one in told["classes"] if one in odd), ""))
     job = job_of(config, remote_data(config, facts, server_data, source, classes) if bring else None)
     engine.classes = job.task.data.dataset.classes if bring else ()
     return job

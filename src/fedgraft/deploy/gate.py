@@ -7,7 +7,7 @@ every node. `superlink` answers those two only to its own machine. A SuperNode r
 
 A SuperNode also looks for orders every three seconds only, so that each message costs a pause; `supernode` looks often
 while there is work and calmly when not. It gives signs of life three times as often, so that a vanished node is known
-as gone after 20 seconds instead of 60. Flower's helper is `helper.py`'s.
+as gone after 20 seconds instead of 60. Flower's helper is `helper.py`'s. What became of an order: `in_hand`.
 
 `python -m fedgraft.deploy.gate superlink|supernode|superexec FLAGS...` takes the flags of Flower's own
 commands.
@@ -25,7 +25,6 @@ import tomllib
 import zipfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 from fedgraft.deploy import audit, limits
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.helper import COMMANDS, Pace, be, superexec
+from fedgraft.deploy.in_hand import InHand, answering
 from fedgraft.deploy.limits import App, Scope
 from fedgraft.deploy.process import KEEPS, gate, live_with_parent
 from fedgraft.errors import FedgraftError
@@ -94,17 +94,19 @@ def same_app(content: bytes, expected: Mapping[str, str]) -> bool:
 
 def superlink() -> None:
     """Run Flower's SuperLink with its control interface closed to other machines."""
-    from flwr.server.superlink.linkstate import in_memory_linkstate, sql_linkstate, utils
+    from flwr.server.superlink.linkstate import in_memory_linkstate, sql_linkstate
     from flwr.superlink import extensions
     from flwr.superlink.servicer.fleet import fleet_handlers
     from starlette.middleware import Middleware
 
     command: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")  # its package has a function so named
     extensions.get_middleware = lambda: (Middleware(LocalControl), Middleware(limits.Bounded, paths=OPEN_PATHS))
-    activate, look = noting_restarts(fleet_handlers.activate_node, utils.check_node_availability_for_in_message)
-    fleet_handlers.activate_node = naming_use(activate)
-    for state in (in_memory_linkstate, sql_linkstate):
-        setattr(state, utils.check_node_availability_for_in_message.__name__, look)
+    hands = InHand()
+    fleet_handlers.activate_node = naming_use(hands.connecting(fleet_handlers.activate_node))
+    fleet_handlers.pull_messages = hands.giving(fleet_handlers.pull_messages)
+    states: tuple[Any, ...] = (in_memory_linkstate.InMemoryLinkState, sql_linkstate.SqlLinkState)
+    for state in states:
+        state.get_message_res = hands.replies(state.get_message_res)
     fleet_handlers.push_messages = limits.bounded_replies(fleet_handlers.push_messages)
     command.subprocess = _OwnHelper
     command.flower_superlink()
@@ -123,37 +125,6 @@ def naming_use(activate: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return answer
-
-
-def noting_restarts(
-    activate: Callable[..., Any], gone: Callable[..., Any]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Flower's letting a node in, and its look for orders whose node is gone: that of a restarted node is.
-
-    What a node was given before it was let in again died with its process, and nobody will answer it. Flower notices
-    only if it looks in the moment between; else a run would wait as for a node that is slow.
-    """
-    since: dict[int, datetime] = {}
-
-    def answer(request: Any, state: Any) -> Any:
-        found = activate(request=request, state=state)
-        since[found.node_id] = datetime.now(UTC)
-        return found
-
-    def died(order: Any) -> bool:
-        given, began = order.metadata.delivered_at, since.get(order.metadata.dst_node_id)
-        return bool(given) and began is not None and datetime.fromisoformat(given) < began
-
-    def look(
-        inquired_in_message_ids: set[str], found_in_message_dict: Mapping[str, Any],
-        node_id_to_online_until: Mapping[int, float], **more: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        lost = {one for one in inquired_in_message_ids if died(found_in_message_dict[one])}
-        inquired_in_message_ids -= lost  # in place: Flower goes on with the others
-        found: dict[str, Any] = gone(lost, found_in_message_dict, {}, **more)
-        return found | gone(inquired_in_message_ids, found_in_message_dict, node_id_to_online_until, **more)
-
-    return answer, look
 
 
 def waiting_for_use(
@@ -219,6 +190,7 @@ def supernode() -> None:
     connect = client.from_server_address
     client.from_server_address = lambda *words, **more: limits.bounded_answers(connect(*words, **more))
     loop._pull_and_store_message = guarded  # type: ignore[assignment]
+    loop._push_messages = answering(loop._push_messages, pace.sleep)
     loop._verify_fab = verified
     sending.HEARTBEAT_DEFAULT_INTERVAL = connecting.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     loop.time = SimpleNamespace(sleep=pace.sleep)  # type: ignore[assignment]

@@ -57,15 +57,21 @@ def check_free(folder: Path) -> None:
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
     """A folder to fill, which takes its name when it is complete; one that holds something is never replaced."""
+    from safetensors import SafetensorError
+
     check_free(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        made = Path(scratch) / "made"
-        made.mkdir()
-        yield made
-        if folder.is_dir():
-            folder.rmdir()
-        made.rename(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+            made = Path(scratch) / "made"
+            made.mkdir()
+            yield made
+            if folder.is_dir():
+                folder.rmdir()
+            made.rename(folder)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
+        raise FedgraftError(f"{folder} could not be written ({why}); make room there or export elsewhere.") from error
 
 
 def write_labels(folder: Path, names: Sequence[str]) -> None:

@@ -224,7 +224,7 @@ def _check_weights(folder: Path) -> None:
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FedgraftError(f"{path} is not valid JSON ({error}); fetch it again.") from error
     if not isinstance(content, dict):
         raise FedgraftError(f"{path} must hold a JSON object; fetch it again.")

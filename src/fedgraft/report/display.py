@@ -143,9 +143,11 @@ def protection_rows(told: Mapping[str, Any]) -> dict[str, str]:
 
 
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
-    """The final table of a run; what it did not measure is left out. A note about the delivered model comes first."""
-    if "note" in summary:
-        console.print(summary["note"], style="yellow", highlight=False, markup=False)
+    """The final table of a run; what it did not measure is left out. First comes what a private run promises, else a
+    note about the delivered model."""
+    private = bool(summary.get("privacy"))
+    if not private:
+        _note(console, summary)
     test, found = summary.get("test") or {}, summary.get("metrics") or {}
     rows = protection_rows(summary.get("privacy") or {})
     rows |= {f"test {label(key)}": " - ".join(metric(v)) for key, v in found.items() if v and ":" not in key}
@@ -180,7 +182,14 @@ def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
         console.print(table)
     else:
         print_table(console, table)
+    if private:
+        _note(console, summary)
     _clients(console, summary.get("clients") or {})
+
+
+def _note(console: Console, summary: Mapping[str, Any]) -> None:
+    if "note" in summary:
+        console.print(summary["note"], style="yellow", highlight=False, markup=False)
 
 
 def _clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None:

@@ -32,7 +32,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.identity import digest
 from fedgraft.models import original
 from fedgraft.models.network import VisionNetwork
-from fedgraft.report.display import LiveProgress
+from fedgraft.report.display import LiveProgress, protection_rows
 from fedgraft.runs import checkpoint
 from fedgraft.runs.adapted import Adapted, reopened
 from fedgraft.runs.callbacks import Callback
@@ -111,6 +111,7 @@ class Result:
         best, up = self.summary["validation"]["accuracy"], self.summary["bytes_up"] / 1e6
         test = f", test {100 * self.accuracy:.1f} %" if "test" in self.summary else ""
         return "\n".join([
+            *(f"{name}: {text}" for name, text in protection_rows(self.summary.get("privacy") or {}).items()),
             *([self.summary["note"]] if "note" in self.summary else []),
             f"Result({self.summary['rounds']} rounds, best after round {self.summary['best_round']})",
             f"  validation {100 * start:.1f} % -> {100 * best:.1f} %{test}",

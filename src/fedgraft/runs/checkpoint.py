@@ -95,7 +95,7 @@ def load(path: Path, config_digest: str | None = None) -> Checkpoint:
     try:
         head = _header(data)
         tensors = safetensors.torch.load(data)
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise BadCheckpoint(f"checkpoint {path.name} is not in this library's format; use an earlier one.") from error
     if head["round"] != int(named[1]):
         raise BadCheckpoint(f"checkpoint {path.name} holds round {head['round']}: it was renamed; use another one.")
@@ -166,7 +166,7 @@ def _peek(path: Path) -> float | None:
             size = min(int.from_bytes(start, "little"), path.stat().st_size)
             best = _header(start + file.read(size))["best"]
         return None if best is None else float(best)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

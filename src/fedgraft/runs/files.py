@@ -135,6 +135,16 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path, option: str) -> None:
+    """Make a folder with those above it; `option` names another place to the user."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FedgraftError(
+            f"the folder {path} cannot be made ({error.strerror}); make room, allow it, or give another with {option}."
+        ) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a file by this text, whole or not at all."""
     try:

@@ -105,7 +105,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return [
             {"entry": dict(one["entry"]), "hash": str(one["hash"]), "signature": str(one["signature"])} for one in found
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise FedgraftError(f"{path} cannot be read as a log of rounds ({why}); restore the run folder.") from error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.errors import FedgraftError
-from fedgraft.runs.files import is_locked, logging_to, plain, read_metrics, repair, take_lock, write_text
+from fedgraft.runs.files import is_locked, logging_to, make_folder, plain, read_metrics, repair, take_lock, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ class RunFolder:
     def create(cls, path: Path | str, config_text: str, config_digest: str) -> RunFolder:
         """Make the folder for this config, or return it if it is already this config's; another's is refused."""
         run = cls(path)
-        run.path.mkdir(parents=True, exist_ok=True)
+        make_folder(run.path, "--folder")
         with run._locked():
             if not (run.path / "run.json").exists():
                 if any(entry.name not in _BEGINNINGS for entry in run.path.iterdir()):
@@ -261,7 +261,7 @@ class RunFolder:
             return {}
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise FedgraftError(f"{path} is damaged: it is not JSON; delete it or restore the run folder.") from error
 
     def _write_json(self, name: str, value: Any) -> None:

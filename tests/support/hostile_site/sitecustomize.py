@@ -20,3 +20,11 @@ if os.environ.get("UNBOUNDED") and "superlink" in words:
     from fedgraft.deploy import limits
 
     limits.too_large = lambda tree, limit: False
+if os.environ.get("LOSES") and "superexec" in words:
+    from tests.support import lost_answers
+
+    lost_answers.take_helper()
+if os.environ.get("WAITS") and "supernode" in words:
+    from tests.support import lost_answers
+
+    lost_answers.take_guard()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from tests.support.toy import Toy
 
 from fedgraft import zoo
 from fedgraft.client import handle
+from fedgraft.config.load import load
+from fedgraft.data.sources.class_map import check_names, odd_names
 from fedgraft.engines.flower.node_link import Answer, Request
 from fedgraft.engines.in_process import InProcess
 from fedgraft.errors import FedgraftError
@@ -31,6 +34,7 @@ pytest.importorskip("flwr", reason="needs the extra 'flower'")
 from flwr.app import Context, Error, Message, RecordDict
 
 from fedgraft.deploy import flower_apps
+from fedgraft.deploy.deployed import gathered
 from fedgraft.deploy.process import KEEPS
 from fedgraft.deploy.slots import recall
 from fedgraft.engines.flower.client import StateSlots, client_app
@@ -524,6 +528,43 @@ def test_where_most_nodes_have_images_one_without_is_left_out_by_name(asked: boo
     registry.refresh()  # it is asked again, and says the same
     assert sorted(registry.nodes) == sorted(registry.facts) == ([0, 1] if asked else [0, 1, 2])
     assert registry.refused == ({3: "it has no images of its own, and the others have"} if asked else {})
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_node_whose_class_name_looks_like_that_of_others_is_left_out_by_name(judged: bool) -> None:
+    """One bad node must not keep a run from starting; without the rule its name stops everybody."""
+    toy, clock = Toy(algorithm("fedavg"), clients=3), Clock()
+    nodes = {k + 1: FakeNode(toy, k) for k in range(3)}
+    names = {1: ["cat", "dog"], 2: ["cat", "dog"], 3: ["Cat ", "dog"]}
+    for number, node in nodes.items():
+        node.spoil = lambda a, n=number: replace(a, facts={**a.facts, "classes": names[n]})
+    registry = Registry(FlowerTransport(FakeGrid(nodes, clock)), 3, clock)  # type: ignore[arg-type]
+    engine = SimpleNamespace(gather=registry.refresh, registry=registry, classes=())
+    config = load(None, ["model.name=tiny", "partition.clients=3", "model.head=random"])
+    if not judged:
+        registry.leave_out = lambda rule: None  # type: ignore[method-assign]
+        with pytest.raises(FedgraftError, match=r"look like one.*Client 2 alone tells of one of them"):
+            gathered(config, engine)
+        return
+    assert gathered(config, engine).task.data.dataset.classes == ("cat", "dog")
+    assert sorted(registry.nodes) == sorted(registry.facts) == [0, 1]
+    assert "its class 'Cat ' looks like 'cat', as 2 others call it" in registry.refused[3]
+    clock.now += 1000
+    registry.refresh()  # asked again, it says the same
+    assert sorted(registry.nodes) == [0, 1]
+    names[3] = ["cat", "dog"]  # its owner has renamed the class
+    clock.now += 1000
+    registry.refresh()
+    assert sorted(registry.nodes) == [0, 1, 2]
+
+
+def test_one_against_one_nobody_is_left_out_and_many_names_are_quick() -> None:
+    assert odd_names({0: ["cat"], 1: ["Cat"]}) == {} and odd_names({0: ["cat"], 1: ["cat"], 2: ["dog"]}) == {}
+    assert list(odd_names({0: ["cat", "Cat"], 1: ["cat"], 2: ["cat"]})) == ["Cat"]
+    many = [f"class {n}" for n in range(50_000)]
+    check_names(many)  # pair by pair this would be 1,250 million looks
+    with pytest.raises(FedgraftError, match="look like one"):
+        check_names([*many, "Class-7"])
 
 
 @pytest.mark.parametrize("bound", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -47,14 +47,40 @@ def _one_letter(one: str, other: str) -> bool:
     return not (one[start : start + 1] + other[start : start + 1]).strip().isdigit() and other[start].isalpha()
 
 
+def one_class(names: Iterable[str]) -> list[list[str]]:
+    """Names that are the same but for spaces, case or punctuation, together; each is looked at once."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(set(names)):
+        groups.setdefault(re.sub(r"[\W_]+", "", name).casefold(), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
 def check_names(names: Sequence[str]) -> None:
     """Refuse names that are the same but for spaces, case or punctuation."""
-    for one, other, kind in slips(names):
-        if kind != "class_similar":
-            raise FedgraftError(
-                f"the classes {one!r} and {other!r} look like one; rename one of them, or say so with: "
-                f"data.class_map = {{{other!r} = {one!r}}}.".replace("'", '"')
-            )
+    for one, other, *_ in one_class(names):
+        raise FedgraftError(
+            f"the classes {one!r} and {other!r} look like one; rename one of them, or say so with: "
+            f"data.class_map = {{{other!r} = {one!r}}}.".replace("'", '"')
+        )
+
+
+def odd_names(told: Mapping[int, Sequence[str]]) -> dict[str, str]:
+    """Names that one client alone has where two or more others write the class otherwise, and what to tell it."""
+    owners: dict[str, set[int]] = {}
+    for client, names in told.items():
+        for name in names:
+            owners.setdefault(name, set()).add(client)
+    found = {}
+    for group in one_class(owners):
+        usual = max(group, key=lambda name: len(owners[name]))
+        for name in group:
+            if name != usual and len(owners[name]) == 1 and len(owners[usual] - owners[name]) > 1:
+                others = len(owners[usual] - owners[name])
+                found[name] = (
+                    f"its class {name!r} looks like {usual!r}, as {others} others call it: it renames that, or the "
+                    f"config says data.class_map = {{{name!r} = {usual!r}}}"
+                )
+    return found
 
 
 def renamed(dataset: Dataset, names: Mapping[str, str] | None) -> Dataset:

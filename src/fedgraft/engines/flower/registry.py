@@ -53,7 +53,8 @@ class Registry:
         self.transport, self.clients, self.clock, self.members = transport, clients, clock, members
         """`members` says which client each node's key was registered for; None: nodes have no keys."""
         self._keys: Mapping[int, int] = {}
-        self._own = False
+        self._rules: list[Callable[[Mapping[str, Any]], str]] = []
+        """Each says of what a node tells of its data why it is left out, or nothing."""
         self.nodes: dict[int, int] = {}
         self.facts: dict[int, Mapping[str, Any]] = {}
         self.refused: dict[int, str] = {}
@@ -102,8 +103,8 @@ class Registry:
             reason = (
                 "it tells of itself what cannot be: a number of images below 0, or classes twice or by the thousand"
             )
-        elif self._own and not facts["classes"]:
-            reason = "it has no images of its own, and the others have"
+        elif why := next(filter(None, (rule(facts) for rule in self._rules)), ""):
+            reason = why
         elif facts != before:
             reason = f"client {client} has other data than when the run began ({_told(before)}, now {_told(facts)})"
         elif client in self.nodes:
@@ -124,8 +125,12 @@ class Registry:
 
     def need_images(self) -> None:
         """From now on nodes have images of their own; whoever has none is left out by name and ends no run."""
-        self._own = True
-        for client in [k for k, facts in self.facts.items() if not facts["classes"]]:
+        self.leave_out(lambda facts: "" if facts["classes"] else "it has no images of its own, and the others have")
+
+    def leave_out(self, rule: Callable[[Mapping[str, Any]], str]) -> None:
+        """From now on whoever tells of itself what this rule has a reason against is left out, by name."""
+        self._rules.append(rule)
+        for client in [k for k, facts in self.facts.items() if rule(facts)]:
             facts, node = self.facts.pop(client), self.nodes.pop(client, None)
             if node is not None:
                 self._enter(node, client, facts, "")
