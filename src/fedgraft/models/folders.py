@@ -184,12 +184,12 @@ def fitting(stored: Stored, width: int, where: str) -> tuple[Stored, str]:
 
 
 def _config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
     path = folder / "config.json"
     if not path.is_file():
         raise FedgraftError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
-    _json(path)
+    _check_declared(path, _json(path), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    from transformers import AutoConfig
+
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -219,6 +219,17 @@ def _check_weights(folder: Path) -> None:
             "a copy you trust once with transformers' AutoModel.from_pretrained(folder).save_pretrained(new_folder)."
         )
     raise FedgraftError(f"{folder} has no model.safetensors; fetch the weights or give another folder.")
+
+
+def _check_declared(path: Path, declared: Mapping[str, Any], held: int) -> None:
+    """Refuse the configuration of a network that `held` bytes cannot hold, before room for it is asked for."""
+    width, blocks = (declared.get(key) for key in ("hidden_size", "num_hidden_layers"))
+    # A block has a square of its width in weights and more, each of one byte or more.
+    if held and isinstance(width, int) and isinstance(blocks, int) and width * width * blocks > held:
+        raise FedgraftError(
+            f"{path} declares {blocks:,} blocks of width {width:,}, which do not fit into {held:,} bytes of weights: "
+            "config.json and model.safetensors do not belong together."
+        )
 
 
 def _json(path: Path) -> dict[str, Any]:

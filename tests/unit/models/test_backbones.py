@@ -385,6 +385,7 @@ def test_broken_folders_get_a_sentence(folder: Path, tmp_path: Path) -> None:
         (good.replace('"num_channels": 3', '"num_channels": 1'), "reads 1 channels"),
         (good.replace('"hidden_size": 16', '"hidden_size": 8'), "cannot be loaded"),
         (good.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'), "lack 16 of the network's tensors"),
+        (good.replace('"hidden_size": 16', '"hidden_size": 1048576'), "2 blocks of width 1,048,576, which do not fit"),
     ):
         config.write_text(text)
         refused(sentence)
