@@ -54,6 +54,24 @@ def test_a_deadline_is_warned_of_by_the_engine_really_chosen(
         assert any("cannot be late" in text for text in told) == expected
 
 
+# ---- a place that cannot be written to ------------------------------------------------------------------------------
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> Any:
+        raise AssertionError("the job was built first")
+
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(FedgraftError, match=r"cannot be made in .*taken: it is a file"):
+        running.run(load(None, SMALL), tmp_path / "taken" / "runs" / "x", console=False, build=build)
+    monkeypatch.setattr("fedgraft.runs.files.os.access", lambda *_: False)  # as in a folder of somebody else
+    with pytest.raises(FedgraftError, match="nothing can be written there; allow it, or give another with --folder"):
+        running.run(load(None, SMALL), tmp_path / "runs" / "x", console=False, build=build)
+    assert not (tmp_path / "runs").exists()
+
+
 # ---- a full disk ----------------------------------------------------------------------------------------------------
 
 

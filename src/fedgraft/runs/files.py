@@ -135,6 +135,16 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def check_place(path: Path, option: str) -> None:
+    """Refuse a folder that could not be made or written to, before work starts; nothing is made."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "nothing can be written there" if there.is_dir() else "it is a file"
+        raise FedgraftError(
+            f"the folder {path} cannot be made in {there}: {why}; allow it, or give another with {option}."
+        )
+
+
 def make_folder(path: Path, option: str) -> None:
     """Make a folder with those above it; `option` names another place to the user."""
     try:

@@ -23,6 +23,7 @@ from fedgraft.round import run_round
 from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
+from fedgraft.runs.files import check_place
 from fedgraft.runs.head_init import install, install_head, own_starts
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.measure import Measure
@@ -64,7 +65,7 @@ def run_job(
     """Run a job in its folder; the summary, and the open job with its last state where this call computed it."""
     seen = nullcontext() if progress is None or progress.look is None else shown_by(progress.look)
     with one_thread(), seen:
-        # Everything that can be refused is refused before a folder exists.
+        check_place(folder, "--folder")  # everything that can be refused is refused before a folder exists
         done = is_finished(folder)
         made = None if done and (folder / "report.html").exists() else build()
         if made is not None and not done:
@@ -76,8 +77,7 @@ def run_job(
                 report_run(record, made[0])
             return record.summary(), None
         job, remote = made
-        private = job.algorithm.privacy.dp is not None and job.algorithm.privacy.dp.bound
-        secret = secret_of(folder, needed=private)
+        secret = secret_of(folder, needed=job.algorithm.privacy.dp is not None and job.algorithm.privacy.dp.bound)
         job = with_secrets(job, secret)
         told = watching(PhaseLog(), PhaseFile(folder))
         with record.writing(console=console), told, closing(Engines(job, remote)) as engines:  # no worker outlives it
