@@ -49,12 +49,12 @@ def reproduce(
     out = out or Path("docs/results") / ("" if scale == "laptop" else scale)
     places = {word: place for word, place in (("DATA", data), ("MODEL", model)) if place}
     try:
-        if name and scale != "tiny" and (known := unpack(out / "runs.zip", runs, places)):
-            typer.echo(f"{known} finished runs are read from {out / 'runs.zip'}")
+        if name and scale != "tiny" and (known := unpack(out / "runs.zip.xz", runs, places)):
+            typer.echo(f"{known} finished runs are read from {out / 'runs.zip.xz'}")
         if name:
             typer.echo(_one(name, scale, seeds, processes, (data, model), (runs, out), kinds, (part, read)))
         if name and scale != "tiny":
-            pack(runs, out / "runs.zip", places)
+            pack(runs, out / "runs.zip.xz", places)
     except KeyboardInterrupt:
         typer.echo("\ninterrupted; the runs are saved. The same command goes on from here.", err=True)
         raise typer.Exit(130) from None

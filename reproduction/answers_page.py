@@ -63,7 +63,7 @@ def draw(path: Path, parts: Mapping[str, Part], told: list[tuple[Endpoint, Verdi
     if seen:
         effects = {e.text: (v.value, v.low, v.high) for e, v in seen}
         margins = [e.margin for e, _ in seen]
-        panels.append(Rows("Effects; the grey band is too small to matter", "points", effects, margins=margins))  # type: ignore[arg-type]
+        panels.append(Rows("Effects (grey: too small to matter)", "points", effects, margins=margins))  # type: ignore[arg-type]
     if panels:
         answer(path, panels)
     return bool(panels)

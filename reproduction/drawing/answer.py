@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 from fedgraft.report.figures import INK, PALETTE, canvas, dress, plain_text
 
 Interval = tuple[float, float, float]
 """A number with its lower and upper limit."""
-_ROW = 0.32
+_ROW = 0.42
 """Inches for one row of a panel."""
+_LETTERS = 38
+"""Of a line of a row's name; a longer one would leave no room for the numbers."""
 _FRAME = 1.15
 """Inches for a panel's title and axis."""
 
@@ -45,7 +48,7 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
                 axes.plot([mean], [place], "o", color=PALETTE[0], markersize=6)
             for (name, at), dash in zip(panel.lines.items(), ("--", ":", "-."), strict=False):
                 axes.axvline(at, color="#777777", linestyle=dash, linewidth=1.2, zorder=0, label=plain_text(name))
-            axes.set_yticks(list(places), [plain_text(name) for name in panel.values])
+            axes.set_yticks(list(places), [plain_text(fill(name, _LETTERS)) for name in panel.values])
             axes.set_ylim(0.4, len(panel.values) + 0.6)
             axes.grid(visible=False, axis="y")
             dress(axes, panel.unit, "", panel.title)
