@@ -11,7 +11,7 @@ import json
 import lzma
 import zipfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.attacked import OUTCOME
@@ -42,17 +42,15 @@ def pack(root: Path, file: Path, places: Mapping[str, str]) -> int:
 
 def unpack(file: Path, root: Path, places: Mapping[str, str]) -> int:
     """Put runs that are not below `root` there; how many."""
-    held, made = (_read(file) if file.exists() else {}), 0
-    for name in (name for name in held if name.endswith("/run.json")):
-        folder = root / Path(name).parent
-        if folder.exists():
-            continue
-        for part in (part for part in held if Path(part).is_relative_to(Path(name).parent)):
-            path = root / part
+    held = _read(file) if file.exists() else {}
+    runs = {name.removesuffix("/run.json") for name in held if name.endswith("/run.json")}
+    lacking = {run for run in runs if not (root / run).exists()}
+    for name, content in held.items():
+        if any(str(folder) in lacking for folder in PurePosixPath(name).parents):
+            path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(_shown(held[part], places))
-        made += 1
-    return made
+            path.write_bytes(_shown(content, places))
+    return len(lacking)
 
 
 def _parts(folder: Path) -> Iterator[tuple[str, bytes]]:
