@@ -180,7 +180,8 @@ class CachedExamples:
 
     A mirrored image is a second stored view; which view a sample shows is drawn as the transform's flip would draw it.
     `key` names what the weights do not show, for example a digest of the network's configuration. `order` says which
-    rows are neighbours where they must be computed in fixed blocks (default: their own order).
+    rows are neighbours where they must be computed in fixed blocks (default: their own order). `lower` are the same
+    images at an earlier entry, which will be needed too: what lies before it is then computed once for both.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class CachedExamples:
         folder: Path,
         key: str = "",
         order: Callable[[], np.ndarray] | None = None,
+        lower: CachedExamples | None = None,
     ) -> None:
         if not examples.transform.deterministic:
             raise FedgraftError(
@@ -208,6 +210,8 @@ class CachedExamples:
         parts = [examples.opened.digest, examples.transform.digest, self._prefix, str(until), key, *machine]
         parts += ["rows"] if self.sizes else ["blocks", _hash(self._order.tobytes())]
         self.digest = _hash("\x1f".join(parts).encode())
+        # Only where both compute single rows, or both the same blocks: the bits are then those of one pass.
+        self._lower = lower if lower and bool(lower.sizes) == bool(self.sizes) and not self._flips else None
         shape = tuple(self._look(one).shape[1:])
         self.cache = FeatureCache(Path(folder) / self.digest, 1 + self._flips, len(examples), shape)
 
@@ -276,7 +280,7 @@ class CachedExamples:
             for batch in batches:
                 size = next((size for size in self.sizes if size >= len(batch)), len(batch))
                 filled = np.concatenate([batch, np.repeat(batch[:1], size - len(batch))])
-                values = self._look(self._inputs(filled))[: len(batch)]
+                values = self._values(filled)[: len(batch)]
                 self.cache.write(batch, values.numpy())
                 told.advance(len(batch))
 
@@ -292,8 +296,14 @@ class CachedExamples:
         pixels = self.examples.pixels(torch.from_numpy(places % count))
         return self.examples.transform.view(pixels, torch.from_numpy(places >= count))
 
-    def _look(self, inputs: Tensor) -> Tensor:
-        return look(self.network, inputs, lambda x: self.network.features(x, 0, self.entry)).float().cpu().contiguous()
+    def _values(self, places: np.ndarray) -> Tensor:
+        if self._lower is None:
+            return self._look(self._inputs(places))
+        return self._look(self._lower.batch(torch.from_numpy(places)), self._lower.entry)
+
+    def _look(self, inputs: Tensor, entry: int = 0) -> Tensor:
+        found = look(self.network, inputs, lambda x: self.network.features(x, entry, self.entry))
+        return found.float().cpu().contiguous()
 
 
 def _hash(data: bytes) -> str:

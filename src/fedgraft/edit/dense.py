@@ -42,6 +42,10 @@ class Dense:
         """Refuse more blocks than the network has."""
         check_blocks(network, freeze_blocks=self.freeze_blocks, blocks=self.blocks)
 
+    def first_block(self, network: Network) -> int:
+        """The block of the first picked tensor."""
+        return self.open(network).space.first_block(network)
+
     def open(self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None) -> Opened:
         """The space of the picked tensors; nobody is asked."""
         self.check(network)

@@ -94,6 +94,11 @@ class LowRank:
         """Refuse more blocks than the network has."""
         check_blocks(network, freeze_blocks=self.freeze_blocks)
 
+    def first_block(self, network: Network) -> int:
+        """The block of the first layer that has factors."""
+        names = target_layers(network, self.targets, self.freeze_blocks)
+        return min(network.block_of(f"{name}.weight") for name in names)
+
     def open(self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None) -> Opened:
         """Attach the factors, drawn from the seed, and open their space."""
         self.check(network)

@@ -225,6 +225,10 @@ class Sparse:
         frozen = [n for n in (*early, *(() if self.head else head)) if n not in dense]
         return resolve(shapes, self.scope, frozen, dense)
 
+    def first_block(self, network: Network) -> int:
+        """The block of the first tensor that the mask may touch or that trains densely."""
+        return min(network.block_of(name) for name in self._shapes(network))
+
     def _shapes(self, network: Network) -> dict[str, tuple[int, ...]]:
         scope = self.scope_on(network)
         names = {*scope.maskable, *scope.dense}

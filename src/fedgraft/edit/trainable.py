@@ -155,6 +155,10 @@ class Trainable(Protocol):
         """Refuse a network that this kind does not fit."""
         ...
 
+    def first_block(self, network: Network) -> int:
+        """The earliest block in which something may move, known before the space is open."""
+        ...
+
     def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> Opened:
         """Open the space; with `saved` exactly as it was stored, without asking anybody."""
         ...

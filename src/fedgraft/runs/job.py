@@ -106,9 +106,22 @@ class Job:
     def backbone_context(self) -> ClientContext:
         """The context of head initialisation: the untouched backbone's features, kept on disk for all runs."""
         task = self.task
-        cached = task.at_entry(task.eval_images, task.network.depth)
+        cached = task.at_entry(task.eval_images, task.network.depth, self._met_again())
         self.ready(cached, torch.cat([task.data.train_rows, task.data.validation_rows]))
         return replace(task.whole(cached, self.config.seed), policies=self.policies)
+
+    def _met_again(self) -> Examples | None:
+        """The images where the rounds will want them, if they will meet most of them: then nothing is computed twice.
+
+        Fewer are left alone: tokens of images that nobody asks for would only fill the disk.
+        """
+        task, local = self.task, self.algorithm.local
+        rows = len(task.data.train_rows)
+        met = self.config.rounds.total * len(self.cohort) * local.steps_for(max(1, rows // task.data.clients))
+        if not task.transform.deterministic or 2 * met * local.batch_size < rows:
+            return None
+        first = self.algorithm.trainable.first_block(task.network)
+        return task.at_entry(task.train_images, task.entry_for(first, self.config))
 
     @cached_property
     def scoring_context(self) -> ClientContext:

@@ -102,7 +102,7 @@ def open_run(
         federation = replace(federation, schedule=lambda t, total, history: factor * old(t, total, history))
         if algorithm.local.head_lr is not None:  # the head has its own rate, which is not raised
             algorithm = vary(algorithm, head_lr=algorithm.local.head_lr / factor)
-    entry = task.entry_for(space, config)
+    entry = task.entry_for(space.first_block(network), config)
     held = task.data.validation_rows
     context = ClientContext(
         network, space, task.at_entry(task.train_images, entry), task.data.rows, config.seed,

@@ -17,7 +17,7 @@ from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.images.store import cache_dir
 from fedgraft.data.images.transforms import Transform
-from fedgraft.edit.space import EditSpace, select
+from fedgraft.edit.space import select
 from fedgraft.models.network import VisionNetwork
 from fedgraft.protocols import Examples
 
@@ -55,16 +55,18 @@ class Task:
         rows = self.data.validation_rows
         return rows if len(rows) else self.data.train_rows
 
-    def at_entry(self, images: Images, entry: int) -> Examples:
+    def at_entry(self, images: Images, entry: int, lower: Examples | None = None) -> Examples:
         """These images where they enter: as pixels, or as outputs of the network before `entry`.
 
-        Those are computed once for all runs on this machine. Given features are in their place already.
+        Those are computed once for all runs on this machine, from what is kept of an earlier entry where `lower` is
+        that. Given features are in their place already.
         """
         if not entry or isinstance(images, FeatureExamples) or not len(images):
             return images
         ours = images.store is self.data.dataset.train and self.data.rows_known
         order = self._by_client if ours else None
-        kept = CachedExamples(images, self.network, entry, cache_dir() / "features", self.model_name, order)
+        below = lower if isinstance(lower, CachedExamples) and lower.entry < entry else None
+        kept = CachedExamples(images, self.network, entry, cache_dir() / "features", self.model_name, order, below)
         if ours and not kept.sizes:
             log.info("features round by their neighbours in a batch here, so another partition computes its own")
         return kept
@@ -74,12 +76,12 @@ class Task:
         held = torch.cat([self.data.rows(client) for client in range(self.data.clients)]).numpy()
         return np.concatenate([held, np.setdiff1d(np.arange(len(self.data.dataset.train)), held)])
 
-    def entry_for(self, space: EditSpace, config: Config) -> int:
-        """The last entry before anything that trains: what lies before it is the same for the whole run."""
+    def entry_for(self, first_block: int, config: Config) -> int:
+        """The last entry before the first block that trains: what lies before it is the same for the whole run."""
         body_finetuned = config.personal.finetune_epochs > 0 and config.personal.finetune_part != "head"
         if not config.data.cache_features or body_finetuned:
             return 0
-        entry = self.network.entry_for(space.first_block(self.network))
+        entry = self.network.entry_for(first_block)
         if entry and not self.transform.deterministic:
             changing = ", ".join(name for name in self.transform.train if name != "flip")
             log.info("features are not kept: data.augment has %s, which changes an image anew each time", changing)

@@ -144,6 +144,21 @@ def test_only_what_is_asked_is_computed_and_only_once(network: Toy, tmp_path: Pa
     assert network.passes == 0
 
 
+def test_a_later_entry_takes_what_an_earlier_one_keeps(either: str, network: Toy, tmp_path: Path) -> None:
+    """The first blocks run once for both; the bits are those of one pass, and mirrored images are not taken for plain."""
+    alone = CachedExamples(images(()), network, 2, tmp_path / "alone").batch(torch.arange(COUNT))
+    lower = CachedExamples(images(), network, 1, tmp_path)
+    both = CachedExamples(images(()), network, 2, tmp_path, lower=lower)
+    assert torch.equal(both.batch(torch.arange(COUNT)), alone)
+    network.passes = 0
+    lower.batch(torch.arange(COUNT))
+    assert network.passes == 0
+    flipped = CachedExamples(images(), network, 2, tmp_path / "views", lower=lower)  # has views: computed by itself
+    with torch.no_grad():
+        expected = network.features(images().batch(torch.arange(COUNT), generator(3)), 0, 2)
+    torch.testing.assert_close(flipped.batch(torch.arange(COUNT), generator(3)), expected, atol=1e-6, rtol=1e-6)
+
+
 def test_modes_are_evaluation_inside_and_restored_after(network: Toy, tmp_path: Path) -> None:
     quiet = CachedExamples(images(), network, 2, tmp_path / "a").batch(torch.arange(9))
     network.train()

@@ -1,0 +1,62 @@
+"""No image goes through the same frozen blocks twice, whoever needs what they make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from fedgraft.config.load import load
+from fedgraft.data.feature_cache import CachedExamples
+from fedgraft.runs.job import Job
+from fedgraft.runs.run import run
+
+KINDS = {
+    "last_blocks": ["trainable.kind=last_blocks", "trainable.blocks=1"],
+    "sparse": ["trainable.kind=sparse", "trainable.freeze_blocks=5", "trainable.sparse.strategy=random"],
+    "lora": ["trainable.kind=lora", "trainable.freeze_blocks=5"],
+}
+
+
+def words(kind: str, rounds: int = 3) -> list[str]:
+    """A head from sums, then rounds that meet all images of two clients."""
+    return [
+        "data.limit=160", "partition.clients=2", "rounds.fraction=1.0", f"rounds.total={rounds}", "rounds.test=false",
+        "local.steps=4", "local.batch_size=20", "workers=1", *KINDS[kind],
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """The places of images that were read as pixels to be kept, but for the one that tells the shape."""
+    monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
+    seen: list[int] = []
+    plain = CachedExamples._inputs
+
+    def inputs(self: CachedExamples, places: np.ndarray) -> Tensor:
+        if len(places) > 1:
+            seen.extend(np.unique(places % len(self)).tolist())
+        return plain(self, places)
+
+    monkeypatch.setattr(CachedExamples, "_inputs", inputs)
+    return seen
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_head_and_the_rounds_share_what_the_frozen_blocks_make(kind: str, met: list[int], tmp_path: Path) -> None:
+    run(load(None, words(kind)), tmp_path / "run", console=False)
+    assert len(met) == len(set(met)) > 140
+
+
+def test_a_short_run_keeps_no_tokens_that_it_will_not_meet(met: list[int], tmp_path: Path) -> None:
+    one = [*words("last_blocks", 1), "local.steps=1", "local.batch_size=4"]
+    run(load(None, one), tmp_path / "run", console=False)
+    assert len(met) - len(set(met)) == 2 * 4 + 144  # what its round meets, and the validation images, a second time
+
+
+def test_the_guard_notices_two_passes(met: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Job, "_met_again", lambda self: None)
+    run(load(None, words("last_blocks")), tmp_path / "run", console=False)
+    assert len(met) > len(set(met))
