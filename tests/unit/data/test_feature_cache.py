@@ -145,7 +145,7 @@ def test_only_what_is_asked_is_computed_and_only_once(network: Toy, tmp_path: Pa
 
 
 def test_a_later_entry_takes_what_an_earlier_one_keeps(either: str, network: Toy, tmp_path: Path) -> None:
-    """The first blocks run once for both; the bits are those of one pass, and mirrored images are not taken for plain."""
+    """The first blocks run once for both, with the bits of one pass; mirrored images are not taken for plain ones."""
     alone = CachedExamples(images(()), network, 2, tmp_path / "alone").batch(torch.arange(COUNT))
     lower = CachedExamples(images(), network, 1, tmp_path)
     both = CachedExamples(images(()), network, 2, tmp_path, lower=lower)
