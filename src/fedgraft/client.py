@@ -7,8 +7,10 @@ of the client survives the call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+
+from torch import Tensor
 
 from fedgraft.admission import admit
 from fedgraft.algorithm import Algorithm
@@ -23,7 +25,7 @@ from fedgraft.observe import own_mask
 from fedgraft.privacy.secagg.secure_sum import STAGES
 from fedgraft.randomness import torch_stream
 
-__all__ = ["ACTIONS", "ClientContext", "ClientMemory", "carry_out", "give_stream", "handle"]
+__all__ = ["ACTIONS", "ClientContext", "ClientMemory", "carry_out", "give_stream", "handle", "trained"]
 
 log = logging.getLogger("fedgraft")
 
@@ -59,19 +61,26 @@ def _train(
 ) -> tuple[Reply, ClientMemory]:
     """Answer with the encoded update."""
     done = outcome(order, algorithm, context, memory)
+    result = done.result
+    reply = trained(order, algorithm, context, done.update, done.scalars, (result.loss, result.steps), done.memory)
+    return replace(reply, sums=result.closing.sums, evidence=done.evidence), done.memory
+
+
+def trained(
+    order: Order, algorithm: Algorithm, context: ClientContext, update: Tensor, scalars: Mapping[str, float],
+    loss_and_steps: tuple[float, int], memory: dict[str, Tensor],
+) -> Reply:  # fmt: skip
+    """The answer to a training order: the update encoded, and what goes with it."""
     stream = torch_stream(context.seed, "encode", order.round, order.client)
-    private = algorithm.privacy.dp is not None
-    reply = replace(
+    private, (loss, steps) = algorithm.privacy.dp is not None, loss_and_steps
+    return replace(
         answer(order, context),
         examples=0 if private else len(context.rows(order.client)),
-        update=algorithm.compression.encode(done.update, stream, done.memory),
-        sums=done.result.closing.sums,
-        scalars=done.scalars,
-        evidence=done.evidence,
+        update=algorithm.compression.encode(update, stream, memory),
+        scalars=scalars,
         # Losses and numbers of examples are not part of the privacy account, so a private client keeps them to itself.
-        metrics={} if private else {"loss": done.result.loss, "steps": float(done.result.steps)},
+        metrics={} if private else {"loss": loss, "steps": float(steps)},
     )
-    return reply, done.memory
 
 
 def _evaluate(

@@ -12,10 +12,11 @@ how many threads there are. Memory is bounded by a few chunks, however many clie
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Protocol, runtime_checkable
@@ -26,7 +27,7 @@ from torch.nn.functional import linear
 
 from fedgraft.admission import admit
 from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext, ClientMemory, carry_out
+from fedgraft.client import ClientContext, ClientMemory, carry_out, trained
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import Preparable, prepare_features
 from fedgraft.engines.stack import Stack
@@ -35,6 +36,7 @@ from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.messages import Order, Reply
 from fedgraft.progress import Phase, asking
 from fedgraft.randomness import torch_stream
+from fedgraft.update.transforms import Sending, run_chain
 
 CHUNK = 5
 """Clients stacked in one product: enough to hide the cost of a call, few enough to stay near the processor."""
@@ -71,8 +73,8 @@ def applies(algorithm: Algorithm, context: ClientContext) -> str | None:
         (rule.amp is not None, f"training is in {rule.amp}"),
         (not algorithm.compression.exact, f"the codec {algorithm.compression.name} would magnify rounding"),
         (bool(algorithm.wants), "clients report what they see in the trained network"),
-        (algorithm.privacy.hidden or algorithm.privacy.dp is not None, "updates are protected"),
-        (bool(algorithm.update), "clients work on their update before they send it"),
+        (algorithm.privacy.hidden, "updates are hidden"),
+        (not all(link.even for link in algorithm.update), "clients work on their update before they send it"),
         (_drops(context), "dropout draws by client"),
     ]
     found = next((why for wrong, why in reasons if wrong), None)
@@ -224,7 +226,8 @@ class Batched:
                 stack.step(error, x, rate, 1 / b if weights is None else 1.0)
                 likelihoods.append(found)
         means = torch.stack(likelihoods).sum((2, 3)).mean(0).div_(-b if weights is None else -1).tolist()
-        replies = [self._reply(job, stack.weight[i], stack.bias[i], means[i]) for i, job in enumerate(jobs)]
+        far = rate * rule.optimizer.effective_steps(steps) if rule.optimizer.effective_steps else math.nan
+        replies = [self._reply(job, stack.weight[i], stack.bias[i], means[i], far) for i, job in enumerate(jobs)]
         self._buffers.append(buffers)
         return replies
 
@@ -265,14 +268,12 @@ class Batched:
         with self._reading:  # examples may compute what they have not kept yet, with the one network there is
             room.copy_(self.context.examples.batch(rows, flips))
 
-    def _reply(self, job: _Job, weight: Tensor, bias: Tensor, loss: float) -> Reply:
-        order = job.order
+    def _reply(self, job: _Job, weight: Tensor, bias: Tensor, loss: float, effective_steps: float) -> Reply:
+        order, algorithm = job.order, self.algorithm
         assert order.vector is not None
         update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(order.vector)
-        stream = torch_stream(self.context.seed, "encode", order.round, order.client)
-        answer = Reply(order.run, order.round, order.client, order.space, len(job.rows))
-        metrics = {"loss": loss, "steps": float(len(job.sizes))}
-        return replace(answer, update=self.algorithm.compression.encode(update, stream, {}), metrics=metrics)
+        update, scalars = run_chain(algorithm.update, update, Sending(effective_steps, order.settings, len(update)))
+        return trained(order, algorithm, self.context, update, scalars, (loss, len(job.sizes)), {})
 
 
 def _error(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:

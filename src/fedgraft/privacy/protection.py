@@ -43,7 +43,8 @@ class DifferentialPrivacy:
             clipped, within = clip(update, float(sending.settings["clip"]))
             return clipped, {"within": float(within)} if self.adaptive is not None else {}
 
-        return UpdateLink("clip", apply, {"within": 1.0} if self.adaptive is not None else {}, whole=("within",))
+        reports = {"within": 1.0} if self.adaptive is not None else {}
+        return UpdateLink("clip", apply, reports, whole=("within",), even=True)
 
     def advance(
         self, step: Step, updates: list[Tensor], within: float, answered: int, rounding: float | None = None

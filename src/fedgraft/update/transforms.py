@@ -30,6 +30,8 @@ class UpdateLink:
     needs_effective_steps: bool = False
     whole: tuple[str, ...] = ()
     """Scalars that are whole numbers, such as an indicator."""
+    even: bool = False
+    """What differs in its last bits before differs in its last bits after: nothing is sorted, cut or signed."""
 
 
 def normalise() -> UpdateLink:
@@ -43,7 +45,7 @@ def normalise() -> UpdateLink:
         scaled[: sending.trained] /= sending.effective_steps
         return scaled, {"tau": sending.effective_steps}
 
-    return UpdateLink("normalise", apply, {"tau": 1e4}, needs_effective_steps=True)
+    return UpdateLink("normalise", apply, {"tau": 1e4}, needs_effective_steps=True, even=True)
 
 
 def run_chain(links: tuple[UpdateLink, ...], update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:

@@ -11,6 +11,7 @@ from tests.support.toy import CLASSES, WIDTH, Toy, client_rows
 from torch import Generator, Tensor, nn
 
 from fedgraft import zoo
+from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head
@@ -22,8 +23,10 @@ from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.messages import Order, Reply, pack
-from fedgraft.privacy.protection import Protection
-from fedgraft.update.codecs import codec
+from fedgraft.privacy.dp import AdaptiveClip, Mechanism
+from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private
+from fedgraft.update.codecs import codec, decode
+from fedgraft.update.transforms import UpdateLink
 
 HEAD = head()
 
@@ -221,6 +224,47 @@ def test_replies_are_like_the_references_and_in_the_order_of_the_orders() -> Non
         assert one.metrics["loss"] == pytest.approx(two.metrics["loss"], abs=1e-6)
 
 
+MECHANISM = Mechanism(1.0, 1.0, 5)
+LINKS: dict[str, Algorithm] = {
+    "fednova": zoo.fednova(local=LocalTraining(epochs=1, batch_size=8, optimizer=sgdm(0.9)), trainable=HEAD),
+    "clip": private(vary(fedavg(), weighting=uniform()), DifferentialPrivacy(MECHANISM, 0.05)),
+    "adaptive clip": private(
+        vary(fedavg(), weighting=uniform()),
+        DifferentialPrivacy(MECHANISM, 0.05, AdaptiveClip(MECHANISM, count_noise=1.0)),
+    ),
+}
+
+
+def sent(algorithm: Algorithm) -> list[tuple[float, float, float]]:
+    """By client: how far its update and what goes with it are from the reference's, and its norm; some are cut."""
+    toy, found = head_toy(algorithm), []
+    orders = [replace(order, settings={"lr": 0.05, "clip": 0.05}) for order in many(toy, 5)]
+    engine = Batched(algorithm, toy.context, 1)
+    assert engine.reason is None
+    for one, two in zip(engine.exchange(orders), InProcess(algorithm, toy.context).exchange(orders), strict=True):
+        assert isinstance(one, Reply) and isinstance(two, Reply) and one.update and two.update
+        assert (one.examples, one.metrics.keys(), one.scalars.keys()) == (
+            two.examples, two.metrics.keys(), two.scalars.keys(),
+        )  # fmt: skip
+        ours, theirs = (decode(r.update, algorithm.compression, toy.space.size) for r in (one, two))
+        apart = max([0.0, *(abs(one.scalars[name] - two.scalars[name]) for name in two.scalars)])
+        found.append((float((ours - theirs).abs().max()), apart, float(ours.norm())))
+    return found
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_that_scale_an_update_are_applied_as_the_reference_does(name: str) -> None:
+    """FedNova's division and the clipping of differential privacy; a private client tells no loss and no examples."""
+    found = sent(LINKS[name])
+    assert max(apart for apart, _, _ in found) < 1e-5 and max(apart for _, apart, _ in found) < 1e-6
+    assert name == "fednova" or max(norm for _, _, norm in found) <= 0.05
+
+
+def test_a_forgotten_link_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "run_chain", lambda links, update, sending: (update, {}))
+    assert max(apart for apart, _, _ in sent(LINKS["clip"])) > 1e-3
+
+
 def test_a_bad_feature_of_one_client_does_not_reach_the_others() -> None:
     """Padding is zero, not what an earlier chunk left in the buffer: zero times infinity would spoil a neighbour."""
     algorithm = fedavg(batch_size=17)
@@ -250,11 +294,11 @@ REFUSED: dict[str, tuple[Algorithm, str]] = {
     "amp": (fedavg(amp="bfloat16"), "bfloat16"),
     "fedprox": (zoo.fedprox(0.1, local=LOCAL, trainable=HEAD), "proximal"),
     "scaffold": (zoo.scaffold(local=LOCAL, trainable=HEAD), "control_variates"),
-    "fednova": (zoo.fednova(local=LOCAL, trainable=HEAD), "work on their update"),
+    "signs": (vary(fedavg(), update=(UpdateLink("signs", lambda u, s: (u.sign(), {})),)), "work on their update"),
     "ditto": (zoo.ditto(local=LOCAL, trainable=HEAD), "keep a part"),
     "top_k": (vary(fedavg(), compression=codec("top_k:0.5")), "top_k"),
     "crsm": (zoo.fedavg_crsm(samples=4, local=LOCAL, trainable=HEAD), "report"),
-    "secure": (vary(fedavg(), privacy=Protection(hidden=True)), "protected"),
+    "secure": (vary(fedavg(), privacy=Protection(hidden=True)), "hidden"),
 }
 
 
