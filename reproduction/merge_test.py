@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Annotated, Any
 
 import torch
@@ -27,8 +28,10 @@ from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening
 from fedgraft.runs.run import run_job
 from fedgraft.state import ServerState
+from reproduction.statistics import paired
 
 STRATEGIES = ("least_sensitive", "random", "most_sensitive")
+RULES = ("sum", "mean", "ties", "dare")
 TASKS: Mapping[str, tuple[str, ...]] = {
     "pacs": ("partition.kind=by_site", "partition.clients=4", "data.source=parquet"),
     "halves": (
@@ -104,10 +107,39 @@ def table(rows: Sequence[tuple[str, float, int, Mapping[str, Any]]]) -> str:
     lines = [head, "|" + "---|" * 11]
     for strategy, rate, seed, r in rows:
         numbers = [sum(r[k]) / len(r[k]) for k in ("base", "own")]
-        shares = [100 * r[rule]["additivity"] for rule in ("sum", "mean", "ties", "dare")]
+        shares = [100 * r[rule]["additivity"] for rule in RULES]
         told = [f"{n:.1f}" for n in (*numbers, r["gain"])] + [f"{r['cosine']:.2f}"] + [f"{s:.0f} %" for s in shares]
         lines.append(f"| {strategy} | {rate:g} | {seed} | " + " | ".join(told) + " |")
     return "\n".join(lines)
+
+
+def summary(rows: Sequence[tuple[str, float, int, Mapping[str, Any]]]) -> str:
+    """Means over seeds by rate and strategy, and how least-sensitive edits differ from the others on the same seeds."""
+    lines = ["| rate | strategy | seeds | gain alone | sum keeps | mean | TIES | DARE | cosine |", "|" + "---|" * 9]
+    shares: dict[tuple[float, str], dict[int, float | None]] = {}
+    for rate in dict.fromkeys(row[1] for row in rows):
+        for strategy in STRATEGIES:
+            mine = {seed: r for name, lr, seed, r in rows if (name, lr) == (strategy, rate)}
+            if not mine:
+                continue
+            shares[rate, strategy] = {seed: 100 * r["sum"]["additivity"] for seed, r in mine.items()}
+            kept = [_spread([100 * r[rule]["additivity"] for r in mine.values()]) + " %" for rule in RULES]
+            alone, cosine = (
+                _spread([r["gain"] for r in mine.values()]),
+                _spread([r["cosine"] for r in mine.values()], 2),
+            )
+            lines.append(f"| {rate:g} | {strategy} | {len(mine)} | {alone} | {' | '.join(kept)} | {cosine} |")
+    lines += ["", "| rate | what the sum keeps, points of additivity, least sensitive minus | |", "|---|---|---|"]
+    for (rate, strategy), series in shares.items():
+        effect = paired(shares.get((rate, STRATEGIES[0]), {}), series) if strategy != STRATEGIES[0] else None
+        lines += [f"| {rate:g} | {strategy} | {effect} |"] if effect else []
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean ± standard deviation."""
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"
 
 
 def main(
@@ -128,9 +160,10 @@ def main(
                 told = [f"model.name={json.dumps(model)}", f"seed={seed}", f"local.lr={rate}", *place, *(more or [])]
                 config = load(None, [*BASE, *TASKS[tasks], f"trainable.sparse.strategy={strategy}", *told])
                 rows.append((strategy, rate, seed, one(config, out / f"{tasks}-{strategy}-{rate:g}-{seed}")))
-                (out / f"{tasks}.md").write_text(table(rows) + "\n", encoding="utf-8")
+                (out / f"{tasks}.md").write_text(f"{summary(rows)}\n\n{table(rows)}\n", encoding="utf-8")
                 typer.echo(table(rows[-1:]).splitlines()[-1])
     typer.echo(table(rows))
+    typer.echo(summary(rows))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,3 +50,15 @@ def test_two_halves_of_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(merge_test, "run_job", lambda *_: pytest.fail("run again"))
     assert json.dumps(merge_test.one(load(None, told), tmp_path / "run")) == json.dumps(found)  # NaN is not NaN
     assert merge_test.table([("random", 0.1, 0, found)]).count("\n") == 2
+
+
+def test_the_summary_pairs_strategies_by_seed() -> None:
+    def row(strategy: str, seed: int, share: float) -> tuple[str, float, int, dict[str, Any]]:
+        found: dict[str, Any] = {"gain": 5.0 + seed, "cosine": 0.1}
+        return strategy, 0.01, seed, found | {rule: {"additivity": share} for rule in merge_test.RULES}
+
+    rows = [row("least_sensitive", s, 0.5 + 0.1 * s) for s in range(3)]
+    rows += [row("random", s, 0.3 + 0.1 * s + 0.01 * (s == 2)) for s in range(3)]
+    told = merge_test.summary(rows)
+    assert "| 0.01 | least_sensitive | 3 | 6.0 ± 1.0 | 60.0 ± 10.0 % |" in told and "most_sensitive" not in told
+    assert "| 0.01 | random | +19.7 (95 %: +18.2 to +21.1; 3 seeds) |" in told  # 20, 20, 19: t = 4.303, error 1/3
