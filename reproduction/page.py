@@ -232,6 +232,7 @@ def _markdown(
     if preset.tuning is not None:
         parts.append(
             "Learning rates were chosen on validation after the last round, with seed 0, which is not used below."
+            + "".join(f" {level} takes that of {other}." for level, other in preset.tuning.like.items())
         )
     if tables:
         parts.append(_LEGEND.format(found.title(preset.measure)) + ("" if found.values else _ONCE))

@@ -66,6 +66,7 @@ class Tuning(Section):
     rates: dict[str, list[float]] = Field(min_length=1, description="by level of `axis`; `*` for the others")
     axis: str = ""
     at: dict[str, str] = Field({}, description="tune only at these levels, and use the rate for all")
+    like: dict[str, str] = Field({}, description="levels that take another one's rate: no common loss judges them")
     rounds: float = Field(1.0, gt=0, le=1, description="share of the rounds")
 
 
@@ -177,8 +178,9 @@ class Preset(Section):
             raise ValueError(f"there is no cell {wrong[0]!r}; cells are named as {sorted(known)[0]!r}")
         if self.baseline and self.axes and self.baseline not in self.axes[-1].levels:
             raise ValueError(f"the baseline {self.baseline!r} is no level of the last axis")
-        if strange := [level for level in self.waiting if level not in set().union(*axes.values())]:
-            raise ValueError(f"{strange[0]!r} is said to wait, and there is no such level")
+        like = {} if self.tuning is None else self.tuning.like
+        if strange := [x for x in (*self.waiting, *like, *like.values()) if x not in set().union(*axes.values())]:
+            raise ValueError(f"{strange[0]!r} is said to wait or to share a rate, and there is no such level")
         return self
 
 

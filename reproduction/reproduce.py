@@ -195,8 +195,9 @@ def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float
 def _tuned_at(work: Work, cell: Cell) -> str:
     """The cell whose tuned rate this one uses."""
     assert work.preset.tuning is not None
-    at, names = work.preset.tuning.at, [axis.name for axis in work.preset.axes]
-    return "/".join(at.get(name, level) for name, level in zip(names, cell.levels, strict=True))
+    tuning, names = work.preset.tuning, [axis.name for axis in work.preset.axes]
+    levels = zip(names, cell.levels, strict=True)
+    return "/".join(tuning.at.get(name, tuning.like.get(level, level)) for name, level in levels)
 
 
 def _rates(work: Work, cell: Cell) -> list[float]:

@@ -428,6 +428,13 @@ def test_tuning_takes_the_rate_that_ends_best(tmp_path: Path, monkeypatch: pytes
     seen.clear()
     assert reproduce.tune(made, cells(made.preset, "laptop", "a"))[0] == {"small": 0.7, "large": 0.7}
     assert len(seen) == 2 + 3  # the list, then once more with a rate beyond its best
+    like = text.replace('"*" = [0.3, 0.7] }', '"*" = [0.3, 0.7] }, like = { large = "small" }')
+    made = Work("a", parse(like, "a"), "laptop", (1,), made.runs, 0, report=lambda text: None)
+    seen.clear()
+    assert reproduce.tune(made, cells(made.preset, "laptop", "a"))[0] == {"small": 0.7, "large": 0.7}
+    assert len(seen) == 2 + 3
+    with pytest.raises(FedgraftError, match="share a rate"):
+        parse(like.replace('large = "small"', 'large = "smaller"'), "a")
 
 
 def test_rows_show_the_difference_to_the_baseline(tmp_path: Path) -> None:
