@@ -19,9 +19,9 @@ from fedgraft.edit.space import select
 from fedgraft.errors import FedgraftError
 from fedgraft.identity import digest
 from fedgraft.models.backbones import NANO, at_size, interpolate_positions, load_network, model
-from fedgraft.models.families import class_token_of
 from fedgraft.models.network import IMAGENET_MEAN, VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
+from fedgraft.models.vit_blocks import class_token_of
 from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
