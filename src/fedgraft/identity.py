@@ -28,7 +28,7 @@ def digest(network: Network, until: int | None = None, scope: str = "") -> str:
 
 
 def sums(network: Network, until: int) -> list[tuple[int, bytes]]:
-    """What shows whether a tensor that decides the activations at entry `until` was changed, in a tenth of the time.
+    """What shows whether a tensor that decides the activations at entry `until` was changed, quicker than `digest`.
 
     Of each tensor the sum of its words modulo 2^64: for a process that asks again and again whether its own frozen
     weights still are what they were. It is no identity: words that change places are not noticed.
