@@ -33,7 +33,7 @@ from torch import Generator, Tensor
 from fedgraft.data.examples import ImageExamples, check_rows
 from fedgraft.data.images.augment import draw_flips
 from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest
+from fedgraft.identity import digest, sums
 from fedgraft.local.features import look
 from fedgraft.progress import EXTRACTION, phase
 from fedgraft.protocols import Network
@@ -203,11 +203,11 @@ class CachedExamples:
             raise FedgraftError(f"features can be cached at entries 1..{network.depth}, not at {until}.")
         self.examples, self.network, self.entry = examples, network, until
         self.labels, self.order = examples.labels, order
-        self._prefix = digest(network, until)
+        prefix, self._sums = digest(network, until), sums(network, until)
         machine = [torch.__version__, str(torch.get_num_threads()), str(BLOCK), "class token by elements"]
         one = self._inputs(np.zeros(1, dtype=np.int64))
-        self.sizes = self._probed(Path(folder), [self._prefix, str(until), key, *machine], tuple(one.shape[1:]))
-        parts = [examples.opened.digest, examples.transform.digest, self._prefix, str(until), key, *machine]
+        self.sizes = self._probed(Path(folder), [prefix, str(until), key, *machine], tuple(one.shape[1:]))
+        parts = [examples.opened.digest, examples.transform.digest, prefix, str(until), key, *machine]
         parts += ["rows"] if self.sizes else ["blocks", _hash(self._order.tobytes())]
         self.digest = _hash("\x1f".join(parts).encode())
         # Only where both compute single rows, or both the same blocks: the bits are then those of one pass.
@@ -273,7 +273,7 @@ class CachedExamples:
         """Compute what is missing: these rows gathered, or the blocks that they are in."""
         if not len(places):
             return
-        if digest(self.network, self.entry) != self._prefix:
+        if sums(self.network, self.entry) != self._sums:
             raise FedgraftError(f"the weights before entry {self.entry} have changed, so cached features are void.")
         batches = np.split(places, range(BLOCK, len(places), BLOCK)) if self.sizes else self._blocks(places)
         with phase(EXTRACTION, sum(map(len, batches)), "images") as told:

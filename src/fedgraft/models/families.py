@@ -18,7 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from fedgraft.models.vit_blocks import class_token_of, tokens_of
 
 Pool = Callable[[Tensor, nn.Module], Tensor]
 
@@ -26,25 +29,6 @@ Pool = Callable[[Tensor, nn.Module], Tensor]
 def class_token(hidden: Tensor, norm: nn.Module) -> Tensor:
     """The first token, normed."""
     return norm(hidden[:, 0])  # (B, D)
-
-
-def class_token_of(block: Any, hidden: Tensor) -> Tensor:
-    """What a ViT's block makes of the class token alone (B, 1, D): the only one that is read behind the last block.
-
-    The others are looked at as keys and values, and nothing else of them is computed: a sixth of the products is left.
-    One query is no matrix: a product with it may round by where its row lies in memory, and features would then be of
-    their neighbours too. Products element by element, summed, do not, and take no longer.
-    """
-    attention, normed = block.attention, block.layernorm_before(hidden)
-
-    def heads(projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
-
-    query, key, value = attention.q_proj(normed[:, :1].contiguous()), attention.k_proj(normed), attention.v_proj(normed)
-    seen = ((heads(query) * heads(key)).sum(-1) * attention.scaling).softmax(-1)  # (B, heads, T)
-    mixed = (seen.unsqueeze(-1) * heads(value)).sum(2)  # (B, heads, head_dim)
-    token = hidden[:, :1] + attention.o_proj(mixed.flatten(1).unsqueeze(1))
-    return token + block.mlp(block.layernorm_after(token))
 
 
 def mean_token(hidden: Tensor, norm: nn.Module) -> Tensor:
@@ -78,7 +62,7 @@ class Family:
     square: bool = False
     """Only images of the network's own size fit: there are positions, windows or a head of the map's length."""
     plain: bool = False
-    """Its blocks are plain ViT blocks, of the last of which only the class token need be computed."""
+    """Its blocks are plain ViT blocks, which `vit_blocks` computes."""
 
     @property
     def inner(self) -> bool:
@@ -103,8 +87,9 @@ class Family:
         hidden = first(backbone.get_submodule(self.stem)(inputs)) if entry == 0 else inputs  # (B, T, D) or maps
         blocks = self.blocks_of(backbone)
         short = self.plain and until == len(blocks) and not whole
+        trained = self.plain and not whole and torch.is_grad_enabled()
         for block in blocks[entry : until - short]:
-            hidden = first(block(hidden, *self._grid(hidden)))
+            hidden = tokens_of(block, hidden) if trained else first(block(hidden, *self._grid(hidden)))
         if until < len(blocks):
             return hidden
         hidden = class_token_of(blocks[-1], hidden) if short else hidden
