@@ -15,7 +15,9 @@ class Stack:
     the product that makes the gradient adds it to the decayed velocity, so that no pass over memory is spent on it.
     """
 
-    def __init__(self, values: Tensor, gradient: Tensor, shape: tuple[int, int, int, int], optimizer: Optimizer) -> None:
+    def __init__(
+        self, values: Tensor, gradient: Tensor, shape: tuple[int, int, int, int], optimizer: Optimizer
+    ) -> None:
         c, k, d, b = shape
         self.values, self.gradient, self.optimizer = values, gradient, optimizer
         self.weight, self.d_weight = (flat[: c * k * d].view(c, k, d) for flat in (values, gradient))

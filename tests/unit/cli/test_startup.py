@@ -23,7 +23,7 @@ try:
     app(sys.argv[1:])
 except SystemExit as end:
     assert not end.code, end.code
-print("heavy:", sorted({"torch", "transformers", "matplotlib", "sklearn", "scipy"} & sys.modules.keys()))
+print("heavy:", sorted({"torch", "transformers", "matplotlib", "sklearn", "scipy", "numpy.ma"} & sys.modules.keys()))
 """
 
 
