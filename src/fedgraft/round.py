@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithm import Algorithm
 from fedgraft.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
-from fedgraft.messages import message_digest
+from fedgraft.messages import Reply, message_digest
 from fedgraft.state import Federation, ServerState
 from fedgraft.update.validation import LARGEST, Rejection, largest
 
@@ -38,6 +39,11 @@ class RoundSummary:
     """Digest of each accepted reply's bytes by client; none where who took part is hidden or private."""
 
 
+def digests_of(replies: Sequence[Reply]) -> dict[int, str]:
+    """Digest of each reply's bytes by client."""
+    return {reply.client: message_digest(reply) for reply in replies}
+
+
 def run_round(
     algorithm: Algorithm, federation: Federation, state: ServerState, engine: Engine, context: ServerContext
 ) -> tuple[ServerState, RoundSummary]:
@@ -52,7 +58,10 @@ def run_round(
     # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
     rule = plain_tail(algorithm.server, context.trained) if len(state.vector) > context.trained else algorithm.server
     step = Step(federation, state, rule, server.rate(federation, state))
-    new, record, extra = checked(step, advance(algorithm, step, collected, context), collected)
+    seen = collected.accepted if algorithm.privacy.dp is None else ()
+    with ThreadPoolExecutor(1) as beside:  # hashing holds no lock of Python's, and combining only reads the answers
+        digests = beside.submit(digests_of, [a.reply for a in seen])
+        new, record, extra = checked(step, advance(algorithm, step, collected, context), collected)
     if "skipped" not in record:
         record["update_norm"] = float((new.vector - state.vector).norm())
     seconds = {"exchange": exchanged - began, "aggregate": time.perf_counter() - exchanged}
@@ -65,9 +74,7 @@ def run_round(
         "seconds": seconds,
         "dropped": [{"client": r.client, "reason": r.reason} for r in collected.rejections],
     }
-    seen = collected.accepted if algorithm.privacy.dp is None else ()
-    digests = {a.reply.client: message_digest(a.reply) for a in seen}
-    return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests)
+    return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests.result())
 
 
 MEMORY = 5

@@ -142,6 +142,8 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
 
     console = rich.get_console()
     console.quiet = quiet
+    # The first sign of life comes before torch is imported, which takes seconds.
+    console.print(f"{config.name} in {folder}: loading the library", highlight=False, markup=False, soft_wrap=True)
     load()
     from fedgraft.report import display
     from fedgraft.runs.run_folder import RunFolder

@@ -202,7 +202,7 @@ class Batched:
         c, b, d, k = len(jobs), max(job.sizes[0] for job in jobs), network.width, network.classes
         buffers = self._buffers.pop() if self._buffers else {}
         values, gradient = (_buffer(buffers, name, c * k * (d + 1)) for name in ("values", "gradient"))
-        stack = Stack(values, gradient, (c, k, d), rule.optimizer)
+        stack = Stack(values, gradient, (c, k, d, b), rule.optimizer)
         for i, job in enumerate(jobs):
             assert job.order.vector is not None
             stack.weight[i] = job.order.vector[: k * d].view(k, d)
@@ -217,9 +217,9 @@ class Batched:
             some = slice(begin, min(begin + span, steps))
             features = _buffer(buffers, "features", c * (some.stop - begin) * b * d).view(c, -1, b, d)
             self._gather(jobs, flips, some, features)
-            for i, x in enumerate(features.unbind(1), begin):
+            for i, (x, known) in enumerate(zip(features.unbind(1), labels[:, some].unbind(1), strict=True), begin):
                 torch.baddbmm(stack.bias, stack.weight, x.transpose(1, 2), out=room)
-                error, found = _error(room, labels[:, i], self.algorithm.loss.smoothing or 0.0)
+                error, found = _error(room, known, self.algorithm.loss.smoothing or 0.0)
                 if weights is not None:
                     found.mul_(weights[:, i])
                     error.mul_(weights[:, i])

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import fedgraft.zoo  # noqa: F401  (fills the registry)
 from fedgraft.cli import main
+from fedgraft.cli.overrides import config_of
+from fedgraft.errors import FedgraftError
 from fedgraft.registry import ALGORITHMS, listed_algorithms, own_options
 from fedgraft.runs.run_folder import RunFolder
 
@@ -20,7 +23,7 @@ try:
     app(sys.argv[1:])
 except SystemExit as end:
     assert not end.code, end.code
-print("heavy:", sorted({"torch", "transformers", "matplotlib", "sklearn", "scipy"} & sys.modules.keys()))
+print("heavy:", sorted({"torch", "transformers", "matplotlib", "sklearn", "scipy", "numpy.ma"} & sys.modules.keys()))
 """
 
 
@@ -58,3 +61,21 @@ def test_a_command_reads_its_own_signature_only(monkeypatch: pytest.MonkeyPatch)
     assert len(main.app.registered_commands) > 10 and main.app.registered_groups
     main.keep_only("find-lr")
     assert [one.name for one in main.app.registered_commands] == ["find-lr"] and not main.app.registered_groups
+
+
+def test_a_run_says_what_it_does_before_it_imports_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also into a pipe, where a line that waits in a buffer would be no sign of life."""
+    said = []
+
+    def stop() -> None:
+        said.append(capsys.readouterr().out)
+        raise FedgraftError("here torch would be imported")
+
+    monkeypatch.setattr("rich.get_console", lambda: Console(width=20))
+    monkeypatch.setattr(main, "load", stop)
+    for quiet in (False, True):
+        with pytest.raises(FedgraftError, match="here torch"):
+            main._carry_out(config_of(["demo"]), tmp_path / "a run", quiet)
+    assert said == [f"demo in {tmp_path / 'a run'}: loading the library\n", ""]

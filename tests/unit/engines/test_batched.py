@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -150,6 +151,14 @@ def forgetful(step: Any) -> Any:
     return wrong
 
 
+def without_biases(step: Any) -> Any:
+    def wrong(stack: Any, error: Tensor, inputs: Tensor, rate: float, scale: float) -> None:
+        stack.ones.zero_()  # the input of the biases is not 1
+        step(stack, error, inputs, rate, scale)
+
+    return wrong
+
+
 def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in another order, half the smoothing, padding that counts: each far above the tolerance."""
     with monkeypatch.context() as patch:
@@ -164,6 +173,9 @@ def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(batched.Stack, "step", forgetful(batched.Stack.step))
         assert difference(fedavg(**SETTINGS["momentum"]), rounds=1) > 1e-4
+    with monkeypatch.context() as patch:
+        patch.setattr(batched.Stack, "step", without_biases(batched.Stack.step))
+        assert difference(fedavg(**SETTINGS["momentum"]), rounds=1) > 1e-4
 
 
 @pytest.mark.parametrize(("smoothing", "scale"), [(0.0, 1.0), (0.2, 1.0), (0.0, 1e3)])
@@ -175,7 +187,7 @@ def test_the_written_out_gradient_is_that_of_autograd(smoothing: float, scale: f
     inputs = torch.randn(c, b, d, generator=g, dtype=torch.float64)
     labels = torch.randint(0, k, (c, 1, b), generator=g)
     weights = torch.rand(c, 1, b, generator=g, dtype=torch.float64)
-    stack = batched.Stack(values.clone(), torch.zeros_like(values), (c, k, d), sgdm(0.0))
+    stack = batched.Stack(values.clone(), torch.zeros_like(values), (c, k, d, b), sgdm(0.0))
     room = torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2))
     error, found = batched._error(room, labels, smoothing)
     losses = -(found * weights).sum((1, 2))
@@ -209,6 +221,21 @@ def test_same_bytes_every_time_and_with_any_number_of_threads() -> None:
         engine = Batched(algorithm, toy.context, threads)
         found.append([bytes_of(engine.exchange(many(toy, 23, round))) for round in range(3)])
     assert all(other == found[0] for other in found[1:])
+
+
+def test_a_rounds_digests_are_those_of_the_bytes_that_came() -> None:
+    """They are hashed while the updates are combined, which must neither change these nor mix clients up."""
+    toy, came = with_batched(head_toy(fedavg()), threads=2), dict[int, str]()
+    exchange = toy.engine.exchange
+
+    def seen(orders: Any) -> Any:
+        replies = exchange(orders)
+        came.update({reply.client: sha256(pack(reply)).hexdigest()[:32] for reply in replies})
+        return replies
+
+    toy.engine.exchange = seen  # type: ignore[method-assign]
+    toy.run(1)
+    assert len(set(came.values())) == 5 and toy.summary.digests == came
 
 
 def test_replies_are_like_the_references_and_in_the_order_of_the_orders() -> None:

@@ -26,7 +26,7 @@ from fedgraft.data.partition.rules import (
     shard_owners,
     stratified_owners,
 )
-from fedgraft.data.partition.split import ranks_within
+from fedgraft.data.partition.split import distinct, ranks_within
 from fedgraft.errors import FedgraftError
 from fedgraft.randomness import numpy_stream
 
@@ -109,13 +109,13 @@ class Partition:
         """Samples and classes per client (mean, std, min, max), classes nobody holds, and rows left out."""
         sizes, tests = self.sizes(), np.diff(self.test_offsets)
         clients, _, _ = edges_of(self.offsets, self.rows, self.labels)
-        held = np.unique(self.labels[self.rows])
+        held = distinct(self.labels[self.rows])
         return {
             "clients": self.clients,
             "samples": _summary(sizes),
             "classes": _summary(np.bincount(clients, minlength=self.clients)),
             "test_samples": _summary(tests),
-            "uncovered": sorted(set(np.unique(self.labels).tolist()) - set(held.tolist())),
+            "uncovered": sorted(set(distinct(self.labels).tolist()) - set(held.tolist())),
             "unused_rows": len(self.labels) - len(self.rows),
             "notes": list(self.notes),
         }
@@ -260,8 +260,8 @@ def _check_same_classes(partition: Partition) -> None:
     classes = max(count_classes(partition.labels), count_classes(partition.test_labels))
     trained = np.repeat(np.arange(partition.clients), partition.sizes()) * classes + partition.labels[partition.rows]
     owner = np.repeat(np.arange(partition.clients), np.diff(partition.test_offsets))
-    tested = np.unique(owner * classes + partition.test_labels[partition.tests])
-    if len(strange := np.setdiff1d(tested, trained)):
+    tested = distinct(owner * classes + partition.test_labels[partition.tests])
+    if len(strange := np.setdiff1d(tested, distinct(trained), assume_unique=True)):
         client, cls = divmod(int(strange[0]), classes)
         raise FedgraftError(f"client {client} would be tested on class {cls}, which it does not train on.")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedgraft.data.partition.rules import Owners, edge_owners, even_sizes
+from fedgraft.data.partition.split import distinct
 from fedgraft.errors import FedgraftError
 
 
@@ -152,7 +153,7 @@ def _spread(counts: np.ndarray, client: np.ndarray) -> int:
 def _verify(counts: np.ndarray, cls: np.ndarray, supply: np.ndarray, per_client: int, clients: int) -> None:
     """The promise of this file, checked on the result and not on how it was made."""
     pair = np.repeat(np.arange(clients), per_client) * len(supply) + cls
-    if counts.min() < 1 or len(np.unique(pair)) != clients * per_client:
+    if counts.min() < 1 or len(distinct(pair)) != clients * per_client:
         raise FedgraftError(f"internal error: a client does not hold exactly {per_client} classes.")
     if not np.array_equal(np.bincount(cls, weights=counts, minlength=len(supply)), supply):
         raise FedgraftError("internal error: the rows of a class are not used up exactly.")

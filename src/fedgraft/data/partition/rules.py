@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedgraft.data.partition.split import largest_remainder, shuffled_by_class
+from fedgraft.data.partition.split import distinct, largest_remainder, shuffled_by_class
 from fedgraft.errors import FedgraftError
 
 
@@ -196,7 +196,7 @@ def _check_groups(
     named = [label for group in groups for label in group]
     if len(set(named)) < len(named):
         raise FedgraftError("a label may stand in one group only, because rows go to one client only.")
-    missing = sorted(set(np.unique(labels).tolist()) - set(named))
+    missing = sorted(set(distinct(labels).tolist()) - set(named))
     if missing and not allow_uncovered:
         raise FedgraftError(f"label {missing[0]} is in no group; add it, or set allow_uncovered to leave its rows out.")
 

@@ -8,6 +8,11 @@ from fedgraft.errors import FedgraftError
 from fedgraft.randomness import numpy_stream
 
 
+def distinct(values: np.ndarray) -> np.ndarray:
+    """The different values, sorted. Not asked for counts, numpy would import its masked arrays to find them."""
+    return np.unique(values, return_counts=True)[0]
+
+
 def shuffled_by_class(labels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Rows grouped by class, in random order within each, and the count of every class 0..max."""
     shuffled = rng.permutation(len(labels))
