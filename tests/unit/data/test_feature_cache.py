@@ -14,9 +14,10 @@ import torch
 from tests.support.transforms import make_transform
 from torch import Tensor, nn
 
-from fedgraft.data import feature_cache
+from fedgraft.data import feature_cache, feature_table
 from fedgraft.data.examples import ImageExamples
-from fedgraft.data.feature_cache import BLOCK, CachedExamples, FeatureCache
+from fedgraft.data.feature_cache import BLOCK, CachedExamples
+from fedgraft.data.feature_table import FeatureTable
 from fedgraft.data.images.store import make_store
 from fedgraft.errors import FedgraftError
 from fedgraft.identity import digest as prefix_digest
@@ -246,12 +247,12 @@ def test_without_marks_checked_the_damage_would_pass(
     data = bytearray(path.read_bytes())
     data[103] ^= 4
     path.write_bytes(data)
-    monkeypatch.setattr(feature_cache.FeatureCache, "_believe", lambda self, places: np.ones(len(places), dtype=bool))
+    monkeypatch.setattr(FeatureTable, "_believe", lambda self, places: np.ones(len(places), dtype=bool))
     assert not torch.equal(CachedExamples(images(), network, 2, tmp_path).batch(torch.arange(COUNT)), good)
 
 
 def test_a_torn_write_is_not_believed(tmp_path: Path) -> None:
-    cache = FeatureCache(tmp_path, 1, BLOCK, (3,))
+    cache = FeatureTable(tmp_path, 1, BLOCK, (3,))
     views, rows = np.zeros(BLOCK, dtype=int), np.arange(BLOCK)
     assert cache.missing(views, rows).tolist() == rows.tolist()
     cache.write(rows, np.ones((BLOCK, 3), dtype=np.float32))
@@ -259,7 +260,7 @@ def test_a_torn_write_is_not_believed(tmp_path: Path) -> None:
     data = (tmp_path / "features.bin").read_bytes()
     (tmp_path / "features.bin").write_bytes(data[:192] + bytes(192))  # the second half never reached the disk
     with pytest.warns(UserWarning, match="rows of the feature cache"):
-        assert FeatureCache(tmp_path, 1, BLOCK, (3,)).missing(views, rows).tolist() == list(range(16, BLOCK))
+        assert FeatureTable(tmp_path, 1, BLOCK, (3,)).missing(views, rows).tolist() == list(range(16, BLOCK))
 
 
 def _work(folder: Path, seed: int) -> bytes:
@@ -283,7 +284,7 @@ def test_a_large_table_is_read_row_by_row_and_never_mapped(
 ) -> None:
     rows = torch.randint(COUNT, (50,), generator=generator(5))
     mapped = CachedExamples(images(), network, 1, tmp_path / "a").batch(rows, generator(2))
-    monkeypatch.setattr(feature_cache, "MAPPED", 0)
+    monkeypatch.setattr(feature_table, "MAPPED", 0)
     read = CachedExamples(images(), network, 1, tmp_path / "b")
     assert read.cache._data is None and torch.equal(read.batch(rows, generator(2)), mapped)
     again = CachedExamples(images(), network, 1, tmp_path / "a")  # what the other way stored is the same file
