@@ -61,10 +61,11 @@ def fisher_mean(rows: Tensor, weights: Tensor, information: Tensor) -> Tensor:
     return torch.where(bottom > 0, top / bottom, weighted_mean(rows, share).double()).float()
 
 
-def aligned_weights(updates: Tensor, weights: Tensor, steps: int = 20, rate: float = 0.5) -> Tensor:
+def aligned_weights(updates: Tensor, weights: Tensor, steps: int = 1, rate: float = 1.0) -> Tensor:
     """FedAWA: weights λ = softmax(x) that lessen Σ λ_k (1 - cos(u_k, Σ_j λ_j u_j)), from the given ones.
 
-    All cosines follow from the Gram matrix of the updates (m, m), so a step costs nothing. The paper also pulls the new
+    The least of it is one client with all the weight, which agrees with itself: hence a step or two, not many. All
+    cosines follow from the Gram matrix of the updates (m, m), so a step costs nothing. The paper also pulls the new
     model towards the old one; here updates are differences to it already.
     """
     share = normalised(weights)

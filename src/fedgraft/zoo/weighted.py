@@ -75,7 +75,7 @@ def fedalign(
     return vary(fedavg(**slots), name="fedalign", weighting=weighting, aggregate=combined)
 
 
-def fedawa(steps: int = 20, rate: float = 0.5, **slots: Any) -> Algorithm:
+def fedawa(steps: int = 1, rate: float = 1.0, **slots: Any) -> Algorithm:
     """Shi et al. 2025: weights that make client vectors align with their sum; no steps is FedAvg."""
 
     def weights(answers: Answers) -> Tensor:
