@@ -9,9 +9,11 @@ from typing import Any
 from fedgraft.report.statistics import summarise
 from fedgraft.runs.run_folder import RunFolder
 from reproduction import drawing as figures
+from reproduction.drawing.ranking import Arm
 from reproduction.drawing.representations import draw_of_run
 from reproduction.preset import Cell, Figure, level_of, picked
 from reproduction.reproduce import MEASURES, Found, numbers
+from reproduction.statistics import paired
 
 _CURVES = {
     "accuracy": "validation accuracy (%)", "loss": "validation loss", "personal_curve": "mean client accuracy (%)",
@@ -54,7 +56,10 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
         texts["ylabel"] = found.title(figure.y)
     elif figure.y in _CURVES:
         texts["ylabel"] = _CURVES[figure.y]
-    if kind.draw in (figures.bars, figures.scatter_front):
+    if kind.draw is figures.ranking:
+        texts["ylabel"] = found.title(found.work.preset.measure)
+        data = _arms(figure, found, here)
+    elif kind.draw in (figures.bars, figures.scatter_front):
         measure = figure.y if figure.y in MEASURES and kind.draw is figures.bars else found.work.preset.measure
         texts["ylabel"] = found.title(measure)
         if kind.draw is figures.bars:
@@ -149,6 +154,20 @@ def _bars(
             group = level_of(found.work.preset, cell, figure.panels) if figure.panels else ""
             groups.setdefault(group, {})[_name(figure, found, cell)] = (stats.mean, stats.std)
     return groups
+
+
+def _arms(figure: Figure, found: Found, cells: Sequence[Cell]) -> dict[str, Arm]:
+    """By name: the preset's measure with Student's interval over seeds, megabytes and seconds."""
+    arms = {}
+    for cell in cells:
+        reached = paired(found.measured(cell.label, found.work.preset.measure))
+        if reached is None:
+            continue
+        low, high = reached.interval() if reached.judgeable else (reached.value, reached.value)
+        spent = {m: numbers(found.measured(cell.label, m)) for m in ("megabytes", "seconds")}
+        costs = {found.title(m): summarise(values).mean if values else None for m, values in spent.items()}
+        arms[_name(figure, found, cell)] = Arm((reached.value, low, high), costs)
+    return arms
 
 
 def _points(figure: Figure, found: Found, cells: Sequence[Cell], measure: str) -> dict[str, tuple[float, float]]:

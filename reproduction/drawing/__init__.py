@@ -25,6 +25,7 @@ from fedgraft.report.figures import (
     plot_lines,
     scatter_front,
 )  # fmt: skip
+from reproduction.drawing.ranking import ranking
 from reproduction.drawing.representations import distribution
 from reproduction.drawing.schematics import fedshibu_schematic, pipelines_schematic
 
@@ -94,6 +95,7 @@ FIGURES: dict[str, FigureKind] = {
     "client_classes": FigureKind("Examples by client and class", heatmap, "class", "client", "examples"),
     "layer_density": FigureKind("Share of weights that are trained, by layer", bars, "layer", "density (%)"),
     "mask_overlap": FigureKind("Overlap of masks", heatmap, "mask", "mask", "Jaccard index"),
+    "ranking": FigureKind("What each reaches, and what it costs", ranking, "", "test " + _ACC),
     "bytes_accuracy": FigureKind("Accuracy against traffic", scatter_front, "megabytes up and down", "test " + _ACC),
 }
 

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from reproduction.drawing import FIGURES, draw, texts_of
+from reproduction.drawing.ranking import Arm
 from reproduction.drawing.representations import draw_of_run, drift
 
 from fedgraft.errors import FedgraftError
@@ -29,6 +30,10 @@ DATA: dict[Any, Any] = {
     figures.heatmaps: {"round 1": np.eye(3), "round 9": np.ones((3, 3)) / 3},
     figures.scatter_front: {"dense": (100.0, 0.7), "sparse": (10.0, 0.69), "bad": (50.0, 0.2)},
     drawing.distribution: {"block 0": [0.1, 0.5, 0.4], "block 1": [0.3]},
+    drawing.ranking: {
+        "better": Arm((70.0, 69.0, 71.0), {"megabytes": 3.0, "seconds": 60.0}),
+        "worse": Arm((60.0, 60.0, 60.0), {"megabytes": None, "seconds": 20.0}),
+    },
     drawing.panels: {"IID": LINES, "non-IID": {"FedAvg": LINES["FedAvg"]}},
     drawing.pipelines_schematic: None,
     drawing.fedshibu_schematic: None,
@@ -45,7 +50,8 @@ def texts(path: Path) -> str:
 
 
 def test_the_table_names_every_kind() -> None:
-    wanted = {f"F{n}" for n in range(1, 30)} | {"client_classes", "layer_density", "mask_overlap", "bytes_accuracy"}
+    wanted = {"client_classes", "layer_density", "mask_overlap", "bytes_accuracy", "ranking"}
+    wanted |= {f"F{n}" for n in range(1, 30)}
     assert set(FIGURES) == wanted and {kind.draw for kind in FIGURES.values()} == set(DATA)
     with pytest.raises(FedgraftError, match="no figure kind 'F30'"):
         draw("F30", "a.png", LINES)
@@ -79,3 +85,18 @@ def test_figures_of_a_run_are_drawn_from_its_numbers(tmp_path: Path) -> None:
     assert {"1", "0.75", "0.35", "early"} <= set(texts(tmp_path / "a.svg").split())  # means over the client's rounds
     for name in ("svcca_layers", "drift"):
         assert draw_of_run(name, run.path, tmp_path / f"{name}.png", title=name)
+
+
+def test_a_crowded_scatter_names_the_front_and_nothing_on_top_of_something(tmp_path: Path) -> None:
+    crowd = {f"method {i}": (100.0, 0.5 + 1e-4 * i) for i in range(20)} | {"cheap": (1.0, 0.4)}
+    shown = texts(draw("bytes_accuracy", tmp_path / "crowd.svg", crowd))
+    assert "cheap" in shown and "method 19" in shown  # the front
+    assert sum(name in shown for name in crowd) < 10
+    few = dict(list(crowd.items())[:5])
+    assert all(name in texts(draw("bytes_accuracy", tmp_path / "few.svg", few)) for name in few)
+
+
+def test_a_ranking_names_every_arm_its_costs_and_the_lines(tmp_path: Path) -> None:
+    path = draw("ranking", tmp_path / "ranking.svg", DATA[drawing.ranking], levels={"head only": 55.0})
+    shown = texts(path)
+    assert all(word in shown for word in ("better", "worse", "head only", "megabytes", "seconds"))

@@ -259,18 +259,27 @@ def _pair(value: Any) -> tuple[float, float]:
     return float("nan") if number is None else float(number), float(error or 0.0)
 
 
+CROWD = 12
+"""Points from which on a scatter does not name those that lie on top of each other."""
+
+
 def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]], bold: Sequence[str]) -> None:
-    """Put each name beside its point, at the first of four corners where it covers no point and no earlier name."""
+    """Put each name beside its point, at the first of four corners where it covers no point and no earlier name.
+
+    In a crowd a name without such a corner is left out, the bold ones never: letters on letters name nothing.
+    """
     from matplotlib.transforms import Bbox
 
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in axes.transData.transform(list(points.values()))]
     for name, point in points.items():
         weight = "bold" if name in bold else "normal"
+        crowded = len(points) > CROWD and name not in bold
         for dx, dy in ((7, 5), (7, -12), (-7, 5), (-7, -12)):
             look: dict[str, Any] = {"fontsize": 9, "fontweight": weight, "ha": "left" if dx > 0 else "right"}
             text = axes.annotate(plain_text(name), point, (dx, dy), textcoords="offset points", **look)
             box = text.get_window_extent()
-            if (dx, dy) == (-7, -12) or not any(box.overlaps(other) for other in taken):
+            free = not any(box.overlaps(other) for other in taken)
+            if free or ((dx, dy) == (-7, -12) and not crowded):
+                taken.append(box)
                 break
             text.remove()
-        taken.append(box)

@@ -1,0 +1,55 @@
+"""Many arms side by side: what each reaches, with its interval, and what that costs; every one has a row of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedgraft.report.figures import PALETTE, canvas, dress, plain_text
+from reproduction.drawing.answer import Interval
+
+_ROW = 0.26
+"""Inches for one row."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What an arm reaches, and its costs by name; None where it has none."""
+
+    reached: Interval
+    costs: Mapping[str, float | None]
+
+
+def ranking(
+    path: Path | str, arms: Mapping[str, Arm], *, ylabel: str = "", title: str = "",
+    levels: Mapping[str, float] | None = None,
+) -> Path:  # fmt: skip
+    """Rows from the best to the worst: accuracy with interval and level lines, then a panel for each cost."""
+    names = sorted(arms, key=lambda name: -arms[name].reached[0])
+    costs = list(next(iter(arms.values())).costs)
+    places = range(len(names), 0, -1)
+    with canvas(path, title, (10.0, 1.5 + _ROW * len(names))) as figure:
+        grid = figure.add_gridspec(1, 1 + len(costs), width_ratios=[2.2, *(1 for _ in costs)])
+        axes = figure.add_subplot(grid[0])
+        for place, name in zip(places, names, strict=True):
+            mean, low, high = arms[name].reached
+            axes.plot([low, high], [place, place], color=PALETTE[0], linewidth=2, solid_capstyle="butt")
+            axes.plot([mean], [place], "o", color=PALETTE[0], markersize=5)
+        for (name, at), dash in zip((levels or {}).items(), ("--", ":", "-."), strict=False):
+            axes.axvline(at, color="#777777", linestyle=dash, linewidth=1.2, zorder=0, label=plain_text(name))
+        axes.set_yticks(list(places), [plain_text(name) for name in names])
+        dress(axes, ylabel, "")
+        if levels:
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.1)
+        for i, cost in enumerate(costs, 1):
+            beside = figure.add_subplot(grid[i], sharey=axes)
+            for place, name in zip(places, names, strict=True):
+                value = arms[name].costs[cost]
+                if value is not None and value > 0:
+                    beside.plot([value], [place], "o", color=PALETTE[1], markersize=5)
+            beside.set_xscale("log")
+            beside.tick_params(labelleft=False)
+            dress(beside, cost, "")
+        axes.set_ylim(0.4, len(names) + 0.6)
+    return Path(path)
