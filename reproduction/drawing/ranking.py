@@ -41,7 +41,7 @@ def ranking(
         axes.set_yticks(list(places), [plain_text(name) for name in names])
         dress(axes, ylabel, "")
         if levels:
-            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.1)
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=1, borderaxespad=0.1)
         for i, cost in enumerate(costs, 1):
             beside = figure.add_subplot(grid[i], sharey=axes)
             for place, name in zip(places, names, strict=True):
