@@ -661,7 +661,7 @@ DEGENERATE: dict[str, list[Callable[[], None]]] = {
     "flasc": [lambda: same_vector(named("flasc", down=1.0, up=1.0)(), lora())],
     "fedawa": [equal_to_fedavg(named("fedawa", steps=0))],
     "fedties": [
-        close_to_fedavg(named("fedties", keep=1.0), clients=1, per_round=1),  # TIES of one
+        close_to_fedavg(named("fedties", share=1.0), clients=1, per_round=1),  # TIES of one
     ],
     "feddare": [equal_to_fedavg(named("feddare", drop=0.0))],
     "fedfisher": [close_to_fedavg(named("fedfisher"), clients=1, per_round=1)],

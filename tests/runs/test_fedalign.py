@@ -124,7 +124,8 @@ def test_exponent_zero_is_fedavg_to_the_bit() -> None:
 def test_the_control_deals_the_same_weights_to_other_clients() -> None:
     real, control = everyone(zoo.fedalign(**SMALL)), everyone(zoo.fedalign(align="random", **SMALL))
     real.run(1), control.run(1)
-    assert torch.equal(weights(real).sort().values, weights(control).sort().values)
+    # Dealt anew they are added up in another order, so their shares may differ in the last bit.
+    torch.testing.assert_close(weights(real).sort().values, weights(control).sort().values, rtol=1e-14, atol=0)
     assert not torch.equal(weights(real), weights(control))
 
 

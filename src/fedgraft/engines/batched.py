@@ -57,12 +57,11 @@ def applies(algorithm: Algorithm, context: ClientContext) -> str | None:
     """None where this engine can carry out the training orders; else one clause that says why not."""
     rule, network = algorithm.local, context.network
     parts = [(part.name, part.index is None) for part in context.space.parts]
+    whole = parts == [("head.weight", True), ("head.bias", True)] and not context.space.buffers
     reasons = [
-        (
-            parts != [("head.weight", True), ("head.bias", True)] or bool(context.space.buffers),
-            "what moves is not exactly the weight and bias of the head",
-        ),
+        (not whole, "what moves is not exactly the weight and bias of the head"),
         (not algorithm.client_state.empty, "clients keep a part of the model"),
+        (algorithm.aggregate.several, "each client chooses its model first"),
         (context.examples.entry != network.depth, "features are not kept"),
         (not rule.optimizer.stackable, f"the optimizer is {rule.optimizer.name}, not sgdm"),
         (not rule.correction.nothing, f"the correction {rule.correction.name} acts on each client by itself"),

@@ -41,6 +41,8 @@ def fedsb(rank: int | None = None, seed: int = 0, **slots: Any) -> Algorithm:
 
 def flexlora(ranks: tuple[int, ...] = (2, 4, 8), seed: int = 0, **slots: Any) -> Algorithm:
     """Bai et al. 2024: clients of unequal ranks; the server cuts the averaged product anew by its singular values."""
+    if not ranks:
+        raise FedgraftError("flexlora needs the clients' ranks; give algorithm.ranks, such as [2, 4, 8].")
     return _lora("flexlora", seed, slots, aggregate="svd", rank=max(ranks), ranks=tuple(ranks))
 
 

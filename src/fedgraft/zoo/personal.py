@@ -131,4 +131,6 @@ def fedala(rate: float = 1.0, share: float = 0.8, blocks: int = 1, **slots: Any)
 
 def ifca(clusters: int = 2, **slots: Any) -> Algorithm:
     """Ghosh et al. 2020: several common models, each client trains the one that fits it; one cluster is FedAvg."""
+    if clusters < 1:
+        raise FedgraftError(f"ifca keeps {clusters} models; give algorithm.clusters, at least 1.")
     return vary(fedavg(**slots), name="ifca", aggregate=Clusters(clusters))

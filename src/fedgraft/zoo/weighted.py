@@ -84,9 +84,9 @@ def fedawa(steps: int = 1, rate: float = 1.0, **slots: Any) -> Algorithm:
     return vary(fedavg(**slots), name="fedawa", weighting=Weighting("client_vectors", weights))
 
 
-def fedties(keep: float = 0.2, **slots: Any) -> Algorithm:
+def fedties(share: float = 0.2, **slots: Any) -> Algorithm:
     """Yadav et al. 2023 as aggregation: largest entries, one sign by coordinate, mean of those agreeing."""
-    return vary(fedavg(**slots), name="fedties", aggregate=ties_aggregator(keep))
+    return vary(fedavg(**slots), name="fedties", aggregate=ties_aggregator(share))
 
 
 def feddare(drop: float = 0.5, seed: int = 0, **slots: Any) -> Algorithm:

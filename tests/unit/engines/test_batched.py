@@ -322,6 +322,7 @@ REFUSED: dict[str, tuple[Algorithm, str]] = {
     "fedprox": (zoo.fedprox(0.1, local=LOCAL, trainable=HEAD), "proximal"),
     "scaffold": (zoo.scaffold(local=LOCAL, trainable=HEAD), "control_variates"),
     "signs": (vary(fedavg(), update=(UpdateLink("signs", lambda u, s: (u.sign(), {})),)), "work on their update"),
+    "ifca": (zoo.ifca(local=LOCAL, trainable=HEAD), "chooses its model"),
     "ditto": (zoo.ditto(local=LOCAL, trainable=HEAD), "keep a part"),
     "top_k": (vary(fedavg(), compression=codec("top_k:0.5")), "top_k"),
     "crsm": (zoo.fedavg_crsm(samples=4, local=LOCAL, trainable=HEAD), "report"),
