@@ -52,6 +52,8 @@ class ClientContext:
     """Whether clients keep what they answered in secure sums, so that a server that lost it may ask again."""
     ground: str = ""
     """Identity of what this machine was told of the run besides orders; all clients of a secure sum share it."""
+    noise_key: bytes = b""
+    """A secret of this machine from which noise on shown representations comes; none: from the seed, repeatable."""
     class_counts: Tensor | None = None
     """Training images of each class over all clients, where the loss or the sampling asks for them."""
     _bound: dict[str, Bound] = field(default_factory=dict)

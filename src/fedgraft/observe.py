@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
+from fedgraft.aggregate.similarity import svcca_of_bases
+from fedgraft.aggregate.sketch import basis_of
 from fedgraft.aggregate.slots import Observe
 from fedgraft.algorithm import Algorithm
 from fedgraft.client_sums import scores_of
@@ -21,6 +22,7 @@ from fedgraft.local.features import features as look_through
 from fedgraft.local.features import hidden
 from fedgraft.local.self_weight import learned, parted
 from fedgraft.messages import Order, Reply
+from fedgraft.privacy.dp import bound_key, gaussian, simulation_key
 from fedgraft.protocols import Examples, Network
 from fedgraft.randomness import torch_stream
 
@@ -57,13 +59,16 @@ def _representation(
 
 
 def _noised(shown: Tensor, wanted: Observe, order: Order, context: ClientContext) -> Tensor:
-    """Rows of length one with Gaussian noise of the asked-for size in every entry; as they are without noise."""
+    """Rows of length one with Gaussian noise of the asked-for size in every entry; as they are without noise.
+
+    Asked again for the same rows a client gives the same answer, not a second sample of its noise.
+    """
     noise = float(wanted.options.get("noise", 0.0))
     if noise == 0:
         return shown
-    stream = torch_stream(context.seed, "shown_noise", order.round, order.client)
     rows = torch.nn.functional.normalize(shown.cpu(), dim=1)
-    return rows + noise * torch.randn(rows.shape, generator=stream)
+    key = bound_key(context.noise_key or simulation_key(context.seed), rows)
+    return rows + noise * gaussian(rows.numel(), key, f"shown by {order.client}", order.round).view_as(rows).float()
 
 
 def _probe(context: ClientContext) -> Examples:
@@ -75,16 +80,18 @@ def _probe(context: ClientContext) -> Examples:
 def _alignment(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """SVCCA of each layer after training with the same layer of the model the round began with; numbers only."""
     layers, keep, top = wanted.options["layers"], int(wanted.options["keep"]), int(wanted.options["top"])
+    extra = int(wanted.options["sketch"])
     after = hidden(context.network, layers, _probe(context))
-    key = (order.round, layers, keep)
+    key = (order.round, layers, keep, extra)
     if context.reference is None or context.reference[0] != key:  # the same for every client of the round
         values = context.space.gather(context.network)
         context.space.scatter(vector_of(order), context.network)
-        before = [svcca_basis(x, keep) for x in hidden(context.network, layers, _probe(context))]
+        before = [basis_of(x, keep, extra) for x in hidden(context.network, layers, _probe(context))]
         context.space.scatter(values, context.network)
         context.reference = (key, before)
     found = [
-        svcca_of_bases(svcca_basis(x, keep), q, top).value for x, q in zip(after, context.reference[1], strict=True)
+        svcca_of_bases(basis_of(x, keep, extra), q, top).value
+        for x, q in zip(after, context.reference[1], strict=True)
     ]
     return dict(zip(wanted.scalars, found, strict=True)), {}
 

@@ -10,9 +10,15 @@ import torch
 from tests.support.toy import CLASSES, Toy
 
 from fedgraft import zoo
+from fedgraft.config.load import load
+from fedgraft.deploy.keep import noise_key
 from fedgraft.local.train import LocalTraining
 from fedgraft.messages import Order
+from fedgraft.privacy.secagg.client import as_tensor
+from fedgraft.privacy.secagg.keys import Identity
 from fedgraft.runs.head_init import install, probe_head
+from fedgraft.runs.job import job_of
+from fedgraft.runs.warnings import _unprotected
 from fedgraft.secure_round import Sums
 
 
@@ -52,3 +58,26 @@ def test_noise_zero_is_no_noise_and_the_mixing_still_runs() -> None:
     noisy = Toy(zoo.fedshibu(samples=12, noise=2.0, local=local))
     noisy.run(2)
     assert not noisy.summary.rejections
+
+
+def shown(key: bytes, round: int = 3) -> torch.Tensor:
+    """What client 1 shows with noise 1 on a machine that has this key."""
+    toy = Toy(zoo.fedshibu(samples=12, noise=1.0, local=LocalTraining(steps=1, batch_size=6)))
+    toy.context.noise_key = key
+    order = Order("toy", round, 1, "train", toy.space.digest, toy.state.vector, {}, {"lr": 1e-4})
+    (reply,) = toy.engine.exchange([order])
+    return reply.evidence["representation"]
+
+
+def test_noise_of_a_node_comes_from_its_own_key() -> None:
+    """A server that knows seed, round and client can draw a simulation's noise again, and take it off; not a node's."""
+    key = noise_key({"identity": as_tensor(Identity.fresh().to_bytes())})
+    assert torch.equal(shown(b""), shown(b""))  # a simulation repeats
+    assert torch.equal(shown(key), shown(key))  # asked again: the same answer, not a second sample of the noise
+    assert float((shown(key) - shown(b"")).std()) > 1.0 and float((shown(key) - shown(key, 4)).std()) > 1.0
+
+
+def test_what_noise_promises_is_told_before_the_run() -> None:
+    job = job_of(load(None, ["model.name=tiny", "algorithm.name=fedshibu", "algorithm.noise=20", "rounds.total=10"]))
+    told = _unprotected(job)
+    assert any("at most epsilon 1.2 at delta 1e-05 in 10 rounds" in line for line in told), told

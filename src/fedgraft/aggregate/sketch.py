@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgraft.aggregate.similarity import Score, svcca_of_bases
+from fedgraft.aggregate.similarity import Score, svcca_basis, svcca_of_bases
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,18 @@ def sketched_basis(x: Tensor, keep: int, generator: torch.Generator, extra: int 
     below = float(ritz[keep]) if keep < len(ritz) else 0.0
     gap = float(ritz[keep - 1]) - below - outside
     return SketchedBasis(found, min(1.0, residual / gap) if gap > 0 else 1.0)
+
+
+def basis_of(x: Tensor, keep: int, sketch: int = 0) -> Tensor:
+    """The leading directions of x (n, d): exact, or with `sketch` from a sketch of so many columns more than are kept.
+
+    Four power steps: on layers of a real ViT, whose spectra have no gap, scores then differ by at most a thousandth
+    with 40 more columns. A sketch as wide as the layer would be no cheaper and is left to the exact decomposition.
+    """
+    if not sketch or keep + sketch >= min(x.shape) or not torch.isfinite(x).all():
+        return svcca_basis(x, keep)
+    # One drawing for all: what is compared must not differ by the luck of its sketch.
+    return sketched_basis(x, keep, torch.Generator().manual_seed(0), sketch, power=4).basis
 
 
 def sketched_svcca(x: SketchedBasis, y: SketchedBasis, top: int | None = 20) -> tuple[Score, float]:

@@ -202,6 +202,7 @@ class AlgorithmChoice(Section):
     )
     aside: float = Field(0.2, gt=0, lt=1, description="similarity=learned: share of a client's images to learn it on")
     by_layer: bool = Field(False, description="fedalign: every layer has weights of its own")
+    sketch: int = Field(0, ge=0, description="fedalign: columns of a sketch beyond those kept; 0: exact bases")
     freeze: float | None = Field(None, ge=0, description="by_layer: a layer that drifts more rests for the round")
     align: Literal["client", "server", "random"] = Field(
         "client", description="fedalign: who computes the score, or the control"

@@ -123,6 +123,11 @@ class Keep:
         self.note(kind=kind, bytes=len(data), digest=hashlib.sha256(data).hexdigest(), **entry)
 
 
+def noise_key(lasting: Mapping[str, Tensor]) -> bytes:
+    """A key that follows from the node's own: the server, which knows the seed, cannot draw the same noise."""
+    return hashlib.sha256(b"fedgraft shown noise" + Identity.from_bytes(as_bytes(lasting["identity"])).private).digest()
+
+
 def known(lasting: Mapping[str, Tensor]) -> dict[int, bytes]:
     """The identity keys of peers in a lasting memory."""
     return Identity.from_bytes(as_bytes(lasting["identity"])).known

@@ -28,7 +28,7 @@ from fedgraft.context import ClientContext
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.deploy import preflight
 from fedgraft.deploy.deployed import config_of, own_data
-from fedgraft.deploy.keep import Keep, lasts
+from fedgraft.deploy.keep import Keep, lasts, noise_key
 from fedgraft.deploy.slots import DiskSlots, recall
 from fedgraft.engines.flower.node_link import Answer, Request, serve, without_path
 from fedgraft.errors import FedgraftError, Refused
@@ -88,6 +88,7 @@ class Node:
         lasting = {} if self.keep is None else self.keep.load(self.client)
         context = self._context(str(order.settings.get("sums", order.action)))
         context.policies, context.replays, context.ground = self.policies, self.keep is not None, self.ground
+        context.noise_key = noise_key(lasting) if lasting else b""
         algorithm = self.job.algorithm if self.opening is None else self.opening.algorithm
         reply, kept = carry_out(order, algorithm, context, {**memory, **lasting})
         if self.keep is not None:  # on the disk before anything leaves

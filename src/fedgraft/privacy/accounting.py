@@ -51,6 +51,30 @@ def epsilon_rdp(probability: float, noise: float, rounds: int, delta: float) -> 
     return _spent(lambda lib: lib.RDP([*range(2, 257), 512, 1024]), probability, noise, rounds, delta)
 
 
+def gaussian_epsilon(noise: float, rounds: int, delta: float) -> float:
+    """Epsilon of so many Gaussian releases of sensitivity 1, by their exact curve (Balle and Wang 2018).
+
+    Together they are one release with noise / sqrt(rounds). Needs no library, unlike rounds with drawn cohorts.
+    """
+    _check(1.0, noise, rounds, delta)
+    if rounds == 0:
+        return 0.0
+    s = noise / math.sqrt(rounds)
+
+    def left(e: float) -> float:
+        """The delta at this epsilon; e^epsilon meets a tail that underflows before it overflows."""
+        tail = math.erfc((1 / (2 * s) + e * s) / math.sqrt(2)) / 2
+        return math.erfc((e * s - 1 / (2 * s)) / math.sqrt(2)) / 2 - (math.exp(e) * tail if tail else 0.0)
+
+    low, high = 0.0, 1.0
+    while left(high) > delta:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if left(middle) > delta else (low, middle)
+    return high
+
+
 def _spent(make: Callable[[Any], Any], probability: float, noise: float, rounds: int, delta: float) -> float:
     if rounds == 0:
         return 0.0

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
+from fedgraft.aggregate.similarity import svcca_of_bases
+from fedgraft.aggregate.sketch import basis_of
 from fedgraft.aggregate.slots import Answers
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.collect import ServerContext
@@ -214,7 +215,7 @@ def align(job: Job, context: ClientContext, answers: Answers, entry: int) -> Ten
 
     def bases(vector: Tensor) -> list[Tensor]:
         context.space.scatter(vector, context.network)
-        return [svcca_basis(x, int(a["keep"])) for x in hidden(context.network, a["layers"], probe)]
+        return [basis_of(x, int(a["keep"]), int(a["sketch"])) for x in hidden(context.network, a["layers"], probe)]
 
     before = bases(answers.start)
     scores = []

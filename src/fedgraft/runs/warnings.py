@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from fedgraft.privacy.accounting import gaussian_epsilon
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.opening import Opening
@@ -52,6 +55,8 @@ def _unprotected(job: Job) -> list[str]:
         )
     if a.aggregate.insecure:
         found.append("privacy.aggregation='zero_sum_demo' is INSECURE: the server can read every update; use 'secure'")
+    for shown in (w for w in a.wants if w.name == "representation" and w.options.get("noise")):
+        found.append(_shown(job, int(shown.options["samples"]), float(shown.options["noise"])))
     where = "secure aggregation, without noise" if a.privacy.hidden else "the clear"
     demands = a.privacy.dp is not None or bool(a.aggregate.insecure)
     if demands and job.config.head != "random":
@@ -62,6 +67,17 @@ def _unprotected(job: Job) -> list[str]:
     if demands and a.trainable.scores_data:
         found.append(f"the mask is calibrated from Fisher scores summed in {where}, outside the account")
     return found
+
+
+def _shown(job: Job, samples: int, noise: float) -> str:
+    """What noise on shown representations promises one image: rows have length 1, so one changes by at most 2."""
+    times = max(1, -(-samples // max(1, int(min(job.task.data.partition.sizes(), default=1)))))
+    rounds, delta = job.config.rounds.total, 1e-5
+    spent = gaussian_epsilon(noise / (2 * math.sqrt(times)), rounds, delta)
+    return (
+        f"features that clients show with noise {noise:g} tell of one image, beyond what the update tells, at most "
+        f"epsilon {spent:.3g} at delta {delta:g} in {rounds} rounds; in a simulation the noise follows from the seed"
+    )
 
 
 def _one_by_one(job: Job) -> list[str]:

@@ -29,6 +29,7 @@ def fedalign(
     probe: int = 256,
     by_layer: bool = False,
     freeze: float | None = None,
+    sketch: int = 0,
     seed: int = 0,
     **slots: Any,
 ) -> Algorithm:
@@ -40,6 +41,7 @@ def fedalign(
     secret probe, or `random`, the control: the same weights dealt at random.
     `by_layer`: every layer has weights of its own, by its own scores; one that drifts more than `freeze` (1 less the
     mean score) rests for the round. With one layer and no `freeze` it is the same as without.
+    `sketch`: bases from random sketches of so many columns more than are kept, for large probes of wide layers.
     """
     if (by_layer and align == "random") or (freeze is not None and not (by_layer and freeze >= 0)):
         raise FedgraftError(
@@ -66,7 +68,7 @@ def fedalign(
         scores = torch.tensor([[scalars[name] for name in names]], dtype=torch.float64)
         return float(counted_examples(torch.tensor([examples]), scores, gamma, null, cap)) / largest
 
-    options = {"layers": layers, "keep": keep, "top": top, "probe": probe}
+    options = {"layers": layers, "keep": keep, "top": top, "probe": probe, "sketch": sketch}
     observe = Observe("alignment", names, options=options, needs_probe=True)
     wants, judged = ((), names) if align == "server" else ((observe,), ())
     mine = own if align == "client" else None

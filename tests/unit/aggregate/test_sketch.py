@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedgraft.aggregate.similarity import svcca, svcca_basis
-from fedgraft.aggregate.sketch import SketchedBasis, sketched_basis, sketched_svcca
+from fedgraft.aggregate.similarity import svcca, svcca_basis, svcca_of_bases
+from fedgraft.aggregate.sketch import SketchedBasis, basis_of, sketched_basis, sketched_svcca
 
 
 def drawn(n: int, d: int, rank: int, noise: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,3 +51,16 @@ def test_a_wrong_basis_breaks_the_bound() -> None:
     wrong = SketchedBasis(torch.linalg.qr(torch.randn(120, 8, generator=g, dtype=torch.float64)).Q, good.sine)
     found, bound = sketched_svcca(wrong, sketched_basis(y, 8, g), 8)
     assert abs(found.value - svcca(x, y, 8, 8).value) > bound
+
+
+def test_bases_without_a_gap_are_near_with_more_columns_and_exact_without_a_sketch() -> None:
+    """A spectrum that falls slowly, as a real layer's: nothing is promised, and the score is near all the same."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 150, generator=g) * 0.97 ** torch.arange(150)
+    y = x + 0.05 * torch.randn(400, 150, generator=g)
+    exact = svcca(x, y, 20, 20).value
+    assert torch.equal(basis_of(x, 20), svcca_basis(x, 20))
+    assert torch.equal(basis_of(x, 20, 130), svcca_basis(x, 20))  # as wide as the layer: no sketch
+    found = svcca_of_bases(basis_of(x, 20, 40), basis_of(y, 20, 40), 20).value
+    assert found == pytest.approx(exact, abs=2e-3)
+    assert basis_of(torch.full((100, 90), torch.nan), 10, 5).shape == (100, 0)

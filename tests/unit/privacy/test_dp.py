@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgraft.errors import FedgraftError, MissingExtra
 from fedgraft.local.schedules import constant
 from fedgraft.privacy import accounting
-from fedgraft.privacy.accounting import Budget, epsilon, epsilon_rdp, noise_for
+from fedgraft.privacy.accounting import Budget, epsilon, epsilon_rdp, gaussian_epsilon, noise_for
 from fedgraft.privacy.dp import (
     AdaptiveClip,
     Mechanism,
@@ -383,3 +383,11 @@ def test_without_the_package_a_sentence_says_what_to_install(monkeypatch: pytest
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(MissingExtra, match=r"fedgraft\[privacy\]"):
         epsilon(0.123, 1.0, 3, 1e-3)
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (10.0, 10), (5.0, 3), (0.5, 4), (100.0, 10)])
+def test_releases_without_sampling_have_a_closed_curve(noise: float, rounds: int) -> None:
+    """Against dp-accounting's distributions of privacy loss, which round towards more."""
+    pytest.importorskip("dp_accounting")
+    assert gaussian_epsilon(noise, rounds, 1e-5) == pytest.approx(epsilon(1.0, noise, rounds, 1e-5), rel=1e-4)
+    assert gaussian_epsilon(noise, 0, 1e-5) == 0.0
