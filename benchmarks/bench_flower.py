@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.flower_local import LocalFederation
 
+OUT = Path("runs") / "benchmarks" / "flower.json"
 PROJECT = """\
 [project]
 name = "bench-app"
@@ -226,6 +227,27 @@ def where(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def section(path: Path = OUT) -> str:
+    """The result of the last run as Markdown."""
+    kept = json.loads(path.read_text())
+    said = f"Command: `python -m benchmarks.bench_flower`. {kept['clients']} nodes on this machine, clients that echo."
+    return "\n\n".join(["## A deployed round", said, table(kept["rounds"]), where(kept["rounds"]), ""])
+
+
+def bars(path: Path = OUT) -> list[tuple[str, str, float, float, bool]]:
+    """What was to be shown of a deployed round."""
+    kept, rows = json.loads(path.read_text()), []
+    for size in dict.fromkeys(line["size"] for line in kept["rounds"]):
+        took = {
+            way: statistics.median(x["seconds"] for x in kept["rounds"] if (x["size"], x["way"]) == (size, way))
+            for way in ("floor", "fedgraft")
+        }
+        ratio = took["fedgraft"] / took["floor"]
+        what = f"a round of {kept['clients']} nodes, {size / 1e6:.1f} MB each, times Flower's own messages (at most)"
+        rows.append(("deployed", what, 1.1, ratio, ratio <= 1.1))
+    return rows
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -234,7 +256,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="900000,86000000", help="payload bytes, by commas")
     parser.add_argument("--patience", type=float, default=3600)
     parser.add_argument("--plain", action="store_true", help="Flower's own SuperNodes")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/flower.json"))
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     Federation.plain = args.plain
     with tempfile.TemporaryDirectory() as scratch:
@@ -251,9 +273,9 @@ def main() -> None:
                 print(f"not whole: the run is {status}\n")
             print(f"{args.clients} clients on this machine, {time.monotonic() - began:.0f} s in all\n")
         found = json.loads(out.read_text())
-    print(f"{table(found)}\n\n{where(found)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"clients": args.clients, "plain": args.plain, "rounds": found}, indent=1) + "\n")
+    print(section(args.out))
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def test_page_shows_the_benchmarks_without_peers(tmp_path: Path) -> None:
 
 
 def test_the_real_job_counts_what_it_measured(tmp_path: Path) -> None:
-    """Ten clients from two, all images at the price of those that a first round met, peers from a drawn head."""
+    """Ten clients from two, images at the price of those that a first round met, peers from a drawn head."""
     images = 2 * bench_job.STEPS * bench_job.BATCH
     ours = {"first": {"rounds": [1.0 + images / 100, 2.0], "peak_mb": 900.0}, "again": {"rounds": [1.0, 1.5]}}
     peer = {"rounds": [6.0, 4.0], "bytes_up": 1_000_000, "peak_mb": 800.0}
@@ -159,16 +159,27 @@ def test_the_real_job_counts_what_it_measured(tmp_path: Path) -> None:
     made = bench_job.costs(row, 2)
     asked = {what: (round(number, 3), good) for _, what, _, number, good in bench_job.bars(tmp_path / "job.json")}
     assert asked["head, seconds to 60 %, times less than the best peer"] == (5.143, True)  # 180 x 20 s against 700 s
-    assert asked["bytes up to 60 %, times fewer than the leanest peer"] == (45.0, True)  # 1,800 MB against 40
-    assert made["fedgraft"]["start"] == pytest.approx(500.0) and made["fedgraft"]["round"] == 5.0
+    # 1,800 MB against 40 rounds of 1 MB and the 45.272 MB of the sums
+    assert asked["bytes up to 60 %, times fewer than the leanest peer"] == (21.109, True)
+    assert made["fedgraft"]["image"] == pytest.approx(0.01) and made["fedgraft"]["round"] == 5.0
     assert made["plain loop"]["round"] == 20.0 and made["plain loop"]["bytes"] == 10_000_000
     text = page.page(tmp_path, [])
+    own = "10.0 | 5.00 (5.00-5.00) | 1.00 (1.00-1.00)"
+    assert f"| head | fedgraft | {own} | 700 | - | 85 | 900 |" in text  # 40 rounds of 5 s and 50,000 images
+    assert f"| head | fedgraft, drawn head | {own} | 1,350 | - | 180 | 900 |" in text  # 180 rounds: all were met
     assert (
-        "| head | fedgraft | 500 | 5.00 (5.00-5.00) | 1.00 (1.00-1.00) | 700 | - | 40 | 900 |" in text
-    )  # 40 rounds of 5 s
-    assert (
-        "| head | plain loop | 0 | 20.0 (20.0-40.0) | 4.00 (4.00-8.00) | 3,600 | - | 1,800 | 800 |" in text
+        "| head | plain loop | 0.0 | 20.0 (20.0-40.0) | 4.00 (4.00-8.00) | 3,600 | - | 1,800 | 800 |" in text
     )  # 180 of 20 s
+
+
+def test_rounds_meet_images_as_a_draw_does() -> None:
+    """Against drawing: ten of a hundred clients a round, 256 of the 450 images of each."""
+    draw, seen = np.random.default_rng(0), np.zeros((100, 450), dtype=bool)
+    for number in range(1, 21):
+        for client in draw.choice(100, 10, replace=False):
+            seen[client, draw.choice(450, 256, replace=False)] = True
+        if number in (1, 5, 20):
+            assert bench_job.met(number) == pytest.approx(seen.sum(), rel=0.05)
 
 
 def test_page_has_the_bars_of_extraction_and_bytes(tmp_path: Path) -> None:
