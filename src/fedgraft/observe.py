@@ -90,8 +90,7 @@ def _alignment(wanted: Observe, order: Order, context: ClientContext) -> tuple[d
         context.space.scatter(values, context.network)
         context.reference = (key, before)
     found = [
-        svcca_of_bases(basis_of(x, keep, extra), q, top).value
-        for x, q in zip(after, context.reference[1], strict=True)
+        svcca_of_bases(basis_of(x, keep, extra), q, top).value for x, q in zip(after, context.reference[1], strict=True)
     ]
     return dict(zip(wanted.scalars, found, strict=True)), {}
 

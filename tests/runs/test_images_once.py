@@ -60,3 +60,15 @@ def test_the_guard_notices_two_passes(met: list[int], tmp_path: Path, monkeypatc
     monkeypatch.setattr(Job, "_met_again", lambda self: None)
     run(load(None, words("last_blocks")), tmp_path / "run", console=False)
     assert len(met) > len(set(met))
+
+
+def test_a_head_of_some_clients_looks_at_their_images_and_no_others(met: list[int], tmp_path: Path) -> None:
+    """The rest is computed when a round meets it."""
+    short = [
+        "data.limit=160", "partition.clients=4", "rounds.fraction=0.25", "rounds.total=1", "rounds.test=false",
+        "local.steps=1", "local.batch_size=4", "workers=1", "trainable.kind=head",
+    ]  # fmt: skip
+    run(load(None, [*short, "model.head_clients=0.25"]), tmp_path / "some", console=False)
+    some = set(met)
+    run(load(None, short), tmp_path / "all", console=False)
+    assert some and len(set(met)) - len(some) >= 2 * 36  # the images of two clients at least

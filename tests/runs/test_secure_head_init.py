@@ -398,8 +398,8 @@ def test_a_client_whose_numbers_do_not_fit_leaves_and_is_named() -> None:
 def test_a_head_without_everyone_is_not_kept_for_other_runs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Engines.sums
 
-    def partial(self: Engines, context: Any) -> Sums:
-        made = whole(self, context)
+    def partial(self: Engines, context: Any, clients: Any = None) -> Sums:
+        made = whole(self, context, clients)
         inner = made.exchange
         made.exchange = lambda orders: [r for r in inner(orders) if r.client != 1]  # type: ignore[attr-defined]
         return made

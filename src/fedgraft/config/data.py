@@ -112,4 +112,11 @@ class Model(Section):
         gt=0,
         description="λ of the ridge head, relative to the mean feature energy; default: chosen on validation",
     )
+    head_clients: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the clients whose sums make the head; with fewer the first round begins sooner, from a "
+        "weaker head",
+    )
     probe_steps: int = Field(50, ge=1, description="head=probe: full-batch steps on summed gradients")

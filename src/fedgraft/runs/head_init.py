@@ -214,9 +214,13 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     context = job.backbone_context
     judge = _judge(job, engines)
     hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
-    recipe = job.config.head, m.model_dump_json(include={"ridge", "probe_steps"}), job.config.data.model_dump_json()
+    recipe = (
+        job.config.head,
+        m.model_dump_json(include={"ridge", "probe_steps", "head_clients"}),
+        job.config.data.model_dump_json(),
+    )
     identity = [digest(network, network.depth), *data.identity, job.task.transform.digest, str(job.config.seed)]
-    sums = engines.sums(context)
+    sums = engines.sums(context, job.head_clients)
 
     def make() -> dict[str, Tensor]:
         made = _make_head(job, sums, judge)

@@ -27,6 +27,7 @@ from fedgraft.models.network import VisionNetwork
 from fedgraft.policy import Policy
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples
+from fedgraft.randomness import torch_stream
 from fedgraft.report.metrics import check_metric
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
@@ -107,8 +108,18 @@ class Job:
         """The context of head initialisation: the untouched backbone's features, kept on disk for all runs."""
         task = self.task
         cached = task.at_entry(task.eval_images, task.network.depth, self._met_again())
-        self.ready(cached, torch.cat([task.data.train_rows, task.data.validation_rows]))
+        some = self.config.model.head_clients < 1 and task.data.rows_known
+        asked = [task.data.rows(k) for k in self.head_clients] if some else [task.data.train_rows]
+        self.ready(cached, torch.cat([*asked, task.data.validation_rows]))
         return replace(task.whole(cached, self.config.seed), policies=self.policies)
+
+    @property
+    def head_clients(self) -> list[int]:
+        """Those whose sums make the head: all who are there from the start, or the share of them that is drawn."""
+        founders, share = self.federation.founders, self.config.model.head_clients
+        count = max(1, round(share * len(founders)))
+        drawn = torch.randperm(len(founders), generator=torch_stream(self.config.seed, "head_clients"))[:count]
+        return [founders[place] for place in sorted(drawn.tolist())]
 
     def _met_again(self) -> Examples | None:
         """The images where the rounds will want them, if they will meet most of them: then nothing is computed twice.
