@@ -132,9 +132,12 @@ def _reported(found: Found, label: str) -> str:
 
 
 def _traffic(found: Found, cell: Cell) -> dict[str, str]:
-    """Megabytes in all, and rounds and megabytes to the target."""
+    """Megabytes in all, seconds where a figure shows them, and rounds and megabytes to the target."""
     sent = numbers(found.measured(cell.label, "megabytes"))
     row = {"MB": _megabytes(sent)} if any(sent) else {}
+    timed = any(figure.x == "seconds" for figure in found.work.preset.figures)
+    if timed and (spent := numbers(found.measured(cell.label, "seconds"))):
+        row["s"] = f"{summarise(spent).mean:,.0f}"
     target, folders = found.work.target, found.folders.get(cell.label)
     if target is None or not folders:
         return row
