@@ -35,12 +35,6 @@ PARTLY = Sparse(adaptive_start=0.5)
 EACH = LowRank(aggregate="stack")
 
 
-@pytest.mark.parametrize(("name", "options"), [("ifca", {"clusters": 0}), ("flexlora", {"ranks": ()})])
-def test_options_that_leave_nothing_are_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(FedgraftError, match="give algorithm"):
-        zoo.named(name, **options)
-
-
 PRIVACY = DifferentialPrivacy(Mechanism(1.0, 0.5, 10))
 
 
