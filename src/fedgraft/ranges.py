@@ -1,4 +1,4 @@
-"""Which numbers an option takes: said once, in its annotation, and held against every value, of a config or of Python."""
+"""Which numbers an option takes: said once, in its annotation, and held against what a config or Python says."""
 
 from __future__ import annotations
 

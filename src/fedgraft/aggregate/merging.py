@@ -138,4 +138,4 @@ def by_layer(
             result[begin:end] = 0 if still[layer] else weighted_mean(rows, shares[layer])
         return result
 
-    return Aggregator("by_layer", update, linear=False)
+    return Aggregator("by_layer", update, linear=False, instead="algorithm.by_layer=false")

@@ -294,4 +294,6 @@ def robust_aggregator(
         return prepared(rule, *steps)(stack, weights)
 
     label = "+".join([*([] if clip is None else ["clip"]), *(["nnm"] if neighbours else []), name])
-    return Aggregator(label, update, linear=False)
+    on = {"robust='mean'": name != "mean", "neighbours=false": neighbours, "clip_norm=none": clip is not None}
+    off = " and ".join(f"algorithm.{option}" for option, used in on.items() if used)
+    return Aggregator(label, update, linear=False, instead=off)

@@ -28,6 +28,7 @@ from fedgraft.policy import Policy
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples
 from fedgraft.report.metrics import check_metric
+from fedgraft.runs.closed_form import check_clear
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
 from fedgraft.server import sample
@@ -202,8 +203,13 @@ def numbers_of(names: Iterable[str], option: str, data: FederatedData) -> dict[s
 
 
 def head_only(config: Config, algorithm: Algorithm) -> Config:
-    """The config of an algorithm that is a head in one exchange: its way to make the head, and no round."""
+    """The config of an algorithm that is a head in one exchange: its way to make the head, and no round.
+
+    A head that cannot be made from hidden sums is refused here, before anything is read.
+    """
     made = algorithm.closed_form
+    instead = "algorithm.name='fedncm'" if made else "model.head='ncm'"
+    check_clear("cof" in (made, config.head) and algorithm.privacy.hidden, instead)
     if not made:
         return config
     if "head" in config.model.model_fields_set and config.model.head != made:
