@@ -94,8 +94,15 @@ class LowRank:
         )
 
     def check(self, network: Network) -> None:
-        """Refuse more blocks than the network has."""
+        """Refuse more blocks than the network has, targets that it does not have, and cores wider than its layers."""
         check_blocks(network, freeze_blocks=self.freeze_blocks)
+        names = target_layers(network, self.targets, self.freeze_blocks)
+        sides = {n: min(p.shape) for n, p in network.named_parameters() if n.removesuffix(".weight") in names}
+        if self.aggregate == "core" and (narrow := [name for name, side in sides.items() if side < self.rank]):
+            raise FedgraftError(
+                f"{narrow[0]!r} has no {self.rank} directions; lower the rank (algorithm.rank of fedsb, else "
+                "trainable.lora.rank)."
+            )
 
     def first_block(self, network: Network) -> int:
         """The block of the first layer that has factors."""
@@ -122,9 +129,6 @@ class LowRank:
         """Fix the factors and open the space of the cores between them."""
         names = target_layers(network, self.targets, self.freeze_blocks)
         dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else []
-        sides = {n: min(p.shape) for n, p in network.named_parameters() if n.removesuffix(".weight") in names}
-        if narrow := [n for n, side in sides.items() if side < self.rank]:
-            raise FedgraftError(f"{narrow[0]!r} has no {self.rank} directions; lower trainable.lora.rank.")
         if saved:
             found = dict(saved)
         elif self.core_from == "weights":

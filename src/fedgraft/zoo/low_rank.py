@@ -22,7 +22,7 @@ def _lora(name: str, seed: int, slots: dict[str, Any], **options: Any) -> Algori
     kind = given(slots).get("trainable") or LowRank(seed=seed)
     if not isinstance(kind, LowRank):
         raise FedgraftError(
-            f"{name} is about low-rank factors, and trainable.kind={kind.kind!r} has none; leave it out."
+            f"{name} is about low-rank factors, and trainable.kind={kind.kind!r} has none; set trainable.kind='lora'."
         )
     made = fedavg(**{**given(slots), "trainable": replace(kind, **options)})
     return vary(made, name=name, own_kind=True)
