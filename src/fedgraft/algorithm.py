@@ -147,8 +147,8 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
     return [
         (
             a.fixed_head and a.trainable.trains_head,
-            f"the head stays at its start here, and trainable.kind={a.trainable.kind!r} would train it; choose 'body', "
-            "or set trainable.head_too=false.",
+            f"the head stays at its start here, and trainable.kind={a.trainable.kind!r} would train it; set "
+            "trainable.kind='body', or trainable.head_too=false where more than the head trains.",
         ),
         (
             a.fixed_head and not a.trainable.trains_body,
@@ -157,7 +157,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             bool(a.closed_form) and a.trainable.trains_body,
             f"this is a head on the untouched backbone, and trainable.kind={a.trainable.kind!r} would train more; "
-            f"leave it out, or start another algorithm from this head (model.head={a.closed_form!r}).",
+            f"set trainable.kind='head', or start another algorithm from this head (model.head={a.closed_form!r}).",
         ),
         (
             a.download is not None and (a.trainable.partial or a.aggregate.personal or a.aggregate.several or kept),

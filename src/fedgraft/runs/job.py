@@ -51,8 +51,14 @@ class Job:
     """`wrap(job, opening, engine)` puts something between the server and its clients, such as attackers."""
 
     def __post_init__(self) -> None:
-        """Refuse a choice of metrics that these classes do not have."""
+        """Refuse a choice of metrics that these classes do not have, and one place of several clients."""
         check_metric(self.config.select, self.task.data.dataset.classes)
+        rule, clients = self.algorithm.aggregate, self.federation.clients
+        if clients > 1 and not (rule.shares or rule.personal):
+            raise FedgraftError(
+                f"{self.algorithm.name} trains in one place, and here are {clients} clients, whose mean it would be; "
+                "run `fedgraft centralized`, or set partition.clients=1 with partition.kind='iid'."
+            )
 
     @property
     def client_names(self) -> tuple[str, ...]:
@@ -215,7 +221,7 @@ def head_only(config: Config, algorithm: Algorithm) -> Config:
     if "head" in config.model.model_fields_set and config.model.head != made:
         raise FedgraftError(
             f"{algorithm.name} is the head model.head={made!r} itself, and model.head={config.model.head!r} is "
-            "another; leave one of the two out."
+            f"another; leave it out, or set model.head={made!r}."
         )
     return validate(merge(config.table, {"model": {"head": made}, "rounds": {"total": 0}}))
 
