@@ -128,7 +128,17 @@ class Job:
         if not task.transform.deterministic or 2 * met * local.batch_size < rows:
             return None
         first = self.algorithm.trainable.first_block(task.network)
-        return task.at_entry(task.train_images, task.entry_for(first, self.config))
+        return self.train_at(task.entry_for(first, self.config))
+
+    def train_at(self, entry: int) -> Examples:
+        """The training images where they enter: one table, whoever asks first for it, the head's sums or the rounds."""
+        if entry not in self._tables:
+            self._tables[entry] = self.task.at_entry(self.task.train_images, entry)
+        return self._tables[entry]
+
+    @cached_property
+    def _tables(self) -> dict[int, Examples]:
+        return {}
 
     @cached_property
     def scoring_context(self) -> ClientContext:
