@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Annotated, Any
 
 import torch
@@ -24,6 +23,7 @@ from fedgraft.aggregate.merging import dare, ties
 from fedgraft.config.load import Config, load, to_toml
 from fedgraft.local.evaluate import evaluate
 from fedgraft.randomness import torch_stream
+from fedgraft.report.statistics import summarise
 from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.opening import Opening
 from fedgraft.runs.run import run_job
@@ -138,8 +138,8 @@ def summary(rows: Sequence[tuple[str, float, int, Mapping[str, Any]]]) -> str:
 
 def _spread(values: Sequence[float], digits: int = 1) -> str:
     """Mean ± standard deviation."""
-    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{spread}"
+    found = summarise(values)
+    return f"{found.mean:.{digits}f}" + (f" ± {found.std:.{digits}f}" if found.count > 1 else "")
 
 
 def main(

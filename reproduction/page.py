@@ -233,9 +233,12 @@ def _markdown(
             "Left out: " + "; ".join(f"{level} (waits for {why})" for level, why in preset.waiting.items()) + "."
         )
     if preset.tuning is not None:
+        there = {level for cell in found.cells for level in cell.levels}  # a scale may leave arms out
         parts.append(
             "Learning rates were chosen on validation after the last round, with seed 0, which is not used below."
-            + "".join(f" {level} takes that of {other}." for level, other in preset.tuning.like.items())
+            + "".join(
+                f" {level} takes that of {other}." for level, other in preset.tuning.like.items() if level in there
+            )
         )
     if tables:
         parts.append(_LEGEND.format(found.title(preset.measure)) + ("" if found.values else _ONCE))

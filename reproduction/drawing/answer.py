@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
+from typing import TYPE_CHECKING
 
 from fedgraft.report.figures import INK, PALETTE, canvas, dress, plain_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Interval = tuple[float, float, float]
 """A number with its lower and upper limit."""
@@ -43,16 +47,22 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
                 axes.barh(place, 2 * margin, left=-margin, height=0.8, color="#EEEEEE", zorder=0)
             if panel.margins:
                 axes.axvline(0, color=INK, linewidth=0.8, zorder=1)
-            for place, (mean, low, high) in zip(places, panel.values.values(), strict=True):
-                axes.plot([low, high], [place, place], color=PALETTE[0], linewidth=2, solid_capstyle="butt")
-                axes.plot([mean], [place], "o", color=PALETTE[0], markersize=6)
-            for (name, at), dash in zip(panel.lines.items(), ("--", ":", "-."), strict=False):
-                axes.axvline(at, color="#777777", linestyle=dash, linewidth=1.2, zorder=0, label=plain_text(name))
-            axes.set_yticks(list(places), [plain_text(fill(name, _LETTERS)) for name in panel.values])
-            axes.set_ylim(0.4, len(panel.values) + 0.6)
+            dots(axes, panel.values, panel.lines)
             axes.grid(visible=False, axis="y")
             dress(axes, panel.unit, "", panel.title)
             if panel.lines:
                 axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1)
                 axes.set_title(plain_text(panel.title), pad=24)
     return path
+
+
+def dots(axes: Axes, values: Mapping[str, Interval], lines: Mapping[str, float], size: float = 6) -> None:
+    """Numbers with their intervals, one row each from top to bottom, and lines across all of them."""
+    places = range(len(values), 0, -1)
+    for place, (mean, low, high) in zip(places, values.values(), strict=True):
+        axes.plot([low, high], [place, place], color=PALETTE[0], linewidth=2, solid_capstyle="butt")
+        axes.plot([mean], [place], "o", color=PALETTE[0], markersize=size)
+    for (name, at), dash in zip(lines.items(), ("--", ":", "-."), strict=False):
+        axes.axvline(at, color="#777777", linestyle=dash, linewidth=1.2, zorder=0, label=plain_text(name))
+    axes.set_yticks(list(places), [plain_text(fill(name, _LETTERS)) for name in values])
+    axes.set_ylim(0.4, len(values) + 0.6)

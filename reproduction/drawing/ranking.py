@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedgraft.report.figures import PALETTE, canvas, dress, plain_text
-from reproduction.drawing.answer import Interval
+from fedgraft.report.figures import PALETTE, canvas, dress
+from reproduction.drawing.answer import Interval, dots
 
 _ROW = 0.26
 """Inches for one row."""
@@ -32,13 +32,7 @@ def ranking(
     with canvas(path, title, (10.0, 1.5 + _ROW * len(names))) as figure:
         grid = figure.add_gridspec(1, 1 + len(costs), width_ratios=[2.2, *(1 for _ in costs)])
         axes = figure.add_subplot(grid[0])
-        for place, name in zip(places, names, strict=True):
-            mean, low, high = arms[name].reached
-            axes.plot([low, high], [place, place], color=PALETTE[0], linewidth=2, solid_capstyle="butt")
-            axes.plot([mean], [place], "o", color=PALETTE[0], markersize=5)
-        for (name, at), dash in zip((levels or {}).items(), ("--", ":", "-."), strict=False):
-            axes.axvline(at, color="#777777", linestyle=dash, linewidth=1.2, zorder=0, label=plain_text(name))
-        axes.set_yticks(list(places), [plain_text(name) for name in names])
+        dots(axes, {name: arms[name].reached for name in names}, levels or {}, 5)
         dress(axes, ylabel, "")
         if levels:
             axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=1, borderaxespad=0.1)
@@ -51,5 +45,4 @@ def ranking(
             beside.set_xscale("log")
             beside.tick_params(labelleft=False)
             dress(beside, cost, "")
-        axes.set_ylim(0.4, len(names) + 0.6)
     return Path(path)

@@ -142,11 +142,13 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
     hidden, private = a.privacy.hidden, a.privacy.dp is not None
     correction, kept = a.local.correction, not a.client_state.empty
     effective_steps = a.local.optimizer.effective_steps
+    # Where what trains and what travels are the algorithm's own, nobody can be told to choose another.
+    same, values = ("", "") if a.own_kind else (", or let all clients train the same", " or compression.codec='values'")
     return [
         (
             a.fixed_head and a.trainable.trains_head,
-            f"the head stays at its start here, and trainable.kind={a.trainable.kind!r} would train it; choose 'body', "
-            "or set trainable.head_too=false.",
+            f"the head stays at its start here, and trainable.kind={a.trainable.kind!r} would train it; set "
+            "trainable.kind='body', or trainable.head_too=false where more than the head trains.",
         ),
         (
             a.fixed_head and not a.trainable.trains_body,
@@ -155,7 +157,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             bool(a.closed_form) and a.trainable.trains_body,
             f"this is a head on the untouched backbone, and trainable.kind={a.trainable.kind!r} would train more; "
-            f"leave it out, or start another algorithm from this head (model.head={a.closed_form!r}).",
+            f"set trainable.kind='head', or start another algorithm from this head (model.head={a.closed_form!r}).",
         ),
         (
             a.download is not None and (a.trainable.partial or a.aggregate.personal or a.aggregate.several or kept),
@@ -164,7 +166,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             hidden and not a.aggregate.linear,
             f"secure aggregation shows the server only the sum, and {a.aggregate.name} needs each client's update; "
-            "choose privacy.aggregation='clear' or algorithm.robust='mean'.",
+            f"choose privacy.aggregation='clear' or {a.aggregate.instead}.",
         ),
         (
             hidden and a.aggregate.personal,
@@ -174,7 +176,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             hidden and a.weighting.own is None,
             f"the server computes the weights '{a.weighting.name}' from each update, which secure aggregation hides; "
-            "let the client compute its own score (algorithm.align='client').",
+            f"choose privacy.aggregation='clear' or {a.weighting.instead}.",
         ),
         (
             hidden and any(wanted.evidence for wanted in a.wants),
@@ -189,7 +191,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         (
             hidden and a.trainable.partial,
             "clients that move different coordinates cannot share one hidden sum: it would have to carry a count for "
-            "each; use one common mask (trainable.sparse.per_client=false, no budgets).",
+            f"each; choose privacy.aggregation='clear'{same}.",
         ),
         (
             a.aggregate.one_vector and bool(correction.sends),
@@ -197,7 +199,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
         ),
         (
             hidden and not a.compression.exact,
-            f"secure aggregation has its own fixed-point encoding, so the codec {a.compression.name} cannot be used.",
+            f"hidden sums are not encoded by {a.compression.name}; choose privacy.aggregation='clear'{values}.",
         ),
         (
             correction.needs_effective_steps and effective_steps is None,

@@ -27,18 +27,13 @@ from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private, zero_sum_demo
+from fedgraft.runs.job import head_only
 from fedgraft.update.codecs import codec
 
 SECURE = Protection(hidden=True)
 NOTHING = Dense("nothing", lambda network, name: False, trains_head=False, trains_body=False)
 PARTLY = Sparse(adaptive_start=0.5)
 EACH = LowRank(aggregate="stack")
-
-
-@pytest.mark.parametrize(("name", "options"), [("ifca", {"clusters": 0}), ("flexlora", {"ranks": ()})])
-def test_options_that_leave_nothing_are_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(FedgraftError, match="give algorithm"):
-        zoo.named(name, **options)
 
 
 PRIVACY = DifferentialPrivacy(Mechanism(1.0, 0.5, 10))
@@ -60,13 +55,13 @@ CASES: list[tuple[Callable[[], Algorithm], str]] = [
         "median needs each client's",
     ),
     (lambda: vary(zoo.fedavg_crsm(), privacy=SECURE), "solve the known mixing matrix"),
-    (lambda: vary(zoo.fedalign(align="server"), privacy=SECURE), "client compute its own score"),
-    (lambda: vary(zoo.fedalign(align="random"), privacy=SECURE), "client compute its own score"),
+    (lambda: vary(zoo.fedalign(align="server"), privacy=SECURE), "or algorithm.align='client'"),
+    (lambda: vary(zoo.fedalign(align="random"), privacy=SECURE), "or algorithm.align='client'"),
     (lambda: vary(zoo.fedavg(), weighting=telling(), privacy=SECURE), "tensors of their own beside the hidden sum"),
     (lambda: vary(zoo.fedgma(), privacy=SECURE), "fedgma looks at each client's update"),
     (lambda: vary(zoo.fedavg(), trainable=PARTLY, privacy=SECURE), "cannot share one hidden sum"),
     (lambda: vary(zoo.scaffold(), aggregate=zero_sum_demo(0)), "sums one vector, and control_variates sends two"),
-    (lambda: vary(zoo.fedavg(), compression=codec("half"), privacy=SECURE), "the codec half cannot be used"),
+    (lambda: vary(zoo.fedavg(), compression=codec("half"), privacy=SECURE), "hidden sums are not encoded by half"),
     (lambda: zoo.scaffold(local=LocalTraining(optimizer=adamw())), "how far a gradient moves the model"),
     (lambda: zoo.scaffold(local=LocalTraining(head_lr=2.0)), "the head has a rate of its own"),
     (lambda: zoo.fednova(local=LocalTraining(head_lr=2.0)), "the head has a rate of its own"),
@@ -153,6 +148,63 @@ def test_sentences_name_options_that_exist() -> None:
             assert option in known_keys(), option
     assert named_options("set weigh.mode='client' or x=false") == ["weigh.mode", "x"]
     assert "weigh.mode" not in known_keys()
+
+
+def advice(sentence: str) -> list[list[str]]:
+    """The alternatives that a sentence advises after what is wrong, as words of a command line."""
+    parts = [re.findall(r"([a-z_.]+)='?(\w+)", part) for part in sentence.rpartition(";")[2].split(" or ")]
+    return [[f"{key}={value}" for key, value in part] for part in parts if part]
+
+
+SECURE_CONFIGS: dict[str, list[str]] = {
+    **{name: [f"algorithm.name={name}"] for name in zoo.ALGORITHMS},
+    **{f"fedalign {o}": ["algorithm.name=fedalign", f"algorithm.{o}"] for o in ("align=server", "by_layer=true")},
+    **{o: [f"algorithm.{o}"] for o in ("robust=median", "neighbours=true", "clip_norm=1.0")},
+    "a robust rule and more": ["algorithm.robust=median", "algorithm.neighbours=true"],
+    "head": ["model.head=cof"],
+    "codec": ["compression.codec=int8"],
+    "masks": ["trainable.kind=sparse", "trainable.sparse.per_client=true"],
+    "turns": ["trainable.kind=lora", "trainable.lora.aggregate=alternate"],
+    "codec of cores": ["algorithm.name=fedsb", "compression.codec=int8"],
+}
+
+
+def built(words: list[str]) -> None:
+    """The config as far as a run builds it before it reads any data."""
+    config = load(None, [*words[:1], "privacy.aggregation=secure", *words[1:]])
+    made = build_algorithm(config)
+    head_only(config, made)
+
+
+def refused_when_secure(words: list[str]) -> list[list[str]]:
+    """What the refusal under secure aggregation advises; nothing where it is not refused."""
+    try:
+        built(words)
+    except FedgraftError as error:
+        assert advice(str(error)), error
+        return advice(str(error))
+    return []
+
+
+@pytest.mark.parametrize("case", SECURE_CONFIGS)
+def test_advice_under_secure_aggregation_works(case: str) -> None:
+    for words in refused_when_secure(SECURE_CONFIGS[case]):
+        built([*SECURE_CONFIGS[case], *words])
+
+
+def test_advice_that_does_not_work_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: FedAWA has nobody who could align."""
+    assert {name for name in zoo.ALGORITHMS if refused_when_secure(SECURE_CONFIGS[name])} >= {
+        "fedawa", "ifca", "fedties", "feddare", "fedfisher", "flexlora", "flasc", "fedgma", "fedshibu", "fedcof"
+    }  # fmt: skip
+    plain = Weighting.__init__
+
+    def stubborn(self: Weighting, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{**kwargs, "instead": "algorithm.align='client'"})
+
+    monkeypatch.setattr(Weighting, "__init__", stubborn)
+    with pytest.raises(FedgraftError, match="no option 'align'"):
+        test_advice_under_secure_aggregation_works("fedawa")
 
 
 def test_every_algorithm_of_the_zoo_is_legal_by_itself() -> None:

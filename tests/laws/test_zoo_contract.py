@@ -26,13 +26,18 @@ from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.client import handle
 from fedgraft.context import ClientContext
+from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head, last_blocks
 from fedgraft.edit.lora import merge
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.space import Bound, masked, select
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import InTurn
+from fedgraft.engines import batched as batched_module
+from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
+from fedgraft.engines.stack import Stack
+from fedgraft.errors import FedgraftError
 from fedgraft.local import corrections
 from fedgraft.local.corrections import control_variates, proximal
 from fedgraft.local.optimizers import adamw, sgdm
@@ -352,6 +357,76 @@ def statistics_are_kept_or_averaged(row: Row) -> None:
 @pytest.mark.parametrize("row", NORMED)
 def test_batch_norm_statistics(row: str) -> None:
     statistics_are_kept_or_averaged(NORMED[row])
+
+
+# ---- all clients of a head in one product are each of them by itself -------------------------------------------------
+
+
+def of_the_head(row: Row) -> Row | None:
+    """The row with the head alone in training; None where that makes no sense."""
+    if row.network is not ToyNetwork:
+        return None
+    try:
+        row = replace(row, make=lambda make=row.make: vary(make(), trainable=head()))  # type: ignore[misc]
+        row.make()
+    except FedgraftError:
+        return None
+    return row
+
+
+HEADS = {name: made for name, row in ROWS.items() if (made := of_the_head(row)) is not None}
+ONE_BY_ONE = {  # what the batched engine leaves to the client's own code, and why
+    "clients keep a part of the model": {"fedala", "ditto", "central", "fedbn", "fedsa_lora"},
+    "each client chooses its model first": {"ifca"},
+    "acts on each client by itself": {"fedprox", "scaffold", "feddyn", "scaffold/plain sgd+int8", "scaffold/chains"},
+    "is not the plain cross-entropy": {"fedlc"},
+    "report what they see": {
+        "fedfisher", "fedavg_crsm", "fedavg_crsm/learned", *(f"fedshibu/{kind}" for kind in SIMILARITIES),
+    },
+    "would magnify rounding": {"flasc", "fedavg/half", "fedavg/int8", "fedavg/top_k:0.2"},
+    "not sgdm": {"fedprox/adamw"},
+    "clipped by client": {"fedavg/nesterov+clip"},
+    "a rate of its own": {"fedavg/head rate"},
+}  # fmt: skip
+
+
+def on_kept_features(row: Row, engine: Any) -> Table:
+    """The row's federation with features computed once, as a run has them where only the head trains."""
+    toy = Table(row)
+    with torch.no_grad():
+        kept = toy.network.features(toy.examples.inputs)
+    toy.context.examples = FeatureExamples(kept, toy.examples.labels, toy.network.depth)
+    toy.engine = engine(toy.algorithm, toy.context)
+    return toy
+
+
+def batched_is_reference(row: Row) -> None:
+    """Three rounds under either engine: the same state and memories within 1e-6, and a model that moved."""
+    one, two = (on_kept_features(row, engine) for engine in (InProcess, Batched))
+    start = one.state.vector
+    for toy in (one, two):
+        toy.run(3)
+        assert not toy.summary.rejections
+    reference, found = whole(one), whole(two)
+    assert reference.keys() == found.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, reference[name], rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")  # type: ignore[misc]
+    assert any(not torch.equal(v, start) for v in (two.state.vector, *two.state.personal.values())), "nothing trained"
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_batched_is_reference(name: str) -> None:
+    batched_is_reference(HEADS[name])
+
+
+def test_who_is_batched() -> None:
+    """Every algorithm is, whose clients train a plain head; one that falls out, or slips in, is noticed."""
+    reasons = {name: on_kept_features(row, Batched).engine.reason for name, row in HEADS.items()}  # type: ignore[attr-defined]
+    for why, names in ONE_BY_ONE.items():
+        assert {name for name, reason in reasons.items() if reason and why in reason} == names & set(HEADS), why
+    together = {name for name, reason in reasons.items() if reason is None}
+    assert together == set(HEADS) - set().union(*ONE_BY_ONE.values())
+    assert {"fedavg", "fedsgd", "fednova", "fedadam", "fedawa", "fedties", "feddare", "local_only"} <= together
 
 
 def test_every_algorithm_is_a_row() -> None:
@@ -724,6 +799,30 @@ def test_degenerate_equality_notices_a_difference() -> None:
 
 
 # ---- each law notices the bug it is there for ------------------------------------------------------------------------
+
+
+def test_batched_notices_an_engine_that_steps_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stack, "step", lambda *given: None)
+    with pytest.raises(AssertionError, match="vector"):
+        batched_is_reference(HEADS["fedavg"])
+
+
+def test_batched_notices_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links of the update that the engine does not run: FedNova's clients do not normalise."""
+    real = batched_module.run_chain
+    monkeypatch.setattr(batched_module, "run_chain", lambda links, *rest: real((), *rest))
+    with pytest.raises((AssertionError, FedgraftError)):
+        batched_is_reference(HEADS["fednova"])
+
+
+def test_batched_notices_clients_who_were_to_choose_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IFCA as it was: its clients did not say which cluster they trained, and every update was refused."""
+    real = batched_module.applies
+    monkeypatch.setattr(batched_module, "applies", lambda a, c: None if a.aggregate.several else real(a, c))
+    with pytest.raises((AssertionError, FedgraftError)):
+        batched_is_reference(HEADS["ifca"])
+    with pytest.raises(AssertionError, match="chooses its model first"):
+        test_who_is_batched()
 
 
 def test_same_seed_notices_the_global_generator() -> None:

@@ -504,6 +504,16 @@ def test_pages_do_not_say_where_data_and_network_lay(tmp_path: Path) -> None:
     assert "private" not in text and "lr = 0.123" in text and "`vit`" in text
 
 
+@pytest.mark.parametrize("name", ["tournament", "tournament_ham", "tournament_pacs"])
+def test_pages_speak_of_the_rates_of_arms_that_are_there(name: str, tmp_path: Path) -> None:
+    """Presets name arms that a scale leaves out."""
+    made = Work(name, load_preset(name), "laptop", (1,), tmp_path, 0, "data", "model", report=lambda text: None)
+    arms = {cell.label for cell in made.cells}
+    told = re.findall(r"(?<=\. )([^.]+) takes that of ([^.]+)\.", page._markdown(Found(made, made.cells), {}, [], []))
+    assert len(told) > 3 and {arm for pair in told for arm in pair} <= arms
+    assert name == "tournament_pacs" or not {"FedALA", "Ditto"} & arms
+
+
 def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = CliRunner().invoke(app, ["secure", "--data", str(tmp_path / "nowhere")])

@@ -44,7 +44,12 @@ def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_
 
 @pytest.mark.parametrize(
     "overrides",
-    [("algorithm.name=fedavg",), ("model.head=random",), ("trainable.kind=body",), ("algorithm.name=central",)],
+    [
+        ("algorithm.name=fedavg",),
+        ("model.head=random",),
+        ("trainable.kind=body",),
+        ("algorithm.name=central", "partition.clients=1"),
+    ],
     ids=["shared", "random head", "head frozen", "all in one place"],
 )
 def test_where_clients_share_or_have_no_head_of_sums_they_start_together(overrides: tuple[str, ...]) -> None:

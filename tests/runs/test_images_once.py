@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,22 @@ def met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 def test_the_head_and_the_rounds_share_what_the_frozen_blocks_make(kind: str, met: list[int], tmp_path: Path) -> None:
     run(load(None, words(kind)), tmp_path / "run", console=False)
     assert len(met) == len(set(met)) > 140
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_table_that_both_read_is_built_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: list[int]
+) -> None:
+    built: list[tuple[int, int]] = []
+    plain = CachedExamples.__init__
+
+    def watched(self: CachedExamples, images: Any, network: Any, until: int, *rest: Any) -> None:
+        built.append((id(images), until))
+        plain(self, images, network, until, *rest)
+
+    monkeypatch.setattr(CachedExamples, "__init__", watched)
+    run(load(None, words(kind)), tmp_path / "run", console=False)
+    assert len(built) == len(set(built)) > 1
 
 
 def test_a_short_run_keeps_no_tokens_that_it_will_not_meet(met: list[int], tmp_path: Path) -> None:

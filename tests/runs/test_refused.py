@@ -27,6 +27,13 @@ def test_a_rate_that_every_client_refuses_is_refused_in_python() -> None:
         fg.LocalTraining(lr=1e9)
 
 
+def test_training_in_one_place_is_no_mean_of_several_clients() -> None:
+    """It used to be FedAvg that counted nothing as sent."""
+    with pytest.raises(FedgraftError, match="central trains in one place, and here are 3 clients"):
+        job_of(tiny("algorithm.name=central"))
+    job_of(tiny("algorithm.name=central", "partition.clients=1", "partition.kind=iid"))
+
+
 @pytest.mark.parametrize("more", [(), ("privacy.aggregation=secure",), PRIVATE], ids=["clear", "secure", "private"])
 def test_a_run_whose_every_order_was_refused_fails_also_when_it_is_tried_again(
     more: tuple[str, ...], tmp_path: Path

@@ -36,11 +36,11 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
     ),
     "secure aggregation with scores of the server": (
         lambda: vary(zoo.fedalign(align="server"), privacy=SECURE),
-        "client compute its own score",
+        "or algorithm.align='client'",
     ),
     "secure aggregation with another encoding": (
         lambda: vary(zoo.fedavg(), compression=codec("int8"), privacy=SECURE),
-        "its own fixed-point encoding, so the codec int8",
+        "hidden sums are not encoded by int8",
     ),
     "control variates with AdamW": (
         lambda: zoo.scaffold(local=LocalTraining(optimizer=adamw())),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.mean import weighted_mean
-from fedgraft.aggregate.slots import Advanced, Answers, Observe, Step
+from fedgraft.aggregate.slots import Advanced, Aggregator, Answers, Observe, Step
 from fedgraft.state import ServerState
 
 
@@ -31,6 +31,7 @@ class Clusters:
     personal = False
     several = True
     shares = True
+    instead = Aggregator.instead
     wants: tuple[Observe, ...] = ()
 
     @property

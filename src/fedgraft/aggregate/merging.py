@@ -15,20 +15,15 @@ from torch import Tensor
 
 from fedgraft.aggregate.mean import accumulate, normalised, weighted_mean
 from fedgraft.aggregate.slots import Aggregator, Answers, Observe
-from fedgraft.errors import FedgraftError
 from fedgraft.randomness import torch_stream
+from fedgraft.ranges import Rest, Share, in_range
 
 Merge = Callable[[Tensor, Tensor], Tensor]
 
 
-def _share(value: float, what: str, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise FedgraftError(f"{what} is a share from {least:g} to {most:g}, not {value}.")
-
-
-def ties(rows: Tensor, weights: Tensor, keep: float = 0.2) -> Tensor:
+@in_range
+def ties(rows: Tensor, weights: Tensor, keep: Share = 0.2) -> Tensor:
     """Trim, elect sign, average what agrees; a coordinate on which nobody is left does not move."""
-    _share(keep, "what TIES keeps of each vector", 1e-9, 1.0)
     share = normalised(weights)
     count = max(1, round(keep * rows.shape[1]))
     trimmed = torch.zeros_like(rows)
@@ -44,9 +39,9 @@ def ties(rows: Tensor, weights: Tensor, keep: float = 0.2) -> Tensor:
     return torch.where(count_ > 0, total / count_, 0.0).float()
 
 
-def dare(rows: Tensor, weights: Tensor, drop: float, generator: torch.Generator) -> Tensor:
+@in_range
+def dare(rows: Tensor, weights: Tensor, drop: Rest, generator: torch.Generator) -> Tensor:
     """Each entry is dropped with probability `drop`, the rest divided by 1 - drop; then the weighted mean."""
-    _share(drop, "what DARE drops", 0.0, 1 - 1e-6)
     if drop == 0:
         return weighted_mean(rows, weights)
     kept = [torch.rand(len(row), generator=generator) >= drop for row in rows]
@@ -96,13 +91,11 @@ def on_trained(rule: Callable[[Tensor, Tensor, Answers], Tensor]) -> Callable[[A
 
 def ties_aggregator(keep: float) -> Aggregator:
     """TIES of the clients' updates."""
-    _share(keep, "what TIES keeps of each vector", 1e-9, 1.0)
     return Aggregator("ties", on_trained(lambda rows, weights, answers: ties(rows, weights, keep)), linear=False)
 
 
 def dare_aggregator(drop: float, seed: int) -> Aggregator:
     """DARE of the clients' updates; what is dropped is drawn from (seed, round)."""
-    _share(drop, "what DARE drops", 0.0, 1 - 1e-6)
 
     def rule(rows: Tensor, weights: Tensor, answers: Answers) -> Tensor:
         return dare(rows, weights, drop, torch_stream(seed, "dare", answers.round))
@@ -138,4 +131,4 @@ def by_layer(
             result[begin:end] = 0 if still[layer] else weighted_mean(rows, shares[layer])
         return result
 
-    return Aggregator("by_layer", update, linear=False)
+    return Aggregator("by_layer", update, linear=False, instead="algorithm.by_layer=false")

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedgraft.aggregate.mean import accumulate, chunks, norm, weighted_mean
 from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.errors import FedgraftError
+from fedgraft.ranges import Number, Positive, in_range
 from fedgraft.registry import AGGREGATORS
 
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -277,7 +278,10 @@ def trimmed_against(attackers: int, replies: int) -> Rule:
     return trimmed_mean(attackers / replies)
 
 
-def robust_aggregator(name: str, attackers: int = 0, neighbours: bool = False, clip: float | None = None) -> Aggregator:
+@in_range
+def robust_aggregator(
+    name: str, attackers: Number = 0, neighbours: bool = False, clip: Positive | None = None
+) -> Aggregator:
     """A rule that withstands attackers, with optional clipping and nearest-neighbour mixing before it."""
     AGGREGATORS.find(name)  # a name that does not exist is refused now, not in the first round
 
@@ -290,4 +294,6 @@ def robust_aggregator(name: str, attackers: int = 0, neighbours: bool = False, c
         return prepared(rule, *steps)(stack, weights)
 
     label = "+".join([*([] if clip is None else ["clip"]), *(["nnm"] if neighbours else []), name])
-    return Aggregator(label, update, linear=False)
+    on = {"robust='mean'": name != "mean", "neighbours=false": neighbours, "clip_norm=none": clip is not None}
+    off = " and ".join(f"algorithm.{option}" for option, used in on.items() if used)
+    return Aggregator(label, update, linear=False, instead=off)

@@ -78,6 +78,8 @@ class Weighting:
     """Scalars that the server computes from the updates itself, so that nobody can lie about them."""
     uniform: bool = False
     """Every client counts the same, which an account of differential privacy needs."""
+    instead: str = "algorithm.weighting='examples'"
+    """What to set for weights that a client knows by itself."""
     needs_moving_body: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """What the server needs to know to compute `judged`: layers, directions, the size of its secret probe."""
@@ -155,6 +157,8 @@ class Aggregator:
     """The trainable kind's own way to combine its updates."""
     shares: bool = True
     """False: everything stays in one place, so nothing is counted as sent."""
+    instead: str = "algorithm.name='fedavg'"
+    """What to set for a mean."""
     personal = False
     several = False
     wants: tuple[Observe, ...] = ()
@@ -212,6 +216,7 @@ class Mixing:
     """False: nothing is shared (local training only), so nothing is counted as sent."""
     shows_mean: bool = False
     """Orders carry the mean of all models beside the client's own."""
+    instead = Aggregator.instead
     linear = True
     is_mean = False
     insecure = ""

@@ -77,7 +77,7 @@ def add(
     how: Annotated[str, typer.Option("--how", help="sum, ties, dare or fisher; all but sum are means")] = "sum",
     share: Annotated[float | None, typer.Option("--share", help="ties: kept (0.2); dare: dropped (0.5)")] = None,
     runs: Annotated[list[Path] | None, typer.Option("--runs", help="fisher: the run of each edit, in order")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="of what dare drops and fisher looks at")] = 0,
+    seed: Annotated[int | None, typer.Option("--seed", help="of what dare drops and fisher looks at (0)")] = None,
 ) -> None:
     """Add or merge edits of one base, each at its own strength."""
     load()

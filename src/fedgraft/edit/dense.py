@@ -11,6 +11,7 @@ from torch import Tensor
 from fedgraft.edit.space import select
 from fedgraft.edit.trainable import HEAD, Ask, Opened, Rates, check_blocks, frozen_early, is_head
 from fedgraft.protocols import Network
+from fedgraft.ranges import Count, Number, in_range
 from fedgraft.registry import TRAINABLES
 
 PLAIN, DEEP = Rates(), Rates(0.001, 0.0001)
@@ -57,7 +58,8 @@ class Dense:
         return Opened(select(network, picked))
 
 
-def everything(freeze_blocks: int = 0) -> Dense:
+@in_range
+def everything(freeze_blocks: Number = 0) -> Dense:
     """All weights, but for the first `freeze_blocks` blocks and what lies before them."""
     return Dense("everything", lambda network, name: True, True, True, freeze_blocks, rates=DEEP)
 
@@ -67,12 +69,14 @@ def head() -> Dense:
     return Dense("head", is_head, True, False, rates=Rates(HEAD, 0.001))
 
 
-def body(freeze_blocks: int = 0) -> Dense:
+@in_range
+def body(freeze_blocks: Number = 0) -> Dense:
     """Everything but the head."""
     return Dense("body", lambda network, name: not is_head(network, name), False, True, freeze_blocks, rates=DEEP)
 
 
-def last_blocks(blocks: int = 2, head: bool = True) -> Dense:
+@in_range
+def last_blocks(blocks: Count = 2, head: bool = True) -> Dense:
     """The last so many blocks and the final norm, with or without the head."""
 
     def wanted(network: Network, name: str) -> bool:

@@ -102,14 +102,27 @@ def target_layers(network: Network, targets: Sequence[str], first_block: int = 0
     for target in targets:
         hits = {name for name in linear if _matches(name, target)}
         if not hits:
-            raise FedgraftError(
-                f"the LoRA target {target!r} matches no linear layer of the backbone; use one of "
-                f"{', '.join(KEYWORDS)} or a glob over names such as {linear[0] if linear else 'backbone.*'!r}"
-            )
+            raise FedgraftError(_nowhere(target, linear, first_block))
         found |= hits
     if not found:
         raise FedgraftError("LoRA has no targets; name at least one, for example 'q'")
     return [name for name in linear if name in found]
+
+
+def _nowhere(target: str, linear: Sequence[str], first_block: int) -> str:
+    """Why a target has no layer, and which targets would have one."""
+    where = f"the backbone from block {first_block} on" if first_block else "the backbone"
+    if not linear:
+        return (
+            f"low-rank factors stand beside linear layers, and {where} has none; train other weights "
+            "(trainable.kind='sparse' or 'last_blocks') by an algorithm that is not about such factors."
+        )
+    words = [word for word in KEYWORDS if any(_matches(name, word) for name in linear)]
+    has = ", ".join(dict.fromkeys([*words, *(name.rpartition(".")[2] for name in linear)]))
+    return (
+        f"the LoRA target {target!r} matches no linear layer of {where}, which has {has[:200]}; name some of these in "
+        "trainable.lora.targets, with trainable.kind='lora'."
+    )
 
 
 def _matches(name: str, target: str) -> bool:

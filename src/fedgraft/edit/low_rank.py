@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedgraft import ranges
 from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.edit.lora import attach, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
@@ -17,6 +18,7 @@ from fedgraft.edit.trainable import Ask, InTurn, Opened, Rates, affordable, chec
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import pack_bits
 from fedgraft.protocols import Network
+from fedgraft.ranges import Count, Few, Number, Positive, Rest
 from fedgraft.registry import TRAINABLES
 from fedgraft.state import EVERYONE, ServerState
 
@@ -25,31 +27,32 @@ from fedgraft.state import EVERYONE, ServerState
 class LowRank:
     """Factors of this rank beside chosen linear layers; the weights themselves stay."""
 
-    rank: int = 8
-    alpha: float = 16.0
+    rank: Count = 8
+    alpha: Positive = 16.0
     targets: tuple[str, ...] = ("q", "v")
-    dropout: float = 0.0
+    dropout: Rest = 0.0
     aggregate: Mode = "mean"
     head: bool = True
-    freeze_blocks: int = 0
+    freeze_blocks: Number = 0
     seed: int = 0
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Count, ...] = ()
     """aggregate=svd: ranks that clients train, dealt in turn; client k has ranks[k mod n], at most `rank`."""
     core_from: Literal["gradient", "weights"] = "gradient"
     """aggregate=core: whose top directions the fixed factors are."""
-    core_images: int = 1024
-    budgets: tuple[int, ...] = ()
+    core_images: Count = 1024
+    budgets: tuple[Few, ...] = ()
     """aggregate=svd: bytes of the clients' updates, dealt in turn; each trains the rank that fits, at most `rank`."""
     kind = "lora"
     rates = Rates(0.03, 0.003, small=True)
     trains_body = True
 
     def __post_init__(self) -> None:
+        ranges.check(self, "trainable.lora")
         if self.budgets and (self.ranks or self.aggregate != "svd"):
             raise FedgraftError(
                 "trainable.lora.budgets say the clients' ranks: set aggregate='svd' and leave ranks out."
             )
-        if self.ranks and (self.aggregate != "svd" or not all(0 < r <= self.rank for r in self.ranks)):
+        if self.ranks and (self.aggregate != "svd" or max(self.ranks) > self.rank):
             raise FedgraftError(
                 f"ranks of the clients' own need trainable.lora.aggregate='svd' and lie from 1 to rank ({self.rank}); "
                 f"they are {list(self.ranks)} under {self.aggregate!r}."
@@ -91,8 +94,15 @@ class LowRank:
         )
 
     def check(self, network: Network) -> None:
-        """Refuse more blocks than the network has."""
+        """Refuse more blocks than the network has, targets that it does not have, and cores wider than its layers."""
         check_blocks(network, freeze_blocks=self.freeze_blocks)
+        names = target_layers(network, self.targets, self.freeze_blocks)
+        sides = {n: min(p.shape) for n, p in network.named_parameters() if n.removesuffix(".weight") in names}
+        if self.aggregate == "core" and (narrow := [name for name, side in sides.items() if side < self.rank]):
+            raise FedgraftError(
+                f"{narrow[0]!r} has no {self.rank} directions; lower the rank (algorithm.rank of fedsb, else "
+                "trainable.lora.rank)."
+            )
 
     def first_block(self, network: Network) -> int:
         """The block of the first layer that has factors."""
@@ -119,9 +129,6 @@ class LowRank:
         """Fix the factors and open the space of the cores between them."""
         names = target_layers(network, self.targets, self.freeze_blocks)
         dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else []
-        sides = {n: min(p.shape) for n, p in network.named_parameters() if n.removesuffix(".weight") in names}
-        if narrow := [n for n, side in sides.items() if side < self.rank]:
-            raise FedgraftError(f"{narrow[0]!r} has no {self.rank} directions; lower trainable.lora.rank.")
         if saved:
             found = dict(saved)
         elif self.core_from == "weights":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft import ranges
 from fedgraft.aggregate.slots import count_mean
 from fedgraft.edit.adaptive import AdaptiveSparsity
 from fedgraft.edit.calibrate import Calibration, Mode, average, calibrate, merge, oneshot, progressive
@@ -27,6 +28,7 @@ from fedgraft.edit.trainable import Ask, InTurn, Opened, Rates, affordable, chec
 from fedgraft.errors import FedgraftError
 from fedgraft.messages import pack_bits
 from fedgraft.protocols import Network
+from fedgraft.ranges import Count, Few, Inner, Number, Positive, Rest, Unit
 from fedgraft.registry import TRAINABLES
 from fedgraft.state import EVERYONE, ServerState
 
@@ -38,31 +40,34 @@ class Sparse:
     """Train a fraction 1 - `sparsity` of the weights in scope, chosen by `strategy`; `head` trains along, dense."""
 
     strategy: str = "least_sensitive"
-    sparsity: float = 0.9
+    sparsity: Rest = 0.9
     scope: tuple[str, ...] = ("blocks",)
     dense: tuple[str, ...] = ()
     threshold: str = "global"
-    floor: float = 0.0
+    floor: Rest = 0.0
     labels: str = "rademacher"
-    samples: int = 1024
+    samples: Count = 1024
     calibration: str = "progressive"
-    rounds: int = 4
+    rounds: Count = 4
     schedule: str = "exponential"
-    soft: float = 0.1
+    soft: Unit = 0.1
     per_client: bool = False
     merge: str = "score_mean"
     fill: str = "count"
-    adaptive_start: float | None = None
-    adaptive_step: float = 0.1
-    adaptive_drift: float = 0.5
-    adaptive_patience: int = 2
-    budgets: tuple[int, ...] = ()
+    adaptive_start: Rest | None = None
+    adaptive_step: Inner = 0.1
+    adaptive_drift: Positive = 0.5
+    adaptive_patience: Count = 2
+    budgets: tuple[Few, ...] = ()
     head: bool = True
-    freeze_blocks: int = 0
+    freeze_blocks: Number = 0
     seed: int = 0
     kind = "sparse"
     rates = Rates(0.1, 0.001, small=True)  # what matters little has to move far
     trains_body = True
+
+    def __post_init__(self) -> None:
+        ranges.check(self, "trainable.sparse")
 
     @property
     def trains_head(self) -> bool:

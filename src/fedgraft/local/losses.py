@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy as softmax_loss
 
 from fedgraft.errors import FedgraftError
 from fedgraft.protocols import Network
+from fedgraft.ranges import NotNegative, Positive, Rest, in_range
 from fedgraft.registry import LOSSES
 
 Value = Callable[[Network, Tensor, Tensor, int], Tensor]
@@ -71,7 +72,8 @@ class Loss:
     """It needs `LossContext.federation`, a sum over all clients that is asked for before the first round."""
 
 
-def cross_entropy(label_smoothing: float = 0.0, class_weights: str | None = None) -> Loss:
+@in_range
+def cross_entropy(label_smoothing: Rest = 0.0, class_weights: str | None = None) -> Loss:
     """The usual loss of a classifier; rare classes weigh more by the client's `own` counts, or the `federation`'s."""
 
     def begin(context: LossContext) -> Value:
@@ -110,7 +112,8 @@ def margins(counts: Tensor, tau: float) -> Tensor:
     return found - found.min()
 
 
-def calibrated(tau: float = 1.0, label_smoothing: float = 0.0) -> Loss:
+@in_range
+def calibrated(tau: NotNegative = 1.0, label_smoothing: Rest = 0.0) -> Loss:
     """FedLC (Zhang et al. 2022): cross-entropy of logits less a margin that is larger for the client's rare classes."""
 
     def begin(context: LossContext) -> Value:
@@ -124,7 +127,8 @@ def calibrated(tau: float = 1.0, label_smoothing: float = 0.0) -> Loss:
     return Loss("calibrated", begin)
 
 
-def contrastive(weight: float = 1.0, temperature: float = 0.5, label_smoothing: float = 0.0) -> Loss:
+@in_range
+def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_smoothing: Rest = 0.0) -> Loss:
     """MOON (Li et al. 2021): features are drawn to the round's common model, away from the client's previous one.
 
     The contrast is on the pooled features; the paper adds a projection head of its own. Without a previous model, as in

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fedgraft import ranges
 from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
@@ -17,6 +18,7 @@ from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
 from fedgraft.local.transfer import onto
 from fedgraft.progress import counted
 from fedgraft.protocols import Examples, Network
+from fedgraft.ranges import Count, Positive
 
 
 class Flat(Protocol):
@@ -46,32 +48,33 @@ LARGEST_RATE = 1e4
 class LocalTraining:
     """How much and how a client trains in one round: so many steps (4 if nothing is said) or whole epochs."""
 
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int = 64
-    lr: float | None = None
+    steps: Count | None = None
+    epochs: Count | None = None
+    batch_size: Count = 64
+    lr: Positive | None = None
     """None: the rate that suits what trains."""
     optimizer: Optimizer = field(default_factory=sgdm)
     correction: Correction = field(default_factory=none)
-    clip: float | None = None
+    clip: Positive | None = None
     """Largest norm of the gradient on what may move."""
-    head_lr: float | None = None
+    head_lr: Positive | None = None
     """The head's rate as a multiple of the others'; None: what suits what trains, 1: the same."""
     momentum_correction: bool = False
     """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
     sampling: str = "uniform"
     """`balanced`: every class of the client as often; `federation`: as its share in the federation is small."""
-    client_steps: tuple[int, ...] = ()
+    client_steps: tuple[Count, ...] = ()
     """Steps by client, dealt in turn: client k takes the (k mod n)-th; then `steps` is the most of them."""
     amp: str | None = None
     """Autocast type, `float16` or `bfloat16`; None trains in float32."""
 
     def __post_init__(self) -> None:
+        ranges.check(self, "local")
         if (self.steps is not None or self.client_steps) and self.epochs is not None:
             raise FedgraftError("local training is so many steps or so many epochs; give one of the two.")
-        if self.lr is not None and not 0 <= self.lr <= LARGEST_RATE:
+        if self.lr is not None and self.lr > LARGEST_RATE:
             raise FedgraftError(
-                f"no client trains at the learning rate {self.lr:g}; give local.lr between 0 and {LARGEST_RATE:g}."
+                f"no client trains at the learning rate {self.lr:g}; give local.lr up to {LARGEST_RATE:g}."
             )
 
     @property

@@ -41,12 +41,12 @@ def client_class_sums(sums: Sums) -> Tensor:
     return torch.stack([reply.sums["cross"] for reply in sums.each("class_sums")])
 
 
-def check_clear(hidden: bool) -> None:
+def check_clear(hidden: bool, instead: str = "model.head='ncm'") -> None:
     """Refuse FedCOF where the server sees only sums over clients."""
     if hidden:
         raise FedgraftError(
-            "model.head='cof' needs each client's class means, which secure aggregation hides; choose "
-            "privacy.aggregation='clear' or model.head='ncm'."
+            "FedCOF's head (cof) needs each client's class means, which secure aggregation hides; choose "
+            f"privacy.aggregation='clear' or {instead}."
         )
 
 

@@ -7,7 +7,8 @@ name or folder, or a run folder, which stands for what that run began with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,20 @@ from fedgraft.edit import task_vectors as task
 from fedgraft.edit.space import EditSpace, select
 from fedgraft.edit.task_vectors import Edit
 from fedgraft.errors import FedgraftError
+from fedgraft.identity import digest
 from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.models.backbones import load_network
 from fedgraft.models.card import Card
 from fedgraft.models.network import VisionNetwork
 from fedgraft.observe import squared_gradients
 from fedgraft.randomness import torch_stream
+from fedgraft.ranges import Rest, Share, number
 from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.task import Task
 
 BACKBONE = "backbone."
+HALF = 1e-3
+"""By how much a stored edit may differ from its run: float16 keeps 11 bits of each value."""
 
 
 def plain_space(found: Adapted, base: VisionNetwork) -> EditSpace:
@@ -104,6 +110,13 @@ def apply_to_folder(edit: Edit, base: Base, to: Path, scale: float = 1.0) -> Pat
     return export(network, to, names, preprocessor, card.text())
 
 
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "sum": (), "ties": ("share",), "dare": ("share", "seed"), "fisher": ("runs", "seed"),
+}  # fmt: skip
+"""How edits become one, and which options that has."""
+SHARES: Mapping[str, tuple[Any, float]] = {"ties": (Share, 0.2), "dare": (Rest, 0.5)}
+
+
 @dataclass(frozen=True)
 class How:
     """How edits become one: their sum, or a merging rule with its number and, for Fisher, the runs they came from."""
@@ -113,34 +126,64 @@ class How:
     """ties: kept of each edit (0.2); dare: dropped (0.5)."""
     runs: tuple[Path, ...] = ()
     samples: int = 256
-    seed: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in WAYS:
+            raise FedgraftError(f"edits are added as {', '.join(WAYS)}, not {self.rule!r}.")
+        for option, said in (("share", self.share), ("runs", self.runs or None), ("seed", self.seed)):
+            if said is not None and option not in WAYS[self.rule]:
+                takers = " and ".join(rule for rule, own in WAYS.items() if option in own)
+                raise FedgraftError(f"--how {self.rule} has no --{option}, which is for {takers}; leave it out.")
+        if self.share is not None:
+            number(f"--share of {self.rule}", SHARES[self.rule][0], self.share)
 
     def merge(self, edits: Sequence[Edit]) -> task.Merge | None:
         """The rule on stacked edits; None for the sum."""
+        seed, usual = self.seed or 0, SHARES.get(self.rule, (None, 0.0))[1]
+        share = usual if self.share is None else self.share
         if self.rule == "sum":
             return None
         if self.rule == "ties":
-            return lambda rows, weights: merging.ties(rows, weights, self.share or 0.2)
+            return lambda rows, weights: merging.ties(rows, weights, share)
         if self.rule == "dare":
-            stream = torch_stream(self.seed, "dare")
-            return lambda rows, weights: merging.dare(rows, weights, 0.5 if self.share is None else self.share, stream)
-        if self.rule != "fisher":
-            raise FedgraftError(f"edits are added as sum, ties, dare or fisher, not {self.rule!r}.")
+            stream = torch_stream(seed, "dare")
+            return lambda rows, weights: merging.dare(rows, weights, share, stream)
         if len(self.runs) != len(edits):
             raise FedgraftError(
                 f"--how fisher weighs by images: give --runs, the run folder of each of the {len(edits)} edits."
             )
+        found = [own_model(edit, run) for edit, run in zip(edits, self.runs, strict=True)]
         space = task.union([edit.space for edit in edits])
-        information = torch.stack([fisher_of_run(run, space, self.samples, self.seed) for run in self.runs])
+        information = torch.stack([fisher(one, space, self.samples, seed) for one in found])
         return lambda rows, weights: merging.fisher_mean(rows, weights, information)
 
 
-def fisher_of_run(folder: Path, space: EditSpace, samples: int, seed: int) -> Tensor:
-    """The diagonal Fisher information of a run's best model on these coordinates, on its training images."""
+def own_model(edit: Edit, folder: Path) -> tuple[VisionNetwork, Task]:
+    """The model that the edit is of, its run's best or last, by the values the edit holds; another's run is refused."""
     found = adapted(folder)
-    network, data = found.plain(), found.job.task.data
-    rows = data.train_rows[torch.randperm(len(data.train_rows), generator=torch_stream(seed, "fisher_merge"))[:samples]]
-    known = squared_gradients(network, space.bind(network), found.job.task.eval_images, rows)
+    base = found.base()
+    if digest(base, scope=edit.scope) == edit.base:
+        before = edit.space.gather(base)
+        for vector in (None, found.last):  # the best is in the network already
+            if vector is not None:
+                found.opening.context.show(vector)
+            model = found.plain()
+            gap = edit.space.gather(model) - before - edit.values
+            if gap.norm() <= HALF * edit.values.norm():
+                return model, found.job.task
+    raise FedgraftError(
+        f"{folder} is not the run of the edit {edit.name!r}: the edit is of neither its best model nor its last; "
+        "name the run that it was saved from (a sum of edits has none)."
+    )
+
+
+def fisher(model: tuple[VisionNetwork, Task], space: EditSpace, samples: int, seed: int) -> Tensor:
+    """The diagonal Fisher information of a model on these coordinates, on the training images of its task."""
+    network, images = model[0], model[1].eval_images
+    rows = model[1].data.train_rows
+    rows = rows[torch.randperm(len(rows), generator=torch_stream(seed, "fisher_merge"))[:samples]]
+    known = squared_gradients(network, space.bind(network), images, rows)
     return torch.cat([known, torch.zeros(space.size - space.trained)])
 
 
@@ -148,8 +191,10 @@ def add_files(
     files: Sequence[Path], scales: Sequence[float] | None, to: Path, half: bool = False, how: How | None = None
 ) -> Edit:
     """Edits of one base as one new file: their sum, or what a merging rule makes of them."""
-    edits = [task_file.load(file) for file in files]
-    total = task.add(edits, scales, merge=(how or How()).merge(edits))
+    edits, how = [task_file.load(file) for file in files], how or How()
+    if how.rule != "sum" and scales and not (min(scales) >= 0 < sum(scales) < math.inf):
+        raise FedgraftError(f"--how {how.rule} is a mean, so --scales are weights: give none below 0, and not only 0.")
+    total = task.add(edits, scales, merge=how.merge(edits))
     task_file.save(total, to, half)
     return total
 

@@ -26,7 +26,7 @@ from fedgraft.messages import Order, Reply
 from fedgraft.models.identity import digest
 from fedgraft.progress import phase
 from fedgraft.protocols import Examples, Network
-from fedgraft.runs.closed_form import check_clear, client_class_sums, cof_heads, ncm_head
+from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.job import Job
 from fedgraft.runs.kept import kept_tensors
@@ -210,7 +210,6 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     m, network, data = job.config.model, job.task.network, job.task.data
     if job.config.head == "random":
         return None
-    check_clear(job.config.head == "cof" and job.algorithm.privacy.hidden)
     context = job.backbone_context
     judge = _judge(job, engines)
     hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits

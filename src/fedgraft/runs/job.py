@@ -29,6 +29,7 @@ from fedgraft.progress import phase
 from fedgraft.protocols import Examples
 from fedgraft.randomness import torch_stream
 from fedgraft.report.metrics import check_metric
+from fedgraft.runs.closed_form import check_clear
 from fedgraft.runs.task import Task
 from fedgraft.runs.trackers import require
 from fedgraft.server import sample
@@ -51,8 +52,14 @@ class Job:
     """`wrap(job, opening, engine)` puts something between the server and its clients, such as attackers."""
 
     def __post_init__(self) -> None:
-        """Refuse a choice of metrics that these classes do not have."""
+        """Refuse a choice of metrics that these classes do not have, and one place of several clients."""
         check_metric(self.config.select, self.task.data.dataset.classes)
+        rule, clients = self.algorithm.aggregate, self.federation.clients
+        if clients > 1 and not (rule.shares or rule.personal):
+            raise FedgraftError(
+                f"{self.algorithm.name} trains in one place, and here are {clients} clients, whose mean it would be; "
+                "run `fedgraft centralized`, or set partition.clients=1 with partition.kind='iid'."
+            )
 
     @property
     def client_names(self) -> tuple[str, ...]:
@@ -132,7 +139,17 @@ class Job:
         if not task.transform.deterministic or 2 * met * local.batch_size < rows:
             return None
         first = self.algorithm.trainable.first_block(task.network)
-        return task.at_entry(task.train_images, task.entry_for(first, self.config))
+        return self.train_at(task.entry_for(first, self.config))
+
+    def train_at(self, entry: int) -> Examples:
+        """The training images where they enter: one table, whoever asks first for it, the head's sums or the rounds."""
+        if entry not in self._tables:
+            self._tables[entry] = self.task.at_entry(self.task.train_images, entry)
+        return self._tables[entry]
+
+    @cached_property
+    def _tables(self) -> dict[int, Examples]:
+        return {}
 
     @cached_property
     def scoring_context(self) -> ClientContext:
@@ -213,14 +230,19 @@ def numbers_of(names: Iterable[str], option: str, data: FederatedData) -> dict[s
 
 
 def head_only(config: Config, algorithm: Algorithm) -> Config:
-    """The config of an algorithm that is a head in one exchange: its way to make the head, and no round."""
+    """The config of an algorithm that is a head in one exchange: its way to make the head, and no round.
+
+    A head that cannot be made from hidden sums is refused here, before anything is read.
+    """
     made = algorithm.closed_form
+    instead = "algorithm.name='fedncm'" if made else "model.head='ncm'"
+    check_clear("cof" in (made, config.head) and algorithm.privacy.hidden, instead)
     if not made:
         return config
     if "head" in config.model.model_fields_set and config.model.head != made:
         raise FedgraftError(
             f"{algorithm.name} is the head model.head={made!r} itself, and model.head={config.model.head!r} is "
-            "another; leave one of the two out."
+            f"another; leave it out, or set model.head={made!r}."
         )
     return validate(merge(config.table, {"model": {"head": made}, "rounds": {"total": 0}}))
 

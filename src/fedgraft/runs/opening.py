@@ -106,7 +106,7 @@ def open_run(
     entry = task.entry_for(space.first_block(network), config)
     held = task.data.validation_rows
     context = ClientContext(
-        network, space, task.at_entry(task.train_images, entry), task.data.rows, config.seed,
+        network, space, job.train_at(entry), task.data.rows, config.seed,
         task.at_entry(task.test_images, entry), task.data.test_rows, private,
         None if private is None else private.gather(network),
         make_probe(job, entry) if probe is None else _placed(probe, probe_entry(job, entry)),

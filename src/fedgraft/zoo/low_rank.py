@@ -12,6 +12,7 @@ from fedgraft.algorithm import Algorithm, ClientState, vary
 from fedgraft.edit.lora import B_SUFFIX
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.errors import FedgraftError
+from fedgraft.ranges import Count, Share, in_range
 from fedgraft.update.codecs import codec
 from fedgraft.zoo.mean import fedavg, given
 
@@ -21,7 +22,7 @@ def _lora(name: str, seed: int, slots: dict[str, Any], **options: Any) -> Algori
     kind = given(slots).get("trainable") or LowRank(seed=seed)
     if not isinstance(kind, LowRank):
         raise FedgraftError(
-            f"{name} is about low-rank factors, and trainable.kind={kind.kind!r} has none; leave it out."
+            f"{name} is about low-rank factors, and trainable.kind={kind.kind!r} has none; set trainable.kind='lora'."
         )
     made = fedavg(**{**given(slots), "trainable": replace(kind, **options)})
     return vary(made, name=name, own_kind=True)
@@ -33,19 +34,22 @@ def fedsa_lora(seed: int = 0, **slots: Any) -> Algorithm:
     return vary(_lora("fedsa_lora", seed, slots), client_state=kept)
 
 
-def fedsb(rank: int | None = None, seed: int = 0, **slots: Any) -> Algorithm:
+@in_range
+def fedsb(rank: Count | None = None, seed: int = 0, **slots: Any) -> Algorithm:
     """Singhal et al. 2025: only an r x r core between fixed factors trains: exact averages, r² numbers a layer."""
     own = {"rank": rank or 16, "alpha": float(rank or 16)} if rank or not given(slots).get("trainable") else {}
     return _lora("fedsb", seed, slots, aggregate="core", **own)
 
 
-def flexlora(ranks: tuple[int, ...] = (2, 4, 8), seed: int = 0, **slots: Any) -> Algorithm:
+@in_range
+def flexlora(ranks: tuple[Count, ...] = (2, 4, 8), seed: int = 0, **slots: Any) -> Algorithm:
     """Bai et al. 2024: clients of unequal ranks; the server cuts the averaged product anew by its singular values."""
     if not ranks:
         raise FedgraftError("flexlora needs the clients' ranks; give algorithm.ranks, such as [2, 4, 8].")
     return _lora("flexlora", seed, slots, aggregate="svd", rank=max(ranks), ranks=tuple(ranks))
 
 
-def flasc(down: float = 0.25, up: float = 0.25, seed: int = 0, **slots: Any) -> Algorithm:
+@in_range
+def flasc(down: Share = 0.25, up: Share = 0.25, seed: int = 0, **slots: Any) -> Algorithm:
     """Kuo et al. 2024: low-rank factors, of which only the largest entries travel, in both directions."""
     return vary(_lora("flasc", seed, slots), download=down, compression=codec(f"top_k:{up!r}"))

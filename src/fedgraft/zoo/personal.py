@@ -18,6 +18,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.local import self_weight as self_weights
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.protocols import Network
+from fedgraft.ranges import Count, Few, Inner, NotNegative, Probe, Share, Unit, in_range
 from fedgraft.zoo.mean import fedavg, given
 
 
@@ -58,10 +59,6 @@ def _mixed(
 
 def _learned(fixed: float | None, aside: float) -> dict[str, Any]:
     """The slots of a mixing whose self-weights clients report, or that has the same for all."""
-    if not (0 < aside < 1 and (fixed is None or 0 <= fixed <= 1)):
-        raise FedgraftError(
-            f"algorithm.aside is a share between 0 and 1 and self_weight one from 0 to 1; they are {aside}, {fixed}."
-        )
 
     def rows(answers: Answers) -> Tensor:
         told = [fixed if fixed is not None else s["self_weight"] for s in answers.scalars]
@@ -71,18 +68,20 @@ def _learned(fixed: float | None, aside: float) -> dict[str, Any]:
     return {"similarity": rows, "wants": () if fixed is not None else asks, "shows_mean": fixed is None}
 
 
+@in_range
 def fedshibu(
-    similarity: str = "cka_linear", constant: float = 1.0, samples: int = 64, absent: str = "keep", probe: int = 256,
-    noise: float = 0.0, self_weight: float | None = None, aside: float = 0.2, **slots: Any,
+    similarity: str = "cka_linear", constant: Unit = 1.0, samples: Few = 64, absent: str = "keep", probe: Probe = 256,
+    noise: NotNegative = 0.0, self_weight: Unit | None = None, aside: Inner = 0.2, **slots: Any,
 ) -> Algorithm:  # fmt: skip
     """One body per client, mixed by representation similarity; the head stays at its start. Constant 1 is FedBABU."""
     made = vary(fedbabu(**slots), name="fedshibu")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
 
 
+@in_range
 def fedavg_crsm(
-    similarity: str = "cka_linear", constant: float = 1.0, samples: int = 64, absent: str = "keep", probe: int = 256,
-    noise: float = 0.0, self_weight: float | None = None, aside: float = 0.2, **slots: Any,
+    similarity: str = "cka_linear", constant: Unit = 1.0, samples: Few = 64, absent: str = "keep", probe: Probe = 256,
+    noise: NotNegative = 0.0, self_weight: Unit | None = None, aside: Inner = 0.2, **slots: Any,
 ) -> Algorithm:  # fmt: skip
     """The same mixing on whatever trains, head included. Constant 1 is FedAvg."""
     made = vary(fedavg(**slots), name="fedavg_crsm")
@@ -105,7 +104,8 @@ def fedrep(**slots: Any) -> Algorithm:
     return vary(fedper(**slots), name="fedrep", client_state=ClientState(is_head, alternate=True))
 
 
-def ditto(pull: float = 0.1, **slots: Any) -> Algorithm:
+@in_range
+def ditto(pull: NotNegative = 0.1, **slots: Any) -> Algorithm:
     """Li et al. 2021: beside the common model each client trains its own, pulled towards it."""
     return vary(fedavg(**slots), name="ditto", client_state=ClientState(second_model=pull))
 
@@ -124,13 +124,13 @@ def is_normalisation(network: Network, name: str) -> bool:
     return "norm" in type(network.get_submodule(name.rpartition(".")[0])).__name__.lower()
 
 
-def fedala(rate: float = 1.0, share: float = 0.8, blocks: int = 1, **slots: Any) -> Algorithm:
+@in_range
+def fedala(rate: NotNegative = 1.0, share: Share = 0.8, blocks: Count = 1, **slots: Any) -> Algorithm:
     """Zhang et al. 2023: each client starts between its last model and the common one; rate 0 is FedAvg."""
     return vary(fedavg(**slots), name="fedala", client_state=ClientState(start=AdaptiveStart(rate, share, blocks)))
 
 
-def ifca(clusters: int = 2, **slots: Any) -> Algorithm:
+@in_range
+def ifca(clusters: Count = 2, **slots: Any) -> Algorithm:
     """Ghosh et al. 2020: several common models, each client trains the one that fits it; one cluster is FedAvg."""
-    if clusters < 1:
-        raise FedgraftError(f"ifca keeps {clusters} models; give algorithm.clusters, at least 1.")
     return vary(fedavg(**slots), name="ifca", aggregate=Clusters(clusters))

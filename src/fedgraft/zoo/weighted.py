@@ -15,21 +15,23 @@ from fedgraft.aggregate.slots import Answers, Observe, Weighting, mean
 from fedgraft.algorithm import Algorithm, vary
 from fedgraft.errors import FedgraftError
 from fedgraft.randomness import torch_stream
+from fedgraft.ranges import Count, NotNegative, Number, Positive, Probe, Rest, Share, in_range
 from fedgraft.zoo.mean import fedavg
 
 
+@in_range
 def fedalign(
     align: str = "client",
-    gamma: float = 1.0,
-    cap: float | None = None,
+    gamma: NotNegative = 1.0,
+    cap: Positive | None = None,
     null_correction: bool = False,
     layers: tuple[str, ...] = ("early", "middle", "late"),
-    keep: int = 20,
-    top: int = 20,
-    probe: int = 256,
+    keep: Count = 20,
+    top: Count = 20,
+    probe: Probe = 256,
     by_layer: bool = False,
-    freeze: float | None = None,
-    sketch: int = 0,
+    freeze: NotNegative | None = None,
+    sketch: Number = 0,
     seed: int = 0,
     **slots: Any,
 ) -> Algorithm:
@@ -43,10 +45,8 @@ def fedalign(
     mean score) rests for the round. With one layer and no `freeze` it is the same as without.
     `sketch`: bases from random sketches of so many columns more than are kept, for large probes of wide layers.
     """
-    if (by_layer and align == "random") or (freeze is not None and not (by_layer and freeze >= 0)):
-        raise FedgraftError(
-            "fedalign: freeze is a drift of at least 0 and needs by_layer, which has no random control."
-        )
+    if (by_layer and align == "random") or (freeze is not None and not by_layer):
+        raise FedgraftError("fedalign: freeze needs by_layer=true, and that has no control (align='random').")
     null = null_level(probe, keep, top) if null_correction else 0.0
     names = tuple(f"alignment:{layer}" for layer in layers)
 
@@ -72,12 +72,16 @@ def fedalign(
     observe = Observe("alignment", names, options=options, needs_probe=True)
     wants, judged = ((), names) if align == "server" else ((observe,), ())
     mine = own if align == "client" else None
-    weighting = Weighting(f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True, options=options)
+    weighting = Weighting(
+        f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True, options=options,
+        instead="algorithm.align='client'",
+    )  # fmt: skip
     combined = layered(scores, weigh, freeze) if by_layer else mean()
     return vary(fedavg(**slots), name="fedalign", weighting=weighting, aggregate=combined)
 
 
-def fedawa(steps: int = 1, rate: float = 1.0, **slots: Any) -> Algorithm:
+@in_range
+def fedawa(steps: Number = 1, rate: NotNegative = 1.0, **slots: Any) -> Algorithm:
     """Shi et al. 2025: weights that make client vectors align with their sum; no steps is FedAvg."""
 
     def weights(answers: Answers) -> Tensor:
@@ -86,16 +90,19 @@ def fedawa(steps: int = 1, rate: float = 1.0, **slots: Any) -> Algorithm:
     return vary(fedavg(**slots), name="fedawa", weighting=Weighting("client_vectors", weights))
 
 
-def fedties(share: float = 0.2, **slots: Any) -> Algorithm:
+@in_range
+def fedties(share: Share = 0.2, **slots: Any) -> Algorithm:
     """Yadav et al. 2023 as aggregation: largest entries, one sign by coordinate, mean of those agreeing."""
     return vary(fedavg(**slots), name="fedties", aggregate=ties_aggregator(share))
 
 
-def feddare(drop: float = 0.5, seed: int = 0, **slots: Any) -> Algorithm:
+@in_range
+def feddare(drop: Rest = 0.5, seed: int = 0, **slots: Any) -> Algorithm:
     """Yu et al. 2024 as aggregation: entries dropped at random, the rest scaled up; drop 0 is FedAvg."""
     return vary(fedavg(**slots), name="feddare", aggregate=dare_aggregator(drop, seed))
 
 
-def fedfisher(samples: int = 32, **slots: Any) -> Algorithm:
+@in_range
+def fedfisher(samples: Count = 32, **slots: Any) -> Algorithm:
     """Matena and Raffel 2022 as aggregation: coordinates count by each client's Fisher information."""
     return vary(fedavg(**slots), name="fedfisher", aggregate=fisher_aggregator(samples))

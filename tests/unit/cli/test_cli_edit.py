@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from fedgraft.edit import edit_file as task_file
 from fedgraft.errors import FedgraftError
 from fedgraft.identity import digest
 from fedgraft.models.backbones import load_network
+from fedgraft.models.network import VisionNetwork
 from fedgraft.report.mask_figures import whole_mask
+from fedgraft.runs import edit_files
 from fedgraft.runs import run as running
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.deliver import export_run
@@ -192,6 +195,54 @@ def test_adding_and_negating(runs: Path, tmp_path: Path) -> None:
     assert "3 scales" in refused("edit", "add", runs / "sparse.edit", "--scales", "1,2,3", "--to", tmp_path / "no")
     call("edit", "add", runs / "sparse.edit", tmp_path / "minus.edit", "--to", tmp_path / "zero.edit")
     assert not task_file.load(tmp_path / "zero.edit").values.any()
+
+
+def test_fisher_information_is_of_the_model_that_the_edit_is_of(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its last round where the edit is of that (the best of this run is its start), also from a file of halves."""
+    call("edit", "save", runs / "ridge", tmp_path / "half.edit", "--half", "--last")
+    edit, seen = task_file.load(runs / "ridge.edit"), []
+    real = edit_files.squared_gradients
+
+    def watched(network: VisionNetwork, *rest: Any) -> Tensor:
+        seen.append(edit.space.gather(network) - edit.space.gather(adapted(runs / "ridge").base()))
+        return real(network, *rest)
+
+    monkeypatch.setattr(edit_files, "squared_gradients", watched)
+    both = [runs / "ridge.edit", tmp_path / "half.edit"]
+    of = [word for _ in both for word in ("--runs", runs / "ridge")]
+    call("edit", "add", *both, "--how", "fisher", *of, "--to", tmp_path / "mean.edit")
+    assert len(seen) == 2 and all(torch.equal(values, edit.values) for values in seen)
+
+
+def test_fisher_refuses_a_run_that_is_not_the_edits_own(runs: Path, tmp_path: Path) -> None:
+    call("edit", "add", runs / "body.edit", runs / "sparse.edit", "--to", tmp_path / "sum.edit")
+    for kind, first in (
+        ("body", runs / "body.edit"),
+        ("other_backbone", runs / "body.edit"),
+        ("body", tmp_path / "sum.edit"),
+    ):
+        of = ["--runs", runs / kind, "--runs", runs / "body"]
+        sentence = refused("edit", "add", first, runs / "sparse.edit", "--how", "fisher", *of, "--to", tmp_path / "x")
+        assert "is not the run of the edit" in sentence and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("ties --share 0", "greater than 0, not 0.0"), ("ties --share 1.1", "not 1.1"), ("ties --share nan", "finite"),
+        ("dare --share 1", "less than 1, not 1.0"), ("dare --share -0.1", "not -0.1"),
+        ("sum --share 0.3", "has no --share, which is for ties and dare"), ("fisher --share 0.3", "has no --share"),
+        ("sum --seed 0", "has no --seed"), ("ties --seed 1", "has no --seed"), ("dare --runs x", "has no --runs"),
+        ("slerp", "sum, ties, dare, fisher, not 'slerp'"), ("ties --scales -1,2", "none below 0"),
+        ("dare --scales 0,0", "not only 0"), ("fisher", "give --runs"),
+    ],
+)  # fmt: skip
+def test_ways_of_merging_refuse_what_they_do_not_have(words: str, told: str, runs: Path, tmp_path: Path) -> None:
+    both = [runs / "body.edit", runs / "sparse.edit"]
+    assert told in refused("edit", "add", *both, "--to", tmp_path / "x", "--how", *words.split())
+    assert not (tmp_path / "x").exists()
 
 
 def test_an_empty_edit_is_refused(runs: Path, tmp_path: Path) -> None:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import tiny
 from torch import Tensor, nn
 
+import fedgraft as fg
 from fedgraft.context import give_stream
 from fedgraft.edit.lora import adapted, attach, detach, initial_a, merge, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
 from fedgraft.errors import FedgraftError, MissingExtra
 from fedgraft.protocols import Network
 from fedgraft.randomness import torch_stream
+from fedgraft.runs.job import job_of
 
 peft = pytest.importorskip("peft")
 WIDTH, CLASSES = 16, 5
@@ -249,6 +254,33 @@ def test_bad_requests_are_refused_in_a_sentence(network: Any, update: dict[str, 
     with pytest.raises(FedgraftError, match=message):
         attach(network, **{"rank": 2, "alpha": 4.0, "targets": ["q"], "seed": 0, **update})
     assert bits(network) == plain
+
+
+WORDS = {
+    "factors": ["trainable.kind=lora"], "Fed-SB": ["algorithm.name=fedsb"], "FlexLoRA": ["algorithm.name=flexlora"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_a_network_of_convolutions_has_no_place_for_factors(words: list[str]) -> None:
+    with pytest.raises(FedgraftError, match="the backbone has none; train other weights") as caught:
+        job_of(tiny("model.name=resnet18:width=4", *words))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [fg.lora, fg.fedsb, fg.flexlora, fg.fedsa_lora, fg.flasc])
+def test_a_module_of_ones_own_is_told_which_layers_it_has(make: Any) -> None:
+    own = nn.Sequential(OrderedDict(flat=nn.Flatten(), wide=nn.Linear(192, 8), act=nn.ReLU(), fc=nn.Linear(8, 3)))
+    made, network = make(), fg.module(own, "fc", image_size=8)
+    kind = made.trainable if isinstance(made, fg.Algorithm) else made
+    with pytest.raises(FedgraftError, match="'q' matches no linear layer of the backbone, which has wide; name some"):
+        kind.check(network)
+    replace(kind, targets=("wide",), rank=2, ranks=()).check(network)  # what the sentence says works
+
+
+def test_cores_that_are_wider_than_a_layer_are_refused_before_anybody_works() -> None:
+    with pytest.raises(FedgraftError, match=r"has no 999 directions; lower the rank \(algorithm.rank of fedsb"):
+        job_of(tiny("algorithm.name=fedsb", "algorithm.rank=999"))
 
 
 def test_attaching_twice_and_taking_out_nothing_are_refused(network: Any) -> None:

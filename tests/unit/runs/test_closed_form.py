@@ -133,7 +133,7 @@ def test_a_head_is_a_whole_algorithm(name: str, tmp_path: Path) -> None:
 
 
 def test_another_head_or_a_body_beside_it_is_refused() -> None:
-    with pytest.raises(FedgraftError, match="leave one of the two out"):
+    with pytest.raises(FedgraftError, match=r"leave it out, or set model\.head='ridge'"):
         head_only(tiny("algorithm.name=fed3r", "model.head=ncm"), zoo.fed3r())
     with pytest.raises(FedgraftError, match="on the untouched backbone"):
         zoo.fedncm(trainable=zoo.fedbabu().trainable)
