@@ -318,7 +318,7 @@ def test_presets_algorithms_options_and_help(fedgraft: Command) -> None:
         (["run", "demo", "lr"], "not of the form key=value"),
         (["run", "."], "nor a directory of images by class"),
         (["run", "algorithm.name=fedaverage"], "nearest one is 'fedavg"),
-        (["run", "privacy.aggregation=secure", "compression.codec=int8"], "fixed-point encoding"),
+        (["run", "privacy.aggregation=secure", "compression.codec=int8"], "not encoded by int8"),
         (["run", "privacy.aggregation=secure", "algorithm.robust=median"], "needs each client's update"),
         (["run", "algorithm.name=fedshibu", "algorithm.robust=median"], "has no place in it"),
         (["run", "algorithm.name=scaffold", "local.optimizer=adamw"], "use sgdm"),
