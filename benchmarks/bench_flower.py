@@ -94,7 +94,7 @@ import numpy as np, torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
-from fedgraft.engines.flower.server import FlowerEngine, FlowerPost, Patience
+from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 from fedgraft.messages import Order
 
 app = ServerApp()
@@ -119,9 +119,9 @@ def quick(grid, record, nodes):
 def main(grid, context):
     c = context.run_config
     rounds, clients = int(c["rounds"]), int(c["clients"])
-    engine = FlowerEngine(FlowerPost(grid), clients, Patience(wait=600, least=clients))
+    engine = FlowerEngine(FlowerTransport(grid), clients, Patience(wait=600, least=clients))
     engine.gather()
-    nodes, found = sorted(engine.roster.nodes.values()), []
+    nodes, found = sorted(engine.registry.nodes.values()), []
 
     def clock(size, name, go):
         began = time.perf_counter()
@@ -155,7 +155,7 @@ def main(grid, context):
 '''
 
 
-GATE = "from fedgraft.runs import federation_gate as gate; gate.same_app = lambda *words: True; gate.main()"
+GATE = "from fedgraft.deploy import gate; gate.same_app = lambda *words: True; gate.main()"
 
 
 class Federation(LocalFederation):

@@ -170,6 +170,7 @@ def test_the_real_job_counts_what_it_measured(tmp_path: Path) -> None:
     assert (
         "| head | plain loop | 0.0 | 20.0 (20.0-40.0) | 4.00 (4.00-8.00) | 3,600 | - | 1,800 | 800 |" in text
     )  # 180 of 20 s
+    assert figure.faster(text) == {"real job, head to 60 %": {"plain loop": pytest.approx(3600 / 700)}}
 
 
 def test_rounds_meet_images_as_a_draw_does() -> None:

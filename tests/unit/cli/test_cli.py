@@ -79,6 +79,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
         patch.setenv("COLUMNS", "200")
+        patch.setattr("rich._console", None)  # one console for the process: other tests' would have their width
         patch.chdir(tmp_path_factory.mktemp("work"))
         yield
 

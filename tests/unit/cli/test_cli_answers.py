@@ -55,6 +55,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setenv("COLUMNS", "80")
+        patch.setattr("rich._console", None)  # one console for the process: other tests' would have their width
         yield root
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import fedgraft as fg
 from fedgraft import server, zoo
 from fedgraft.algorithm import vary
 from fedgraft.config.build import build_algorithm
@@ -113,3 +114,9 @@ def test_the_rates_are_written_out_when_a_run_opens() -> None:
     (order,) = server.instruct(opening.algorithm, opening.federation, state, [0], opening.space.digest)
     assert (order.settings["lr"], order.settings["head_lr"]) == (lr, factor)
     assert f"rate {lr:.3g}, the head's {head:.3g}" in describe(job, opening)
+
+
+def test_a_core_takes_a_tenth_of_the_rate_of_drawn_factors() -> None:
+    """Its factors are the steepest directions: at the factors' rate `nano` forgot the digits in two rounds."""
+    rates = [fg.fedsb().trainable.rates, fg.fedavg(trainable=fg.lora()).trainable.rates]
+    assert rates[0].sgdm == rates[1].sgdm / 10 and rates[0].small
