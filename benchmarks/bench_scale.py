@@ -294,7 +294,7 @@ def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
         ratios = [rows[-1][key] / rows[0][key] / grown[name] for name, rows in found.items()]
         panel.barh(names, ratios, color="#475569")
         panel.axvline(1, color="#c2410c", linewidth=1)
-        panel.set(xlabel=f"growth of the {key} over growth of the size (1: in step, 0: none)")
+        panel.set_xlabel(f"growth of the {key} over that of the size\n(1: in step, 0: none)")
     panels[0].invert_yaxis()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

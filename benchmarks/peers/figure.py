@@ -30,15 +30,13 @@ def plot(text: str, file: Path) -> bool:
         place += 0.6
     left.set_yticks([at for at, _ in names], [name for _, name in names], fontsize=8)
     left.axvline(1, color="#c2410c", linewidth=1)
-    left.set(
-        xlim=(0, 17.5), xlabel="times faster than ... (a round; from images: the whole run); longer bars are cut at 16"
-    )
+    left.set(xlim=(0, 17.5), xlabel="times faster than ... (a round; from images: the whole run)")
     left.invert_yaxis()
     for work, parts in shares.items():
         total, begin = sum(parts.values()), 0.0
         for i, (name, value) in enumerate(parts.items()):
             right.barh(work, 100 * value / total, left=begin, color=pyplot.cm.Pastel1(i), edgecolor="white")
-            words = {"ha": "center", "va": "center", "fontsize": 7, "rotation": 0 if value > 0.12 * total else 90}
+            words = {"ha": "center", "va": "center", "fontsize": 7, "rotation": 0 if value > 0.18 * total else 90}
             right.text(begin + 50 * value / total, work, f"{name} {value:g}", **words)
             begin += 100 * value / total
     right.set(xlim=(0, 100), xlabel="where the time goes, %")
