@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from fedgraft.config.load import Config, merge, validate
 from fedgraft.config.options import Section
 from fedgraft.errors import FedgraftError
+from fedgraft.registry import listed_algorithms
 
 Measure = Annotated[
     str, Field(pattern=r"^(test|best|last|personal|finetuned|megabytes|spread|rounds_to|balanced|seconds|seconds:\w+)$")
@@ -266,7 +267,7 @@ def cells(
         table = start
         for axis, level in zip(preset.axes, levels, strict=True):
             table = merge(table, axis.levels[level])
-        table = merge(table, chosen.then)
+        table = _without_foreign_options(merge(table, chosen.then), chosen)
         central = bool(table.pop("central", False))
         if central:
             table["name"] = f"{table['name']}-central"
@@ -274,6 +275,15 @@ def cells(
             _check(table, f"the preset {name}, cell {'/'.join(levels)}, scale {scale}")
         found.append(Cell(levels=levels, table=table, central=central))
     return found
+
+
+def _without_foreign_options(table: dict[str, Any], scale: Scale) -> dict[str, Any]:
+    """What a scale says of algorithms (samples, layers) is for the cells whose algorithm has such an option."""
+    said = {key for part in (scale.config, scale.then) for key in part.get("algorithm", {})}
+    algorithm = table.get("algorithm", {})
+    own = listed_algorithms()[algorithm.get("name", "fedavg")][1] if said else []
+    kept = {key: value for key, value in algorithm.items() if key not in said or key in own}
+    return {**table, "algorithm": kept} if said else table
 
 
 def _kept(axis: Axis, scale: Scale) -> list[str]:

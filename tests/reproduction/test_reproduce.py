@@ -126,6 +126,13 @@ def test_what_a_preset_partitions_can_be_partitioned(name: str, scale: Any) -> N
         assert len(federated.sizes()) == p.clients and federated.sizes().min() > 0
 
 
+@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_cell_of_a_preset_has_an_algorithm_that_takes_its_options(name: str, scale: Any) -> None:
+    made = [build_algorithm(cell.config()) for cell in cells(PLANNED[name], scale, name) if not cell.central]
+    assert all(one.trainable.trains_head or one.trainable.trains_body for one in made)
+
+
 def test_all_kinds_of_the_documents_are_drawn_by_some_preset() -> None:
     drawn = {figure.kind for name in names() for figure in load_preset(name).figures}
     assert {f"F{i}" for i in range(1, 30)} <= drawn
