@@ -102,12 +102,13 @@ def _one(
 
 def _answers(out: Path) -> None:
     from fedgraft.runs.files import write_text
-    from reproduction.answers_page import answers_page, claims_page
+    from reproduction.answers_page import answers_html, answers_page, claims_page
 
     out.mkdir(parents=True, exist_ok=True)
     for file, text in (("answers.md", answers_page(out)), ("claims.md", claims_page(out))):
         write_text(out / file, text)
         typer.echo(out / file)
+    typer.echo(answers_html(out))
 
 
 def _list(scale: str) -> None:

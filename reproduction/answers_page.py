@@ -1,35 +1,122 @@
-"""The page of six answers with a figure each, and the appendix with the documents' claims."""
+"""Six answers with a figure each as Markdown and as one HTML file, and the appendix with the documents' claims."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from fedgraft.errors import FedgraftError
+from fedgraft.report import html
 from fedgraft.report.statistics import table
 from reproduction.answers import ACCURACIES, Part, endpoints, read
 from reproduction.claims import judged, said
 from reproduction.drawing.answer import Interval, Rows, answer
+from reproduction.kept import hours
 from reproduction.preset import cells, picked
-from reproduction.question import QUESTIONS, Endpoint, document_claims, load_question
-from reproduction.reproduce import MEASURES
+from reproduction.question import QUESTIONS, Endpoint, Question, document_claims, load_question
+from reproduction.reproduce import MEASURES, numbers
 from reproduction.statistics import Series, paired
 from reproduction.verdicts import CONTRADICTED, NO_RANGE, NOT_MEASURED, SUPPORTED, UNDECIDED, Verdict, judge
 
+Told = list[tuple[Endpoint, Verdict]]
+Table = list[dict[str, str]]
 
-def answers_page(out: Path) -> str:
-    """The page of six questions: the answer in a sentence for each primary endpoint, a figure, then all endpoints."""
-    found, kept, parts = endpoints(out), read(out), [_INTRO]
+
+@dataclass(frozen=True)
+class Answered:
+    """What a page shows of one question."""
+
+    name: str
+    title: str
+    question: str
+    sentences: str
+    facts: dict[str, str]
+    rows: Table
+    figure: Path | None
+
+
+def answered(out: Path) -> list[Answered]:
+    """Every question with its answer, from the numbers below `out`; figures are drawn there."""
+    found, kept, spent = endpoints(out), read(out), hours(out / "runs.zip.xz")
+    made = []
     for name in QUESTIONS:
         question = load_question(name)
         told = [found[e.name] for e in question.endpoints]
-        where = f"All numbers and settings: [{name}]({name}.md)." if (out / f"{name}.md").is_file() else "Not run yet."
-        shown = [f"![{question.title}]({name}/answer.png)"] if draw(out / name / "answer.png", kept[name], told) else []
-        command = f"`make reproduce NAME={name} DATA=FOLDER MODEL=FOLDER`"
-        cost = f"{where} {question.core_minutes():.0f} core-minutes planned: {command}"
-        sentences = " ".join(sentence(e, v) for e, v in told if e.primary)
-        rows = table(_HEADER, [_row(e, v) for e, v in told])
-        parts += [f"## {name.upper()} {question.title}", question.question, f"**{sentences}**", *shown, cost, rows]
+        picture = out / name / "answer.png"
+        took = f"{spent[name]:.1f} hours of one core so far, " if name in spent else ""
+        facts = {
+            "Setting": question.setting,
+            "Confidence": confidence(told),
+            "Cost": f"{took}{question.core_minutes():.0f} core-minutes planned",
+            "Command": f"make reproduce NAME={name} DATA=FOLDER MODEL=FOLDER",
+        }
+        figure = picture if draw(picture, kept[name], told) else None
+        rows, words = [_row(e, v) for e, v in told], in_words(question, kept[name], told)
+        made.append(Answered(name, question.title, question.question, words, facts, rows, figure))
+    return made
+
+
+def answers_page(out: Path) -> str:
+    """The page of six questions: the answer, a figure, the setting, how sure it is, the command, then all endpoints."""
+    parts = [_intro(out)]
+    for one in answered(out):
+        shown = [f"![{one.title}]({one.name}/{one.figure.name})"] if one.figure else []
+        told = "\n".join(f"- {key}: {f'`{text}`' if key == 'Command' else text}" for key, text in one.facts.items())
+        more = [f"All numbers and settings: [{one.name}]({one.name}.md)."] if (out / f"{one.name}.md").is_file() else []
+        rows = table(list(one.rows[0]), [_emphasised(row) for row in one.rows])
+        head = [f"## {one.name.upper()} {one.title}", one.question, f"**{one.sentences}**"]
+        parts += [*head, *shown, told, *more, rows]
     return "\n\n".join(parts) + "\n"
+
+
+def answers_html(out: Path) -> Path:
+    """The same as one file that needs no other and no network, with the claims of the documents at its end."""
+    made, claims = answered(out), claim_rows(out)
+    sections = [
+        html.section(
+            f"{one.name.upper()} {one.title}",
+            f"<p>{html.safe(one.question)}</p>"
+            + html.notices([one.sentences])
+            + (_SCROLLED.format(html.picture(one.figure, one.title)) if one.figure else "")
+            + html.facts(one.facts)
+            + html.folded("Every planned comparison", html.grid(one.rows)),
+        )
+        for one in made
+    ]
+    numbers = html.rows_csv([{"question": one.name, **row} for one in made for row in one.rows])
+    about = re.sub(r"\[(.+?)\]\(.+?\)|`", r"\1", _intro(out)).partition("\n\n")[2].partition(" Without a network")[0]
+    top = html.header(_TITLE, "finished", "endpoints.csv", numbers, about)
+    appendix = html.section("What the five documents claim", html.folded("Every claim", html.grid(claims)))
+    return html.write_page(out / "answers.html", _TITLE, top, [*sections, appendix], [])
+
+
+def in_words(question: Question, parts: Mapping[str, Part], told: Told) -> str:
+    """The answer that was written for these verdicts, its numbers filled in; else a sentence per primary endpoint."""
+    verdicts = {e.name: v for e, v in told}
+    written = question.answer
+    if written is None or any(verdicts[name].word != word for name, word in written.when.items()):
+        return " ".join(sentence(e, v) for e, v in told if e.primary)
+    return re.sub(r"\{(.+?)\}", lambda mark: _number(mark[1], parts, verdicts), written.text)
+
+
+def _number(mark: str, parts: Mapping[str, Part], verdicts: Mapping[str, Verdict]) -> str:
+    """What stands for a mark of an answer: an effect with its interval, or the mean of a cell."""
+    name, turned = mark.removeprefix("-"), mark.startswith("-")
+    if name in verdicts:
+        v, sign = verdicts[name], -1 if turned else 1
+        if v.value is None:
+            raise FedgraftError(f"an answer names {name}, which has no number.")
+        limits = "" if v.low is None or v.high is None else sorted((sign * v.low, sign * v.high))
+        return f"{sign * v.value:.1f}" + (f" [{limits[0]:.1f}, {limits[1]:.1f}]" if limits else "")
+    part, _, rest = name.partition(":")
+    cell, _, measure = rest.partition(":")
+    known = numbers(parts[part].series(cell, measure or parts[part].preset.measure)) if part in parts else []
+    if not known:
+        raise FedgraftError(f"an answer names {mark!r}, and there is no such endpoint or cell with numbers.")
+    mean = sum(known) / len(known)
+    return f"{mean:.1f}" if abs(mean) < 100 else f"{mean:,.0f}"
 
 
 def sentence(endpoint: Endpoint, verdict: Verdict) -> str:
@@ -47,7 +134,19 @@ def sentence(endpoint: Endpoint, verdict: Verdict) -> str:
     return f"{lead}: {endpoint.text} ({behind})."
 
 
-def draw(path: Path, parts: Mapping[str, Part], told: list[tuple[Endpoint, Verdict]]) -> bool:
+def confidence(told: Told) -> str:
+    """How sure the primary endpoints are: seeds and interval, and the gate of each with its numbers."""
+    made = []
+    for endpoint, verdict in told:
+        if endpoint.primary:
+            gate = "; ".join(map(str, verdict.gate)) or "none"
+            met = "gate met" if all(check.met for check in verdict.gate) else "gate not met"
+            why = verdict.why if verdict.word != NO_RANGE else NO_RANGE
+            made.append(f"{endpoint.text}: {verdict.word} ({why}); {met if verdict.gate else 'gate'} ({gate})")
+    return ". ".join(made) + "."
+
+
+def draw(path: Path, parts: Mapping[str, Part], told: Told) -> bool:
     """The arms of each primary endpoint's part, and the effects of all endpoints in points; False: nothing to show."""
     panels = []
     for name, measure in dict.fromkeys((e.part, e.measure) for e, _ in told if e.primary):
@@ -78,10 +177,7 @@ def _interval(series: Series) -> Interval | None:
     return effect.value, low, high
 
 
-_HEADER = ["endpoint", "part", "effect", "smallest that matters", "verdict", "why"]
-
-
-def _row(endpoint: Endpoint, verdict: Verdict) -> list[str]:
+def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
     effect = "–" if verdict.value is None else f"{verdict.value:.3g}"
     if verdict.low is not None:
         effect += f" [{verdict.low:.3g}, {verdict.high:.3g}]"
@@ -89,33 +185,61 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> list[str]:
         effect += ", p < 0.001" if verdict.p < 0.001 else f", p {verdict.p:.3f}"
     kind = "primary" if endpoint.primary else "secondary"
     expect = f"{endpoint.expect} {'as' if endpoint.expect == 'same' else 'than'} {endpoint.number:g}"
-    text = f"{endpoint.text} ({kind}; {expect})"
-    return [text, endpoint.part, effect, f"{endpoint.margin:g}", f"**{verdict.word}**", verdict.why or "–"]
+    return {
+        "endpoint": f"{endpoint.text} ({kind}; {expect})", "part": endpoint.part, "effect": effect,
+        "smallest that matters": f"{endpoint.margin:g}", "verdict": verdict.word, "why": verdict.why or "–",
+    }  # fmt: skip
 
 
-def claims_page(out: Path) -> str:
-    """The appendix: every empirical claim of the five documents."""
+def claim_rows(out: Path) -> Table:
+    """Every empirical claim of the five documents with what was measured of it."""
     parts, rows = read(out), []
     for claim in document_claims():
-        where, measured, word = "–", claim.not_run, "not run"
+        where, measured, word, span = "–", claim.not_run, "not run", "–"
         if claim.cell:
             name, _, part_name = claim.cell.partition(":")
             part = parts[name][part_name]
             effect = part.effect(claim)
             found = judge({"": judged(claim, effect, gate=part.gate(claim, effect))})[""]
             where, measured, word = claim.cell, said(claim, effect, found), found.word
-        rows.append([claim.id, f"{claim.says} ({claim.document})", claim.setting, where, measured, f"**{word}**"])
-    header = ["claim", "what the document says", "its setting", "our cells", "measured", "verdict"]
-    return _APPENDIX + "\n\n" + table(header, rows) + "\n"
+            span = "; ".join(f"{c.measured:.3g} (needs {c.needed:.3g})" for c in found.gate[:1]) or "–"
+        says = f"{claim.says} ({claim.document})"
+        rows.append({
+            "claim": claim.id, "what the document says": says, "its setting": claim.setting, "our cells": where,
+            "measured": measured, "range between arms": span, "verdict": word,
+        })  # fmt: skip
+    return rows
 
 
-_INTRO = """# Six questions, answered
+def claims_page(out: Path) -> str:
+    """The appendix as Markdown."""
+    rows = claim_rows(out)
+    return _APPENDIX + "\n\n" + table(list(rows[0]), [_emphasised(row) for row in rows]) + "\n"
+
+
+def _emphasised(row: Mapping[str, str]) -> list[str]:
+    return [f"**{text}**" if key == "verdict" else text for key, text in row.items()]
+
+
+def _intro(out: Path) -> str:
+    spent = sum(hours(out / "runs.zip.xz").values())
+    return _INTRO.format(
+        f" They took {spent:.1f} core-hours so far, what chose learning rates included." if spent else ""
+    )
+
+
+_SCROLLED = '<div class="scroll"><div style="min-width: 34rem">{}</div></div>'
+"""On a narrow screen a figure keeps a size at which it can be read."""
+_TITLE = "Six questions, answered"
+_INTRO = f"""# {_TITLE}
 
 The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in
-[an appendix](claims.md). Primary endpoints of all questions are corrected together by Holm, also those that were not
-measured. This page is made by `python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
+[an appendix](claims.md).{{}}
+Primary endpoints of all questions are corrected together by Holm, also those that were not measured. Made by
+`python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone. Without a network: the same as
+[one file](answers.html)."""
 _APPENDIX = """# What the five documents claim
 
 Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md),
-one by one and not corrected; "no range here" means that the experiment could not have shown it. Made by
-`python -m reproduction --answers`."""
+one by one and not corrected; "range between arms" is what the experiment spans and what it needs to count, and
+"no range here" means that it could not have shown the claim. Made by `python -m reproduction --answers`."""

@@ -17,6 +17,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.runs.attacked import OUTCOME
 from fedgraft.runs.files import read_metrics
 from fedgraft.runs.sweep import finished
+from reproduction.question import QUESTIONS
 
 WHOLE = ("config.toml", "run.json", "summary.json", OUTCOME)
 SERIES = ("round", "accuracy", "loss", "personal", "balanced_accuracy", "bytes_up", "bytes_down", "seconds")
@@ -51,6 +52,16 @@ def unpack(file: Path, root: Path, places: Mapping[str, str]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_shown(content, places))
     return len(lacking)
+
+
+def hours(file: Path) -> dict[str, float]:
+    """By question the hours of one core that its runs took, those that chose a learning rate among them."""
+    spent: dict[str, float] = {}
+    for name, content in (_read(file) if file.exists() else {}).items():
+        label, whole = PurePosixPath(name).parent.name.partition("-")[0], name.endswith("/summary.json")
+        if whole and label in QUESTIONS:
+            spent[label] = spent.get(label, 0.0) + json.loads(content).get("seconds", 0.0) / 3600
+    return spent
 
 
 def _parts(folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -39,11 +39,24 @@ class Endpoint(Claim):
     primary: bool = True
 
 
+class Answer(Section):
+    """The answer in words, for the verdicts it was written for; other verdicts get derived sentences instead.
+
+    Numbers are filled in: `{q1-head}` is the effect of an endpoint with its interval (`{-q1-head}`: its sign turned),
+    `{head:J=8/IID}` the mean of a cell, `{head:J=8/IID:megabytes}` of another measure than the part's.
+    """
+
+    text: str
+    when: dict[str, str] = Field(min_length=1, description="verdicts by endpoint")
+
+
 class Question(Section):
     """A question with its parts and endpoints."""
 
     title: str
     question: str
+    setting: str = Field("", description="data, network and numbers that all parts share, in a sentence")
+    answer: Answer | None = None
     parts: dict[str, Preset] = Field(min_length=1)
     endpoints: list[Endpoint] = Field(min_length=1)
 
@@ -51,6 +64,11 @@ class Question(Section):
     def _cells_exist(self) -> Question:
         for endpoint in self.endpoints:
             check_cells(self, endpoint.name, endpoint.part, [endpoint.left, endpoint.right, *endpoint.minus])
+        known = {endpoint.name for endpoint in self.endpoints}
+        if self.answer and (strange := set(self.answer.when) - known):
+            raise ValueError(
+                f"the answer speaks of the endpoint {min(strange)!r}; there are {', '.join(sorted(known))}"
+            )
         return self
 
     def core_minutes(self, scale: Literal["paper", "laptop", "tiny"] = "laptop") -> float:

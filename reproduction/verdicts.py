@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedgraft.errors import FedgraftError
@@ -125,6 +125,7 @@ class Verdict:
     p: float | None = None
     """Two-sided (`same`: twice the larger of the two one-sided), corrected for primary endpoints; 2*alpha decides."""
     why: str = ""
+    gate: tuple[Check, ...] = ()
 
 
 def judge(claims: Mapping[str, Claim], alpha: float = ALPHA) -> dict[str, Verdict]:
@@ -137,7 +138,8 @@ def judge(claims: Mapping[str, Claim], alpha: float = ALPHA) -> dict[str, Verdic
         level = alpha / len(family) if name in decided else alpha / max(1, len(family) - len(decided))
         alone = name not in chances
         p = min(1.0, 2 * _chance(claim)) if alone else corrected[name]
-        found[name] = _verdict(claim, alpha if alone else level, p, name in decided, not alone)
+        verdict = _verdict(claim, alpha if alone else level, p, name in decided, not alone)
+        found[name] = replace(verdict, gate=claim.gate)
     return found
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ def arguments(doc: str | None, **defaults: float) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder with cifar100-train.parquet and -test.parquet")
     parser.add_argument("--model", required=True, help="folder of a ViT in transformers format")
     parser.add_argument("--limit", type=int, default=0, help="use only so many training and test images")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kept", type=Path, help="folder where what enters the last block is kept (2.4 GB) and found")
+    parser.add_argument("--seeds", type=int, default=1, help="how many: 1, 2, ...")
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     return parser.parse_args()
@@ -54,16 +56,66 @@ def vit(folder: str) -> nn.Module:
     return ViTModel.from_pretrained(folder, dtype=torch.float32, add_pooling_layer=False).eval()
 
 
-def class_token(net: nn.Module, batch: Tensor) -> Tensor:
-    """The class token after the last norm; positions are interpolated to the batch's size."""
-    return net(pixel_values=batch, interpolate_pos_encoding=True).last_hidden_state[:, 0]  # (B, D)
+@torch.no_grad()
+def tokens(net: nn.Module, encoded: Sequence[bytes], size: int, file: Path | None) -> Tensor:
+    """What enters the last block, (n, tokens, D), positions interpolated to the size; from `file` where it is there."""
+    if file is not None and file.exists():
+        return torch.from_numpy(np.load(file))
+    found = []
+    for i in range(0, len(encoded), 64):
+        batch = pixels(encoded[i : i + 64], size)
+        states = net(pixel_values=batch, interpolate_pos_encoding=True, output_hidden_states=True).hidden_states
+        found.append(states[-2])
+        if i // 64 % 50 == 0:
+            print(f"{i} of {len(encoded)} images", flush=True)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.save(file, torch.cat(found).numpy())
+    return torch.cat(found)
+
+
+def last_block(net: nn.Module) -> nn.Module:
+    """The block after which only the norm and the head come."""
+    return next(part for name, part in net.named_modules() if name in ("layers", "encoder.layer"))[-1]
+
+
+def class_tokens(net: nn.Module, inputs: Tensor) -> Tensor:
+    """The class token of each image after the last block and the norm, (B, D)."""
+    out = last_block(net)(inputs)
+    return net.layernorm(out[0] if isinstance(out, tuple) else out)[:, 0]
 
 
 @torch.no_grad()
-def features(net: nn.Module, encoded: Sequence[bytes], size: int) -> Tensor:
-    """Class tokens of many images."""
-    blocks = [class_token(net, pixels(encoded[i : i + 64], size)) for i in range(0, len(encoded), 64)]
-    return torch.cat(blocks)
+def applied(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """A function of many rows, in batches."""
+    return torch.cat([function(part) for part in inputs.split(512)])
+
+
+@dataclass(frozen=True)
+class Data:
+    """What enters the last block of a network, and the labels."""
+
+    net: nn.Module
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+def read(a: argparse.Namespace) -> Data:
+    """Network and data of the command line."""
+    net, made = vit(a.model), []
+    for part in ("train", "test"):
+        encoded, labels = images(a.data / f"cifar100-{part}.parquet", a.limit)
+        file = a.kept / f"{part}-{a.size}-{len(encoded)}.npy" if a.kept else None
+        made += [tokens(net, encoded, a.size, file), labels]
+    return Data(net, *made)
+
+
+def report(results: Sequence[float]) -> None:
+    """The test accuracy of every seed, with mean and standard deviation."""
+    spread = f" ± {np.std(results, ddof=1):.2f}" if len(results) > 1 else ""
+    print(f"test: {', '.join(f'{x:.2f}' for x in results)} %; mean {np.mean(results):.2f}{spread}")
 
 
 def held_out(labels: Tensor, share: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

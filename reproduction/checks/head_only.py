@@ -1,24 +1,31 @@
 """Head-only FedAvg on CIFAR-100 with N_c classes per client, in plain PyTorch: a check of Q1 from outside.
 
-Run: `python reproduction/checks/head_only.py --data FOLDER --model FOLDER`. Compare with the cell `J=8/N_c=10` of
-q1:head: 100 clients, 10 a round, J=8 steps of 32 images, momentum 0.9, the rate divided by the momentum's gain, cosine,
-200 rounds.
+Run: `python reproduction/checks/head_only.py --data FOLDER --model FOLDER --seeds 5`. Compare with the cell
+`J=8/N_c=10` of q1:head: 100 clients, 10 a round, J=8 steps of 32 images, momentum 0.9, the rate divided by the
+momentum's gain, cosine, 200 rounds.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import numpy as np
 import torch
-from common import accuracy, arguments, batches, by_classes, cosine, features, gain, held_out, images, vit
+from common import accuracy, applied, arguments, batches, by_classes, class_tokens, cosine, gain, held_out, read, report
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 
 def main() -> None:
-    """Train and print accuracy by round, then the test of the best round."""
-    a = arguments(__doc__, size=112, classes=10, rounds=200, steps=8, batch=32, rate=1.0, clients=100, cohort=10)
-    rng, net = np.random.default_rng(a.seed), vit(a.model)
-    (train, y), (test, y_test) = (images(a.data / f"cifar100-{part}.parquet", a.limit) for part in ("train", "test"))
-    x, x_test = features(net, train, a.size), features(net, test, a.size)
+    """Train with every seed, print accuracy by round, then the test of the best rounds."""
+    a = arguments(__doc__, size=112, classes=10, rounds=200, steps=8, batch=32, rate=0.09, clients=100, cohort=10)
+    data = read(a)
+    x, x_test = (applied(lambda part: class_tokens(data.net, part), inputs) for inputs in (data.x, data.x_test))
+    report([_run(a, seed, (x, data.y), (x_test, data.y_test)) for seed in range(1, a.seeds + 1)])
+
+
+def _run(a: Namespace, seed: int, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> float:
+    (x, y), rng = train, np.random.default_rng(seed)
     rows, held = held_out(y, 0.1, rng)
     clients = by_classes(y, rows, a.clients, a.classes, rng)
     head = torch.zeros(int(y.max()) + 1, x.shape[1] + 1)  # weights, then biases; a linear head's start hardly matters
@@ -32,15 +39,15 @@ def main() -> None:
         if (round + 1) % max(1, a.rounds // 20) == 0:
             now = accuracy(_scores(head, x[held]), y[held])
             best = max(best, (now, round + 1, head), key=lambda b: b[0])
-            print(f"round {round + 1}: validation {now:.2f} %", flush=True)
-    print(f"best round {best[1]}: validation {best[0]:.2f} %, test {accuracy(_scores(best[2], x_test), y_test):.2f} %")
+            print(f"seed {seed}, round {round + 1}: validation {now:.2f} %", flush=True)
+    return accuracy(_scores(best[2], test[0]), test[1])
 
 
-def _scores(head: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _scores(head: Tensor, x: Tensor) -> Tensor:
     return x @ head[:, :-1].T + head[:, -1]
 
 
-def _train(head: torch.Tensor, x: torch.Tensor, y: torch.Tensor, rows: object, rate: float) -> torch.Tensor:
+def _train(head: Tensor, x: Tensor, y: Tensor, rows: object, rate: float) -> Tensor:
     """One client: SGD with momentum from rest."""
     head, velocity = head.clone().requires_grad_(), torch.zeros_like(head)
     for batch in rows:  # type: ignore[attr-defined]

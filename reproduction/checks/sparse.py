@@ -1,6 +1,6 @@
 """90 % sparse FedAvg, IID, in plain PyTorch: Fisher scores choose a tenth of the last block; a check of Q3.
 
-Run: `python reproduction/checks/sparse.py --data FOLDER --model FOLDER --rate 1.0`. Compare with the cell
+Run: `python reproduction/checks/sparse.py --data FOLDER --model FOLDER --rate 1.0 --seeds 5`. Compare with the cell
 `IID/least sensitive` of q3:body (`--most 1`: `most sensitive`; `--sparsity 0`: `dense`): a ridge head of all training
 images stays fixed; 100 clients, 10 a round, J=8 steps of 32 images, momentum 0.9, cosine, 40 rounds. What enters the
 last block is computed once. The scores are squared gradients of single images with their true labels at the start, in
@@ -9,9 +9,24 @@ one go: fedgraft's default draws labels and calibrates in rounds, so masks diffe
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import numpy as np
 import torch
-from common import accuracy, arguments, batches, cosine, evenly, held_out, images, pixels, vit
+from common import (
+    Data,
+    accuracy,
+    applied,
+    arguments,
+    batches,
+    class_tokens,
+    cosine,
+    evenly,
+    held_out,
+    last_block,
+    read,
+    report,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
@@ -20,16 +35,14 @@ class LastBlock:
     """The last block of a ViT, of whose weights some may move, between kept tokens and a fixed head."""
 
     def __init__(self, net: nn.Module) -> None:
-        layers = next(part for name, part in net.named_modules() if name in ("layers", "encoder.layer"))
-        self.block, self.norm = layers[-1], net.layernorm
-        self.weights = {name: p.requires_grad_() for name, p in self.block.named_parameters()}
+        self.net = net
+        self.weights = {name: p.requires_grad_() for name, p in last_block(net).named_parameters()}
         self.masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in self.weights.items()}
         self.head: Tensor | None = None
 
     def features(self, tokens: Tensor) -> Tensor:
         """The class token after the last norm."""
-        out = self.block(tokens)
-        return self.norm(out[0] if isinstance(out, tuple) else out)[:, 0]  # (B, D)
+        return class_tokens(self.net, tokens)
 
     def scores(self, tokens: Tensor) -> Tensor:
         """The classes' scores of a batch."""
@@ -52,22 +65,32 @@ class LastBlock:
 
 
 def main() -> None:
-    """Make the head, choose the weights, train, and print accuracy by round."""
+    """Train with every seed, print accuracy by round, then the test of the best rounds."""
     a = arguments(__doc__, size=112, rounds=40, steps=8, batch=32, rate=1.0, clients=100, cohort=10, sparsity=0.9,
                   samples=1024, most=0)  # fmt: skip
-    rng, net = np.random.default_rng(a.seed), vit(a.model)
-    (train, y), (test, y_test) = (images(a.data / f"cifar100-{part}.parquet", a.limit) for part in ("train", "test"))
+    data = read(a)
+    begin = {n: p.detach().clone() for n, p in last_block(data.net).named_parameters()}
+    found = []
+    for seed in range(1, a.seeds + 1):
+        last = LastBlock(data.net)
+        last.load(begin)
+        found.append(_run(a, seed, data, last))
+    report(found)
+
+
+def _run(a: Namespace, seed: int, data: Data, last: LastBlock) -> float:
+    """Make the head, choose the weights, train; the test accuracy of the best round."""
+    x, y, rng = data.x, data.y, np.random.default_rng(seed)
     rows, held = held_out(y, 0.05, rng)
-    x, last = _tokens(net, train, a.size), LastBlock(net)
-    last.head = _ridge(_apply(last.features, x[rows]), y[rows], _apply(last.features, x[held]), y[held])
+    last.head = _ridge(applied(last.features, x[rows]), y[rows], applied(last.features, x[held]), y[held])
     if a.sparsity:
         some = rng.permutation(rows)[: a.samples]
         last.keep(_fisher(last, x[some], y[some]), 1 - a.sparsity, bool(a.most))
     print(f"trained: {sum(int(m.sum()) for m in last.masks.values())} weights", flush=True)
     clients = evenly(rows, a.clients, rng)
     state = {n: p.detach().clone() for n, p in last.weights.items()}
-    best = (accuracy(_apply(last.scores, x[held]), y[held]), 0, state)
-    print(f"round 0: validation {best[0]:.2f} %", flush=True)
+    best = (accuracy(applied(last.scores, x[held]), y[held]), 0, state)
+    print(f"seed {seed}, round 0: validation {best[0]:.2f} %", flush=True)
     for round in range(a.rounds):
         chosen, rate = rng.choice(a.clients, a.cohort, replace=False), cosine(a.rate, round, a.rounds)
         total, summed = sum(len(clients[k]) for k in chosen), {n: torch.zeros_like(p) for n, p in state.items()}
@@ -79,29 +102,11 @@ def main() -> None:
         state = summed
         if (round + 1) % max(1, a.rounds // 10) == 0:
             last.load(state)
-            now = accuracy(_apply(last.scores, x[held]), y[held])
+            now = accuracy(applied(last.scores, x[held]), y[held])
             best = max(best, (now, round + 1, state), key=lambda b: b[0])
-            print(f"round {round + 1}: validation {now:.2f} %", flush=True)
-    del x
+            print(f"seed {seed}, round {round + 1}: validation {now:.2f} %", flush=True)
     last.load(best[2])
-    tested = accuracy(_apply(last.scores, _tokens(net, test, a.size)), y_test)
-    print(f"best round {best[1]}: validation {best[0]:.2f} %, test {tested:.2f} %")
-
-
-@torch.no_grad()
-def _tokens(net: nn.Module, encoded: list[bytes], size: int) -> Tensor:
-    """What enters the last block, (n, tokens, D); that block's own weights do not matter for it."""
-    found = []
-    for i in range(0, len(encoded), 64):
-        batch = pixels(encoded[i : i + 64], size)
-        states = net(pixel_values=batch, interpolate_pos_encoding=True, output_hidden_states=True).hidden_states
-        found.append(states[-2])
-    return torch.cat(found)
-
-
-@torch.no_grad()
-def _apply(function: object, tokens: Tensor) -> Tensor:
-    return torch.cat([function(part) for part in tokens.split(512)])  # type: ignore[operator]
+    return accuracy(applied(last.scores, data.x_test), data.y_test)
 
 
 def _ridge(z: Tensor, y: Tensor, z_held: Tensor, y_held: Tensor) -> Tensor:

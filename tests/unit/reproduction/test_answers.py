@@ -1,0 +1,63 @@
+"""Answers in words: the numbers of the committed pages filled in, and never words that other verdicts do not bear."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reproduction.answers import endpoints, read
+from reproduction.answers_page import answered, answers_html, in_words
+from reproduction.question import QUESTIONS, Answer, Question, load_question
+from reproduction.verdicts import CONTRADICTED, SUPPORTED
+
+from fedgraft.errors import FedgraftError
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+
+
+def _told(name: str) -> tuple[Question, list]:  # type: ignore[type-arg]
+    found, question = endpoints(RESULTS), load_question(name)
+    return question, [found[e.name] for e in question.endpoints]
+
+
+@pytest.mark.parametrize("name", [name for name in QUESTIONS if load_question(name).answer])
+def test_a_written_answer_has_its_numbers(name: str) -> None:
+    question, told = _told(name)
+    text = in_words(question, read(RESULTS)[name], told)
+    assert question.answer is not None and "{" not in text and re.search(r"\d\.\d", text)
+    assert text.startswith(question.answer.text.partition("{")[0])
+    assert len(re.findall(r"[.:] (?=[A-Z])", text)) <= 2, "an answer is two sentences"
+
+
+def test_words_written_for_other_verdicts_are_not_shown() -> None:
+    question, told = _told("q1")
+    turned = [(e, replace(v, word={SUPPORTED: CONTRADICTED}.get(v.word, v.word))) for e, v in told]
+    parts = read(RESULTS)["q1"]
+    assert question.answer is not None
+    assert in_words(question, parts, turned).startswith("No, the other way round")
+    without = question.model_copy(update={"answer": None})
+    assert in_words(without, parts, told).startswith("Yes: ten classes")
+
+
+@pytest.mark.parametrize("mark", ["head:J=3/IID", "nothing:J=8/IID", "q1-sites"])
+def test_a_number_that_is_not_there_is_one_sentence(mark: str) -> None:
+    question, told = _told("q1")
+    wrong = question.model_copy(update={"answer": Answer(text=f"{{{mark}}}", when={"q1-head": SUPPORTED})})
+    with pytest.raises(FedgraftError, match="an answer names"):
+        in_words(wrong, read(RESULTS)["q1"], told)
+
+
+def test_the_page_that_opens_alone_has_everything(tmp_path: Path) -> None:
+    import shutil
+
+    for name in QUESTIONS:
+        if (RESULTS / name / "numbers.json").is_file():
+            (tmp_path / name).mkdir()
+            shutil.copy(RESULTS / name / "numbers.json", tmp_path / name)
+    text = answers_html(tmp_path).read_text()
+    made = answered(tmp_path)
+    assert text.count("data:image/png;base64,") == sum(one.figure is not None for one in made)
+    assert all(word in text for word in ("Setting", "Confidence", "Cost", "Command", "What the five documents claim"))
+    assert not re.search(r'(src|href)="(?!data:)', text)
