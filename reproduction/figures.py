@@ -139,7 +139,7 @@ def curve_of(folders: Sequence[Path], key: str) -> Line:
         else:
             factor = 100 if key == "accuracy" else 1
             runs.append([(line["round"], factor * line[key]) for line in lines if line.get(key) is not None])
-    length = min(map(len, runs))
+    length = min(map(len, runs), default=0)
     stats = [summarise([run[i][1] for run in runs]) for i in range(length)]
     return [runs[0][i][0] for i in range(length)], [s.mean for s in stats], [s.std for s in stats]
 

@@ -61,3 +61,9 @@ def test_the_page_that_opens_alone_has_everything(tmp_path: Path) -> None:
     assert text.count("data:image/png;base64,") == sum(one.figure is not None for one in made)
     assert all(word in text for word in ("Setting", "Confidence", "Cost", "Command", "What the five documents claim"))
     assert not re.search(r'(src|href)="(?!data:)', text)
+
+
+def test_a_page_can_be_read_while_an_arm_has_no_run_yet() -> None:
+    from reproduction.figures import curve_of
+
+    assert curve_of([], "accuracy") == ([], [], [])
