@@ -2,7 +2,7 @@
 
 Run: `python reproduction/checks/head_only.py --data FOLDER --model FOLDER --seeds 5`. Compare with the cell
 `J=8/N_c=10` of q1:head: 100 clients, 10 a round, J=8 steps of 32 images, momentum 0.9, the rate divided by the
-momentum's gain, cosine, 200 rounds.
+momentum's gain, cosine, 200 rounds, from a drawn head (`--zeros 1`: from zeros).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 def main() -> None:
     """Train with every seed, print accuracy by round, then the test of the best rounds."""
-    a = arguments(__doc__, size=112, classes=10, rounds=200, steps=8, batch=32, rate=0.09, clients=100, cohort=10)
+    a = arguments(__doc__, size=112, classes=10, rounds=200, steps=8, batch=32, rate=0.09, clients=100, cohort=10,
+                  zeros=0)  # fmt: skip
     data = read(a)
     x, x_test = (applied(lambda part: class_tokens(data.net, part), inputs) for inputs in (data.x, data.x_test))
     report([_run(a, seed, (x, data.y), (x_test, data.y_test)) for seed in range(1, a.seeds + 1)])
@@ -28,7 +29,9 @@ def _run(a: Namespace, seed: int, train: tuple[Tensor, Tensor], test: tuple[Tens
     (x, y), rng = train, np.random.default_rng(seed)
     rows, held = held_out(y, 0.1, rng)
     clients = by_classes(y, rows, a.clients, a.classes, rng)
-    head = torch.zeros(int(y.max()) + 1, x.shape[1] + 1)  # weights, then biases; a linear head's start hardly matters
+    bound = 0.0 if a.zeros else x.shape[1] ** -0.5  # where the head starts is worth half a point
+    drawn = rng.uniform(-bound, bound, (int(y.max()) + 1, x.shape[1] + 1))
+    head = torch.from_numpy(drawn).float()  # weights, then biases
     best = (accuracy(_scores(head, x[held]), y[held]), 0, head)
     for round in range(a.rounds):
         rate = cosine(a.rate, round, a.rounds) / gain(a.steps, 0.9)
