@@ -138,8 +138,7 @@ class Job:
         met = self.config.rounds.total * len(self.cohort) * local.steps_for(max(1, rows // task.data.clients))
         if not task.transform.deterministic or 2 * met * local.batch_size < rows:
             return None
-        first = self.algorithm.trainable.first_block(task.network)
-        return self.train_at(task.entry_for(first, self.config))
+        return self.train_at(task.entry_for(self._first_block, self.config))
 
     def train_at(self, entry: int) -> Examples:
         """The training images where they enter: one table, whoever asks first for it, the head's sums or the rounds."""
@@ -153,8 +152,15 @@ class Job:
 
     @cached_property
     def scoring_context(self) -> ClientContext:
-        """The context in which clients score weights for a mask."""
-        return replace(self.task.whole(self.task.eval_images, self.config.seed), policies=self.policies)
+        """The context in which clients score weights for a mask: images where the rounds meet them, as they are."""
+        task = self.task
+        entry = 0 if self.config.data.augment else task.entry_for(self._first_block, self.config)
+        images = self.train_at(entry) if entry else task.eval_images
+        return replace(task.whole(images, self.config.seed), policies=self.policies)
+
+    @property
+    def _first_block(self) -> int:
+        return self.algorithm.trainable.first_block(self.task.network)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
