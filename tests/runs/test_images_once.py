@@ -7,16 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
+from fedgraft.client_sums import scores_of
 from fedgraft.config.load import load
 from fedgraft.data.feature_cache import CachedExamples
-from fedgraft.runs.job import Job
+from fedgraft.edit.space import select
+from fedgraft.messages import Order
+from fedgraft.runs.job import Job, job_of
 from fedgraft.runs.run import run
 
 KINDS = {
     "last_blocks": ["trainable.kind=last_blocks", "trainable.blocks=1"],
     "sparse": ["trainable.kind=sparse", "trainable.freeze_blocks=5", "trainable.sparse.strategy=random"],
+    "scored": ["trainable.kind=sparse", "trainable.freeze_blocks=5", "trainable.sparse.samples=40"],
     "lora": ["trainable.kind=lora", "trainable.freeze_blocks=5"],
 }
 
@@ -89,3 +94,26 @@ def test_a_head_of_some_clients_looks_at_their_images_and_no_others(met: list[in
     some = set(met)
     run(load(None, short), tmp_path / "all", console=False)
     assert some and len(set(met)) - len(some) >= 2 * 36  # the images of two clients at least
+
+
+@pytest.mark.parametrize(
+    ("said", "entry"), [([], 5), (['data.augment=["flip"]'], 0), (["data.cache_features=false"], 0)]
+)
+def test_masks_are_scored_on_what_the_frozen_blocks_made(
+    said: list[str], entry: int, met: list[int], tmp_path: Path
+) -> None:
+    assert job_of(load(None, [*words("scored"), *said])).scoring_context.examples.entry == entry
+
+
+def test_a_mask_is_the_same_from_pixels_and_from_what_is_kept(met: list[int], tmp_path: Path) -> None:
+    scores = []
+    for kept in ("true", "false"):
+        job = job_of(load(None, [*words("scored"), f"data.cache_features={kept}"]))
+        context = job.scoring_context
+        vector = select(context.network, lambda name: True, buffers=False).gather(context.network)
+        names = [name for name, _ in context.network.named_parameters() if "layers.5." in name]
+        settings = {"estimator": "per_sample", "labels": "true", "batch": 20, "names": "\n".join(names), "share": 0.5}
+        scores.append(scores_of(Order("", -1, 0, "scores", "", vector, {}, {**settings, "draw": 0}), context).mean())
+    assert scores[0].keys() == scores[1].keys() and scores[0]
+    for name, one in scores[0].items():
+        assert torch.allclose(one, scores[1][name], rtol=1e-3, atol=1e-12), name
