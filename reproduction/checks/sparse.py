@@ -1,10 +1,10 @@
 """90 % sparse FedAvg, IID, in plain PyTorch: Fisher scores choose a tenth of the last block; a check of Q3.
 
-Run: `python reproduction/checks/sparse.py --data FOLDER --model FOLDER --rate 1.0 --seeds 5`. Compare with the cell
-`IID/least sensitive` of q3:body (`--most 1`: `most sensitive`; `--sparsity 0`: `dense`): a ridge head of all training
-images stays fixed; 100 clients, 10 a round, J=8 steps of 32 images, momentum 0.9, cosine, 40 rounds. What enters the
-last block is computed once. The scores are squared gradients of single images with their true labels at the start, in
-one go: fedgraft's default draws labels and calibrates in rounds, so masks differ a little; what they cost should not.
+Run: `python reproduction/checks/sparse.py --data FOLDER --model FOLDER --rate 3.0 --seeds 3`. Compare with the cell
+`IID/least sensitive, one calibration round` of q3:body (`--sparsity 0`: `dense`): a ridge head of all training images
+stays fixed; 100 clients, 10 a round, J=8 steps of 32 images, momentum 0.9, cosine, 40 rounds. What enters the last
+block is computed once. The scores are squared gradients of single images with their true labels at the start;
+fedgraft's default draws labels, so masks differ a little, and what they cost should not.
 """
 
 from __future__ import annotations
