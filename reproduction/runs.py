@@ -15,10 +15,11 @@ from typing import Any
 
 from fedgraft.config.load import Config, from_folder
 from fedgraft.errors import FedgraftError
+from fedgraft.runs.attacked import OUTCOME
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.sweep import finished, folder_of, run_many, vary
 
-__all__ = ["FinishedRuns", "Wanted", "carry_out", "check_data", "curve", "measure_of", "vary"]
+__all__ = ["FinishedRuns", "Wanted", "carry_out", "check_data", "curve", "finished_attacks", "measure_of", "vary"]
 
 Report = Callable[[str], None]
 Wanted = Mapping[str, tuple[Config, bool]]
@@ -44,6 +45,17 @@ class FinishedRuns:
     def get(self, config: Config, central: bool) -> Path | None:
         """The folder of this run, if it is finished."""
         return self.found.get(self.key(config, central))
+
+
+def finished_attacks(root: Path) -> dict[tuple[str, str], Path]:
+    """The finished cells of attack tables below a folder: by attack, and by what their configs mean to today's code."""
+    found: dict[tuple[str, str], Path] = {}
+    for path in sorted(root.glob("attack-*/*/*/config.toml")):
+        folder = path.parent
+        whole = finished(folder) is not None and (folder / OUTCOME).exists()
+        if whole and (key := _key_of(folder, path.stat().st_mtime_ns)):
+            found.setdefault((folder.parent.name, key[0]), folder)
+    return found
 
 
 @cache  # a finished run stays as it is, and hundreds of them are asked for again after every part

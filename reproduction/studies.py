@@ -16,7 +16,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.report.statistics import summarise
 from reproduction.preset import Cell
 from reproduction.reproduce import TUNING_SEED, Found, Tables, Work, carry_out, numbers
-from reproduction.runs import vary
+from reproduction.runs import finished_attacks, vary
 from reproduction.statistics import paired
 
 LIKE = "constant like "
@@ -92,7 +92,8 @@ def attack(work: Work) -> Found:
     seeds = (TUNING_SEED, *work.seeds)
     count, minutes = 2 * len(kept) * (1 + len(attacks)), work.preset.scales[work.scale].core_minutes  # type: ignore[index]
     work.report(f"{work.name}: {len(seeds)} tables of {count} cells, {minutes:.0f} core-minutes")
-    found = {seed: _attack_cells(work, start[0], seed, attacks, kept) for seed in seeds}
+    known = finished_attacks(work.runs)
+    found = {seed: _attack_cells(work, start[0], seed, (attacks, kept), known) for seed in seeds}
     values: dict[str, dict[str, dict[int, float]]] = {}
     rows: dict[str, list[dict[str, Any]]] = {"worst": [], "each": []}
     for cell in start:
@@ -111,14 +112,18 @@ def _of_cell(cell: Cell, table: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
 
 
 def _attack_cells(
-    work: Work, cell: Cell, seed: int, attacks: Sequence[str], rules: Sequence[str]
+    work: Work,
+    cell: Cell,
+    seed: int,
+    wanted: tuple[Sequence[str], Sequence[str]],
+    known: Mapping[tuple[str, str], Path],
 ) -> list[dict[str, Any]]:
     from fedgraft.runs.attack import AttackPlan, attack_table
 
-    config = cell.config(seed=seed)
+    (attacks, rules), config = wanted, cell.config(seed=seed)
     key = hashlib.blake2b(repr((config.digest, tuple(attacks), tuple(rules))).encode(), digest_size=8).hexdigest()
     plan = AttackPlan(config, attacks, rules, _ATTACKERS, tuple(_PARTITIONS.values()), (seed,))
-    return [asdict(one) for one in attack_table(plan, work.runs / f"attack-{key}", work.report)]
+    return [asdict(one) for one in attack_table(plan, work.runs / f"attack-{key}", work.report, known)]
 
 
 def _attack_values(

@@ -35,6 +35,10 @@ _NUMBERS = {
 }  # fmt: skip
 
 
+Known = Mapping[tuple[str, str], Path]
+"""Runs that were made before, by the attack with its share of clients, and the digest of the config."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One run: how it aggregated, under which attack, and what came out (fractions; None: it could not run)."""
@@ -79,8 +83,8 @@ class AttackPlan:
                 "backdoor, or privacy.aggregation='clear'."
             )
 
-    def cells(self, root: Path) -> dict[Measured, Cell]:
-        """Every run of the table."""
+    def cells(self, root: Path, known: Known | None = None) -> dict[Measured, Cell]:
+        """Every run of the table, where it is known to be or below `root`."""
         wanted = itertools.product(
             self.seeds or [self.config.seed], self.partitions or [self.config.partition.kind], self.rules,
             [BENIGN, *self.attacks],
@@ -88,7 +92,8 @@ class AttackPlan:
         found: dict[Measured, Cell] = {}
         for seed, partition, rule, attack in wanted:
             one, config = Measured(partition, rule, attack, seed), self._config(partition, rule, seed)
-            folder = folder_of(config, root / f"{attack}-{self.share:g}")
+            at = f"{attack}-{self.share:g}"
+            folder = (known or {}).get((at, config.digest)) or folder_of(config, root / at)
             found[one] = Cell(one.label, config, folder, special=partial(run_attacked, kind=attack, share=self.share))
         return found
 
@@ -118,9 +123,9 @@ def partition_of(text: str) -> dict[str, object]:
         raise FedgraftError(f"the partition {text!r} needs a number after the colon.") from None
 
 
-def attack_table(plan: AttackPlan, root: Path, report: Report = print) -> list[Measured]:
+def attack_table(plan: AttackPlan, root: Path, report: Report = print, known: Known | None = None) -> list[Measured]:
     """Run every cell; one that cannot run has a note instead of numbers, and where none can, its reason is raised."""
-    cells = plan.cells(root)
+    cells = plan.cells(root, known)
     for cell in cells.values():
         if finished(cell.folder) and not (cell.folder / OUTCOME).exists():  # killed before the model was measured
             shutil.rmtree(cell.folder)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from reproduction.kept import pack, unpack
-from reproduction.runs import FinishedRuns, curve, measure_of
+from reproduction.runs import FinishedRuns, curve, finished_attacks, measure_of
 
 from fedgraft.config.load import from_folder, load, to_toml
 from fedgraft.errors import FedgraftError
+from fedgraft.runs.attack import AttackPlan
+from fedgraft.runs.attacked import OUTCOME
 from fedgraft.runs.run_folder import RunFolder
 
 
@@ -73,3 +75,19 @@ def test_a_file_that_points_outside_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.zip").write_bytes(lzma.compress(whole.getvalue()))
     with pytest.raises(FedgraftError, match="outside"):
         unpack(tmp_path / "runs.zip", tmp_path / "runs", {})
+
+
+def test_a_cell_of_an_attack_table_is_found_by_what_its_config_means(tmp_path: Path) -> None:
+    config = load(None, ["partition.clients=10", "trainable.kind=head"])
+    plan = AttackPlan(config, ["scaling"], ["mean"])
+    wanted = {one.attack: cell for one, cell in plan.cells(tmp_path / "attack-now").items()}
+    old = to_toml(wanted["scaling"].config).replace("head_clients = 1.0\n", "")  # before that option existed
+    assert old != to_toml(wanted["scaling"].config)
+    run = RunFolder.create(tmp_path / "attack-before" / wanted["scaling"].folder.parent.name / "run-1", old, "1")
+    with run.writing(console=False):
+        run.finish({"seconds": 1.0})
+    assert finished_attacks(tmp_path) == {}, "the model was not measured"
+    (run.path / OUTCOME).write_text("{}")
+    known = finished_attacks(tmp_path)
+    found = {one.attack: cell.folder for one, cell in plan.cells(tmp_path / "attack-now", known).items()}
+    assert found == {"benign": wanted["benign"].folder, "scaling": run.path}
