@@ -12,12 +12,14 @@ import lzma
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.attacked import OUTCOME
 from fedgraft.runs.files import read_metrics
 from fedgraft.runs.sweep import finished
 from reproduction.question import QUESTIONS
+from reproduction.runs import dispersion
 
 WHOLE = ("config.toml", "run.json", "summary.json", OUTCOME)
 SERIES = ("round", "accuracy", "loss", "personal", "balanced_accuracy", "bytes_up", "bytes_down", "seconds")
@@ -74,10 +76,12 @@ def _parts(folder: Path) -> Iterator[tuple[str, bytes]]:
         yield f"figures/{mixed[-1].name}", mixed[-1].read_bytes()
 
 
-def _short(line: dict[str, object]) -> dict[str, object]:
-    """What is read of a round: its numbers, and of the first one how far each client went."""
+def _short(line: dict[str, Any]) -> dict[str, Any]:
+    """What is read of a round: its numbers, how uneven weights were, and of the first one how far each client went."""
     made = {key: line[key] for key in SERIES if key in line}
     clients = line.get("clients")
+    if (uneven := dispersion(line)) is not None:
+        made["dispersion"] = uneven
     if line["round"] == 1 and isinstance(clients, dict) and "drift" in clients:
         made["clients"] = {"drift": clients["drift"]}
     return made

@@ -108,6 +108,9 @@ def group_rows(found: Found, cells: Sequence[Cell]) -> list[dict[str, Any]]:
             series = found.measured(cell.label, more)
             if series and more != preset.measure:
                 row[found.title(more)] = _spread(series)
+        for more in preset.shows:
+            if series := found.measured(cell.label, more):
+                row[found.title(more)] = _spread(series)
         if any(reported.values()):
             row["reported (%)"] = reported[cell.label] or "–"
         rows.append(row | _traffic(found, cell))

@@ -23,9 +23,8 @@ from fedgraft.config.options import Section
 from fedgraft.errors import FedgraftError
 from fedgraft.registry import listed_algorithms
 
-Measure = Annotated[
-    str, Field(pattern=r"^(test|best|last|personal|finetuned|megabytes|spread|rounds_to|balanced|seconds|seconds:\w+)$")
-]
+_WORDS = "test|best|last|personal|finetuned|balanced|megabytes|spread|dispersion|rounds_to|seconds"
+Measure = Annotated[str, Field(pattern=rf"^({_WORDS}|seconds:\w+)$")]
 Kind = TypeVar("Kind", bound=Section)
 PRESETS = Path(__file__).parent / "presets"
 SCALES = ("paper", "laptop", "tiny")
@@ -143,6 +142,7 @@ class Preset(Section):
     seeds: int = Field(3, ge=1)
     measure: Measure = "test"
     baseline: str = ""
+    shows: list[Measure] = Field([], description="further columns of its tables")
     study: str = Field(
         "", description="a function of reproduction/studies.py that carries it out, or changes the cells"
     )

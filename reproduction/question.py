@@ -24,7 +24,7 @@ QUESTIONS = ("q1", "q2", "q3", "q4", "q5", "q6")
 CLAIMS = Path(__file__).parent / "claims.toml"
 KEPT = (
     "test", "best", "last", "personal", "finetuned", "balanced", "megabytes", "spread", "rounds_to", "seconds",
-    "seconds:combine",
+    "seconds:combine", "dispersion",
 )  # fmt: skip
 """Measures whose numbers are kept for every cell."""
 

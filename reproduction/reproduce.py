@@ -24,6 +24,7 @@ MEASURES = {
     "personal": "mean client accuracy (%)", "finetuned": "mean client accuracy, fine-tuned (%)",
     "megabytes": "MB up and down", "spread": "variance of clients' mean steps", "rounds_to": "rounds to the target",
     "seconds": "seconds", "seconds:combine": "seconds to combine", "balanced": "mean balanced client accuracy (%)",
+    "dispersion": "deviation of the clients' weights (% of their mean)",
 }  # fmt: skip
 """Column titles by measure."""
 

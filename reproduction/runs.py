@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 from fedgraft.config.load import Config, from_folder
@@ -141,6 +142,9 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
     if kind == "seconds":
         spent = [line["seconds"][phase] for line in lines if phase in line.get("seconds", {})]
         return sum(spent) / len(spent) if spent else None
+    if kind == "dispersion":
+        uneven = [value for line in lines if (value := dispersion(line)) is not None]
+        return 100 * sum(uneven) / len(uneven) if uneven else None
     if kind == "spread":  # of the clients' mean steps in round 1, where all settings start from the same model
         first = next((line for line in lines if line["round"] == 1), {})
         drift = first.get("clients", {}).get("drift")
@@ -152,6 +156,14 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
     if kind == "rounds_to":
         return next((float(r) for r, a in seen.items() if target is not None and a >= target), None)
     return list(seen.values())[-1] if seen else None
+
+
+def dispersion(line: Mapping[str, Any]) -> float | None:
+    """The standard deviation of the clients' weights in a round over their mean; 0 where all count the same."""
+    if "dispersion" in line:
+        return float(line["dispersion"])
+    weights = line.get("clients", {}).get("weight")
+    return pstdev(weights) / fmean(weights) if weights and any(weights) else None
 
 
 def curve(folder: Path, key: str = "accuracy") -> dict[int, float]:
