@@ -68,6 +68,7 @@ class Tuning(Section):
     at: dict[str, str] = Field({}, description="tune only at these levels, and use the rate for all")
     like: dict[str, str] = Field({}, description="levels that take another one's rate: no common loss judges them")
     rounds: float = Field(1.0, gt=0, le=1, description="share of the rounds")
+    more_seeds: dict[str, int] = Field({}, description="levels of `axis` judged with so many seeds beside seed 0")
 
 
 class Figure(Section):

@@ -17,6 +17,8 @@ from reproduction.runs import carry_out as carry_out_runs
 from reproduction.statistics import Series
 
 TUNING_SEED = 0
+FURTHER_SEEDS = 101
+"""The first of the seeds that judge learning rates beside seed 0, where a preset asks for them."""
 WIDENED = 3
 """How often a list of learning rates may grow because its best is at an end."""
 MEASURES = {
@@ -164,7 +166,7 @@ def tune(work: Work, every: Sequence[Cell]) -> tuple[dict[str, float], list[str]
     edge: list[str] = []
     for _ in range(1 + WIDENED):
         done = carry_out(work, _tries(work, every, rates))
-        best = {label: _least(label, rates[label], done) for label in tuned}
+        best = {label: _least(label, rates[label], done, _tuning_seeds(work, cell)) for label, cell in tuned.items()}
         wider = {label: widen(rates[label], best[label]) for label in tuned}
         edge = [label for label in tuned if wider[label] != rates[label]]
         if not edge:
@@ -173,11 +175,25 @@ def tune(work: Work, every: Sequence[Cell]) -> tuple[dict[str, float], list[str]
     return {label: best[at] for label, at in owner.items() if at in best}, edge
 
 
-def _least(label: str, rates: Sequence[float], done: Mapping[str, Path]) -> float:
-    """The rate with the least loss; a run that failed or diverged is worse than any."""
-    losses = {rate: measure_of(done[name], "loss") if (name := f"{label} lr {rate:g}") in done else None
-              for rate in rates}  # fmt: skip
-    return min(losses, key=lambda rate: math.inf if losses[rate] is None else losses[rate])  # type: ignore[return-value, arg-type]
+def _least(label: str, rates: Sequence[float], done: Mapping[str, Path], seeds: Sequence[int]) -> float:
+    """The rate with the least loss, the mean over tuning seeds; a run that failed or diverged is worse than any."""
+    losses = {}
+    for rate in rates:
+        tried = [measure_of(done[name], "loss") if (name := _try(label, rate, s)) in done else None for s in seeds]
+        losses[rate] = sum(math.inf if loss is None else loss for loss in tried)
+    return min(losses, key=lambda rate: losses[rate])
+
+
+def _try(label: str, rate: float, seed: int) -> str:
+    return f"{label} lr {rate:g}" + (f" seed {seed}" if seed != TUNING_SEED else "")
+
+
+def _tuning_seeds(work: Work, cell: Cell) -> list[int]:
+    """The seeds that judge a cell's rates; none of them is measured."""
+    tuning = work.preset.tuning
+    assert tuning is not None
+    more = tuning.more_seeds.get(level_of(work.preset, cell, tuning.axis), 0) if tuning.axis else 0
+    return [TUNING_SEED, *(FURTHER_SEEDS + i for i in range(0 if work.scale == "tiny" else more))]
 
 
 def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float]] | None = None) -> Wanted:
@@ -186,10 +202,11 @@ def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float
     if tuning is None:
         return {}
     return {
-        f"{cell.label} lr {rate:g}": (_short(cell.config(seed=TUNING_SEED), rate, tuning.rounds), cell.central)
+        _try(cell.label, rate, seed): (_short(cell.config(seed=seed), rate, tuning.rounds), cell.central)
         for cell in every
         if _tuned_at(work, cell) == cell.label and not (work.scale != "tiny" and len(_rates(work, cell)) == 1)
         for rate in (rates[cell.label] if rates else _rates(work, cell))
+        for seed in _tuning_seeds(work, cell)
     }
 
 

@@ -196,6 +196,18 @@ def test_the_list_grows_until_the_best_is_inside(tmp_path: Path, monkeypatch: py
     assert [label.split("lr ")[1] for label in asked] == 2 * ["0.1", "0.3", "1", "3.33", "11.1"]
 
 
+def test_a_rate_that_only_one_seed_bears_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = PRESET + 'tuning = { axis = "rate", rates = { "*" = [0.1, 0.3, 1.0] }, more_seeds = { large = 2 } }'
+    losses = {"0.1": 1.5, "0.3": 1.4, "1": 1.3, "0.1 seed 101": 1.5, "0.3 seed 101": 1.4, "1 seed 101": 4.6,
+              "0.1 seed 102": 1.5, "0.3 seed 102": 1.4, "1 seed 102": None, "3.33": 9.0}  # fmt: skip
+    preset = parse(text, "a")
+    made = Work("a", preset, "laptop", (1,), tmp_path)
+    monkeypatch.setattr(reproduce, "carry_out", lambda work, wanted: {label: Path(label) for label in wanted})
+    monkeypatch.setattr(reproduce, "measure_of", lambda p, m: losses[p.name.split("lr ")[1]])
+    rates, edge = reproduce.tune(made, cells(preset, "laptop", "a"))
+    assert rates == {"small": 1.0, "large": 0.3} and not edge
+
+
 def test_runs_that_choose_a_rate_are_short_and_leave_the_test_set_alone() -> None:
     found = {cell.label: cell for cell in cells(load_preset("editing"), "paper", "editing", "D")}
     config = found["N_c=10/random"].config(seed=2)
