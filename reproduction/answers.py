@@ -19,7 +19,7 @@ from reproduction.claims import effect_of, judged
 from reproduction.preset import Claim, Preset, cells, picked
 from reproduction.question import QUESTIONS, Endpoint, load_question
 from reproduction.statistics import Effect, Series, detectable
-from reproduction.verdicts import EVALUATIONS, Check, Dense, Fact, Verdict, gate, judge
+from reproduction.verdicts import Check, Dense, Fact, Verdict, gate, judge
 
 ACCURACIES = ("test", "best", "last", "personal", "finetuned", "balanced")
 
@@ -49,7 +49,7 @@ class Part:
         arms = {c.label: self.series(c.label, measure) for c in picked(self.preset, every, plan.arms)}
         smallest = detectable(effect.error * effect.n**0.5, effect.n) if effect.error else math.nan
         # A study measures once, after the last round: nothing is chosen over rounds, so nothing is asked of them.
-        seen = EVALUATIONS if self.preset.study == "attack" else self._evaluations(list(arms))
+        seen = None if self.preset.study == "attack" else self._evaluations(list(arms))
         dense = None
         if plan.dense:
             names = (plan.dense, plan.start, plan.head_only)

@@ -157,7 +157,8 @@ def draw(path: Path, parts: Mapping[str, Part], told: Told) -> bool:
         levels = {word: number[0] for word, cell in lines.items() if (number := _interval(part.series(cell, measure)))}
         values = {label.replace("/", ", "): number for label, s in arms.items() if (number := _interval(s))}
         if values:
-            panels.append(Rows(part.preset.title, MEASURES.get(measure, measure), values, levels))
+            unit = part.numbers.get("titles", {}).get(measure) or MEASURES.get(measure, measure)
+            panels.append(Rows(part.preset.title, unit, values, levels))
     seen = [(e, v) for e, v in told if v.low is not None and not e.ratio and e.measure in ACCURACIES]
     if seen:
         effects = {e.text: (v.value, v.low, v.high) for e, v in seen}

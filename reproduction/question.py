@@ -142,6 +142,8 @@ def keep(parts: dict[str, Found], folder: Path) -> None:
     table: dict[str, Any] = {}
     for name, found in parts.items():
         made = table[name] = {"scale": found.work.scale, "at_edge": found.at_edge, "rates": found.rates, "cells": {}}
+        if found.titles:  # a study's numbers are not called as a run's are
+            made["titles"] = found.titles
         for cell in found.cells:
             measures = {m: series for m in KEPT if (series := found.measured(cell.label, m))}
             made["cells"][cell.label] = {"evaluations": found.evaluations(cell.label), **measures}

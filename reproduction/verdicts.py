@@ -73,17 +73,19 @@ class Dense:
 def gate(
     arms: Mapping[str, Series],
     detectable: float,
-    evaluations: int,
+    evaluations: int | None,
     dense: Dense | None = None,
     sharing: tuple[Series, Series] | None = None,
 ) -> tuple[Check, ...]:
-    """The conditions under which an experiment counts; `sharing`: FedAvg and local-only, where sharing is the point."""
+    """The conditions under which an experiment counts; `evaluations` None: nothing is chosen over rounds.
+
+    `sharing`: FedAvg and local-only, where sharing is the point.
+    """
     means = [m for series in arms.values() if not math.isnan(m := _mean(series))]
     span = max(means) - min(means) if len(means) > 1 else math.nan
-    checks = [
-        Check("range between worst and best arm", span, RANGE * detectable),
-        Check("evaluations", evaluations, EVALUATIONS),
-    ]
+    checks = [Check("range between worst and best arm", span, RANGE * detectable)]
+    if evaluations is not None:
+        checks.append(Check("evaluations", evaluations, EVALUATIONS))
     if dense is not None:
         checks.append(Check("dense above its start", _gap(dense.dense, dense.start), POINTS))
         checks.append(Check("dense above head-only", _gap(dense.dense, dense.head_only), dense.lead))

@@ -19,6 +19,8 @@ _ROW = 0.42
 """Inches for one row of a panel."""
 _LETTERS = 38
 """Of a line of a row's name; a longer one would leave no room for the numbers."""
+_TITLE = 56
+"""Letters of a line of a panel's title, which begins above the numbers."""
 _FRAME = 1.15
 """Inches for a panel's title and axis."""
 
@@ -49,10 +51,11 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
                 axes.axvline(0, color=INK, linewidth=0.8, zorder=1)
             dots(axes, panel.values, panel.lines)
             axes.grid(visible=False, axis="y")
-            dress(axes, panel.unit, "", panel.title)
+            named = fill(panel.title, _TITLE)
+            dress(axes, panel.unit, "", named)
             if panel.lines:
                 axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1)
-                axes.set_title(plain_text(panel.title), pad=24)
+                axes.set_title(plain_text(named), pad=24)
     return path
 
 

@@ -120,6 +120,7 @@ def scatter_front(
             axes.plot(cost, gain, "o", markersize=8, color=PALETTE[1 if best else 0], alpha=1 if best else 0.55)
         if all(cost > 0 for cost, _ in points.values()):
             axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.5g}")
         axes.margins(x=0.14, y=0.12)
         dress(axes, xlabel, ylabel)
         figure.draw_without_rendering()  # fixes the limits, so that labels can be placed
@@ -135,11 +136,17 @@ def _draw_levels(axes: Axes, levels: Levels) -> None:
 
 
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Names of the points that no other beats in both cost (smaller) and gain (larger), cheapest first."""
+    """Names of the points that no other beats in both cost (smaller) and gain (larger), cheapest first.
+
+    Costs within a percent count as the same: a few bytes less are no reason to take the worse.
+    """
     front: list[str] = []
     for name in sorted(points, key=lambda n: (points[n][0], -points[n][1])):
-        if not front or points[name][1] > points[front[-1]][1]:
-            front.append(name)
+        if front and points[name][1] <= points[front[-1]][1]:
+            continue
+        while front and points[name][0] <= 1.01 * points[front[-1]][0]:
+            front.pop()
+        front.append(name)
     return front
 
 
