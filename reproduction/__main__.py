@@ -102,13 +102,14 @@ def _one(
 
 def _answers(out: Path) -> None:
     from fedgraft.runs.files import write_text
-    from reproduction.answers_page import answers_html, answers_page, claims_page
+    from reproduction.answers_page import answers_html, answers_page, claims_page, results
 
     out.mkdir(parents=True, exist_ok=True)
-    for file, text in (("answers.md", answers_page(out)), ("claims.md", claims_page(out))):
+    found = results(out)
+    for file, text in (("answers.md", answers_page(found)), ("claims.md", claims_page(found))):
         write_text(out / file, text)
         typer.echo(out / file)
-    typer.echo(answers_html(out))
+    typer.echo(answers_html(found, out / "answers.html"))
 
 
 def _list(scale: str) -> None:

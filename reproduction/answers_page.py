@@ -35,12 +35,28 @@ class Answered:
     facts: dict[str, str]
     rows: Table
     figure: Path | None
+    paged: bool
+    """Whether it has a page of its own, with all numbers."""
 
 
-def answered(out: Path) -> list[Answered]:
-    """Every question with its answer, from the numbers below `out`; figures are drawn there."""
-    found, kept, spent = endpoints(out), read(out), hours(out / "runs.zip.xz")
-    made = []
+@dataclass(frozen=True)
+class Results:
+    """What all three pages are made from, collected once."""
+
+    answers: list[Answered]
+    claims: Table
+    spent: float
+    """Core-hours."""
+
+
+def results(out: Path) -> Results:
+    """Answers and claims from the numbers below `out`; figures are drawn there."""
+    kept, spent = read(out), hours(out / "runs.zip.xz")
+    return Results(_answers(out, kept, spent), _claims(kept), sum(spent.values()))
+
+
+def _answers(out: Path, kept: Mapping[str, Mapping[str, Part]], spent: Mapping[str, float]) -> list[Answered]:
+    found, made = endpoints(out), []
     for name in QUESTIONS:
         question = load_question(name)
         told = [found[e.name] for e in question.endpoints]
@@ -54,26 +70,26 @@ def answered(out: Path) -> list[Answered]:
         }
         figure = picture if draw(picture, kept[name], told) else None
         rows, words = [_row(e, v) for e, v in told], in_words(question, kept[name], told)
-        made.append(Answered(name, question.title, question.question, words, facts, rows, figure))
+        paged = (out / f"{name}.md").is_file()
+        made.append(Answered(name, question.title, question.question, words, facts, rows, figure, paged))
     return made
 
 
-def answers_page(out: Path) -> str:
+def answers_page(found: Results) -> str:
     """The page of six questions: the answer, a figure, the setting, how sure it is, the command, then all endpoints."""
-    parts = [_intro(out)]
-    for one in answered(out):
+    parts = [f"# {_TITLE}", f"{_intro(found)} {_ALONE}"]
+    for one in found.answers:
         shown = [f"![{one.title}]({one.name}/{one.figure.name})"] if one.figure else []
         told = "\n".join(f"- {key}: {f'`{text}`' if key == 'Command' else text}" for key, text in one.facts.items())
-        more = [f"All numbers and settings: [{one.name}]({one.name}.md)."] if (out / f"{one.name}.md").is_file() else []
+        more = [f"All numbers and settings: [{one.name}]({one.name}.md)."] if one.paged else []
         rows = table(list(one.rows[0]), [_emphasised(row) for row in one.rows])
         head = [f"## {one.name.upper()} {one.title}", one.question, f"**{one.sentences}**"]
         parts += [*head, *shown, told, *more, rows]
     return "\n\n".join(parts) + "\n"
 
 
-def answers_html(out: Path) -> Path:
+def answers_html(found: Results, path: Path) -> Path:
     """The same as one file that needs no other and no network, with the claims of the documents at its end."""
-    made, claims = answered(out), claim_rows(out)
     sections = [
         html.section(
             f"{one.name.upper()} {one.title}",
@@ -83,13 +99,12 @@ def answers_html(out: Path) -> Path:
             + html.facts(one.facts)
             + html.folded("Every planned comparison", html.grid(one.rows)),
         )
-        for one in made
+        for one in found.answers
     ]
-    numbers = html.rows_csv([{"question": one.name, **row} for one in made for row in one.rows])
-    about = re.sub(r"\[(.+?)\]\(.+?\)|`", r"\1", _intro(out)).partition("\n\n")[2].partition(" Without a network")[0]
-    top = html.header(_TITLE, "finished", "endpoints.csv", numbers, about)
-    appendix = html.section("What the five documents claim", html.folded("Every claim", html.grid(claims)))
-    return html.write_page(out / "answers.html", _TITLE, top, [*sections, appendix], [])
+    numbers = html.rows_csv([{"question": one.name, **row} for one in found.answers for row in one.rows])
+    top = html.header(_TITLE, "finished", "endpoints.csv", numbers, re.sub(r"\[(.+?)\]\(.+?\)|`", r"\1", _intro(found)))
+    appendix = html.section("What the five documents claim", html.folded("Every claim", html.grid(found.claims)))
+    return html.write_page(path, _TITLE, top, [*sections, appendix], [])
 
 
 def in_words(question: Question, parts: Mapping[str, Part], told: Told) -> str:
@@ -192,9 +207,9 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
     }  # fmt: skip
 
 
-def claim_rows(out: Path) -> Table:
+def _claims(parts: Mapping[str, Mapping[str, Part]]) -> Table:
     """Every empirical claim of the five documents with what was measured of it."""
-    parts, rows = read(out), []
+    rows = []
     for claim in document_claims():
         where, measured, word, span = "–", claim.not_run, "not run", "–"
         if claim.cell:
@@ -212,33 +227,28 @@ def claim_rows(out: Path) -> Table:
     return rows
 
 
-def claims_page(out: Path) -> str:
+def claims_page(found: Results) -> str:
     """The appendix as Markdown."""
-    rows = claim_rows(out)
-    return _APPENDIX + "\n\n" + table(list(rows[0]), [_emphasised(row) for row in rows]) + "\n"
+    return _APPENDIX + "\n\n" + table(list(found.claims[0]), [_emphasised(row) for row in found.claims]) + "\n"
 
 
 def _emphasised(row: Mapping[str, str]) -> list[str]:
     return [f"**{text}**" if key == "verdict" else text for key, text in row.items()]
 
 
-def _intro(out: Path) -> str:
-    spent = sum(hours(out / "runs.zip.xz").values())
-    return _INTRO.format(
-        f" They took {spent:.1f} core-hours so far, what chose learning rates included." if spent else ""
-    )
+def _intro(found: Results) -> str:
+    took = f" They took {found.spent:.1f} core-hours so far, what chose learning rates included." if found.spent else ""
+    return _INTRO.format(took=took)
 
 
 _SCROLLED = '<div class="scroll"><div style="min-width: 34rem">{}</div></div>'
 """On a narrow screen a figure keeps a size at which it can be read."""
 _TITLE = "Six questions, answered"
-_INTRO = f"""# {_TITLE}
-
-The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in
-[an appendix](claims.md).{{}}
+_INTRO = """The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in
+[an appendix](claims.md).{took}
 Primary endpoints of all questions are corrected together by Holm, also those that were not measured. Made by
-`python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone. Without a network: the same as
-[one file](answers.html)."""
+`python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
+_ALONE = "Without a network: the same as [one file](answers.html)."
 _APPENDIX = """# What the five documents claim
 
 Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md),

@@ -12,7 +12,7 @@ import functools
 import itertools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -261,14 +261,14 @@ def cells(
         chosen.config,
     ):
         start = merge(start, part)
-    found = []
+    found, said = [], {key for part in (chosen.config, chosen.then) for key in part.get("algorithm", {})}
     for levels in itertools.product(*(_kept(axis, chosen) for axis in preset.axes)):
         if _skipped(preset, levels) or any(level in preset.waiting for level in levels) != waiting:
             continue
         table = start
         for axis, level in zip(preset.axes, levels, strict=True):
             table = merge(table, axis.levels[level])
-        table = _without_foreign_options(merge(table, chosen.then), chosen)
+        table = _without_foreign_options(merge(table, chosen.then), said)
         central = bool(table.pop("central", False))
         if central:
             table["name"] = f"{table['name']}-central"
@@ -278,13 +278,18 @@ def cells(
     return found
 
 
-def _without_foreign_options(table: dict[str, Any], scale: Scale) -> dict[str, Any]:
+def _without_foreign_options(table: dict[str, Any], said: Set[str]) -> dict[str, Any]:
     """What a scale says of algorithms (samples, layers) is for the cells whose algorithm has such an option."""
-    said = {key for part in (scale.config, scale.then) for key in part.get("algorithm", {})}
+    if not said:
+        return table
     algorithm = table.get("algorithm", {})
-    own = listed_algorithms()[algorithm.get("name", "fedavg")][1] if said else []
-    kept = {key: value for key, value in algorithm.items() if key not in said or key in own}
-    return {**table, "algorithm": kept} if said else table
+    own = _options()[algorithm.get("name", "fedavg")][1]
+    return {**table, "algorithm": {key: value for key, value in algorithm.items() if key not in said or key in own}}
+
+
+@functools.cache  # the zoo's source is read for it, and there are hundreds of cells
+def _options() -> dict[str, tuple[str, list[str]]]:
+    return listed_algorithms()
 
 
 def _kept(axis: Axis, scale: Scale) -> list[str]:

@@ -8,7 +8,7 @@ left out: it costs its own row a seed, and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -32,9 +32,8 @@ class FinishedRuns:
 
     def __init__(self, root: Path) -> None:
         self.found: dict[tuple[str, bool], Path] = {}
-        for path in sorted(root.glob("*/config.toml")):
-            if finished(path.parent) is not None and (key := _key_of(path.parent, path.stat().st_mtime_ns)):
-                self.found.setdefault(key, path.parent)
+        for folder, key in _finished_below(root, "*"):
+            self.found.setdefault(key, folder)
 
     @staticmethod
     def key(config: Config, central: bool) -> tuple[str, bool]:
@@ -51,12 +50,16 @@ class FinishedRuns:
 def finished_attacks(root: Path) -> dict[tuple[str, str], Path]:
     """The finished cells of attack tables below a folder: by attack, and by what their configs mean to today's code."""
     found: dict[tuple[str, str], Path] = {}
-    for path in sorted(root.glob("attack-*/*/*/config.toml")):
-        folder = path.parent
-        whole = finished(folder) is not None and (folder / OUTCOME).exists()
-        if whole and (key := _key_of(folder, path.stat().st_mtime_ns)):
-            found.setdefault((folder.parent.name, key[0]), folder)
+    for folder, (digest, _) in _finished_below(root, "attack-*/*/*"):
+        if (folder / OUTCOME).exists():  # else it was killed before the model was measured
+            found.setdefault((folder.parent.name, digest), folder)
     return found
+
+
+def _finished_below(root: Path, pattern: str) -> Iterator[tuple[Path, tuple[str, bool]]]:
+    for path in sorted(root.glob(f"{pattern}/config.toml")):
+        if finished(path.parent) is not None and (key := _key_of(path.parent, path.stat().st_mtime_ns)):
+            yield path.parent, key
 
 
 @cache  # a finished run stays as it is, and hundreds of them are asked for again after every part

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedgraft.config.load import merge
 from fedgraft.errors import FedgraftError
@@ -18,6 +18,9 @@ from reproduction.preset import Cell
 from reproduction.reproduce import TUNING_SEED, Found, Tables, Work, carry_out, numbers
 from reproduction.runs import finished_attacks, vary
 from reproduction.statistics import paired
+
+if TYPE_CHECKING:
+    from fedgraft.runs.attack import Known
 
 LIKE = "constant like "
 """Levels of this name are controls: one constant for all pairs, as large as that similarity is on average."""
@@ -116,7 +119,7 @@ def _attack_cells(
     cell: Cell,
     seed: int,
     wanted: tuple[Sequence[str], Sequence[str]],
-    known: Mapping[tuple[str, str], Path],
+    known: Known,
 ) -> list[dict[str, Any]]:
     from fedgraft.runs.attack import AttackPlan, attack_table
 

@@ -323,15 +323,15 @@ def test_answers_come_from_the_numbers_alone(tmp_path: Path) -> None:
         table[endpoint.left][endpoint.measure][s] += 0.05 * (s % 2)  # type: ignore[index]
     planted_numbers(tmp_path, endpoint.part, table)
     assert answers.endpoints(tmp_path)[endpoint.name][1].word == SUPPORTED
-    shown = answers_page.answers_page(tmp_path)
+    shown = answers_page.answers_page(answers_page.results(tmp_path))
     assert "Yes: ten classes per client cost a head (-20 points, -20" in shown
     assert "(q1/answer.png)" in shown and (tmp_path / "q1" / "answer.png").is_file() and "q2/answer.png" not in shown
     for cell in table.values():
         cell["evaluations"] = 7
     planted_numbers(tmp_path, endpoint.part, table)
     assert answers.endpoints(tmp_path)[endpoint.name][1].word == NO_RANGE
-    assert "**no range here**" in answers_page.answers_page(tmp_path)
-    assert answers_page.claims_page(tmp_path).count("\n| ") == 1 + len(document_claims())
+    assert "**no range here**" in answers_page.answers_page(answers_page.results(tmp_path))
+    assert answers_page.claims_page(answers_page.results(tmp_path)).count("\n| ") == 1 + len(document_claims())
     (tmp_path / "q1" / "numbers.json").write_text("{")
     with pytest.raises(FedgraftError, match="damaged"):
         answers.endpoints(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from reproduction.answers import endpoints, read
-from reproduction.answers_page import answered, answers_html, in_words
+from reproduction.answers_page import answers_html, in_words, results
 from reproduction.question import QUESTIONS, Answer, Question, load_question
 from reproduction.verdicts import CONTRADICTED, SUPPORTED
 
@@ -56,8 +56,8 @@ def test_the_page_that_opens_alone_has_everything(tmp_path: Path) -> None:
         if (RESULTS / name / "numbers.json").is_file():
             (tmp_path / name).mkdir()
             shutil.copy(RESULTS / name / "numbers.json", tmp_path / name)
-    text = answers_html(tmp_path).read_text()
-    made = answered(tmp_path)
+    found = results(tmp_path)
+    text, made = answers_html(found, tmp_path / "answers.html").read_text(), found.answers
     assert text.count("data:image/png;base64,") == sum(one.figure is not None for one in made)
     assert all(word in text for word in ("Setting", "Confidence", "Cost", "Command", "What the five documents claim"))
     assert not re.search(r'(src|href)="(?!data:)', text)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reproduction.answers import endpoints
-from reproduction.answers_page import answers_page
+from reproduction.answers_page import answers_page, results
 from reproduction.preset import cells
 from reproduction.question import QUESTIONS, load_question
 
@@ -52,7 +52,7 @@ def test_a_second_hand_comes_to_the_same_verdicts(tmp_path: Path) -> None:
 
 def test_a_page_that_says_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _draw(tmp_path, np.random.default_rng(1))
-    page, main = answers_page(tmp_path), runpy.run_path(str(CHECK))["main"]
+    page, main = answers_page(results(tmp_path)), runpy.run_path(str(CHECK))["main"]
     monkeypatch.setattr("sys.argv", ["verdicts.py", str(tmp_path)])
     for text, code in ((page, 0), (page.replace("**supported**", "**contradicted**"), 1)):
         (tmp_path / "answers.md").write_text(text)
