@@ -202,7 +202,7 @@ def _tries(work: Work, every: Sequence[Cell], rates: Mapping[str, Sequence[float
     if tuning is None:
         return {}
     return {
-        _try(cell.label, rate, seed): (_short(cell.config(seed=seed), rate, tuning.rounds), cell.central)
+        _try(cell.label, rate, seed): (_short(cell, seed, rate, tuning.rounds), cell.central)
         for cell in every
         if _tuned_at(work, cell) == cell.label and not (work.scale != "tiny" and len(_rates(work, cell)) == 1)
         for rate in (rates[cell.label] if rates else _rates(work, cell))
@@ -228,10 +228,14 @@ def _rates(work: Work, cell: Cell) -> list[float]:
     return rates[:1] if work.scale == "tiny" else rates
 
 
-def _short(config: Config, rate: float, share: float) -> Config:
-    total = config.rounds.total
-    rounds = total if share == 1 else max(min(3, total), int(total * share))
-    return vary(config, local__lr=rate, rounds={"total": rounds, "evaluate_every": 0, "test": False})
+def _short(cell: Cell, seed: int, rate: float, share: float) -> Config:
+    """A run that only judges a rate: a share of the rounds (in one place: of the epochs), without the test images."""
+    config = cell.config(seed=seed)
+    key, whole = "rounds__total", config.rounds.total
+    if cell.central:
+        key, whole = "centralized__epochs", config.centralized.epochs
+    length = whole if share == 1 else max(min(3, whole), int(whole * share))
+    return vary(config, local__lr=rate, rounds={"evaluate_every": 0, "test": False}, **{key: length})
 
 
 def estimate(work: Work, every: Sequence[Cell], wanted: Wanted, known: FinishedRuns) -> str:

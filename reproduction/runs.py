@@ -18,7 +18,7 @@ from fedgraft.config.load import Config, from_folder
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.attacked import OUTCOME
 from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.sweep import finished, folder_of, run_many, vary
+from fedgraft.runs.sweep import finished, run_many, vary
 
 __all__ = ["FinishedRuns", "Wanted", "carry_out", "check_data", "curve", "finished_attacks", "measure_of", "vary"]
 
@@ -89,23 +89,11 @@ def carry_out(
 
 
 def _run(todo: Mapping[tuple[str, bool], tuple[str, Config]], root: Path, processes: int, report: Report) -> None:
-    if not processes:
-        for (_, central), (_, config) in todo.items():
-            _run_here(config, folder_of(config, root), central)
-        return
     inside = [label for (_, central), (label, _) in todo.items() if central]
     try:
         run_many(dict(todo.values()), root, processes, inside, report)
     except FedgraftError as error:
         report(f"left out: {error}")
-
-
-def _run_here(config: Config, folder: Path, central: bool) -> None:
-    from fedgraft.runs.centralized import run_centralized
-    from fedgraft.runs.run import run
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (run_centralized if central else run)(config, folder, console=False)
 
 
 def check_data(config: Config) -> None:

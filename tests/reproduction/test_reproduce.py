@@ -29,7 +29,8 @@ from fedgraft.config.federate import partition_options
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
 from fedgraft.registry import ALGORITHMS
-from reproduction import answers, answers_page, claims, page, reproduce, runs, studies
+from fedgraft.runs.centralized import as_central
+from reproduction import answers, answers_page, claims, page, reproduce, studies
 
 AT_THE_GATE = ("secure", "groups")
 """Presets that the gate runs from end to end; the others are planned, and run by `make test-reproduction`."""
@@ -210,10 +211,13 @@ def test_a_rate_that_only_one_seed_bears_is_not_chosen(tmp_path: Path, monkeypat
 
 def test_runs_that_choose_a_rate_are_short_and_leave_the_test_set_alone() -> None:
     found = {cell.label: cell for cell in cells(load_preset("editing"), "paper", "editing", "D")}
-    config = found["N_c=10/random"].config(seed=2)
-    short = reproduce._short(config, 0.009, 0.34)
+    cell = found["N_c=10/random"]
+    short, whole = reproduce._short(cell, 2, 0.009, 0.34), cell.config(seed=2)
     assert (short.rounds.total, short.rounds.evaluate_every, short.rounds.test) == (6, 0, False)
-    assert (config.rounds.total, config.rounds.test) == (20, True)
+    assert (whole.rounds.total, whole.rounds.test) == (20, True)
+    placed = next(cell for cell in cells(load_preset("sparse_central"), "paper", "a", "D") if cell.central)
+    assert as_central(reproduce._short(placed, 2, 0.009, 0.34)).rounds.total == 3
+    assert as_central(placed.config(seed=2)).rounds.total == 10
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
@@ -361,7 +365,7 @@ def test_a_reproduction_runs_once_and_writes_everything(tmp_path: Path, monkeypa
     def refuse(*ignored: object) -> None:
         raise AssertionError("a finished run was repeated")
 
-    monkeypatch.setattr(runs, "_run_here", refuse)
+    monkeypatch.setattr("fedgraft.runs.sweep.carry_out", refuse)
     again = Work("other", made.preset, "tiny", made.seeds, made.runs, 0, report=lambda text: None)
     reproduce.reproduce(again)  # another preset that needs the same runs
     more = Work("other", made.preset, "tiny", (*made.seeds, 3), made.runs, 0, report=lambda text: None)
@@ -378,7 +382,7 @@ def test_what_is_only_read_runs_nothing_and_shows_what_there_is(
     def refuse(*ignored: object) -> None:
         raise AssertionError("something was run")
 
-    monkeypatch.setattr(runs, "_run_here", refuse)
+    monkeypatch.setattr("fedgraft.runs.sweep.carry_out", refuse)
     found = reproduce.reproduce(replace(made, seeds=(1, 2), read=True))
     assert found.measured("small", "test")[1] is not None and found.measured("small", "test")[2] is None
     with pytest.raises(AssertionError, match="something was run"):
