@@ -14,7 +14,7 @@ from reproduction.answers import ACCURACIES, Part, endpoints, read
 from reproduction.claims import judged, said
 from reproduction.drawing.answer import Interval, Rows, answer
 from reproduction.kept import hours
-from reproduction.preset import cells, picked
+from reproduction.preset import cells
 from reproduction.question import QUESTIONS, Endpoint, Question, document_claims, load_question
 from reproduction.reproduce import MEASURES, numbers
 from reproduction.statistics import Series, paired
@@ -52,7 +52,7 @@ class Results:
 def results(out: Path) -> Results:
     """Answers and claims from the numbers below `out`; figures are drawn there."""
     kept, spent = read(out), hours(out / "runs.zip.xz")
-    return Results(_answers(out, kept, spent), _claims(kept), sum(spent.values()))
+    return Results(_answers(out, kept, spent), claim_rows(kept), sum(spent.values()))
 
 
 def _answers(out: Path, kept: Mapping[str, Mapping[str, Part]], spent: Mapping[str, float]) -> list[Answered]:
@@ -166,9 +166,9 @@ def draw(path: Path, parts: Mapping[str, Part], told: Told) -> bool:
     panels = []
     for name, measure in dict.fromkeys((e.part, e.measure) for e, _ in told if e.primary):
         part = parts[name]
-        every = cells(part.preset, "laptop", "arms")
-        arms = {c.label: part.series(c.label, measure) for c in picked(part.preset, every, part.preset.gate.arms)}
         lines = {"start": part.preset.gate.start, "head only": part.preset.gate.head_only}
+        labels = [c.label for c in cells(part.preset, "laptop", "arms") if c.label not in lines.values()]
+        arms = {label: part.series(label, measure) for label in labels}
         levels = {word: number[0] for word, cell in lines.items() if (number := _interval(part.series(cell, measure)))}
         values = {label.replace("/", ", "): number for label, s in arms.items() if (number := _interval(s))}
         if values:
@@ -178,7 +178,8 @@ def draw(path: Path, parts: Mapping[str, Part], told: Told) -> bool:
     if seen:
         effects = {e.text: (v.value, v.low, v.high) for e, v in seen}
         margins = [e.margin for e, _ in seen]
-        panels.append(Rows("Effects (grey: too small to matter)", "points", effects, margins=margins))  # type: ignore[arg-type]
+        title, bars = "Effects (grey: too small to matter)", "interval of the table"
+        panels.append(Rows(title, "points", effects, margins=margins, bars=bars))  # type: ignore[arg-type]
     if panels:
         answer(path, panels)
     return bool(panels)
@@ -199,6 +200,7 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
         effect += f" [{verdict.low:.3g}, {verdict.high:.3g}]"
     if verdict.p is not None:
         effect += ", p < 0.001" if verdict.p < 0.001 else f", p {verdict.p:.3f}"
+        effect += " (test of sameness)" if endpoint.expect == "same" else ""
     kind = "primary" if endpoint.primary else "secondary"
     expect = f"{endpoint.expect} {'as' if endpoint.expect == 'same' else 'than'} {endpoint.number:g}"
     return {
@@ -207,7 +209,7 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _claims(parts: Mapping[str, Mapping[str, Part]]) -> Table:
+def claim_rows(parts: Mapping[str, Mapping[str, Part]]) -> Table:
     """Every empirical claim of the five documents with what was measured of it."""
     rows = []
     for claim in document_claims():

@@ -94,9 +94,9 @@ def paired(
     if not n:
         return None
     against, shift = _against(against, ratio)
-    size = max(abs(_known(side)[s]) for side in (left, right) if side is not None for s in seeds)
-    error = _spread(float(gaps.std(ddof=1)) / n**0.5, 1.0 if ratio else size) if n > 1 else None
-    return Effect(float(gaps.mean()) - shift, error, n - 1, n, against, ratio, missing)
+    size = 1.0 if ratio else max(abs(_known(side)[s]) for side in (left, right) if side is not None for s in seeds)
+    error = _settled(float(gaps.std(ddof=1)) / n**0.5, size) if n > 1 else None
+    return Effect(_settled(float(gaps.mean()) - shift, size), error, n - 1, n, against, ratio, missing)
 
 
 def unpaired(left: Series, right: Series, against: float | None = None, ratio: bool = False) -> Effect | None:
@@ -106,11 +106,12 @@ def unpaired(left: Series, right: Series, against: float | None = None, ratio: b
         return None
     against, shift = _against(against, ratio)
     missing = tuple(sorted({s for side in (left, right) for s in side if s not in _known(side)}))
-    n, gap = min(len(a), len(b)), float(a.mean() - b.mean()) - shift
+    size = 1.0 if ratio else float(np.abs(np.concatenate([a, b])).max())
+    n, gap = min(len(a), len(b)), _settled(float(a.mean() - b.mean()) - shift, size)
     if n < 2:
         return Effect(gap, None, 0, n, against, ratio, missing)
     va, vb = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
-    error = _spread(float(va + vb) ** 0.5, 1.0 if ratio else float(np.abs(np.concatenate([a, b])).max()))
+    error = _settled(float(va + vb) ** 0.5, size)
     df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1)) if error else 0.0
     return Effect(gap, error, float(df), n, against, ratio, missing)
 
@@ -189,6 +190,6 @@ def _against(against: float | None, ratio: bool) -> tuple[float, float]:
     return against, math.log(against) if ratio else against
 
 
-def _spread(error: float, size: float) -> float:
-    """The standard error, zero where it is only the rounding of numbers of this size."""
-    return 0.0 if error <= 1e-13 * size else error
+def _settled(x: float, size: float) -> float:
+    """A mean or standard error, zero where it is only the rounding of numbers of this size."""
+    return 0.0 if abs(x) <= 1e-13 * size else x

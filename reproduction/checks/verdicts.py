@@ -1,8 +1,8 @@
-"""Every verdict of the six questions once more, from `numbers.json` and the plan alone: a check from outside.
+"""Every verdict of the six questions and on the documents' claims once more, from `numbers.json` and the plan alone.
 
-Run: `python reproduction/checks/verdicts.py docs/results`. It prints each endpoint with its effect, interval and
-verdict, and ends with 1 where the page of answers says another word. Nothing of fedgraft is imported; the rule is the
-protocol's, with scipy's own paired t-tests: `ttest_1samp` on the seeds' differences, two one-sided tests for "same".
+Run: `python reproduction/checks/verdicts.py docs/results`. It prints each endpoint and claim with its effect and
+verdict, and ends with 1 where the page of answers or of claims says another word. Nothing of fedgraft is imported; the
+rule is the protocol's, with scipy's paired t-tests: `ttest_1samp` on the seeds' differences, two one-sided for "same".
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def gap(part: Numbers, left: str, right: str, measure: str) -> float:
 
 def chance(x: np.ndarray, asked: Numbers) -> float:
     """One-sided p: of a difference either way, or of equivalence."""
-    if asked["expect"] != "same":
+    if asked.get("expect", "more") != "same":
         return float(stats.ttest_1samp(x, 0.0).pvalue) / 2
     room = math.log(asked["margin"]) if asked.get("ratio") else asked.get("margin", 1.0)
     low = stats.ttest_1samp(x, -room, alternative="greater").pvalue
@@ -103,10 +103,10 @@ def word(x: np.ndarray, asked: Numbers, decided: bool | None, alpha: float) -> s
     room = math.log(margin) if asked.get("ratio") else margin
     low, high = stats.t.interval(1 - 2 * alpha, len(x) - 1, mean, stats.sem(x))
     sure = decided if decided is not None else chance(x, asked) <= ALPHA
-    if asked["expect"] == "same":
+    if asked.get("expect", "more") == "same":
         return "supported" if sure else "contradicted" if low > room or high < -room else "undecided"
     if sure:
-        return "supported" if (mean > 0) == (asked["expect"] == "more") else "contradicted"
+        return "supported" if (mean > 0) == (asked.get("expect", "more") == "more") else "contradicted"
     return f"equivalent within {margin:g}" if -room <= low and high <= room else "undecided"
 
 
@@ -119,53 +119,61 @@ def fact(part: Numbers, asked: Numbers) -> str | None:
     left, right = (next(iter(by_seed(part, asked[side], measure).values())) for side in ("left", "right"))
     distance = (left / right if asked.get("ratio") else left - right) - number
     margin = number * (asked.get("margin", 1.0) - 1) if asked.get("ratio") else asked.get("margin", 1.0)
-    if asked["expect"] == "same":
+    if asked.get("expect", "more") == "same":
         return "supported" if abs(distance) <= margin else "contradicted"
     if distance == 0:
         return f"equivalent within {margin:g}"
-    return "supported" if (distance > 0) == (asked["expect"] == "more") else "contradicted"
+    return "supported" if (distance > 0) == (asked.get("expect", "more") == "more") else "contradicted"
 
 
-def verdicts(out: Path) -> dict[str, str]:
-    """A word for every endpoint."""
+def asked_of(plans: Numbers) -> dict[str, tuple[str, str, Numbers]]:
+    """Every endpoint, and every claim that a cell speaks of: question, part, and what is asked."""
+    found = {e["name"]: (question, e["part"], e) for question, plan in plans.items() for e in plan["endpoints"]}
+    for claim in tomllib.loads((PLAN.parent / "claims.toml").read_text())["claims"]:
+        if "cell" in claim:
+            question, _, part = claim["cell"].partition(":")
+            found[claim["id"]] = (question, part, {**claim, "primary": False})
+    return found
+
+
+def verdicts(out: Path) -> dict[str, tuple[Numbers, str]]:
+    """A word for every endpoint and claim."""
     plans = {q: tomllib.loads((PLAN / f"{q}.toml").read_text()) for q in ("q1", "q2", "q3", "q4", "q5", "q6")}
     kept = {q: json.loads(f.read_text()) if (f := out / q / "numbers.json").exists() else {} for q in plans}
-    found: dict[str, str] = {}
+    found: dict[str, tuple[Numbers, str]] = {}
     left: dict[str, tuple[np.ndarray, Numbers]] = {}
-    primary = [e["name"] for plan in plans.values() for e in plan["endpoints"] if e.get("primary", True)]
-    for question, plan in plans.items():
-        for asked in plan["endpoints"]:
-            name, part = asked["name"], kept[question].get(asked["part"], {})
-            x = seeds_of(part, asked)
-            if x is None:
-                found[name] = "undecided"
-            elif asked.get("fact") and (said := fact(part, asked)):
-                found[name] = said
-            elif len(x) < 2 or x.std() == 0:
-                found[name] = "undecided"
-            elif unmet(part, plan["parts"][asked["part"]], asked, x):
-                found[name] = "no range here"
-            else:
-                left[name] = (x, asked)
+    every = asked_of(plans)
+    for name, (question, where, asked) in every.items():
+        part = kept[question].get(where, {})
+        x = seeds_of(part, asked)
+        if x is not None and asked.get("fact") and (said := fact(part, asked)):
+            found[name] = asked, said
+        elif x is None or len(x) < 2 or x.std() == 0:
+            found[name] = asked, "undecided"
+        elif unmet(part, plans[question]["parts"][where], asked, x):
+            found[name] = asked, "no range here"
+        else:
+            left[name] = (x, asked)
+    primary = [name for name, (_, _, asked) in every.items() if asked.get("primary", True)]
     holm, held = [], True
     for i, name in enumerate(sorted((n for n in primary if n in left), key=lambda n: chance(*left[n]))):
         held = held and (len(primary) - i) * chance(*left[name]) <= ALPHA
         holm += [name] if held else []
     for name, (x, asked) in left.items():
         alpha = ALPHA / max(1, len(primary) - len(holm)) if name in primary else ALPHA
-        found[name] = word(x, asked, name in holm if name in primary else None, alpha)
-        print(f"{name}: {x.mean():+.4g} over {len(x)} seeds, p {2 * chance(x, asked):.2g}: {found[name]}")
+        found[name] = asked, word(x, asked, name in holm if name in primary else None, alpha)
+        print(f"{name}: {x.mean():+.4g} over {len(x)} seeds, p {min(1.0, 2 * chance(x, asked)):.2g}: {found[name][1]}")
     return found
 
 
 def main() -> None:
-    """Compare with the table of answers."""
+    """Compare with the tables of answers and of claims."""
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results")
-    page, wrong = (out / "answers.md").read_text(), []
-    for name, said in verdicts(out).items():
-        texts = [e["text"] for q in PLAN.glob("q?.toml") for e in tomllib.loads(q.read_text())["endpoints"]
-                 if e["name"] == name]  # fmt: skip
-        row = next(line for line in page.splitlines() if line.startswith(f"| {texts[0]} ("))
+    pages = [line for page in ("answers.md", "claims.md") for line in (out / page).read_text().splitlines()]
+    wrong = []
+    for name, (asked, said) in verdicts(out).items():
+        begin = f"| {asked['id']} |" if "id" in asked else f"| {asked['text']} ("
+        row = next((line for line in pages if line.startswith(begin)), "no such row")
         if f"| **{said}** |" not in row:
             wrong.append(f"{name}: {said} here, but the page has {row}")
     print("\n".join(wrong) or "every verdict is the page's")

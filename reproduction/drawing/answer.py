@@ -35,6 +35,8 @@ class Rows:
     lines: Mapping[str, float] = field(default_factory=dict)
     margins: Sequence[float] = ()
     """By row the smallest effect that matters, drawn as a band around zero."""
+    bars: str = "95 % interval over seeds"
+    """What the line through a number shows."""
 
 
 def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
@@ -50,13 +52,23 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
             if panel.margins:
                 axes.axvline(0, color=INK, linewidth=0.8, zorder=1)
             dots(axes, panel.values, panel.lines)
+            for place in _borders(list(panel.values)):
+                axes.axhline(place, color="#BBBBBB", linewidth=0.8, zorder=0)
             axes.grid(visible=False, axis="y")
             named = fill(panel.title, _TITLE)
-            dress(axes, panel.unit, "", named)
+            dress(axes, f"{panel.unit}; bars: {panel.bars}", "", named)
             if panel.lines:
                 axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1)
                 axes.set_title(plain_text(named), pad=24)
     return path
+
+
+def _borders(names: Sequence[str]) -> list[float]:
+    """Heights between rows whose names begin otherwise ("IID, dense" and "N_c=10, dense")."""
+    groups = [name.partition(", ")[0] for name in names]
+    if len(set(groups)) == len(groups):
+        return []
+    return [len(names) - i + 0.5 for i in range(1, len(names)) if groups[i] != groups[i - 1]]
 
 
 def dots(axes: Axes, values: Mapping[str, Interval], lines: Mapping[str, float], size: float = 6) -> None:

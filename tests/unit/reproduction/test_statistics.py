@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from reproduction.rounds import compare_rounds, rounds_to
-from reproduction.statistics import ALPHA, Effect, bca, detectable, paired, power, unpaired
+from reproduction.statistics import ALPHA, Effect, bca, detectable, differences, paired, power, unpaired
 from reproduction.verdicts import Check, Claim, Dense, Fact, Verdict, gate, judge
 from scipy import stats
 
@@ -347,3 +347,10 @@ def test_rounds_are_compared_within_the_rounds_that_both_have() -> None:
     assert compare_rounds(never, never) is None
     start = rounds_to({s: {0: 50, 8: 60} for s in range(3)}, 41)
     assert compare_rounds(start, fast, ratio=True) is None
+
+
+def test_a_mean_that_is_only_rounding_is_zero() -> None:
+    left, right = {1: 64.31, 2: 64.52}, {1: 64.32, 2: 64.51}
+    assert float(differences(left, right).mean()) != 0  # else this shows nothing
+    effect = paired(left, right)
+    assert effect is not None and effect.value == 0.0 and effect.error
