@@ -350,7 +350,8 @@ def test_rounds_are_compared_within_the_rounds_that_both_have() -> None:
 
 
 def test_a_mean_that_is_only_rounding_is_zero() -> None:
-    left, right = {1: 64.31, 2: 64.52}, {1: 64.32, 2: 64.51}
+    left = dict(enumerate([64.45, 64.7, 64.0, 64.3, 64.71000000000001]))
+    right = dict(enumerate([64.59, 64.63, 63.959999999999994, 64.29, 64.69]))
     assert float(differences(left, right).mean()) != 0  # else this shows nothing
     effect = paired(left, right)
     assert effect is not None and effect.value == 0.0 and effect.error
