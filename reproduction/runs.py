@@ -20,7 +20,7 @@ from fedgraft.runs.attacked import OUTCOME
 from fedgraft.runs.run_folder import RunFolder
 from fedgraft.runs.sweep import finished, run_many, vary
 
-__all__ = ["FinishedRuns", "Wanted", "carry_out", "check_data", "curve", "finished_attacks", "measure_of", "vary"]
+__all__ = ["FinishedRuns", "Wanted", "carry_out", "check", "curve", "finished_attacks", "measure_of", "vary"]
 
 Report = Callable[[str], None]
 Wanted = Mapping[str, tuple[Config, bool]]
@@ -81,7 +81,7 @@ def carry_out(
         if (key := FinishedRuns.key(config, central)) not in known.found:
             todo.setdefault(key, (label, config))
     if todo and processes is not None:
-        check_data(next(iter(todo.values()))[1])
+        check(next(iter(todo.values()))[1])
         _run(todo, root, processes, report)
         known = FinishedRuns(root)  # hundreds of folders are read, so only where something was added
     found = {label: known.get(config, central) for label, (config, central) in wanted.items()}
@@ -96,14 +96,20 @@ def _run(todo: Mapping[tuple[str, bool], tuple[str, Config]], root: Path, proces
         report(f"left out: {error}")
 
 
-def check_data(config: Config) -> None:
-    """Open the data once, so that what is wrong with it is said once and not by every run."""
+def check(config: Config) -> None:
+    """Open device, data and network once, so that what is wrong with them is said once and not by every run."""
+    from fedgraft.config.build import build_network, device_named
     from fedgraft.config.federate import open_data
 
+    hint = "the scale paper is for a GPU"
     try:
-        open_data(config)
+        device_named(config.device)
+        hint = "--data says where it is"
+        data = open_data(config)
+        hint = "--model gives its folder"
+        build_network(config, data)
     except FedgraftError as error:
-        raise FedgraftError(f"{error} (--data says where it is)") from error
+        raise FedgraftError(f"{error} ({hint})") from error
 
 
 def measure_of(folder: Path, measure: str, target: float | None = None) -> float | None:

@@ -389,6 +389,23 @@ def test_what_is_only_read_runs_nothing_and_shows_what_there_is(
         reproduce.reproduce(replace(made, seeds=(1, 2)))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ('device = "cuda:99"', "for a GPU"),
+        ('data = { source = "images", path = "no/such/folder" }', "--data says"),
+        ('model = { name = "no/such/network" }', "--model gives"),
+    ],
+)
+def test_what_no_run_could_use_is_said_once_before_any_run(tmp_path: Path, wrong: str, hint: str) -> None:
+    text = PRESET.replace(
+        "scales.tiny = { core_minutes = 1", f"scales.tiny = {{ core_minutes = 1, config = {{ {wrong} }}"
+    )
+    with pytest.raises(FedgraftError, match=hint):
+        reproduce.reproduce(work(text, tmp_path))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_another_part_of_a_question_stays_on_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: dict[str, bool] = {}
 
