@@ -1,6 +1,6 @@
 """Start-up: processor seconds of commands that train nothing, and how soon a run says its first words.
 
-    python -m benchmarks.bench_start        # half a minute
+    python -m benchmarks.bench_start        # three minutes
 
 Each command is a process of its own, several times; processor time is user and system time of the process. The first
 line of `fedgraft run` is timed on the wall, with bytecode compiled and files in memory: the first repeat is not used.
