@@ -16,12 +16,17 @@ from typing import Any
 
 from fedgraft.errors import FedgraftError
 from reproduction.claims import effect_of, judged
-from reproduction.preset import Claim, Preset, cells, picked
+from reproduction.preset import Claim, Preset, cells
 from reproduction.question import QUESTIONS, Endpoint, load_question
 from reproduction.statistics import Effect, Series, detectable
 from reproduction.verdicts import Check, Dense, Fact, Verdict, gate, judge
 
-ACCURACIES = ("test", "best", "last", "personal", "finetuned", "balanced")
+ACCURACIES = ("test", "best", "last", "at", "personal", "finetuned", "balanced")
+
+
+def is_accuracy(measure: str) -> bool:
+    """Whether a measure is an accuracy, in percent: a gate asks only of those."""
+    return measure.partition(":")[0] in ACCURACIES
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,9 @@ class Part:
     def gate(self, claim: Claim, effect: Effect | Fact | None) -> tuple[Check, ...]:
         """The conditions under which this part counts for a claim; facts, bytes and seconds need none."""
         measure, plan = claim.measure, self.preset.gate
-        if not isinstance(effect, Effect) or measure not in ACCURACIES:
+        if not isinstance(effect, Effect) or not is_accuracy(measure):
             return ()
-        every = cells(self.preset, "laptop", "arms")
-        arms = {c.label: self.series(c.label, measure) for c in picked(self.preset, every, plan.arms)}
+        arms = {label: self.series(label, measure) for label in self.arms(claim)}
         smallest = detectable(effect.error * effect.n**0.5, effect.n) if effect.error else math.nan
         # A study measures once, after the last round: nothing is chosen over rounds, so nothing is asked of them.
         seen = None if self.preset.study == "attack" else self._evaluations(list(arms))
@@ -57,6 +61,17 @@ class Part:
             dense = Dense(full, start, head)
         shared = [self.series(cell, measure) for cell in plan.sharing]
         return gate(arms, smallest, seen, dense, (shared[0], shared[1]) if shared else None)
+
+    def arms(self, claim: Claim) -> list[str]:
+        """The cells a claim's range is looked for in: those with every level that all its sides share, and the start.
+
+        What one partition shows is no range for another.
+        """
+        every = {c.label: c.levels for c in cells(self.preset, "laptop", "arms")}
+        sides = [every[label] for label in (claim.left, claim.right, *claim.minus) if label]
+        same = [i for i, at in enumerate(zip(*sides, strict=True)) if len(sides) > 1 and len(set(at)) == 1]
+        start = self.preset.gate.start
+        return [n for n, levels in every.items() if n == start or all(levels[i] == sides[0][i] for i in same)]
 
     def _evaluations(self, labels: list[str]) -> int:
         found = self.numbers.get("cells", {})

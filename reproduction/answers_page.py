@@ -10,7 +10,7 @@ from pathlib import Path
 from fedgraft.errors import FedgraftError
 from fedgraft.report import html
 from fedgraft.report.statistics import table
-from reproduction.answers import ACCURACIES, Part, endpoints, read
+from reproduction.answers import Part, endpoints, is_accuracy, read
 from reproduction.claims import judged, said
 from reproduction.drawing.answer import Interval, Rows, answer
 from reproduction.kept import hours
@@ -68,7 +68,7 @@ def _answers(out: Path, kept: Mapping[str, Mapping[str, Part]], spent: Mapping[s
             "Cost": f"{took}{question.core_minutes():.0f} core-minutes planned",
             "Command": f"make reproduce NAME={name} DATA=FOLDER MODEL=FOLDER",
         }
-        figure = picture if draw(picture, kept[name], told) else None
+        figure = picture if draw(picture, name, kept[name], told) else None
         rows, words = [_row(e, v) for e, v in told], in_words(question, kept[name], told)
         paged = (out / f"{name}.md").is_file()
         made.append(Answered(name, question.title, question.question, words, facts, rows, figure, paged))
@@ -102,7 +102,9 @@ def answers_html(found: Results, path: Path) -> Path:
         for one in found.answers
     ]
     numbers = html.rows_csv([{"question": one.name, **row} for one in found.answers for row in one.rows])
-    top = html.header(_TITLE, "finished", "endpoints.csv", numbers, re.sub(r"\[(.+?)\]\(.+?\)|`", r"\1", _intro(found)))
+    top = html.header(
+        _TITLE, "finished", "endpoints.csv", numbers, re.sub(r"\[(.+?)\]\(.+?\)|[`*]", r"\1", _intro(found))
+    )
     appendix = html.section("What the five documents claim", html.folded("Every claim", html.grid(found.claims)))
     return html.write_page(path, _TITLE, top, [*sections, appendix], [])
 
@@ -123,8 +125,10 @@ def _number(mark: str, parts: Mapping[str, Part], verdicts: Mapping[str, Verdict
         v, sign = verdicts[name], -1 if turned else 1
         if v.value is None:
             raise FedgraftError(f"an answer names {name}, which has no number.")
-        limits = "" if v.low is None or v.high is None else sorted((sign * v.low, sign * v.high))
-        return f"{sign * v.value:.1f}" + (f" [{limits[0]:.1f}, {limits[1]:.1f}]" if limits else "")
+        if v.low is None or v.high is None:
+            return f"{sign * v.value:.1f}"
+        low, high = sorted((sign * v.low, sign * v.high))
+        return f"{sign * v.value:.1f} ({v.level:.3g} %: {low:.1f} to {high:.1f})"
     part, _, rest = name.partition(":")
     cell, _, measure = rest.partition(":")
     known = numbers(parts[part].series(cell, measure or parts[part].preset.measure)) if part in parts else []
@@ -136,53 +140,76 @@ def _number(mark: str, parts: Mapping[str, Part], verdicts: Mapping[str, Verdict
 
 def sentence(endpoint: Endpoint, verdict: Verdict) -> str:
     """What may be said of an endpoint: an answer, its text as it was asked, and the numbers behind it."""
-    unit = "times" if endpoint.ratio else "points" if endpoint.measure in ACCURACIES else endpoint.measure
+    unit = "times" if endpoint.ratio else "points" if is_accuracy(endpoint.measure) else endpoint.measure
     limits = "" if verdict.low is None else f", {verdict.low:.3g} to {verdict.high:.3g}"
     behind = verdict.why.split(";")[0] if verdict.value is None else f"{verdict.value:.3g} {unit}{limits}"
-    same = endpoint.expect == "same"
+    word, _, little = verdict.word.partition(", ")
     lead = {
-        SUPPORTED: "Yes", CONTRADICTED: "No" if same else "No, the other way round", UNDECIDED: "Cannot be told",
-        NO_RANGE: "No range here",
-    }.get(verdict.word, "Too little to matter")  # fmt: skip
-    if verdict.why == NOT_MEASURED:
-        return f"Not measured yet: {endpoint.text}."
-    return f"{lead}: {endpoint.text} ({behind})."
+        SUPPORTED: "Yes", CONTRADICTED: "No" if endpoint.expect == "same" else "No, the other way round",
+        UNDECIDED: "Cannot be told", NO_RANGE: "No range here", NOT_MEASURED: "Not measured yet",
+    }.get(word, f"Not by {endpoint.margin:g} {unit} either way")  # fmt: skip
+    behind = f" ({behind})" if behind else ""
+    return f"{lead}{f', {little}' if little else ''}: {endpoint.text}{behind}."
 
 
 def confidence(told: Told) -> str:
-    """How sure the primary endpoints are: seeds and interval, and the gate of each with its numbers."""
+    """How sure the primary endpoints are, in short; the table has the numbers."""
     made = []
     for endpoint, verdict in told:
         if endpoint.primary:
-            gate = "; ".join(map(str, verdict.gate)) or "none"
             met = "gate met" if all(check.met for check in verdict.gate) else "gate not met"
-            why = verdict.why if verdict.word != NO_RANGE else NO_RANGE
-            made.append(f"{endpoint.text}: {verdict.word} ({why}); {met if verdict.gate else 'gate'} ({gate})")
-    return ". ".join(made) + "."
+            seeds = f", {verdict.seeds} seeds" if verdict.seeds else ""
+            made.append(f"{endpoint.text}: {verdict.word}{seeds}{f', {met}' if verdict.gate else ''}")
+    return "; ".join(made) + "."
 
 
-def draw(path: Path, parts: Mapping[str, Part], told: Told) -> bool:
-    """The arms of each primary endpoint's part, and the effects of all endpoints in points; False: nothing to show."""
-    panels = []
-    for name, measure in dict.fromkeys((e.part, e.measure) for e, _ in told if e.primary):
-        part = parts[name]
-        lines = {"start": part.preset.gate.start, "head only": part.preset.gate.head_only}
-        labels = [c.label for c in cells(part.preset, "laptop", "arms") if c.label not in lines.values()]
-        arms = {label: part.series(label, measure) for label in labels}
-        levels = {word: number[0] for word, cell in lines.items() if (number := _interval(part.series(cell, measure)))}
-        values = {label.replace("/", ", "): number for label, s in arms.items() if (number := _interval(s))}
-        if values:
-            unit = part.numbers.get("titles", {}).get(measure) or MEASURES.get(measure, measure)
-            panels.append(Rows(part.preset.title, unit, values, levels))
-    seen = [(e, v) for e, v in told if v.low is not None and not e.ratio and e.measure in ACCURACIES]
+def draw(path: Path, question: str, parts: Mapping[str, Part], told: Told) -> bool:
+    """Every measured arm of the endpoints' parts, and the effects in points; False: there is nothing to show."""
+    panels = [panel for part, measure in _shown(told) if (panel := _arms(parts[part], measure, _sized(part, told)))]
+    seen = [(e, v) for e, v in told if v.low is not None and not e.ratio and is_accuracy(e.measure)]
     if seen:
-        effects = {e.text: (v.value, v.low, v.high) for e, v in seen}
-        margins = [e.margin for e, _ in seen]
-        title, bars = "Effects (grey: too small to matter)", "interval of the table"
-        panels.append(Rows(title, "points", effects, margins=margins, bars=bars))  # type: ignore[arg-type]
+        effects = {_difference(e): (v.value, v.low, v.high) for e, v in seen}
+        title, unit = "What was asked (grey: too small to matter)", "difference in percentage points"
+        bars = "as in the table, primary ones corrected"
+        panels.append(Rows(title, unit, effects, margins=[e.margin for e, _ in seen], bars=bars))  # type: ignore[arg-type]
     if panels:
-        answer(path, panels)
+        seeds = sorted({parts[part].preset.seeds for part, _ in _shown(told)})
+        answer(path, panels, f"{question}: {' or '.join(map(str, seeds))} seeds, make reproduce NAME={question}")
     return bool(panels)
+
+
+def _shown(told: Told) -> list[tuple[str, str]]:
+    """Parts and measures of the endpoints that are accuracies, the primary ones first."""
+    found = [(e.part, e.measure) for primary in (True, False) for e, _ in told if e.primary == primary]
+    return [(part, measure) for part, measure in dict.fromkeys(found) if is_accuracy(measure)]
+
+
+def _sized(part: str, told: Told) -> bool:
+    """Whether bytes are asked for, and so belong to the arms."""
+    return any(e.part == part and e.measure == "megabytes" for e, _ in told)
+
+
+def _arms(part: Part, measure: str, sized: bool) -> Rows | None:
+    gate = part.preset.gate
+    lines = {"start": gate.start, "head only": gate.head_only}
+    levels = {word: number[0] for word, cell in lines.items() if (number := _interval(part.series(cell, measure)))}
+    values = {}
+    for label in (cell.label for cell in cells(part.preset, "laptop", "arms")):
+        if label not in lines.values() and (number := _interval(part.series(label, measure))):
+            megabytes = numbers(part.series(label, "megabytes")) if sized else []
+            bytes_ = f" ({megabytes[0]:,.0f} MB)" if megabytes else ""
+            values[label.replace("/", ", ") + bytes_] = number
+    unit = part.numbers.get("titles", {}).get(measure) or MEASURES.get(measure, measure)
+    return Rows(part.preset.title, unit, values, levels) if values else None
+
+
+def _difference(endpoint: Endpoint) -> str:
+    """What an effect is: left minus right, with what both share said once."""
+    left, right = (side.split("/") for side in (endpoint.left, endpoint.right))
+    same = [a for a, b in zip(left, right, strict=True) if a == b]
+    mine, theirs = (", ".join(level for level in side if level not in same) for side in (left, right))
+    found = f"{mine} minus {theirs}" + (f", {', '.join(same)}" if same else "")
+    return f"({found}) minus the same of {endpoint.minus[0].replace('/', ', ')}" if endpoint.minus else found
 
 
 def _interval(series: Series) -> Interval | None:
@@ -198,14 +225,15 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
     effect = "–" if verdict.value is None else f"{verdict.value:.3g}"
     if verdict.low is not None:
         effect += f" [{verdict.low:.3g}, {verdict.high:.3g}]"
-    if verdict.p is not None:
+    decided = (SUPPORTED,) if endpoint.expect == "same" else (SUPPORTED, CONTRADICTED)
+    if verdict.p is not None and verdict.word.startswith(decided):  # else it would be the p of another test
         effect += ", p < 0.001" if verdict.p < 0.001 else f", p {verdict.p:.3f}"
-        effect += " (test of sameness)" if endpoint.expect == "same" else ""
     kind = "primary" if endpoint.primary else "secondary"
     expect = f"{endpoint.expect} {'as' if endpoint.expect == 'same' else 'than'} {endpoint.number:g}"
     return {
         "endpoint": f"{endpoint.text} ({kind}; {expect})", "part": endpoint.part, "effect": effect,
         "smallest that matters": f"{endpoint.margin:g}", "verdict": verdict.word, "why": verdict.why or "–",
+        "gate": "; ".join(map(str, verdict.gate)) or "–",
     }  # fmt: skip
 
 
@@ -213,17 +241,19 @@ def claim_rows(parts: Mapping[str, Mapping[str, Part]]) -> Table:
     """Every empirical claim of the five documents with what was measured of it."""
     rows = []
     for claim in document_claims():
-        where, measured, word, span = "–", claim.not_run, "not run", "–"
+        where, ours, measured, word, span = "–", "–", claim.not_run, "not run", "–"
         if claim.cell:
             name, _, part_name = claim.cell.partition(":")
             part = parts[name][part_name]
             effect = part.effect(claim)
             found = judge({"": judged(claim, effect, gate=part.gate(claim, effect))})[""]
             where, measured, word = claim.cell, said(claim, effect, found), found.word
+            ours = f"{part.preset.title}{f'; {claim.ours}' if claim.ours else ''}"
             span = "; ".join(f"{c.measured:.3g} (needs {c.needed:.3g})" for c in found.gate[:1]) or "–"
         says = f"{claim.says} ({claim.document})"
         rows.append({
-            "claim": claim.id, "what the document says": says, "its setting": claim.setting, "our cells": where,
+            "claim": claim.id, "what the document says": says, "its setting": claim.setting, "our part": where,
+            "our setting": ours,
             "measured": measured, "range between arms": span, "verdict": word,
         })  # fmt: skip
     return rows
@@ -246,7 +276,12 @@ def _intro(found: Results) -> str:
 _SCROLLED = '<div class="scroll"><div style="min-width: 34rem">{}</div></div>'
 """On a narrow screen a figure keeps a size at which it can be read."""
 _TITLE = "Six questions, answered"
-_INTRO = """The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in
+_INTRO = """**Words.** J: local steps between two averagings. N_c: classes that each client holds (IID: all of them). s:
+shards of one class that each client holds. Head: the last linear layer. Dense: every weight of the block trains. Gate:
+what an experiment must show before it counts (range between its arms, evaluations, room above the start). Brackets say
+the level of their interval; those of primary endpoints are corrected and hold together.
+
+The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in
 [an appendix](claims.md).{took}
 Primary endpoints of all questions are corrected together by Holm, also those that were not measured. Made by
 `python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
@@ -255,4 +290,4 @@ _APPENDIX = """# What the five documents claim
 
 Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md),
 one by one and not corrected; "range between arms" is what the experiment spans and what it needs to count, and
-"no range here" means that it could not have shown the claim. Made by `python -m reproduction --answers`."""
+"no range here" means that this is too little to trust a verdict. Made by `python -m reproduction --answers`."""

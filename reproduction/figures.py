@@ -37,7 +37,7 @@ def draw_all(found: Found, folder: Path, formats: Sequence[str] = ("png",)) -> l
 
 def _draw(figure: Figure, found: Found, path: Path) -> bool:
     kind = figures.FIGURES[figure.kind]
-    texts: dict[str, Any] = {"title": figure.title} if figure.title else {}
+    texts: dict[str, Any] = {key: text for key in ("title", "xlabel") if (text := getattr(figure, key))}
     if kind.draw in (figures.pipelines_schematic, figures.fedshibu_schematic):
         figures.draw(figure.kind, path, **texts)
         return True

@@ -24,7 +24,7 @@ from fedgraft.errors import FedgraftError
 from fedgraft.registry import listed_algorithms
 
 _WORDS = "test|best|last|personal|finetuned|balanced|megabytes|spread|dispersion|rounds_to|seconds"
-Measure = Annotated[str, Field(pattern=rf"^({_WORDS}|seconds:\w+)$")]
+Measure = Annotated[str, Field(pattern=rf"^({_WORDS}|seconds:\w+|at:\d+)$")]
 Kind = TypeVar("Kind", bound=Section)
 PRESETS = Path(__file__).parent / "presets"
 SCALES = ("paper", "laptop", "tiny")
@@ -80,6 +80,7 @@ class Figure(Section):
     where: dict[str, str] = Field({})
     lines: str = Field("", description="the axis whose levels are lines or bars; default: the last one")
     x: str = Field("round", description="round, or an axis; of a scatter what it costs: megabytes unless seconds")
+    xlabel: str = Field("", description="where the kind's own does not say what x is")
     reference: dict[str, Measure] = Field({}, description="levels drawn as level lines, and the measure of each")
     y: Measure | Literal["accuracy", "loss", "personal_curve"] = "accuracy"
     panels: str = Field("", description="the axis with one panel for each level")
@@ -119,11 +120,10 @@ class Claim(Section):
 
 
 class Gate(Section):
-    """When an experiment counts: arms whose range is looked at, and what dense training or sharing must gain."""
+    """When an experiment counts: its start, and what dense training or sharing must gain."""
 
-    arms: dict[str, list[str]] = Field({}, description="levels by axis; default: every cell")
     dense: str = ""
-    start: str = ""
+    start: str = Field("", description="counts among the arms of every comparison")
     head_only: str = ""
     sharing: list[str] = Field([], max_length=2, description="FedAvg, then local only")
 
@@ -166,7 +166,6 @@ class Preset(Section):
             raise ValueError(f"the scale {missing[0]} is missing")
         axes = {axis.name: set(axis.levels) for axis in self.axes}
         named = [("scale", s.only) for s in self.scales.values()] + [("skip", s) for s in self.skip]
-        named.append(("gate", self.gate.arms))
         named += [("figure", {k: [v] for k, v in f.where.items()}) for f in self.figures]
         for what, chosen in named:
             for axis, levels in chosen.items():
@@ -313,7 +312,6 @@ def level_of(preset: Preset, cell: Cell, axis: str) -> str:
     return cell.levels[[a.name for a in preset.axes].index(axis)]
 
 
-def picked(preset: Preset, every: list[Cell], where: Mapping[str, str | list[str]]) -> list[Cell]:
-    """The cells with these levels, one or any of several on an axis."""
-    wanted = {axis: [levels] if isinstance(levels, str) else levels for axis, levels in where.items()}
-    return [cell for cell in every if all(level_of(preset, cell, axis) in levels for axis, levels in wanted.items())]
+def picked(preset: Preset, every: list[Cell], where: Mapping[str, str]) -> list[Cell]:
+    """The cells with these levels."""
+    return [cell for cell in every if all(level_of(preset, cell, axis) == level for axis, level in where.items())]

@@ -85,6 +85,7 @@ class DocumentClaim(Claim):
     text: str = ""
     row: int = 0
     cell: str = Field("", description="question:part")
+    ours: str = Field("", description="what our cells have otherwise than the document, or a reader must know")
     not_run: str = Field("", description="why no cell of ours speaks of it")
 
     @model_validator(mode="after")
@@ -140,12 +141,14 @@ def document_claims() -> list[DocumentClaim]:
 def keep(parts: dict[str, Found], folder: Path) -> None:
     """Write every number of a question by part, cell, measure and seed, and how often each cell was evaluated."""
     table: dict[str, Any] = {}
+    asked = [(claim.cell, claim.measure) for claim in document_claims()]
     for name, found in parts.items():
+        wanted = dict.fromkeys([*KEPT, *(m for cell, m in asked if cell == found.work.name.replace("-", ":", 1))])
         made = table[name] = {"scale": found.work.scale, "at_edge": found.at_edge, "rates": found.rates, "cells": {}}
         if found.titles:  # a study's numbers are not called as a run's are
             made["titles"] = found.titles
         for cell in found.cells:
-            measures = {m: series for m in KEPT if (series := found.measured(cell.label, m))}
+            measures = {m: series for m in wanted if (series := found.measured(cell.label, m))}
             made["cells"][cell.label] = {"evaluations": found.evaluations(cell.label), **measures}
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "numbers.json", json.dumps(table, indent=1, ensure_ascii=False) + "\n")

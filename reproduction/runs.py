@@ -150,6 +150,8 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
         losses = list(_values(lines, "loss").values())
         return losses[-1] if losses and math.isfinite(losses[-1]) else None
     seen = curve(folder)
+    if kind == "at":
+        return seen.get(int(phase))
     if kind == "rounds_to":
         return next((float(r) for r, a in seen.items() if target is not None and a >= target), None)
     return list(seen.values())[-1] if seen else None

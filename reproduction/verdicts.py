@@ -3,16 +3,15 @@
 The rule, for an effect with its interval [low, high] and the margin d, the smallest effect that matters:
 
 - "no range here" where the experiment's gate is not met, whatever the numbers;
-- `more` (`less`, with signs turned): "supported" if low > 0, "contradicted" if high < 0, else "equivalent within d" if
-  -d < low and high < d, else "undecided";
+- `more` (`less`, with signs turned): "supported" if low > 0, "contradicted" if high < 0, with "but less than d" where
+  the interval lies within (-d, d); else "equivalent within d" if it does, else "undecided";
 - `same`: "supported" if -d < low and high < d, "contradicted" if low > d or high < -d, else "undecided";
-- a deterministic fact is compared as it is: no interval and no p;
-- fewer than two seeds, or no spread over seeds that was not declared a fact: "undecided".
+- a fact, which does not vary over seeds, is compared as it is: no interval and no p;
+- fewer than two seeds, or no spread over seeds that was not declared a fact: "undecided"; no numbers: "not measured".
 
-Primary endpoints are corrected together by Holm (1979), all that were planned, also those without range or numbers. The
-interval goes with it: an endpoint that Holm does not decide gets level 1 - 2*alpha/r, r being how many are undecided
-(Strassburger and Bretz 2008); one that it decides gets Bonferroni's, cut at the line that Holm, which is sharper, has
-excluded. So p <= 2*alpha exactly where the interval says so, and six intervals hold together in 95 of 100 simulated
+Primary endpoints are corrected together by Holm (1979), all that were planned, also those without range or numbers.
+Their intervals are Bonferroni's, so that all hold together; where Holm, which is sharper, has excluded a line, they are
+cut there. So p <= 2*alpha exactly where the interval says so, and six intervals hold together in 95 of 100 simulated
 pages (tests/unit/reproduction). Other claims are not corrected, and say so.
 """
 
@@ -124,6 +123,9 @@ class Verdict:
     value: float | None = None
     low: float | None = None
     high: float | None = None
+    level: float | None = None
+    """Of the interval, in percent."""
+    seeds: int = 0
     p: float | None = None
     """Two-sided (`same`: twice the larger of the two one-sided), corrected for primary endpoints; 2*alpha decides."""
     why: str = ""
@@ -137,10 +139,9 @@ def judge(claims: Mapping[str, Claim], alpha: float = ALPHA) -> dict[str, Verdic
     decided, corrected = _holm(chances, alpha)
     found = {}
     for name, claim in claims.items():
-        level = alpha / len(family) if name in decided else alpha / max(1, len(family) - len(decided))
         alone = name not in chances
         p = min(1.0, 2 * _chance(claim)) if alone else corrected[name]
-        verdict = _verdict(claim, alpha if alone else level, p, name in decided, not alone)
+        verdict = _verdict(claim, alpha if alone else alpha / len(family), p, name in decided, not alone)
         found[name] = replace(verdict, gate=claim.gate)
     return found
 
@@ -172,21 +173,22 @@ def _verdict(claim: Claim, alpha: float, p: float, decided: bool, corrected: boo
     if unmet := [str(check) for check in claim.gate if not check.met]:
         return Verdict(NO_RANGE, why="; ".join(unmet))
     if effect is None:
-        return Verdict(UNDECIDED, why=NOT_MEASURED)
+        return Verdict(NOT_MEASURED)
     if isinstance(effect, Fact):
         gap = effect.value - effect.against
-        return Verdict(_word(claim, gap, gap), effect.value, why="deterministic: no interval and no p")
+        return Verdict(_word(claim, gap, gap), effect.value, why="does not vary over seeds: no interval and no p")
     if not effect.judgeable:
-        why = "one seed" if effect.n < 2 else f"no spread over {effect.n} seeds; a deterministic number is a Fact"
+        why = "one seed" if effect.n < 2 else f"no spread over {effect.n} seeds, and not said to be a fact"
         return Verdict(UNDECIDED, effect.natural(effect.value), why=why)
     low, high = effect.interval(alpha)
     if decided:
         low, high = _cut(claim, effect.value, low, high)
-    why = f"{100 - 200 * alpha:.4g} % interval, {'Holm' if corrected else 'not corrected'}, {effect.n} seeds"
+    level = 100 - 200 * alpha
+    why = f"{level:.4g} % interval, {'Holm' if corrected else 'not corrected'}, {effect.n} seeds"
     if effect.missing:
         why += f", without seed {', '.join(map(str, effect.missing))}"
     value, bottom, top = (effect.natural(x) for x in (effect.value, low, high))
-    return Verdict(_word(claim, low, high), value, bottom, top, p, why)
+    return Verdict(_word(claim, low, high), value, bottom, top, level, effect.n, p, why)
 
 
 def _cut(claim: Claim, value: float, low: float, high: float) -> tuple[float, float]:
@@ -206,7 +208,8 @@ def _word(claim: Claim, low: float, high: float) -> str:
         return f"{EQUIVALENT} {claim.margin:g}"
     below, above = high <= 0, low >= 0
     if above or below:
-        return SUPPORTED if above == (claim.expect == "more") else CONTRADICTED
+        word = SUPPORTED if above == (claim.expect == "more") else CONTRADICTED
+        return f"{word}, but less than {claim.margin:g}" if inside else word
     return f"{EQUIVALENT} {claim.margin:g}" if inside else UNDECIDED
 
 

@@ -20,7 +20,7 @@ from scipy import optimize, stats
 
 ALPHA = 0.025  # one-sided
 PLAN = Path(__file__).parents[1] / "presets"
-ACCURACY = {"test", "best", "last", "personal", "finetuned", "balanced"}
+ACCURACY = {"test", "best", "last", "at", "personal", "finetuned", "balanced"}
 Numbers = dict[str, Any]
 
 
@@ -58,15 +58,18 @@ def smallest_seen(x: np.ndarray) -> float:
 def unmet(part: Numbers, plan: Numbers, asked: Numbers, x: np.ndarray) -> str:
     """The conditions of the gate that do not hold."""
     gate, measure = plan.get("gate", {}), asked.get("measure", "test")
-    if measure not in ACCURACY:
+    if measure.partition(":")[0] not in ACCURACY:
         return ""
-    axes = [(axis["name"], list(axis["levels"])) for axis in plan["axes"]]
-    arms = []
-    for levels in itertools.product(*(levels for _, levels in axes)):
-        at = dict(zip((name for name, _ in axes), levels, strict=True))
-        kept = (at[name] in ([want] if isinstance(want, str) else want) for name, want in gate.get("arms", {}).items())
-        if all(kept) and part["cells"].get("/".join(levels)):
-            arms.append("/".join(levels))
+    # Arms are those with the levels that all cells of the comparison share, and the start.
+    compared = [asked[side].split("/") for side in ("left", "right") if asked.get(side)]
+    compared += [cell.split("/") for cell in asked.get("minus", [])]
+    shared = [len({cell[i] for cell in compared}) == 1 and len(compared) > 1 for i in range(len(compared[0]))]
+    arms = [gate["start"]] if gate.get("start") in part["cells"] else []
+    for levels in itertools.product(*(axis["levels"] for axis in plan["axes"])):
+        name = "/".join(levels)
+        alike = all(not same or levels[i] == compared[0][i] for i, same in enumerate(shared))
+        if alike and name not in arms and part["cells"].get(name):
+            arms.append(name)
     means = [np.mean(list(found.values())) for arm in arms if (found := by_seed(part, arm, measure))]
     span = max(means) - min(means) if len(means) > 1 else math.nan
     said = [] if span >= 5 * smallest_seen(x) else [f"range {span:.3g}, needs {5 * smallest_seen(x):.3g}"]
@@ -102,18 +105,22 @@ def word(x: np.ndarray, asked: Numbers, decided: bool | None, alpha: float) -> s
     mean, margin = float(x.mean()), asked.get("margin", 1.0)
     room = math.log(margin) if asked.get("ratio") else margin
     low, high = stats.t.interval(1 - 2 * alpha, len(x) - 1, mean, stats.sem(x))
+    if decided:  # Holm has excluded zero, so the interval ends there
+        low, high = (max(low, 0.0), high) if mean > 0 else (low, min(high, 0.0))
     sure = decided if decided is not None else chance(x, asked) <= ALPHA
     if asked.get("expect", "more") == "same":
         return "supported" if sure else "contradicted" if low > room or high < -room else "undecided"
+    inside = -room <= low and high <= room
     if sure:
-        return "supported" if (mean > 0) == (asked.get("expect", "more") == "more") else "contradicted"
-    return f"equivalent within {margin:g}" if -room <= low and high <= room else "undecided"
+        said = "supported" if (mean > 0) == (asked.get("expect", "more") == "more") else "contradicted"
+        return f"{said}, but less than {margin:g}" if inside else said
+    return f"equivalent within {margin:g}" if inside else "undecided"
 
 
 def fact(part: Numbers, asked: Numbers) -> str | None:
     """The verdict on a number that does not vary over seeds; None where it does."""
-    value = seeds_of(part, {**asked, "ratio": False, "number": 0.0})
-    if value is None or value.std() > 1e-9 * max(1.0, abs(value).max()):
+    value = seeds_of(part, {**asked, "number": 0.0})
+    if value is None or value.std(ddof=1) > (1e-3 if asked.get("ratio") else 1e-9 * max(1.0, abs(value).max())):
         return None
     measure, number = asked.get("measure", "test"), asked.get("number") or (1.0 if asked.get("ratio") else 0.0)
     left, right = (next(iter(by_seed(part, asked[side], measure).values())) for side in ("left", "right"))
@@ -123,7 +130,8 @@ def fact(part: Numbers, asked: Numbers) -> str | None:
         return "supported" if abs(distance) <= margin else "contradicted"
     if distance == 0:
         return f"equivalent within {margin:g}"
-    return "supported" if (distance > 0) == (asked.get("expect", "more") == "more") else "contradicted"
+    said = "supported" if (distance > 0) == (asked.get("expect", "more") == "more") else "contradicted"
+    return f"{said}, but less than {margin:g}" if abs(distance) <= margin else said
 
 
 def asked_of(plans: Numbers) -> dict[str, tuple[str, str, Numbers]]:
@@ -148,7 +156,9 @@ def verdicts(out: Path) -> dict[str, tuple[Numbers, str]]:
         x = seeds_of(part, asked)
         if x is not None and asked.get("fact") and (said := fact(part, asked)):
             found[name] = asked, said
-        elif x is None or len(x) < 2 or x.std() == 0:
+        elif x is None:
+            found[name] = asked, "not measured"
+        elif len(x) < 2 or x.std() == 0:
             found[name] = asked, "undecided"
         elif unmet(part, plans[question]["parts"][where], asked, x):
             found[name] = asked, "no range here"
@@ -160,7 +170,7 @@ def verdicts(out: Path) -> dict[str, tuple[Numbers, str]]:
         held = held and (len(primary) - i) * chance(*left[name]) <= ALPHA
         holm += [name] if held else []
     for name, (x, asked) in left.items():
-        alpha = ALPHA / max(1, len(primary) - len(holm)) if name in primary else ALPHA
+        alpha = ALPHA / len(primary) if name in primary else ALPHA
         found[name] = asked, word(x, asked, name in holm if name in primary else None, alpha)
         print(f"{name}: {x.mean():+.4g} over {len(x)} seeds, p {min(1.0, 2 * chance(x, asked)):.2g}: {found[name][1]}")
     return found

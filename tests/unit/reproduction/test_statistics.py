@@ -177,9 +177,10 @@ def rule(claim: Claim, found: Verdict) -> str:
         low, high = -high, -low
     if claim.expect == "same":
         return "supported" if -d <= low and high <= d else "contradicted" if low > d or high < -d else "undecided"
-    if low >= 0:
-        return "supported"
-    return "contradicted" if high <= 0 else f"equivalent within {d:g}" if -d < low and high < d else "undecided"
+    inside = -d <= low and high <= d
+    if low >= 0 or high <= 0:
+        return ("supported" if low >= 0 else "contradicted") + (f", but less than {d:g}" if inside else "")
+    return f"equivalent within {d:g}" if inside else "undecided"
 
 
 def test_interval_p_and_verdict_never_contradict() -> None:
@@ -196,12 +197,14 @@ def test_interval_p_and_verdict_never_contradict() -> None:
             claim = claims[name]
             assert found.word == rule(claim, found), (claim, found)
             assert found.p is not None
-            seen = found.word in ("supported", "contradicted") if claim.expect != "same" else found.word == "supported"
+            sure = ("supported",) if claim.expect == "same" else ("supported", "contradicted")
+            seen = found.word.startswith(sure)
             assert seen == (found.p <= 2 * ALPHA), (claim, found)
             assert found.value is not None and found.low is not None and found.low <= found.value <= (found.high or 0)
             words.add((claim.expect, found.word))
     every = {*itertools.product(("more", "less", "same"), ("supported", "contradicted", "undecided"))}
-    assert words == every | {(way, "equivalent within 1") for way in ("more", "less")}
+    small = ("equivalent within 1", "supported, but less than 1", "contradicted, but less than 1")
+    assert words == every | {*itertools.product(("more", "less"), small)}
 
 
 def test_holm_is_the_definition() -> None:
@@ -228,7 +231,7 @@ def test_holm_errs_in_at_most_5_of_100_families_and_intervals_hold_together(true
         held += all((v.low or 0) <= t <= (v.high or 0) for t, v in pairs)
         plain += all(e.interval()[0] <= t <= e.interval()[1] for t, e in zip(true, effects, strict=True))
     assert wrong / 600 < 0.075
-    assert held / 600 > 0.91
+    assert held / 600 > 0.93  # Bonferroni's intervals hold together in 95 of 100 pages or more
     assert plain / 600 < 0.8  # without a correction a quarter of the pages would have a wrong interval
 
 
@@ -250,11 +253,12 @@ def test_facts_get_no_p() -> None:
     cases = [
         (Fact(10.2, 10.0), "same", 0.5, "supported"), (Fact(11.0, 10.0), "same", 0.5, "contradicted"),
         (Fact(1.2, 1.0), "more", 0.1, "supported"), (Fact(1.2, 1.0), "less", 0.1, "contradicted"),
+        (Fact(1.2, 1.0), "more", 0.3, "supported, but less than 0.3"),
         (Fact(0.0), "more", 0.3, "equivalent within 0.3"), (Fact(0.0), "same", 0.3, "supported"),
     ]  # fmt: skip
     for fact, expect, margin, word in cases:
         found = judge({"a": Claim(fact, expect, margin, primary=True)})["a"]  # type: ignore[arg-type]
-        assert (found.word, found.p, found.low) == (word, None, None) and "deterministic" in found.why
+        assert (found.word, found.p, found.low) == (word, None, None) and "does not vary" in found.why
 
 
 def test_what_cannot_be_judged_is_undecided_and_spoils_nothing_else() -> None:
@@ -265,8 +269,8 @@ def test_what_cannot_be_judged_is_undecided_and_spoils_nothing_else() -> None:
         "gap": Claim(paired({0: 1.0, 1: 2.0, 2: None, 3: 1.5}, series([0, 0, 0, 0])), "more", 1.0),
     }  # fmt: skip
     found = judge(claims)
-    assert [found[name].word for name in ("none", "one", "flat")] == ["undecided"] * 3
-    assert found["flat"].p is None and "Fact" in found["flat"].why and found["none"].why == "not measured"
+    assert [found[name].word for name in ("none", "one", "flat")] == ["not measured", "undecided", "undecided"]
+    assert found["flat"].p is None and "said to be a fact" in found["flat"].why
     assert found["good"] == judge({"good": good})["good"] and found["good"].word == "supported"
     assert "without seed 2" in found["gap"].why
     with pytest.raises(FedgraftError, match="must be above 0"):
@@ -304,7 +308,7 @@ def test_without_range_nothing_is_said_of_a_difference(expect: str) -> None:
     found = judge({"a": claim})["a"]
     assert (found.word, found.p, found.low) == ("no range here", None, None)
     assert found.why == "range: 4, needs at least 5"
-    assert judge({"a": Claim(claim.effect, "more", 9.0, gate=(MET,))})["a"].word == "supported"
+    assert judge({"a": Claim(claim.effect, "more", 1.0, gate=(MET,))})["a"].word == "supported"
 
 
 def test_an_endpoint_without_range_helps_no_other_through_holm() -> None:
