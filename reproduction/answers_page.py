@@ -68,7 +68,7 @@ def _answers(out: Path, kept: Mapping[str, Mapping[str, Part]], spent: Mapping[s
             "Cost": f"{took}{question.core_minutes():.0f} core-minutes planned",
             "Command": f"make reproduce NAME={name} DATA=FOLDER MODEL=FOLDER",
         }
-        figure = picture if draw(picture, name, kept[name], told) else None
+        figure = picture if draw(picture, name, question.title, kept[name], told) else None
         rows, words = [_row(e, v) for e, v in told], in_words(question, kept[name], told)
         paged = (out / f"{name}.md").is_file()
         made.append(Answered(name, question.title, question.question, words, facts, rows, figure, paged))
@@ -163,18 +163,18 @@ def confidence(told: Told) -> str:
     return "; ".join(made) + "."
 
 
-def draw(path: Path, question: str, parts: Mapping[str, Part], told: Told) -> bool:
+def draw(path: Path, name: str, title: str, parts: Mapping[str, Part], told: Told) -> bool:
     """Every measured arm of the endpoints' parts, and the effects in points; False: there is nothing to show."""
     panels = [panel for part, measure in _shown(told) if (panel := _arms(parts[part], measure, _sized(part, told)))]
     seen = [(e, v) for e, v in told if v.low is not None and not e.ratio and is_accuracy(e.measure)]
     if seen:
         effects = {_difference(e): (v.value, v.low, v.high) for e, v in seen}
-        title, unit = "What was asked (grey: too small to matter)", "difference in percentage points"
-        bars = "as in the table, primary ones corrected"
-        panels.append(Rows(title, unit, effects, margins=[e.margin for e, _ in seen], bars=bars))  # type: ignore[arg-type]
+        asked, unit = "What was asked (grey: too small to matter)", "difference in percentage points"
+        margins, bars = [e.margin for e, _ in seen], "intervals of the table"
+        panels.append(Rows(asked, unit, effects, margins=margins, bars=bars))  # type: ignore[arg-type]
     if panels:
         seeds = sorted({parts[part].preset.seeds for part, _ in _shown(told)})
-        answer(path, panels, f"{question}: {' or '.join(map(str, seeds))} seeds, make reproduce NAME={question}")
+        answer(path, panels, f"{title}\n{' or '.join(map(str, seeds))} seeds; make reproduce NAME={name}")
     return bool(panels)
 
 
@@ -205,11 +205,19 @@ def _arms(part: Part, measure: str, sized: bool) -> Rows | None:
 
 def _difference(endpoint: Endpoint) -> str:
     """What an effect is: left minus right, with what both share said once."""
-    left, right = (side.split("/") for side in (endpoint.left, endpoint.right))
-    same = [a for a, b in zip(left, right, strict=True) if a == b]
-    mine, theirs = (", ".join(level for level in side if level not in same) for side in (left, right))
-    found = f"{mine} minus {theirs}" + (f", {', '.join(same)}" if same else "")
-    return f"({found}) minus the same of {endpoint.minus[0].replace('/', ', ')}" if endpoint.minus else found
+    said, minus = _named(endpoint.left, endpoint.right), ""
+    if endpoint.minus:
+        minus = f" minus the same, {_named(*endpoint.minus)[1]}"
+    found = " minus ".join(said[0]) + (f", {said[1]}" if said[1] else "")
+    return (f"({found}){minus}" if minus else found) + f" ({endpoint.part.replace('_', ' ')})"
+
+
+def _named(left: str, right: str) -> tuple[tuple[str, str], str]:
+    """What differs between two cells, and what they share."""
+    pairs = list(zip(left.split("/"), right.split("/"), strict=True))
+    apart = [pair for pair in pairs if pair[0] != pair[1]]
+    mine, theirs = (", ".join(levels) for levels in zip(*apart, strict=True))
+    return (mine, theirs), ", ".join(a for a, b in pairs if a == b)
 
 
 def _interval(series: Series) -> Interval | None:

@@ -22,7 +22,7 @@ FURTHER_SEEDS = 101
 WIDENED = 3
 """How often a list of learning rates may grow because its best is at an end."""
 MEASURES = {
-    "test": "test of the best round (%)", "best": "best validation (%)", "last": "validation, last round (%)",
+    "test": "test accuracy of the best round (%)", "best": "best validation (%)", "last": "validation, last round (%)",
     "personal": "mean client accuracy (%)", "finetuned": "mean client accuracy, fine-tuned (%)",
     "megabytes": "MB up and down", "spread": "variance of clients' mean steps", "rounds_to": "rounds to the target",
     "seconds": "seconds", "seconds:combine": "seconds to combine", "balanced": "mean balanced client accuracy (%)",

@@ -42,7 +42,7 @@ class Rows:
 def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
     """Panels below each other, each as high as it has rows."""
     heights = [_FRAME + _ROW * len(panel.values) for panel in panels]
-    with canvas(path, title, (8.5, sum(heights) + 0.4)) as figure:
+    with canvas(path, title, (8.5, sum(heights) + 0.7)) as figure:
         grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
         for i, panel in enumerate(panels):
             axes = figure.add_subplot(grid[i])
@@ -52,7 +52,7 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
             if panel.margins:
                 axes.axvline(0, color=INK, linewidth=0.8, zorder=1)
             dots(axes, panel.values, panel.lines)
-            for place in _borders(list(panel.values)):
+            for place in [] if panel.margins else _borders(list(panel.values)):
                 axes.axhline(place, color="#BBBBBB", linewidth=0.8, zorder=0)
             axes.grid(visible=False, axis="y")
             named = fill(panel.title, _TITLE)

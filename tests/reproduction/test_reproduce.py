@@ -261,8 +261,9 @@ def test_a_missing_seed_spoils_its_own_row_only(tmp_path: Path) -> None:
     found = planted(tmp_path, [50.0, 51.0, 52.0], [55.0, 56.1, 56.9])
     found.values["large"]["test"][2] = None  # type: ignore[assignment]
     small, large = group_rows(found, found.cells)
-    assert small["test of the best round (%)"] == "51.00 ± 1.00"
-    assert large["test of the best round (%)"].endswith("(1 missing)") and "without seed 2" in large["minus small"]
+    column = "test accuracy of the best round (%)"
+    assert small[column] == "51.00 ± 1.00"
+    assert large[column].endswith("(1 missing)") and "without seed 2" in large["minus small"]
 
 
 # ---- questions -------------------------------------------------------------------------------------------------------
@@ -482,7 +483,7 @@ def test_rows_show_the_difference_to_the_baseline(tmp_path: Path) -> None:
     found = planted(tmp_path, [50.0, 51.0, 52.0], [55.0, 56.5, 57.0])
     small, large = group_rows(found, found.cells)
     assert small["minus small"] == "–" and large["minus small"].startswith("+5.17 (95 %")
-    assert large["reported (%)"] == "12.5 (a table)" and small["test of the best round (%)"] == "51.00 ± 1.00"
+    assert large["reported (%)"] == "12.5 (a table)" and small["test accuracy of the best round (%)"] == "51.00 ± 1.00"
 
 
 def run_tiny(name: str, tmp_path: Path) -> str:
