@@ -240,7 +240,8 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
     expect = f"{endpoint.expect} {'as' if endpoint.expect == 'same' else 'than'} {endpoint.number:g}"
     return {
         "endpoint": f"{endpoint.text} ({kind}; {expect})", "part": endpoint.part, "effect": effect,
-        "smallest that matters": f"{endpoint.margin:g}", "verdict": verdict.word, "why": verdict.why or "–",
+        "smallest that matters": f"{endpoint.margin:g}", "verdict": verdict.word,
+        "why": "gate not met" if verdict.word == NO_RANGE else verdict.why or "–",
         "gate": "; ".join(map(str, verdict.gate)) or "–",
     }  # fmt: skip
 
@@ -281,8 +282,8 @@ def _intro(found: Results) -> str:
     return _INTRO.format(took=took)
 
 
-_SCROLLED = '<div class="scroll"><div style="min-width: 34rem">{}</div></div>'
-"""On a narrow screen a figure keeps a size at which it can be read."""
+_SCROLLED = '<div class="scroll" style="max-height: none"><div style="min-width: 34rem">{}</div></div>'
+"""On a narrow screen a figure keeps a size at which it can be read; it is never cut below, as long tables are."""
 _TITLE = "Six questions, answered"
 _INTRO = """**Words.** J: local steps between two averagings. N_c: classes that each client holds (IID: all of them). s:
 shards of one class that each client holds. Head: the last linear layer. Dense: every weight of the block trains. Gate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import TYPE_CHECKING
 
 from fedgraft.report.figures import INK, PALETTE, canvas, dress, plain_text
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Interval = tuple[float, float, float]
 """A number with its lower and upper limit."""
-_ROW = 0.42
-"""Inches for one row of a panel."""
+_ROW, _LINE = 0.16, 0.15
+"""Inches for one row of a panel, and for each line of its name."""
 _LETTERS = 38
 """Of a line of a row's name; a longer one would leave no room for the numbers."""
 _TITLE = 56
@@ -41,7 +41,8 @@ class Rows:
 
 def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
     """Panels below each other, each as high as it has rows."""
-    heights = [_FRAME + _ROW * len(panel.values) for panel in panels]
+    lines = [max(len(wrap(name, _LETTERS)) for name in panel.values) for panel in panels]
+    heights = [_FRAME + (_ROW + _LINE * n) * len(panel.values) for n, panel in zip(lines, panels, strict=True)]
     with canvas(path, title, (8.5, sum(heights) + 0.7)) as figure:
         grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
         for i, panel in enumerate(panels):
