@@ -16,7 +16,7 @@ from typing import Any
 
 from fedgraft.errors import FedgraftError
 from reproduction.claims import effect_of, judged
-from reproduction.preset import Claim, Preset, cells
+from reproduction.preset import Claim, Preset, combinations
 from reproduction.question import QUESTIONS, Endpoint, load_question
 from reproduction.statistics import Effect, Series, detectable
 from reproduction.verdicts import Check, Dense, Fact, Verdict, gate, judge
@@ -67,7 +67,7 @@ class Part:
 
         What one partition shows is no range for another.
         """
-        every = {c.label: c.levels for c in cells(self.preset, "laptop", "arms")}
+        every = {"/".join(levels): levels for levels in combinations(self.preset, "laptop")}
         sides = [every[label] for label in (claim.left, claim.right, *claim.minus) if label]
         same = [i for i, at in enumerate(zip(*sides, strict=True)) if len(sides) > 1 and len(set(at)) == 1]
         start = self.preset.gate.start
@@ -92,9 +92,8 @@ def read(out: Path) -> dict[str, dict[str, Part]]:
     return found
 
 
-def endpoints(out: Path) -> dict[str, tuple[Endpoint, Verdict]]:
+def endpoints(parts: Mapping[str, Mapping[str, Part]]) -> dict[str, tuple[Endpoint, Verdict]]:
     """Every planned endpoint with its verdict, the primary ones of all questions corrected together."""
-    parts = read(out)
     planned = {e.name: (parts[name][e.part], e) for name in QUESTIONS for e in load_question(name).endpoints}
     asked = {}
     for name, (part, endpoint) in planned.items():

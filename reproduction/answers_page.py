@@ -14,7 +14,7 @@ from reproduction.answers import Part, endpoints, is_accuracy, read
 from reproduction.claims import judged, said
 from reproduction.drawing.answer import Interval, Rows, answer
 from reproduction.kept import hours
-from reproduction.preset import cells
+from reproduction.preset import combinations
 from reproduction.question import QUESTIONS, Endpoint, Question, document_claims, load_question
 from reproduction.reproduce import MEASURES, numbers
 from reproduction.statistics import Series, paired
@@ -56,7 +56,7 @@ def results(out: Path) -> Results:
 
 
 def _answers(out: Path, kept: Mapping[str, Mapping[str, Part]], spent: Mapping[str, float]) -> list[Answered]:
-    found, made = endpoints(out), []
+    found, made = endpoints(kept), []
     for name in QUESTIONS:
         question = load_question(name)
         told = [found[e.name] for e in question.endpoints]
@@ -102,9 +102,8 @@ def answers_html(found: Results, path: Path) -> Path:
         for one in found.answers
     ]
     numbers = html.rows_csv([{"question": one.name, **row} for one in found.answers for row in one.rows])
-    top = html.header(
-        _TITLE, "finished", "endpoints.csv", numbers, re.sub(r"\[(.+?)\]\(.+?\)|[`*]", r"\1", _intro(found))
-    )
+    words = re.sub(r"\[(.+?)\]\(.+?\)|[`*]", r"\1", _intro(found))
+    top = html.header(_TITLE, "finished", "endpoints.csv", numbers, words)
     appendix = html.section("What the five documents claim", html.folded("Every claim", html.grid(found.claims)))
     return html.write_page(path, _TITLE, top, [*sections, appendix], [])
 
@@ -194,7 +193,7 @@ def _arms(part: Part, measure: str, sized: bool) -> Rows | None:
     lines = {"start": gate.start, "head only": gate.head_only}
     levels = {word: number[0] for word, cell in lines.items() if (number := _interval(part.series(cell, measure)))}
     values = {}
-    for label in (cell.label for cell in cells(part.preset, "laptop", "arms")):
+    for label in map("/".join, combinations(part.preset, "laptop")):
         if label not in lines.values() and (number := _interval(part.series(label, measure))):
             megabytes = numbers(part.series(label, "megabytes")) if sized else []
             bytes_ = f" ({megabytes[0]:,.0f} MB)" if megabytes else ""

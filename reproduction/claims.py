@@ -20,6 +20,7 @@ from reproduction.verdicts import Claim as Judged
 
 ANOTHER = "not judged: another network"
 _ALIKE = 1e-3
+"""The spread of a ratio, on the log scale, up to which it counts as the same in every seed."""
 
 
 @dataclass(frozen=True)

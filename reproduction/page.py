@@ -231,10 +231,6 @@ def _markdown(
     if found.cells:
         parts.append(_settings(found))
     parts.append(f"Checklist rows: {', '.join(map(str, preset.rows))}. Command: `{work.command}`")
-    if preset.waiting:
-        parts.append(
-            "Left out: " + "; ".join(f"{level} (waits for {why})" for level, why in preset.waiting.items()) + "."
-        )
     if preset.tuning is not None:
         there = {level for cell in found.cells for level in cell.levels}  # a scale may leave arms out
         parts.append(

@@ -2,7 +2,7 @@
 
 A preset is a base config, scales (`paper`, `laptop`, `tiny`) and axes; a cell is one level of each axis. A scale
 changes the config before the axes (`config`) and after them (`then`), and may leave levels out (`only`); `skip` leaves
-out combinations, and levels that are `waiting` for a part of fedgraft are named but not run.
+out combinations.
 """
 
 from __future__ import annotations
@@ -150,7 +150,6 @@ class Preset(Section):
     base: dict[str, Any] = Field({})
     axes: list[Axis] = Field([])
     skip: list[dict[str, list[str]]] = Field([], description="combinations of levels that are left out")
-    waiting: dict[str, str] = Field({}, description="levels that fedgraft cannot run yet, and what they wait for")
     gate: Gate = Field(default_factory=Gate)
     scales: dict[Literal["paper", "laptop", "tiny"], Scale]
     tuning: Tuning | None = None
@@ -180,8 +179,8 @@ class Preset(Section):
         if self.baseline and self.axes and self.baseline not in self.axes[-1].levels:
             raise ValueError(f"the baseline {self.baseline!r} is no level of the last axis")
         like = {} if self.tuning is None else self.tuning.like
-        if strange := [x for x in (*self.waiting, *like, *like.values()) if x not in set().union(*axes.values())]:
-            raise ValueError(f"{strange[0]!r} is said to wait or to share a rate, and there is no such level")
+        if strange := [x for x in (*like, *like.values()) if x not in set().union(*axes.values())]:
+            raise ValueError(f"{strange[0]!r} is said to share a rate, and there is no such level")
         return self
 
 
@@ -243,12 +242,17 @@ def source(preset: Preset, data: str | None) -> dict[str, Any]:
     return {"source": "parquet", "path": str(Path(data or ".") / preset.data)}
 
 
-def cells(
-    preset: Preset, scale: str, name: str, data: str | None = None, model: str | None = None, waiting: bool = False
-) -> list[Cell]:
-    """Every setting at a scale: base, network, scale, then levels, then what the scale says last; or what waits."""
+def combinations(preset: Preset, scale: str) -> list[tuple[str, ...]]:
+    """The levels of every setting at a scale; no config is made."""
     if not preset.axes:
         return []
+    chosen: Scale = preset.scales[scale]  # type: ignore[index]
+    every = itertools.product(*(_kept(axis, chosen) for axis in preset.axes))
+    return [levels for levels in every if not _skipped(preset, levels)]
+
+
+def cells(preset: Preset, scale: str, name: str, data: str | None = None, model: str | None = None) -> list[Cell]:
+    """Every setting at a scale: base, network, scale, then levels, then what the scale says last."""
     chosen: Scale = preset.scales[scale]  # type: ignore[index]
     data_source = _TINY_DATA if scale == "tiny" else source(preset, data)
     start: dict[str, Any] = {"name": name, "data": data_source, "workers": 1}  # runs go side by side, not clients
@@ -261,9 +265,7 @@ def cells(
     ):
         start = merge(start, part)
     found, said = [], {key for part in (chosen.config, chosen.then) for key in part.get("algorithm", {})}
-    for levels in itertools.product(*(_kept(axis, chosen) for axis in preset.axes)):
-        if _skipped(preset, levels) or any(level in preset.waiting for level in levels) != waiting:
-            continue
+    for levels in combinations(preset, scale):
         table = start
         for axis, level in zip(preset.axes, levels, strict=True):
             table = merge(table, axis.levels[level])
@@ -271,8 +273,7 @@ def cells(
         central = bool(table.pop("central", False))
         if central:
             table["name"] = f"{table['name']}-central"
-        if not waiting:
-            _check(table, f"the preset {name}, cell {'/'.join(levels)}, scale {scale}")
+        _check(table, f"the preset {name}, cell {'/'.join(levels)}, scale {scale}")
         found.append(Cell(levels=levels, table=table, central=central))
     return found
 

@@ -17,14 +17,14 @@ from pydantic import Field, model_validator
 from fedgraft.config.options import Section
 from fedgraft.errors import FedgraftError
 from fedgraft.runs.files import write_text
-from reproduction.preset import PRESETS, SCALES, Claim, Preset, cells, checked
+from reproduction.preset import PRESETS, SCALES, Claim, Preset, cells, checked, combinations
 from reproduction.reproduce import Found
 
 QUESTIONS = ("q1", "q2", "q3", "q4", "q5", "q6")
 CLAIMS = Path(__file__).parent / "claims.toml"
 KEPT = (
     "test", "best", "last", "personal", "finetuned", "balanced", "megabytes", "spread", "rounds_to", "seconds",
-    "seconds:combine", "dispersion",
+    "seconds:aggregate", "dispersion",
 )  # fmt: skip
 """Measures whose numbers are kept for every cell."""
 
@@ -104,9 +104,8 @@ def check_cells(question: Question, what: str, part: str, labels: list[str]) -> 
     if part not in question.parts:
         raise ValueError(f"{what} names the part {part!r}; there are {', '.join(question.parts)}")
     preset = question.parts[part]
-    known = {c.label for waiting in (False, True) for c in cells(preset, "laptop", part, waiting=waiting)}
-    if preset.study == "attack":
-        known |= {c.label for c in cells(preset, "paper", part)}
+    scales = ("laptop", "paper") if preset.study == "attack" else ("laptop",)
+    known = {"/".join(levels) for scale in scales for levels in combinations(preset, scale)}
     if wrong := [label for label in labels if label and label not in known]:
         raise ValueError(f"{what} names the cell {wrong[0]!r} of {part}; cells are named as {sorted(known)[0]!r}")
 

@@ -25,7 +25,7 @@ MEASURES = {
     "test": "test accuracy of the best round (%)", "best": "best validation (%)", "last": "validation, last round (%)",
     "personal": "mean client accuracy (%)", "finetuned": "mean client accuracy, fine-tuned (%)",
     "megabytes": "MB up and down", "spread": "variance of clients' mean steps", "rounds_to": "rounds to the target",
-    "seconds": "seconds", "seconds:combine": "seconds to combine", "balanced": "mean balanced client accuracy (%)",
+    "seconds": "seconds", "seconds:aggregate": "seconds to aggregate", "balanced": "mean balanced client accuracy (%)",
     "dispersion": "deviation of the clients' weights (% of their mean)",
 }  # fmt: skip
 """Column titles by measure."""
@@ -121,8 +121,6 @@ def reproduce(work: Work) -> Found:
     if work.preset.study in studies.WHOLE:
         return Found(work, []) if work.read else studies.WHOLE[work.preset.study](work)
     every = work.cells
-    for level, reason in work.preset.waiting.items():
-        work.report(f"{work.name}: {level} is left out, it waits for {reason}")
     if not work.read and (tries := _tries(work, every)):
         work.report(f"tuning {estimate(work, every, tries, FinishedRuns(work.runs))}")
     rates, at_edge = tune(work, every)

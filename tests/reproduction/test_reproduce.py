@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from fedgraft.config.build import build_algorithm
 from fedgraft.config.federate import partition_options
 from fedgraft.data.partition import make_partition
 from fedgraft.errors import FedgraftError
-from fedgraft.registry import ALGORITHMS
 from fedgraft.runs.centralized import as_central
 from reproduction import answers, answers_page, claims, page, reproduce, studies
 
@@ -298,15 +296,6 @@ def test_the_questions_cost_at_most_twenty_core_hours() -> None:
     assert 10 <= sum(load_question(name).core_minutes() for name in QUESTIONS) / 60 <= 20
 
 
-def test_what_waits_cannot_be_run_yet() -> None:
-    for name in QUESTIONS:
-        for part, preset in load_question(name).parts.items():
-            for cell in cells(preset, "laptop", part, waiting=True):
-                unknown = cell.table.get("algorithm", {}).get("name", "fedavg") not in ALGORITHMS
-                with nullcontext() if unknown else pytest.raises(FedgraftError):  # else it must not wait any longer
-                    cell.config()
-
-
 def test_every_claim_of_the_documents_has_cells_or_a_reason() -> None:
     found = document_claims()
     assert len({claim.id for claim in found}) == len(found)
@@ -315,7 +304,7 @@ def test_every_claim_of_the_documents_has_cells_or_a_reason() -> None:
 
 
 def test_answers_come_from_the_numbers_alone(tmp_path: Path) -> None:
-    nothing = answers.endpoints(tmp_path)
+    nothing = answers.endpoints(answers.read(tmp_path))
     assert {verdict.word for _, verdict in nothing.values()} == {NOT_MEASURED}
     endpoint = next(e for e in load_question("q1").endpoints if e.primary and e.expect == "less")
     preset = load_question("q1").parts[endpoint.part]
@@ -327,19 +316,19 @@ def test_answers_come_from_the_numbers_alone(tmp_path: Path) -> None:
     for s in range(1, 11):
         table[endpoint.left][endpoint.measure][s] += 0.05 * (s % 2)  # type: ignore[index]
     planted_numbers(tmp_path, endpoint.part, table)
-    assert answers.endpoints(tmp_path)[endpoint.name][1].word == SUPPORTED
+    assert answers.endpoints(answers.read(tmp_path))[endpoint.name][1].word == SUPPORTED
     shown = answers_page.answers_page(answers_page.results(tmp_path))
     assert "Yes: ten classes per client cost a head (-20 points, -20" in shown
     assert "(q1/answer.png)" in shown and (tmp_path / "q1" / "answer.png").is_file() and "q2/answer.png" not in shown
     for cell in table.values():
         cell["evaluations"] = 7
     planted_numbers(tmp_path, endpoint.part, table)
-    assert answers.endpoints(tmp_path)[endpoint.name][1].word == NO_RANGE
+    assert answers.endpoints(answers.read(tmp_path))[endpoint.name][1].word == NO_RANGE
     assert "**no range here**" in answers_page.answers_page(answers_page.results(tmp_path))
     assert answers_page.claims_page(answers_page.results(tmp_path)).count("\n| ") == 1 + len(document_claims())
     (tmp_path / "q1" / "numbers.json").write_text("{")
     with pytest.raises(FedgraftError, match="damaged"):
-        answers.endpoints(tmp_path)
+        answers.endpoints(answers.read(tmp_path))
 
 
 def planted_numbers(out: Path, part: str, table: Any) -> None:

@@ -19,7 +19,7 @@ LABELS = {
     "validation.accuracy": "validation accuracy", "best_round": "best round", "test.accuracy": "test accuracy",
     "test.top5": "test accuracy within five guesses", "test.loss": "test loss", "test.count": "test images",
     "edited.coordinates": "weights trained", "edited.of": "weights of the model", "bytes_up": "sent up",
-    "bytes_down": "sent down", "seconds": "time", "exchange": "clients train and send", "combine": "aggregate",
+    "bytes_down": "sent down", "seconds": "time", "exchange": "clients train and send",
     "auroc": "AUROC", "f1": "F1", "top5": "accuracy within five guesses",
 }  # fmt: skip
 """What keys of summary.json and metrics.jsonl are called, where their own words do not say it."""

@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 def _told(name: str) -> tuple[Question, list]:  # type: ignore[type-arg]
-    found, question = endpoints(RESULTS), load_question(name)
+    found, question = endpoints(read(RESULTS)), load_question(name)
     return question, [found[e.name] for e in question.endpoints]
 
 

@@ -44,7 +44,7 @@ def test_a_second_hand_comes_to_the_same_verdicts(tmp_path: Path) -> None:
     rng, words = np.random.default_rng(0), set[str]()
     for _ in range(25):
         _draw(tmp_path, rng)
-        ours = {name: verdict.word for name, (_, verdict) in endpoints(tmp_path).items()}
+        ours = {name: verdict.word for name, (_, verdict) in endpoints(read(tmp_path)).items()}
         ours |= {row["claim"]: row["verdict"] for row in claim_rows(read(tmp_path)) if row["our part"] != "–"}
         assert {name: word for name, (_, word) in again(tmp_path).items()} == ours
         words |= set(ours.values())
