@@ -80,7 +80,7 @@ def open_run(
     head = torch.cat([network.head.weight.detach(), network.head.bias.detach()[:, None]], 1).cpu().clone()
     algorithm, federation, factor = job.algorithm, job.federation, 1.0
     if engines is not None:  # only who trains needs rates
-        algorithm = settled(algorithm, head_curvature(job))
+        algorithm = settled(algorithm, head_curvature(job), config.head == "random")
         federation = replace(federation, schedule=schedule(config, algorithm.lr))
     ask = None if engines is None else FederationAsk(job, engines)
     counts, saved = _class_counts(job, engines, saved)

@@ -10,15 +10,19 @@ from fedgraft.local.features import features
 from fedgraft.runs.job import Job
 
 
-def settled(algorithm: Algorithm, curvature: float | None = None) -> Algorithm:
+FROM_RANDOM = 5
+"""A head that starts at random has a way to go, and nothing to lose on it: so many times the rate of another."""
+
+
+def settled(algorithm: Algorithm, curvature: float | None = None, from_random: bool = False) -> Algorithm:
     """The algorithm with its learning rates written out: what was left open gets what suits the trainable kind.
 
     The head's rate is a twentieth of the inverse of its `curvature`; where that is unknown, or steps are adaptive, a
     constant. Normalised updates and control variates divide by one number of steps for all weights: one rate.
     """
     local, kind, lr = algorithm.local, algorithm.trainable, algorithm.lr
-    adaptive = local.optimizer.adaptive
-    head = 0.001 if adaptive else HEAD if curvature is None else 0.05 / curvature
+    head = HEAD if curvature is None else 0.05 / curvature
+    head = 0.001 if local.optimizer.adaptive else FROM_RANDOM * head if from_random else head
     if not kind.trains_body:
         return vary(algorithm, lr=local.lr or head)
     own = algorithm.leaves_head_rate and not algorithm.divides_by_steps

@@ -65,6 +65,8 @@ def rates(*words: str, curvature: float | None = CURVATURE) -> tuple[float, floa
 def test_a_head_alone_goes_at_the_inverse_of_its_curvature() -> None:
     assert rates("trainable.kind=head") == rates("local.lr=auto") == (0.02, None)
     assert rates("trainable.kind=head", curvature=None) == (HEAD, None)
+    at_random = settled(build_algorithm(load(None, ["trainable.kind=head"])), None, from_random=True)
+    assert at_random.lr == pytest.approx(5 * HEAD)
     assert rates("trainable.kind=head", "local.lr=0.7") == rates("local.head_lr=0.7") == (0.7, None)
 
 
@@ -99,15 +101,22 @@ def test_python_gets_the_same_rates() -> None:
     assert settled(given, CURVATURE).local.head_lr == pytest.approx(0.02 / 0.5)
 
 
-def test_the_rates_are_written_out_when_a_run_opens() -> None:
-    """A tenth of the classes over the largest eigenvalue of E[x xᵀ]; and every order carries the head's."""
+PRIVATE = "privacy.dp.epsilon=8 rounds.sampling=poisson algorithm.weighting=uniform"
+
+
+@pytest.mark.parametrize(("more", "times"), [("", 1), ("model.head=random", 5), (PRIVATE, 5)])
+def test_the_rates_are_written_out_when_a_run_opens(more: str, times: float) -> None:
+    """A tenth of the classes over the largest eigenvalue of E[x xᵀ]; and every order carries the head's.
+
+    A head that starts at random (under differential privacy it always does) goes five times as fast.
+    """
     words = ["data.source=synthetic", "data.count=200", "model.name=tiny", "partition.clients=2", "workers=1"]
-    job = job_of(load(None, [*words, "trainable.kind=last_blocks", "trainable.blocks=1"]))
+    job = job_of(load(None, [*words, *more.split(), "trainable.kind=last_blocks", "trainable.blocks=1"]))
     opening = open_run(job, Engines(job))
     rows = job.task.data.validation_rows
     with torch.no_grad():
         x = job.task.network.eval().features(job.task.eval_images.batch(rows)).double().numpy()
-    head = 0.05 * 10 / np.linalg.eigvalsh(x.T @ x / len(x))[-1]
+    head = times * 0.05 * 10 / np.linalg.eigvalsh(x.T @ x / len(x))[-1]
     lr, factor = opening.algorithm.lr, opening.algorithm.local.head_lr
     assert factor is not None and lr * factor == pytest.approx(head, rel=1e-5)
     state = server.start(opening.algorithm, opening.space.gather(job.task.network), opening.space.trained)
