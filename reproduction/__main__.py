@@ -95,7 +95,7 @@ def _one(
     for label, preset in parts.items():  # other parts than the wanted one stay on the page as far as they came
         only = read or part not in (None, label)
         found = carry_out(work(f"{name}-{label}", preset, only))
-        if not only or any(found.folders.values()):
+        if not only or found.measured_at_all:
             done[label] = found
     return write_question(name, done, folders[1], formats)
 

@@ -10,7 +10,7 @@ import io
 import json
 import lzma
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,11 +27,14 @@ _OLDEST = (1980, 1, 1, 0, 0, 0)  # one time for all, so that equal runs make equ
 
 
 def pack(root: Path, file: Path, places: Mapping[str, str]) -> int:
-    """Write every finished run below `root` to `file`, with those that it has already; how many there are."""
+    """Add every finished run below `root` to `file`, which stays as it is where it has them all; how many it has."""
     held = _read(file) if file.exists() else {}
-    for folder in sorted({path.parent for path in root.rglob("run.json")}):
-        if finished(folder) is not None:
-            held |= {f"{folder.relative_to(root)}/{name}": _hidden(text, places) for name, text in _parts(folder)}
+    below = sorted({path.parent for path in root.rglob("run.json")})
+    new = [one for one in below if f"{one.relative_to(root)}/run.json" not in held and finished(one) is not None]
+    for folder in new:
+        held |= {f"{folder.relative_to(root)}/{name}": _hidden(text, places) for name, text in _parts(folder)}
+    if not new:
+        return _count(held)
     file.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(whole := io.BytesIO(), "w") as archive:
         for name, content in sorted(held.items()):
@@ -40,6 +43,10 @@ def pack(root: Path, file: Path, places: Mapping[str, str]) -> int:
     # Runs are much alike: compressed together they take half of what they take one by one.
     beside.write_bytes(lzma.compress(whole.getvalue()))
     beside.replace(file)
+    return _count(held)
+
+
+def _count(held: Iterable[str]) -> int:
     return sum(name.endswith("/run.json") for name in held)
 
 

@@ -99,6 +99,11 @@ class Found:
                  for seed in self.work.seeds}  # fmt: skip
         return found if any(value is not None for value in found.values()) else {}
 
+    @property
+    def measured_at_all(self) -> bool:
+        """Whether any run or value is there."""
+        return bool(self.values) or any(self.folders.values())
+
     def evaluations(self, label: str) -> int:
         """The fewest evaluations of a run of this cell; the start is none, it shows no training."""
         return min((sum(r > 0 for r in curve(folder)) for folder in self.folders.get(label, {}).values()), default=0)
@@ -118,8 +123,10 @@ def reproduce(work: Work) -> Found:
     """Carry out a preset at a scale: its study, or its cells with tuned rates and all seeds."""
     from reproduction import studies
 
+    if work.read:
+        work.report(f"{work.name}: reading what is finished")
     if work.preset.study in studies.WHOLE:
-        return Found(work, []) if work.read else studies.WHOLE[work.preset.study](work)
+        return studies.WHOLE[work.preset.study](work)
     every = work.cells
     if not work.read and (tries := _tries(work, every)):
         work.report(f"tuning {estimate(work, every, tries, FinishedRuns(work.runs))}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -25,18 +24,20 @@ __all__ = ["FinishedRuns", "Wanted", "carry_out", "check", "curve", "finished_at
 Report = Callable[[str], None]
 Wanted = Mapping[str, tuple[Config, bool]]
 """Configs by label, and whether each is trained in one place."""
+Key = tuple[str, bool]
+"""What a run is found by: the digest of its config, and whether it was trained in one place."""
 
 
 class FinishedRuns:
     """The finished runs below a folder, by what their configs mean to today's code."""
 
     def __init__(self, root: Path) -> None:
-        self.found: dict[tuple[str, bool], Path] = {}
+        self.found: dict[Key, Path] = {}
         for folder, key in _finished_below(root, "*"):
             self.found.setdefault(key, folder)
 
     @staticmethod
-    def key(config: Config, central: bool) -> tuple[str, bool]:
+    def key(config: Config, central: bool) -> Key:
         """What a run is found by."""
         from fedgraft.runs.centralized import as_central
 
@@ -56,27 +57,33 @@ def finished_attacks(root: Path) -> dict[tuple[str, str], Path]:
     return found
 
 
-def _finished_below(root: Path, pattern: str) -> Iterator[tuple[Path, tuple[str, bool]]]:
+def _finished_below(root: Path, pattern: str) -> Iterator[tuple[Path, Key]]:
     for path in sorted(root.glob(f"{pattern}/config.toml")):
-        if finished(path.parent) is not None and (key := _key_of(path.parent, path.stat().st_mtime_ns)):
+        if (key := _key_of(path)) is not None:
             yield path.parent, key
 
 
-@cache  # a finished run stays as it is, and hundreds of them are asked for again after every part
-def _key_of(folder: Path, changed: int) -> tuple[str, bool] | None:
-    """What a finished run is found by, read again where its config has changed; None where an option of it is gone."""
-    try:
-        config = from_folder(folder)
-        return config.digest, config.centralized.active
-    except FedgraftError:
-        return None
+_KEYS: dict[tuple[Path, int], Key | None] = {}
+"""By config file and when it was written: a finished run stays as it is, and thousands are asked for in every part."""
+
+
+def _key_of(path: Path) -> Key | None:
+    """What a finished run is found by; None where it is not finished, or an option of it is gone."""
+    at = path, path.stat().st_mtime_ns
+    if at not in _KEYS and finished(path.parent) is not None:
+        try:
+            config = from_folder(path.parent)
+            _KEYS[at] = config.digest, config.centralized.active
+        except FedgraftError:
+            _KEYS[at] = None
+    return _KEYS.get(at)
 
 
 def carry_out(
     wanted: Wanted, root: Path, processes: int | None, report: Report, known: FinishedRuns | None = None
 ) -> dict[str, Path]:
     """Run what is missing (nothing where `processes` is None); the folder of each label that has one."""
-    known, todo = known or FinishedRuns(root), dict[tuple[str, bool], tuple[str, Config]]()
+    known, todo = known or FinishedRuns(root), dict[Key, tuple[str, Config]]()
     for label, (config, central) in wanted.items():
         if (key := FinishedRuns.key(config, central)) not in known.found:
             todo.setdefault(key, (label, config))
@@ -88,7 +95,7 @@ def carry_out(
     return {label: folder for label, folder in found.items() if folder}
 
 
-def _run(todo: Mapping[tuple[str, bool], tuple[str, Config]], root: Path, processes: int, report: Report) -> None:
+def _run(todo: Mapping[Key, tuple[str, Config]], root: Path, processes: int, report: Report) -> None:
     inside = [label for (_, central), (label, _) in todo.items() if central]
     try:
         run_many(dict(todo.values()), root, processes, inside, report)

@@ -94,7 +94,8 @@ def attack(work: Work) -> Found:
     kept = [rule for rule in rules if any(cell.levels[-1] == rule for cell in start)]
     seeds = (TUNING_SEED, *work.seeds)
     count, minutes = 2 * len(kept) * (1 + len(attacks)), work.preset.scales[work.scale].core_minutes  # type: ignore[index]
-    work.report(f"{work.name}: {len(seeds)} tables of {count} cells, {minutes:.0f} core-minutes")
+    if not work.read:
+        work.report(f"{work.name}: {len(seeds)} tables of {count} cells, {minutes:.0f} core-minutes")
     known = finished_attacks(work.runs)
     found = {seed: _attack_cells(work, start[0], seed, (attacks, kept), known) for seed in seeds}
     values: dict[str, dict[str, dict[int, float]]] = {}
@@ -121,12 +122,15 @@ def _attack_cells(
     wanted: tuple[Sequence[str], Sequence[str]],
     known: Known,
 ) -> list[dict[str, Any]]:
-    from fedgraft.runs.attack import AttackPlan, attack_table
+    from fedgraft.runs.attack import AttackPlan, attack_table, outcomes
 
     (attacks, rules), config = wanted, cell.config(seed=seed)
     key = hashlib.blake2b(repr((config.digest, tuple(attacks), tuple(rules))).encode(), digest_size=8).hexdigest()
     plan = AttackPlan(config, attacks, rules, _ATTACKERS, tuple(_PARTITIONS.values()), (seed,))
-    return [asdict(one) for one in attack_table(plan, work.runs / f"attack-{key}", work.report, known)]
+    root = work.runs / f"attack-{key}"
+    if work.read:
+        return [asdict(one) for one in outcomes(plan.cells(root, known))]
+    return [asdict(one) for one in attack_table(plan, root, work.report, known)]
 
 
 def _attack_values(

@@ -132,11 +132,13 @@ def attack_table(plan: AttackPlan, root: Path, report: Report = print, known: Kn
     found, failed = run_cells(list(cells.values()), 0, report)
     if not found:
         raise FedgraftError(next(iter(failed.values())))
-    return [
-        replace(one, note=failed[cell.label]) if cell.label in failed
-        else replace(one, **json.loads((cell.folder / OUTCOME).read_text()))
-        for one, cell in cells.items()
-    ]  # fmt: skip
+    return [replace(one, note=failed.get(one.label, "")) for one in outcomes(cells)]
+
+
+def outcomes(cells: Mapping[Measured, Cell]) -> list[Measured]:
+    """Every cell with the numbers that its finished run left; without them where it left none."""
+    files = {one: cell.folder / OUTCOME for one, cell in cells.items()}
+    return [replace(one, **json.loads(file.read_text())) if file.exists() else one for one, file in files.items()]
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------

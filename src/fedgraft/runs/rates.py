@@ -9,7 +9,6 @@ from fedgraft.edit.trainable import HEAD
 from fedgraft.local.features import features
 from fedgraft.runs.job import Job
 
-
 FROM_RANDOM = 5
 """A head that starts at random has a way to go, and nothing to lose on it: so many times the rate of another."""
 

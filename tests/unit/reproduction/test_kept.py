@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import lzma
 import zipfile
 from pathlib import Path
 
 import pytest
 from reproduction.kept import pack, unpack
+from reproduction.question import load_question
+from reproduction.reproduce import TUNING_SEED, Work, reproduce
 from reproduction.runs import FinishedRuns, curve, finished_attacks, measure_of
 
 from fedgraft.config.load import from_folder, load, to_toml
@@ -92,3 +95,24 @@ def test_a_cell_of_an_attack_table_is_found_by_what_its_config_means(tmp_path: P
     known = finished_attacks(tmp_path)
     found = {one.attack: cell.folder for one, cell in plan.cells(tmp_path / "attack-now", known).items()}
     assert found == {"benign": wanted["benign"].folder, "scaling": run.path}
+
+
+def test_reading_an_attack_table_runs_nothing_and_finds_what_is_finished(tmp_path: Path) -> None:
+    """It came back empty once, and `q6 --read` wrote an empty page over the numbers."""
+    preset = load_question("q6").parts["attacks"]
+    work = Work("q6-attacks", preset, "tiny", (1,), tmp_path, report=lambda line: None, read=True)
+    assert not reproduce(work).measured_at_all
+    for seed in (TUNING_SEED, 1):
+        plan = AttackPlan(
+            work.cells[0].config(seed=seed), ("scaling", "backdoor_boosted"), ("mean", "median"), 0.2,
+            ("stratified", "dirichlet:0.5"), (seed,),
+        )  # fmt: skip
+        for one, cell in plan.cells(tmp_path / f"attack-{seed}").items():
+            run = RunFolder.create(cell.folder, to_toml(cell.config), "1")
+            with run.writing(console=False):
+                run.finish({"seconds": 1.0})
+            left = {"accuracy": 0.4 if one.attack == "scaling" else 0.5, "backdoor": 0.25}
+            (run.path / OUTCOME).write_text(json.dumps(left))
+    found = reproduce(work)
+    assert found.measured_at_all and {c.label for c in found.cells} == set(found.values)
+    assert found.values["IID/mean"] == {"test": {1: 50.0}, "last": {1: 40.0}, "best": {1: 25.0}}
