@@ -104,7 +104,9 @@ def _answers(out: Path) -> None:
     from fedgraft.runs.files import write_text
     from reproduction.answers_page import answers_html, answers_page, claims_page, results
 
-    out.mkdir(parents=True, exist_ok=True)
+    if not any(out.glob("q*/numbers.json")):
+        raise FedgraftError(f"{out} has no numbers (q1/numbers.json ...); --out says where they are and pages go.")
+    typer.echo("judging every endpoint and claim, drawing six figures")
     found = results(out)
     for file, text in (("answers.md", answers_page(found)), ("claims.md", claims_page(found))):
         write_text(out / file, text)
@@ -138,6 +140,9 @@ def main() -> None:
     except FedgraftError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("\ninterrupted before anything began.", err=True)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

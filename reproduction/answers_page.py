@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedgraft.errors import FedgraftError
@@ -164,15 +164,20 @@ def confidence(told: Told) -> str:
 
 def draw(path: Path, name: str, title: str, parts: Mapping[str, Part], told: Told) -> bool:
     """Every measured arm of the endpoints' parts, and the effects in points; False: there is nothing to show."""
-    panels = [panel for part, measure in _shown(told) if (panel := _arms(parts[part], measure, _sized(part, told)))]
+    shown, panels = _shown(told), []
+    for part, measure in shown:
+        if panel := _arms(parts[part], measure, _sized(part, told)):
+            again = [one for one, _ in shown].count(part) > 1  # one part may have several panels, by measure
+            panels.append(replace(panel, title=f"{panel.title}: {panel.unit}") if again else panel)
     seen = [(e, v) for e, v in told if v.low is not None and not e.ratio and is_accuracy(e.measure)]
     if seen:
-        effects = {_difference(e): (v.value, v.low, v.high) for e, v in seen}
+        names = _differences([e for e, _ in seen], parts)
+        effects = {name: (v.value, v.low, v.high) for name, (_, v) in zip(names, seen, strict=True)}
         asked, unit = "What was asked (grey: too small to matter)", "difference in percentage points"
         margins, bars = [e.margin for e, _ in seen], "intervals of the table"
         panels.append(Rows(asked, unit, effects, margins=margins, bars=bars))  # type: ignore[arg-type]
     if panels:
-        seeds = sorted({parts[part].preset.seeds for part, _ in _shown(told)})
+        seeds = sorted({parts[part].preset.seeds for part, _ in shown})
         answer(path, panels, f"{title}\n{' or '.join(map(str, seeds))} seeds; make reproduce NAME={name}")
     return bool(panels)
 
@@ -195,11 +200,25 @@ def _arms(part: Part, measure: str, sized: bool) -> Rows | None:
     values = {}
     for label in map("/".join, combinations(part.preset, "laptop")):
         if label not in lines.values() and (number := _interval(part.series(label, measure))):
+            mean, low, high = number
             megabytes = numbers(part.series(label, "megabytes")) if sized else []
             bytes_ = f" ({megabytes[0]:,.0f} MB)" if megabytes else ""
-            values[label.replace("/", ", ") + bytes_] = number
-    unit = part.numbers.get("titles", {}).get(measure) or MEASURES.get(measure, measure)
-    return Rows(part.preset.title, unit, values, levels) if values else None
+            # Student's interval knows nothing of percentages.
+            values[label.replace("/", ", ") + bytes_] = mean, max(low, 0.0), min(high, 100.0)
+    return Rows(part.preset.title, _unit(part, measure), values, levels) if values else None
+
+
+def _unit(part: Part, measure: str) -> str:
+    return part.numbers.get("titles", {}).get(measure) or MEASURES.get(measure, measure)
+
+
+def _differences(asked: Sequence[Endpoint], parts: Mapping[str, Part]) -> list[str]:
+    """What each effect is; two of the same cells say which measure they are of."""
+    names = [_difference(e) for e in asked]
+    return [
+        name if names.count(name) == 1 else f"{name}: {_unit(parts[e.part], e.measure)}"
+        for name, e in zip(names, asked, strict=True)
+    ]
 
 
 def _difference(endpoint: Endpoint) -> str:
@@ -249,7 +268,7 @@ def claim_rows(parts: Mapping[str, Mapping[str, Part]]) -> Table:
     """Every empirical claim of the five documents with what was measured of it."""
     rows = []
     for claim in document_claims():
-        where, ours, measured, word, span = "–", "–", claim.not_run, "not run", "–"
+        where, ours, measured, word, span, matters = "–", "–", claim.not_run, "not run", "–", "–"
         if claim.cell:
             name, _, part_name = claim.cell.partition(":")
             part = parts[name][part_name]
@@ -257,12 +276,13 @@ def claim_rows(parts: Mapping[str, Mapping[str, Part]]) -> Table:
             found = judge({"": judged(claim, effect, gate=part.gate(claim, effect))})[""]
             where, measured, word = claim.cell, said(claim, effect, found), found.word
             ours = f"{part.preset.title}{f'; {claim.ours}' if claim.ours else ''}"
+            matters = f"a factor of {claim.margin:g}" if claim.ratio else f"{claim.margin:g}"
             span = "; ".join(f"{c.measured:.3g} (needs {c.needed:.3g})" for c in found.gate[:1]) or "–"
         says = f"{claim.says} ({claim.document})"
         rows.append({
             "claim": claim.id, "what the document says": says, "its setting": claim.setting, "our part": where,
             "our setting": ours,
-            "measured": measured, "range between arms": span, "verdict": word,
+            "measured": measured, "smallest that matters": matters, "range between arms": span, "verdict": word,
         })  # fmt: skip
     return rows
 
@@ -289,13 +309,16 @@ shards of one class that each client holds. Head: the last linear layer. Dense: 
 what an experiment must show before it counts (range between its arms, evaluations, room above the start). Brackets say
 the level of their interval; those of primary endpoints are corrected and hold together.
 
-The plan is [the protocol](protocol.md), written before the runs; the documents' claims are in
-[an appendix](claims.md).{took}
+The plan is [the protocol](protocol.md), committed before the runs; what changed later, gates among it, is at its end
+with its date. The documents' claims are in [an appendix](claims.md). A start without training is among the arms of
+some parts, and then the range is from there.{took}
 Primary endpoints of all questions are corrected together by Holm, also those that were not measured. Made by
 `python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
 _ALONE = "Without a network: the same as [one file](answers.html)."
 _APPENDIX = """# What the five documents claim
 
 Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md),
-one by one and not corrected; "range between arms" is what the experiment spans and what it needs to count, and
-"no range here" means that this is too little to trust a verdict. Made by `python -m reproduction --answers`."""
+one by one and not corrected; "smallest that matters" is the margin of "same" and of "but less than", and "range between
+arms" what the experiment spans (from a start without training or a deliberately weak arm, where its part has one) and
+what it needs to count: "no range here" means that this is too little to trust a verdict. Made by
+`python -m reproduction --answers`."""

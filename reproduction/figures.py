@@ -19,6 +19,8 @@ _CURVES = {
     "accuracy": "validation accuracy (%)", "loss": "validation loss", "personal_curve": "mean client accuracy (%)",
 }  # fmt: skip
 """What the lines of metrics.jsonl are called."""
+_SPREAD = {figures.curves: "bands", figures.panels: "bands", figures.bars: "lines on bars"}
+"""What shows how far seeds lie apart."""
 Line = tuple[list[Any], list[float], list[float]]
 
 
@@ -76,6 +78,9 @@ def _draw(figure: Figure, found: Found, path: Path) -> bool:
         data = _series(figure, found, here)
     if not data:
         return False
+    if kind.draw in _SPREAD and len(found.work.seeds) > 1:
+        label = texts.get("xlabel") or kind.xlabel
+        texts["xlabel"] = f"{label}\n{_SPREAD[kind.draw]}: standard deviation over seeds"
     figures.draw(figure.kind, path, data, **texts)
     return True
 
@@ -117,16 +122,11 @@ def _series(figure: Figure, found: Found, cells: Sequence[Cell]) -> dict[str, Li
         if values:
             x, y, spread = made.setdefault(_name(figure, found, cell), ([], [], []))
             stats = summarise(values)
-            x.append(_number(level_of(found.work.preset, cell, figure.x)))
+            x.append(level_of(found.work.preset, cell, figure.x))
             y.append(stats.mean)
             spread.append(stats.std)
-    return made
-
-
-def _number(level: str) -> float | str:
-    """A level such as `J=8` or `16` as a number, else as it is."""
-    text = level.rpartition("=")[2]
-    return float(text) if text.replace(".", "", 1).isdigit() else level
+    # Words on the axis stand in the order in which they first appear: the line with all of them comes first.
+    return dict(sorted(made.items(), key=lambda line: -len(line[1][0])))
 
 
 def curve_of(folders: Sequence[Path], key: str) -> Line:

@@ -210,7 +210,7 @@ def names() -> list[str]:
 def load_preset(name: str) -> Preset:
     """A preset by its name."""
     if name not in names():
-        close = difflib.get_close_matches(name, names(), n=1, cutoff=0.0)
+        close = difflib.get_close_matches(name, [file.stem for file in PRESETS.glob("*.toml")], n=1, cutoff=0.0)
         raise FedgraftError(f"there is no experiment {name!r}; the nearest is {close[0]!r} (see: --list).")
     return parse((PRESETS / f"{name}.toml").read_text("utf-8"), name)
 

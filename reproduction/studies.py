@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedgraft.runs.attack import Known
 
 LIKE = "constant like "
-"""Levels of this name are controls: one constant for all pairs, as large as that similarity is on average."""
+"""Levels with these words are controls: one constant for all pairs, as large as that similarity is on average."""
 _ATTACKERS = 0.2
 _PARTITIONS = {"IID": "stratified", "Dirichlet 0.5": "dirichlet:0.5"}
 _DOOR = "backdoor success, the better of two (%)"
@@ -56,7 +56,7 @@ def matched(work: Work, every: Sequence[Cell], rates: Mapping[str, float]) -> li
 
 def _namesakes(every: Sequence[Cell]) -> dict[str, str]:
     """By the label of a control the label of the similarity whose size it has."""
-    return {c.label: "/".join([*c.levels[:-1], c.levels[-1].removeprefix(LIKE)]) for c in every if LIKE in c.label}
+    return {c.label: "/".join([*c.levels[:-1], c.levels[-1].replace(LIKE, "")]) for c in every if LIKE in c.label}
 
 
 def against_controls(found: Found) -> Tables:

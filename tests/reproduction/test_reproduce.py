@@ -560,3 +560,13 @@ def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path, monkeypatch: p
 def test_wrong_words_are_refused(overrides: list[str]) -> None:
     said = CliRunner().invoke(app, overrides)
     assert said.exit_code != 0 and isinstance(said.exception, FedgraftError)
+
+
+def test_the_nearest_name_may_be_a_question() -> None:
+    with pytest.raises(FedgraftError, match=r"the nearest is 'q[1-6]'"):
+        load_preset("q9")
+
+
+def test_answers_without_numbers_are_refused(tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["--answers", "--out", str(tmp_path)])
+    assert "has no numbers" in str(said.exception) and not list(tmp_path.iterdir())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 
 from fedgraft import server
 from fedgraft.algorithm import vary
+from fedgraft.client_sums import summands
+from fedgraft.config.agreement import HEAD_ASKS
 from fedgraft.config.load import Config
 from fedgraft.edit.sparse import Sparse
 from fedgraft.errors import FedgraftError
@@ -55,6 +58,15 @@ def plan(config: Config) -> list[str]:
         f"local work: {steps:.3g} steps of {algorithm.local.batch_size} images a client and round, "
         f"{steps * times:,.0f} steps in all",
         f"bytes: {size(down)} down and {size(up)} up per client and round; {size(down * times)} down and "
-        f"{size(up * times)} up in all",
+        f"{size(up * times)} up in all{_head_bytes(job)}",
         *(f"warning: {text}" for text in warnings_for(wanted, opening, engines)),
     ]
+
+
+def _head_bytes(job: Job) -> str:
+    """What the sums that make the head take, where they do: of few rounds more than everything else."""
+    each, network, repeated = 0, job.task.network, {"head_gradient": job.config.model.probe_steps}
+    for action in HEAD_ASKS[job.algorithm.closed_form or job.config.head]:
+        sums = summands(action, network, {}).values()
+        each += repeated.get(action, 1) * sum(math.prod(one.shape) * one.dtype.itemsize for one in sums)
+    return f"; before the first round about {size(each * len(job.head_clients))} up for the head" if each else ""

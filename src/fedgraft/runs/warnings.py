@@ -42,7 +42,29 @@ def warnings_for(job: Job, opening: Opening, engines: Engines) -> list[str]:
         )
     if algorithm.aggregate.personal and m < job.federation.clients:
         found.append("with partial participation only the cohort's models are mixed; the others wait")
+    found += _drowned(opening)
     return found + _unprotected(job) + (_one_by_one(job) if algorithm.privacy.hidden else [])
+
+
+LOUD = 3.0
+"""Times that noise may be as long as the longest update before a run says so.
+
+vit-tiny's head on CIFAR-100, 40 rounds at epsilon 8 (docs/results/q5.md): as long left 37 of 57 %, 9 times 7 of 52."""
+
+
+def _drowned(opening: Opening) -> list[str]:
+    """Whether noise is much longer than all that clients can say together: each update is clipped, noise is not."""
+    dp, weights = opening.algorithm.privacy.dp, opening.space.size
+    if dp is None:
+        return []
+    times = dp.mechanism.noise * math.sqrt(weights) / dp.mechanism.expected
+    if times <= LOUD:
+        return []
+    return [
+        f"the noise of a round is {times:,.0f} times as long as the longest update can be, with {weights:,} weights "
+        f"and about {dp.mechanism.expected:.3g} clients a round: expect to learn little; {times:,.0f} times the "
+        "clients a round, fewer weights (trainable.kind=head) or a larger epsilon help"
+    ]
 
 
 def _unprotected(job: Job) -> list[str]:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from reproduction.answers import endpoints, read
 from reproduction.answers_page import answers_html, in_words, results
+from reproduction.drawing.answer import Rows
 from reproduction.question import QUESTIONS, Answer, Question, load_question
 from reproduction.verdicts import CONTRADICTED, SUPPORTED
 
 from fedgraft.errors import FedgraftError
+from reproduction import answers_page
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -67,3 +69,20 @@ def test_a_page_can_be_read_while_an_arm_has_no_run_yet() -> None:
     from reproduction.figures import curve_of
 
     assert curve_of([], "accuracy") == ([], [], [])
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_figure_has_every_effect_of_the_table_with_its_own_margin(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two effects of the same cells had one name, and the second took the first one's place and band."""
+    question, told = _told(name)
+    drawn: list[Rows] = []
+    monkeypatch.setattr(answers_page, "answer", lambda path, panels, title: drawn.extend(panels))
+    answers_page.draw(tmp_path / "x.png", name, question.title, read(RESULTS)[name], told)
+    wanted = [(v.value, v.low, v.high, e.margin) for e, v in told if v.low is not None and not e.ratio]
+    asked = drawn[-1]
+    shown = [(*number, margin) for number, margin in zip(asked.values.values(), asked.margins, strict=True)]
+    assert shown == wanted and len({panel.title for panel in drawn}) == len(drawn)
+    arms = [number for panel in drawn[:-1] for number in panel.values.values()]
+    assert arms and all(0 <= low <= mean <= high <= 100 for mean, low, high in arms)
