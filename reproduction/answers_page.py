@@ -61,7 +61,7 @@ def _answers(out: Path, kept: Mapping[str, Mapping[str, Part]], spent: Mapping[s
         question = load_question(name)
         told = [found[e.name] for e in question.endpoints]
         picture = out / name / "answer.png"
-        took = f"{spent[name]:.1f} hours of one core so far, " if name in spent else ""
+        took = f"{spent[name]:.1f} hours of one core at most, " if name in spent else ""
         facts = {
             "Setting": question.setting,
             "Confidence": confidence(told),
@@ -297,7 +297,8 @@ def _emphasised(row: Mapping[str, str]) -> list[str]:
 
 
 def _intro(found: Results) -> str:
-    took = f" They took {found.spent:.1f} core-hours so far, what chose learning rates included." if found.spent else ""
+    whole = "at most, since runs shared cores; what chose learning rates and what was dropped included"
+    took = f" They took {found.spent:.1f} core-hours {whole}." if found.spent else ""
     return _INTRO.format(took=took)
 
 

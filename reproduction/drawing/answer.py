@@ -20,8 +20,8 @@ _ROW, _LINE = 0.16, 0.15
 _LETTERS = 38
 """Of a line of a row's name; a longer one would leave no room for the numbers."""
 _TITLE = 56
-"""Letters of a line of a panel's title, which begins above the numbers."""
-_FRAME = 1.15
+"""Letters of a line of a panel's title, which begins above the numbers; four more fit below them."""
+_FRAME = 1.25
 """Inches for a panel's title and axis."""
 
 
@@ -57,7 +57,7 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
                 axes.axhline(place, color="#BBBBBB", linewidth=0.8, zorder=0)
             axes.grid(visible=False, axis="y")
             named = fill(panel.title, _TITLE)
-            dress(axes, f"{panel.unit}; bars: {panel.bars}", "", named)
+            dress(axes, fill(f"{panel.unit}; bars: {panel.bars}", _TITLE + 4), "", named)
             if panel.lines:
                 axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1)
                 axes.set_title(plain_text(named), pad=24)
