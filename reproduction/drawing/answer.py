@@ -20,7 +20,9 @@ _ROW, _LINE = 0.16, 0.15
 _LETTERS = 38
 """Of a line of a row's name; a longer one would leave no room for the numbers."""
 _TITLE = 56
-"""Letters of a line of a panel's title, which begins above the numbers; four more fit below them."""
+"""Letters of a line of a panel's title, which begins above the numbers."""
+_BELOW = 68
+"""Letters that fit below the numbers."""
 _FRAME = 1.25
 """Inches for a panel's title and axis."""
 
@@ -57,11 +59,17 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
                 axes.axhline(place, color="#BBBBBB", linewidth=0.8, zorder=0)
             axes.grid(visible=False, axis="y")
             named = fill(panel.title, _TITLE)
-            dress(axes, fill(f"{panel.unit}; bars: {panel.bars}", _TITLE + 4), "", named)
+            dress(axes, _below(panel), "", named)
             if panel.lines:
                 axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1)
                 axes.set_title(plain_text(named), pad=24)
     return path
+
+
+def _below(panel: Rows) -> str:
+    """The unit, and what bars show; on two lines where one would run out of the picture."""
+    label = f"{panel.unit}; bars: {panel.bars}"
+    return label if len(label) <= _BELOW else label.replace("; bars", "\nbars")
 
 
 def _borders(names: Sequence[str]) -> list[float]:
