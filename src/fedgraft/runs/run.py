@@ -262,10 +262,9 @@ class _Run:
         summary = summary_of(self.job, self.opening, state, self.best, self.record.metrics()) | tested
         summary |= {"seconds": self.spent, **self.measure.served(state, best)}
         self._add(self._traffic(before))
-        told = not self.opening.federation.secret  # else a round keeps its bytes to itself, and the rest is not known
-        for key, total in self.totals.items():  # preparations and the final test are no round's
-            inside = sum(int(one.get(key, 0)) for one in self.record.metrics())
-            summary |= {key: total} | ({f"{key}_outside_rounds": total - inside} if told and total > inside else {})
+        for key, total in self.totals.items():  # preparations and the final test are no round's; secret rounds tell none
+            inside = total if self.opening.federation.secret else sum(int(o.get(key, 0)) for o in self.record.metrics())
+            summary |= {key: total} | ({f"{key}_outside_rounds": total - inside} if total > inside else {})
         return summary
 
     # ---- saving and restoring -------------------------------------------------------------------------------------
