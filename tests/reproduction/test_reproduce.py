@@ -127,7 +127,10 @@ def test_what_a_preset_partitions_can_be_partitioned(name: str, scale: Any) -> N
 
 @pytest.mark.parametrize("name", PLANNED)
 @pytest.mark.parametrize("scale", SCALES)
-def test_every_cell_of_a_preset_has_an_algorithm_that_takes_its_options(name: str, scale: Any) -> None:
+def test_every_cell_of_a_preset_has_an_algorithm_that_takes_its_options(
+    name: str, scale: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedgraft.config.build.noise_for", lambda *settings: 1.0)  # it takes seconds and has tests
     made = [build_algorithm(cell.config()) for cell in cells(PLANNED[name], scale, name) if not cell.central]
     assert all(one.trainable.trains_head or one.trainable.trains_body for one in made)
 

@@ -262,7 +262,7 @@ class _Run:
         summary = summary_of(self.job, self.opening, state, self.best, self.record.metrics()) | tested
         summary |= {"seconds": self.spent, **self.measure.served(state, best)}
         self._add(self._traffic(before))
-        for key, total in self.totals.items():  # preparations and the final test are no round's; secret rounds tell none
+        for key, total in self.totals.items():  # preparations and the last test are no round's; secret rounds tell none
             inside = total if self.opening.federation.secret else sum(int(o.get(key, 0)) for o in self.record.metrics())
             summary |= {key: total} | ({f"{key}_outside_rounds": total - inside} if total > inside else {})
         return summary

@@ -101,7 +101,7 @@ def test_python_gets_the_same_rates() -> None:
     assert settled(given, CURVATURE).local.head_lr == pytest.approx(0.02 / 0.5)
 
 
-PRIVATE = "privacy.dp.epsilon=8 rounds.sampling=poisson algorithm.weighting=uniform"
+PRIVATE = "privacy.dp.noise=1 rounds.sampling=poisson algorithm.weighting=uniform"
 
 
 @pytest.mark.parametrize(("more", "times"), [("", 1), ("model.head=random", 5), (PRIVATE, 5)])
