@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgraft.core.rng import torch_stream
 from fedgraft.edit.fisher import fisher_scores
-from fedgraft.randomness import torch_stream
 
 OUT = Path("runs") / "benchmarks" / "fisher.json"
 MOST_GB, MOST_RATIO = 2.0, 1.5

@@ -20,18 +20,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedgraft.algorithm import Algorithm
-from fedgraft.collect import Engine
-from fedgraft.context import ClientContext
+from fedgraft.algorithms import fedavg
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.context import ClientContext
+from fedgraft.core.messages import Order
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head
-from fedgraft.edit.space import select
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order
-from fedgraft.randomness import torch_stream
-from fedgraft.zoo import fedavg
+from fedgraft.server.collect import Engine
 
 SIDE = 1024
 OUT = Path("runs") / "benchmarks" / "head.json"

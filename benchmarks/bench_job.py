@@ -151,7 +151,7 @@ def prepare(folder: Path, cohort: int, rounds: int, real: bool) -> None:
     """Images, model and sizes for the peers."""
     from fedgraft.config.federate import federate
     from fedgraft.config.load import load
-    from fedgraft.data.images.rule import PixelRule
+    from fedgraft.data.pixels.rule import PixelRule
     from fedgraft.models.backbones import model
 
     data = federate(load(None, base(cohort, rounds, real)))

@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.mixing import mix, mixing_matrix
 from fedgraft.aggregate.similarity import crsm, svcca
+from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
+from fedgraft.core.rng import torch_stream
 from fedgraft.edit.choose import choose, random_scores
 from fedgraft.edit.fisher import fisher_scores
 from fedgraft.models.backbones import load_network
 from fedgraft.privacy.secagg.keys import add_keystream
 from fedgraft.privacy.secagg.ring import Ring, Segment
-from fedgraft.randomness import torch_stream
-from fedgraft.runs.checkpoint import save
-from fedgraft.runs.roofline import Roofline, best_seconds, measure_roofline
-from fedgraft.update.codecs import codec
+from fedgraft.run.checkpoint import save
 
 OUT = Path("runs") / "benchmarks" / "micro.json"
 Row = tuple[str, float, float, str]

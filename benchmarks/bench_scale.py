@@ -36,11 +36,14 @@ from torch import nn
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.mixing import blended, mixing_matrix
 from fedgraft.aggregate.similarity import crsm
-from fedgraft.collect import ServerContext
-from fedgraft.context import ClientContext
+from fedgraft.algorithms import fedavg
+from fedgraft.client.context import ClientContext
+from fedgraft.consortium.roofline import measure_roofline
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.space import EditSpace, Part, select
+from fedgraft.core.state import Federation
 from fedgraft.data.examples import GivenExamples
 from fedgraft.edit import dense
-from fedgraft.edit.space import EditSpace, Part, select
 from fedgraft.engines.batched import Batched
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.schedules import constant
@@ -57,13 +60,10 @@ from fedgraft.privacy.secagg.secure_sum import (
     weighted_segments,
 )
 from fedgraft.privacy.secagg.secure_sum import weighted_mean as weighted_mean_of
-from fedgraft.randomness import torch_stream
-from fedgraft.round import run_round
-from fedgraft.runs.personal_store import PersonalStore
-from fedgraft.runs.roofline import measure_roofline
-from fedgraft.server import start
-from fedgraft.state import Federation
-from fedgraft.zoo import fedavg
+from fedgraft.run.personal_store import PersonalStore
+from fedgraft.server.collect import ServerContext
+from fedgraft.server.round import run_round
+from fedgraft.server.sample import start
 
 OUT = Path("runs") / "benchmarks" / "scale.json"
 POOL = 50_000

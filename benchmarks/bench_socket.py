@@ -32,8 +32,8 @@ from fedgraft.config.load import load, to_toml
 from fedgraft.deploy.folder import FederationFolder
 from fedgraft.deploy.local import check_ended, follow, local_federation
 from fedgraft.deploy.server import submit
-from fedgraft.runs.run import Silent
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.loop import Silent
 
 OUT = Path("runs") / "benchmarks" / "socket.json"
 NODES, ROUNDS = 2, 3

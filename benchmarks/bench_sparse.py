@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.aggregate.codecs import VALUES
 from fedgraft.aggregate.mean import weighted_mean
+from fedgraft.core.messages import Reply, wire_size
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.space import EditSpace, masked, select
 from fedgraft.edit.choose import choose, random_scores
-from fedgraft.edit.space import EditSpace, masked, select
 from fedgraft.local.optimizers import Optimizer, adamw, sgdm
-from fedgraft.messages import Reply, wire_size
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
-from fedgraft.randomness import torch_stream
-from fedgraft.update.codecs import VALUES
 
 CLIENTS = 10
 COSTS = ("SGDM step", "AdamW step", "client reset", f"mean of {CLIENTS}")

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from fedgraft.report.figures import canvas, dress, looks, plain_text, plot_lines
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
 
 
 def climb(path: Path, runs: Mapping[str, Path], title: str = "", rounds: int = 20) -> Path:

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from fedgraft.config.load import validate
 from fedgraft.report.watch import frame
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.loop import run
 
 RUN = {
     "name": "digits", "model": {"name": "nano", "head": "random"}, "trainable": {"kind": "head"},

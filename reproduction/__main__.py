@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 app = typer.Typer(add_completion=False)
 
@@ -101,7 +101,7 @@ def _one(
 
 
 def _answers(out: Path) -> None:
-    from fedgraft.runs.files import write_text
+    from fedgraft.core.files import write_text
     from reproduction.answers_page import answers_html, answers_page, claims_page, results
 
     if not any(out.glob("q*/numbers.json")):

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from reproduction.claims import effect_of, judged
 from reproduction.preset import Claim, Preset, combinations
 from reproduction.question import QUESTIONS, Endpoint, load_question

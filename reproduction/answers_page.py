@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.metrics.statistics import table
 from fedgraft.report import html
-from fedgraft.report.statistics import table
 from reproduction.answers import Part, endpoints, is_accuracy, read
 from reproduction.claims import judged, said
 from reproduction.drawing.answer import Interval, Rows, answer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fedgraft.report.statistics import table
+from fedgraft.metrics.statistics import table
 from reproduction.claims_rows import ROWS, of_kind
 from reproduction.preset import Claim, load_preset, names
 from reproduction.reproduce import Found, numbers

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.report.statistics import summarise
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.metrics.statistics import summarise
+from fedgraft.run.folder import RunFolder
 from reproduction import drawing as figures
 from reproduction.drawing.ranking import Arm
 from reproduction.drawing.representations import draw_of_run

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.attacked import OUTCOME
-from fedgraft.runs.files import read_metrics
-from fedgraft.runs.sweep import finished
+from fedgraft.consortium.attacked import OUTCOME
+from fedgraft.consortium.sweep import finished
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import read_metrics
 from reproduction.question import QUESTIONS
 from reproduction.runs import dispersion
 

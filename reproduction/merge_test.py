@@ -21,13 +21,13 @@ from torch import Tensor
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.merging import dare, ties
 from fedgraft.config.load import Config, load, to_toml
-from fedgraft.local.evaluate import evaluate
-from fedgraft.randomness import torch_stream
-from fedgraft.report.statistics import summarise
-from fedgraft.runs.job import Job, job_of
-from fedgraft.runs.opening import Opening
-from fedgraft.runs.run import run_job
-from fedgraft.state import ServerState
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.state import ServerState
+from fedgraft.metrics.evaluate import evaluate
+from fedgraft.metrics.statistics import summarise
+from fedgraft.run.job import Job, job_of
+from fedgraft.run.loop import run_job
+from fedgraft.run.opening import Opening
 from reproduction.statistics import paired
 
 STRATEGIES = ("least_sensitive", "random", "most_sensitive")

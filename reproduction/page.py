@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from fedgraft.config.load import to_toml
+from fedgraft.core.files import write_text
+from fedgraft.metrics.statistics import bytes_to, latex, summarise, table
 from fedgraft.report.html import rows_csv
-from fedgraft.report.statistics import bytes_to, latex, summarise, table
-from fedgraft.runs.files import write_text
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
 from reproduction import claims, rounds
 from reproduction import figures as reproduce_figures
 from reproduction.preset import Cell, cells, names

@@ -20,8 +20,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from fedgraft.config.load import Config, merge, validate
 from fedgraft.config.options import Section
-from fedgraft.errors import FedgraftError
-from fedgraft.registry import listed_algorithms
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.registry import listed_algorithms
 
 _WORDS = "test|best|last|personal|finetuned|balanced|megabytes|spread|dispersion|rounds_to|seconds"
 Measure = Annotated[str, Field(pattern=rf"^({_WORDS}|seconds:\w+|at:\d+)$")]

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from fedgraft.config.options import Section
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.files import write_text
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import write_text
 from reproduction.preset import PRESETS, SCALES, Claim, Preset, cells, checked, combinations
 from reproduction.reproduce import Found
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.config.load import Config
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.lr_finder import widen
+from fedgraft.consortium.lr_finder import widen
+from fedgraft.core.errors import FedgraftError
 from reproduction.preset import Cell, Preset, cells, level_of
 from reproduction.runs import FinishedRuns, Report, Wanted, curve, measure_of, vary
 from reproduction.runs import carry_out as carry_out_runs

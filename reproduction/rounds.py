@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from reproduction.statistics import Effect, paired
 
 Curve = Mapping[int, float]

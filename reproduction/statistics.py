@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import numpy_stream
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import numpy_stream
 
 ALPHA = 0.025
 """Of each one-sided test; intervals are of level 1 - 2*ALPHA."""

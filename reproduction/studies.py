@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.config.load import merge
-from fedgraft.errors import FedgraftError
-from fedgraft.report.statistics import summarise
+from fedgraft.core.errors import FedgraftError
+from fedgraft.metrics.statistics import summarise
 from reproduction.preset import Cell
 from reproduction.reproduce import TUNING_SEED, Found, Tables, Work, carry_out, numbers
 from reproduction.runs import finished_attacks, vary
 from reproduction.statistics import paired
 
 if TYPE_CHECKING:
-    from fedgraft.runs.attack import Known
+    from fedgraft.consortium.attack import Known
 
 LIKE = "constant like "
 """Levels with these words are controls: one constant for all pairs, as large as that similarity is on average."""
@@ -86,8 +86,8 @@ def attack(work: Work) -> Found:
     The worst attack on a rule is chosen with the tuning seed and measured with the others: the least of several means
     over the same seeds would be too low.
     """
+    from fedgraft.consortium.attack import RULES
     from fedgraft.engines.attackers import NAMES
-    from fedgraft.runs.attack import RULES
 
     attacks, rules = (_TINY["attacks"], _TINY["rules"]) if work.scale == "tiny" else (NAMES, RULES)
     start = work.cells
@@ -122,7 +122,7 @@ def _attack_cells(
     wanted: tuple[Sequence[str], Sequence[str]],
     known: Known,
 ) -> list[dict[str, Any]]:
-    from fedgraft.runs.attack import AttackPlan, attack_table, outcomes
+    from fedgraft.consortium.attack import AttackPlan, attack_table, outcomes
 
     (attacks, rules), config = wanted, cell.config(seed=seed)
     key = hashlib.blake2b(repr((config.digest, tuple(attacks), tuple(rules))).encode(), digest_size=8).hexdigest()
@@ -140,7 +140,7 @@ def _attack_values(
     label: str,
 ) -> dict[str, dict[int, float]]:
     """By seed the accuracy with benign clients, under the worst attack, and the backdoor's success."""
-    from fedgraft.runs.attacked import BENIGN
+    from fedgraft.consortium.attacked import BENIGN
 
     def percent(name: str, key: str) -> dict[int, float]:
         return {seed: 100 * float(table[name][key]) for seed, table in mine.items() if seed != TUNING_SEED}

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from reproduction.statistics import ALPHA, Effect, Series, paired
 
 SUPPORTED, CONTRADICTED, EQUIVALENT, UNDECIDED, NO_RANGE = (

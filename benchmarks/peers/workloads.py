@@ -196,9 +196,9 @@ def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, 
     """Data by split, each client's rows, the starting weights of what is drawn; and the trunk's folder."""
     from fedgraft.config.load import Config
     from fedgraft.local.memory import one_thread
-    from fedgraft.runs.engines import Engines
-    from fedgraft.runs.head_init import install_head
-    from fedgraft.runs.job import job_of
+    from fedgraft.run.engines import Engines
+    from fedgraft.run.head_init import install_head
+    from fedgraft.run.job import job_of
 
     if spec.model == "features":
         draw_features(folder / "features.npz", spec)

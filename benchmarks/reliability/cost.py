@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.messages import Reply, pack, unpack
+from fedgraft.core.messages import Reply, pack, unpack
 from fedgraft.privacy.secagg.keys import Identity
-from fedgraft.privacy.secagg.secure_sum import (
+from fedgraft.privacy.secagg.secure_sum import (  # fmt: skip
     Plan,
     SecureClient,
     SecureServer,
@@ -32,7 +32,7 @@ from fedgraft.privacy.secagg.secure_sum import (
     weighted_input,
     weighted_mean,
     weighted_segments,
-)  # fmt: skip
+)
 
 CLIENTS, LOST, NEEDED = 10, (3, 8), 7
 WEIGHTS = [100 + 50 * u for u in range(CLIENTS)]

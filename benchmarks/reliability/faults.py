@@ -24,8 +24,8 @@ from tests.runs import test_run_resume as resume
 from tests.unit.runs.test_checkpoint import equal, state
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.errors import FedgraftError
-from fedgraft.runs import checkpoint
+from fedgraft.core.errors import FedgraftError
+from fedgraft.run import checkpoint
 
 
 def kills(scale: float) -> Outcome:

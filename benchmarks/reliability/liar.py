@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft import server
 from fedgraft.config.load import load
+from fedgraft.core.messages import Order, Reply
 from fedgraft.engines.attackers import Attacked
-from fedgraft.local.evaluate import evaluate
-from fedgraft.messages import Order, Reply
-from fedgraft.round import run_round
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.head_init import install_head
-from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import open_run
-from fedgraft.update.claims import Claims
+from fedgraft.metrics.evaluate import evaluate
+from fedgraft.run.engines import Engines
+from fedgraft.run.head_init import install_head
+from fedgraft.run.job import job_of
+from fedgraft.run.opening import open_run
+from fedgraft.server import sample as server
+from fedgraft.server.example_counts import Claims
+from fedgraft.server.round import run_round
 
 CLIENTS, SEEDS = 10, (0, 1, 2)
 ATTACKS = ("sign_flip", "gaussian")

@@ -23,18 +23,19 @@ from scipy.stats import beta, norm
 from tests.support.tiny import tiny, without_pictures
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft import server, zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Step
+from fedgraft.core.rng import numpy_stream
+from fedgraft.core.state import Federation
 from fedgraft.local.schedules import constant
 from fedgraft.privacy.accounting import epsilon as told_epsilon
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy
-from fedgraft.randomness import numpy_stream
-from fedgraft.runs import run as running
-from fedgraft.runs.job import job_of
-from fedgraft.runs.secrets import secret_path, with_secrets
-from fedgraft.server import start
-from fedgraft.state import Federation
+from fedgraft.run import loop as running
+from fedgraft.run.job import job_of
+from fedgraft.run.secrets import secret_path, with_secrets
+from fedgraft.server import sample as server
+from fedgraft.server.sample import start
 
 CLIENTS = 12
 PRIVATE = [f"partition.clients={CLIENTS}", "data.limit=240", "rounds.fraction=0.5", "rounds.sampling=poisson"]

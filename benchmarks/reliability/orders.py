@@ -13,9 +13,12 @@ from unittest import mock
 from tests.support.hostile import LIES, outcome
 
 from benchmarks.reliability.outcome import Outcome
-from fedgraft import admission, client, client_secure, secure_round
-from fedgraft.policy import Policy
+from fedgraft.client import authorize as admission
+from fedgraft.client import handle as client
+from fedgraft.client import secure as client_secure
+from fedgraft.client.policy import Policy
 from fedgraft.privacy.secagg.keys import Identity
+from fedgraft.server import secure_sum as secure_round
 
 
 def _nothing(*args: Any, **more: Any) -> None:

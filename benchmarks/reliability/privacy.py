@@ -26,11 +26,11 @@ from benchmarks.reliability.private_rounds import (
     private,
     quiet,
 )
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
-from fedgraft.algorithm import vary
-from fedgraft.errors import FedgraftError
+from fedgraft.algorithms.algorithm import vary
+from fedgraft.core.errors import FedgraftError
 from fedgraft.privacy import protection
 from fedgraft.privacy.accounting import epsilon
 from fedgraft.privacy.dp import Mechanism, clip, gaussian, sensitivity

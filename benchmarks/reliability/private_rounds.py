@@ -17,18 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft import client, client_train, zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Step, uniform
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.collect import ServerContext, collect
-from fedgraft.errors import FedgraftError
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client import handle as client
+from fedgraft.client import train as client_train
+from fedgraft.client.policy import Policy
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply
+from fedgraft.core.state import Federation, ServerState
 from fedgraft.local.schedules import constant
-from fedgraft.messages import Order, Reply
-from fedgraft.policy import Policy
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import Mechanism, clip, sensitivity
-from fedgraft.round import advance
-from fedgraft.state import Federation, ServerState
+from fedgraft.server.collect import ServerContext, collect
+from fedgraft.server.round import advance
 
 KEY = bytes(range(32))
 BOUND, NOISE = 0.5, 1.3

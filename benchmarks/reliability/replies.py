@@ -24,20 +24,20 @@ from tests.unit.update.test_validation import EXPECTED, LENGTH, MALFORMED, Spoil
 from torch import Tensor
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft import collect as collecting
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Answers, Step, count_mean
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.collect import ServerContext
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.consortium.attack import RULES
+from fedgraft.core.messages import Order, Reply, pack_bits
+from fedgraft.core.state import Federation, ServerState
 from fedgraft.edit.sparse import Sparse
 from fedgraft.local.schedules import constant
-from fedgraft.messages import Order, Reply, pack_bits
-from fedgraft.round import advance
-from fedgraft.runs.attack import RULES
-from fedgraft.state import Federation, ServerState
-from fedgraft.update import validation as screening
-from fedgraft.update.validation import Expectation
+from fedgraft.server import collect as collecting
+from fedgraft.server import validate as screening
+from fedgraft.server.collect import ServerContext
+from fedgraft.server.round import advance
+from fedgraft.server.validate import Expectation
 
 LAYERS = len(zoo.fedalign(align="server").weighting.judged)
 

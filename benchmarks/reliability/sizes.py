@@ -20,10 +20,10 @@ CHILD = """
 import mmap, os, sys
 import torch
 torch.set_num_threads(1)
-from fedgraft.update import validation as screening
-from fedgraft.update.codecs import VALUES
+from fedgraft.server import validate as screening
+from fedgraft.aggregate.codecs import VALUES
 from dataclasses import replace
-from fedgraft.update.validation import Expectation, validate_replies
+from fedgraft.server.validate import Expectation, validate_replies
 from fedgraft.messages import Reply, pack
 
 def resident(field):

@@ -17,9 +17,9 @@ from tests.support.tiny import tensors_of, without_pictures
 
 from benchmarks.reliability.outcome import Outcome
 from fedgraft.config.load import load
+from fedgraft.core.messages import Order
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.node import Nodes
-from fedgraft.messages import Order
 
 SMALL = [
     "model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=1", "local.batch_size=8", "workers=1",

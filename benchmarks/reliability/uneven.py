@@ -16,9 +16,9 @@ from benchmarks.reliability.outcome import Outcome, share
 from fedgraft.config.federate import federate
 from fedgraft.data.partition import make_partition
 from fedgraft.data.partition.partition import Partition
-from fedgraft.runs import run as running
-from fedgraft.runs.job import job_of
-from fedgraft.update.claims import FACTOR, Claims
+from fedgraft.run import loop as running
+from fedgraft.run.job import job_of
+from fedgraft.server.example_counts import FACTOR, Claims
 
 ALGORITHMS = ("fedavg", "fedprox", "fednova", "scaffold", "fedadam", "feddyn")
 BASE = [

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedgraft.errors import FedgraftError
-from fedgraft.report.figures import (
+from fedgraft.core.errors import FedgraftError
+from fedgraft.report.figures import (  # fmt: skip
     Series,
     bars,
     canvas,
@@ -24,7 +24,7 @@ from fedgraft.report.figures import (
     plain_text,
     plot_lines,
     scatter_front,
-)  # fmt: skip
+)
 from reproduction.drawing.ranking import ranking
 from reproduction.drawing.representations import distribution
 from reproduction.drawing.schematics import fedshibu_schematic, pipelines_schematic

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
+from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.deploy import control as federation_control
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import gate as federation_gate
@@ -30,7 +31,6 @@ from fedgraft.deploy.helper import Pace
 from fedgraft.deploy.keys import check_private_key, days_left, fingerprint, make_node_key, public_key_of
 from fedgraft.deploy.run_node import NodeChoice, tell, why_ended
 from fedgraft.deploy.server import run_folder
-from fedgraft.errors import FedgraftError, MissingExtra
 
 OVERRIDES = ["model.name=tiny", "partition.clients=2", "rounds.total=1"]
 
@@ -344,7 +344,7 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
 
 def test_a_run_folder_is_checked_before_a_run_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
     from fedgraft.config.load import to_toml
-    from fedgraft.runs.run_folder import RunFolder
+    from fedgraft.run.folder import RunFolder
 
     assert run_folder(fed, tmp_path / "new", False) == tmp_path / "new"
     with pytest.raises(FedgraftError, match="no run in"):

@@ -21,12 +21,12 @@ from tests.support.flower_local import LocalFederation
 from tests.support.hostile import LIES
 from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
 
+from fedgraft.core.messages import Order
 from fedgraft.deploy.limits import LEAST
 from fedgraft.deploy.process import KEEPS
-from fedgraft.messages import Order
-from fedgraft.runs import run as running
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.run import run
+from fedgraft.run import loop as running
+from fedgraft.run.engines import Engines
+from fedgraft.run.loop import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 ROOT = Path(__file__).parents[2]

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
+from fedgraft.core.messages import Order
 from fedgraft.deploy import server as federation_server
-from fedgraft.messages import Order
-from fedgraft.runs.checkpoint import load_latest
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.checkpoint import load_latest
+from fedgraft.run.folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ import torch
 from tests.support.tiny import CNN
 
 from fedgraft.config.load import from_folder, load
-from fedgraft.runs import checkpoint
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run import checkpoint
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.loop import run
 
 pytestmark = pytest.mark.slow
 # Nodes carry out orders one by one; the batched engine, which one process would choose here, is equal within 1e-6 only.

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
+from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import process as federation_process
 from fedgraft.deploy import server as federation_server
 from fedgraft.deploy.keys import make_certificates, make_node_key
 from fedgraft.deploy.run_node import NodeChoice, why_ended
-from fedgraft.errors import FedgraftError
 
 pytestmark = pytest.mark.slow
 SECONDS = 150.0  # a loaded machine starts five processes slowly; an idle one needs a tenth

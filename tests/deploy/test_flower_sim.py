@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedgraft.runs.checkpoint import load_latest
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.checkpoint import load_latest
+from fedgraft.run.folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 pytest.importorskip("ray", reason="needs the extra 'simulation'")

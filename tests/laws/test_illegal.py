@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from fedgraft import algorithm as module
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
+from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Observe, Weighting, uniform
-from fedgraft.algorithm import Algorithm, ClientState, vary
+from fedgraft.algorithms import algorithm as module
+from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import known_keys, load
+from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.dense import Dense, everything, head
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import is_head
-from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates
 from fedgraft.local.losses import cross_entropy
 from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private, zero_sum_demo
-from fedgraft.runs.job import head_only
-from fedgraft.update.codecs import codec
+from fedgraft.run.job import head_only
 
 SECURE = Protection(hidden=True)
 NOTHING = Dense("nothing", lambda network, name: False, trains_head=False, trains_body=False)

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from tests.support.toy import Toy, ToyNetwork, random_mask, snapshot
 from torch import Tensor
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.server_rules import SERVER_RULES, RoundInfo
-from fedgraft.algorithm import vary
+from fedgraft.algorithms.algorithm import vary
+from fedgraft.core.messages import Order
+from fedgraft.core.space import masked, select
 from fedgraft.edit import dense
-from fedgraft.edit.space import masked, select
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order
 
 LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.05))
 

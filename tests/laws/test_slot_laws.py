@@ -15,21 +15,21 @@ from tests.support.toy import Toy, batch_norm_network
 from torch import Tensor
 from torch.nn.functional import cross_entropy as softmax_loss
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.server_rules import RoundInfo, ServerRule
-from fedgraft.algorithm import Algorithm, ClientState, vary
+from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.protocols import Network
+from fedgraft.core.registry import LOSSES
+from fedgraft.core.state import to_tensors
 from fedgraft.edit.trainable import is_head
-from fedgraft.errors import FedgraftError
 from fedgraft.local import corrections
 from fedgraft.local.corrections import Correction, control_variates, dynamic, none, proximal
 from fedgraft.local.losses import Loss, LossContext, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalTraining
-from fedgraft.protocols import Network
-from fedgraft.registry import LOSSES
-from fedgraft.state import to_tensors
 
 LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
 

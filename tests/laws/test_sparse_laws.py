@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft.config.load import load, to_toml
+from fedgraft.core.space import Bound, EditSpace, masked
 from fedgraft.edit import lora, sparse
 from fedgraft.edit.choose import STRATEGIES
 from fedgraft.edit.masks import Mask
-from fedgraft.edit.space import Bound, EditSpace, masked
 from fedgraft.models.network import VisionNetwork
-from fedgraft.runs import checkpoint
-from fedgraft.runs import run as running
-from fedgraft.runs.adapted import Adapted
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.head_init import install_head
-from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import open_run
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run import checkpoint
+from fedgraft.run import loop as running
+from fedgraft.run.adapted import Adapted
+from fedgraft.run.engines import Engines
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.head_init import install_head
+from fedgraft.run.job import job_of
+from fedgraft.run.opening import open_run
 
 OVERRIDES = [
     "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=120",
@@ -307,7 +307,7 @@ def averaged_weights(patch: pytest.MonkeyPatch) -> None:
 def nothing_trained(patch: pytest.MonkeyPatch) -> None:
     """The vector is stepped and never written into the network."""
     patch.setattr(Bound, "push", lambda self: None)
-    patch.setattr("fedgraft.edit.space.EditSpace.scatter", lambda self, vector, network: None)
+    patch.setattr("fedgraft.core.space.EditSpace.scatter", lambda self, vector, network: None)
 
 
 BUGS: dict[str, tuple[Plant, str]] = {

@@ -16,39 +16,39 @@ import torch
 from tests.support.toy import Toy, ToyNetwork, batch_norm_network, random_mask, snapshot
 from torch import Tensor
 
-from fedgraft import collect as collect_module
-from fedgraft import round as round_module
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate import server_rules
+from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain
 from fedgraft.aggregate.slots import Aggregator, Answers, count_mean, mean
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.client import handle
-from fedgraft.context import ClientContext
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.context import ClientContext
+from fedgraft.client.handle import handle
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, pack, pack_bits, unpack
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.space import Bound, masked, select
+from fedgraft.core.state import ServerState, from_tensors, to_tensors
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head, last_blocks
 from fedgraft.edit.lora import merge
 from fedgraft.edit.low_rank import LowRank
-from fedgraft.edit.space import Bound, masked, select
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import InTurn
 from fedgraft.engines import batched as batched_module
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.stack import Stack
-from fedgraft.errors import FedgraftError
 from fedgraft.local import corrections
 from fedgraft.local.corrections import control_variates, proximal
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalTraining, batches, train
-from fedgraft.messages import Order, Reply, pack, pack_bits, unpack
-from fedgraft.randomness import torch_stream
-from fedgraft.runs import checkpoint
-from fedgraft.state import ServerState, from_tensors, to_tensors
-from fedgraft.update.claims import Claims
-from fedgraft.update.codecs import codec
+from fedgraft.run import checkpoint
+from fedgraft.server import collect as collect_module
+from fedgraft.server import round as round_module
+from fedgraft.server.example_counts import Claims
 
 LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
 SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, narrow layers
@@ -928,7 +928,7 @@ def test_frozen_notices_momentum_of_masked_gradients() -> None:
 
 
 def test_frozen_notices_fine_tuning_that_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedgraft import client
+    from fedgraft.client import handle as client
 
     def careless(order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Any:
         with torch.no_grad():

@@ -13,9 +13,9 @@ from reproduction.drawing import FIGURES, draw, texts_of
 from reproduction.drawing.ranking import Arm
 from reproduction.drawing.representations import draw_of_run, drift
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from fedgraft.report import figures
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
 from reproduction import drawing
 
 ROUNDS = list(range(1, 21))

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgraft.algorithm import secure_segments, vary
+from fedgraft.algorithms.algorithm import secure_segments, vary
 from fedgraft.config.load import load
-from fedgraft.messages import Order
+from fedgraft.core.messages import Order
 from fedgraft.privacy.dp import Mechanism, clip
 from fedgraft.privacy.protection import DifferentialPrivacy
 from fedgraft.privacy.secagg.plan import SecureAbort
-from fedgraft.runs import run as running
-from fedgraft.secure_round import SecureSession
+from fedgraft.run import loop as running
+from fedgraft.server.secure_sum import SecureSession
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.federate import partition_options
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition import make_partition
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.centralized import as_central
+from fedgraft.run.centralized import as_central
 from reproduction import answers, answers_page, claims, page, reproduce, studies
 
 AT_THE_GATE = ("secure", "groups")
@@ -358,7 +358,7 @@ def test_a_reproduction_runs_once_and_writes_everything(tmp_path: Path, monkeypa
     def refuse(*ignored: object) -> None:
         raise AssertionError("a finished run was repeated")
 
-    monkeypatch.setattr("fedgraft.runs.sweep.carry_out", refuse)
+    monkeypatch.setattr("fedgraft.consortium.sweep.carry_out", refuse)
     again = Work("other", made.preset, "tiny", made.seeds, made.runs, 0, report=lambda text: None)
     reproduce.reproduce(again)  # another preset that needs the same runs
     more = Work("other", made.preset, "tiny", (*made.seeds, 3), made.runs, 0, report=lambda text: None)
@@ -375,7 +375,7 @@ def test_what_is_only_read_runs_nothing_and_shows_what_there_is(
     def refuse(*ignored: object) -> None:
         raise AssertionError("something was run")
 
-    monkeypatch.setattr("fedgraft.runs.sweep.carry_out", refuse)
+    monkeypatch.setattr("fedgraft.consortium.sweep.carry_out", refuse)
     found = reproduce.reproduce(replace(made, seeds=(1, 2), read=True))
     assert found.measured("small", "test")[1] is not None and found.measured("small", "test")[2] is None
     with pytest.raises(AssertionError, match="something was run"):

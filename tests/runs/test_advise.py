@@ -14,8 +14,8 @@ from fedgraft.cli.overrides import config_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.from_data import config_for, held_out, source_of
 from fedgraft.config.load import load
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.advise import Advice, Tried, advise, bytes_of, recommendation, to_file
+from fedgraft.consortium.advise import Advice, Tried, advise, bytes_of, recommendation, to_file
+from fedgraft.core.errors import FedgraftError
 
 SMALL = {
     "model": {"name": "tiny"}, "partition": {"clients": 2}, "workers": 1, "rounds": {"total": 3, "fraction": 1.0},

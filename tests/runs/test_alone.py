@@ -11,15 +11,15 @@ import torch
 from tests.support.tiny import Open, tiny, without_pictures
 from torch import Tensor
 
-from fedgraft import client_train
-from fedgraft.algorithm import Algorithm
-from fedgraft.context import ClientContext
-from fedgraft.edit.space import Bound
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client import train as client_train
+from fedgraft.client.context import ClientContext
+from fedgraft.core.messages import Order
+from fedgraft.core.space import Bound
 from fedgraft.local.train import Trained
-from fedgraft.messages import Order
-from fedgraft.runs.centralized import run_centralized
-from fedgraft.runs.head_init import features_of, own_starts
-from fedgraft.runs.run import run
+from fedgraft.run.centralized import run_centralized
+from fedgraft.run.head_init import features_of, own_starts
+from fedgraft.run.loop import run
 
 ALONE = ("algorithm.name=local_only", "trainable.kind=head", "partition.kind=dirichlet")
 

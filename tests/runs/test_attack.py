@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from fedgraft.config.load import Config, load
+from fedgraft.consortium import attacked
+from fedgraft.consortium.attack import RULES, AttackPlan, Measured, attack_table, partition_of, summary_rows, write
+from fedgraft.consortium.attacked import BENIGN, OUTCOME
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import without_timing
 from fedgraft.engines.attackers import NAMES
-from fedgraft.errors import FedgraftError
-from fedgraft.runs import attacked
-from fedgraft.runs.attack import RULES, AttackPlan, Measured, attack_table, partition_of, summary_rows, write
-from fedgraft.runs.attacked import BENIGN, OUTCOME
-from fedgraft.runs.files import without_timing
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.loop import run
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -9,9 +9,9 @@ import torch
 from tests.support.tiny import tensors_of, without_pictures
 
 from fedgraft.config.load import load
-from fedgraft.runs.adapted import adapted
-from fedgraft.runs.predict import evaluate_run
-from fedgraft.runs.run import run
+from fedgraft.run.adapted import adapted
+from fedgraft.run.loop import run
+from fedgraft.run.predict import evaluate_run
 
 RESNET = [
     "data.source=digits", "data.limit=120", "data.image_size=16", "model.name=resnet18:width=4", "partition.clients=2",

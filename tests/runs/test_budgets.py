@@ -9,9 +9,9 @@ from tests.support.tiny import OVERRIDES, tiny
 
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import load
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import read_metrics
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import read_metrics
+from fedgraft.run.loop import run
 
 SPARSE = ("trainable.kind=sparse", "trainable.sparse.samples=16", "trainable.sparse.rounds=1")
 

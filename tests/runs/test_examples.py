@@ -106,7 +106,7 @@ def test_a_name_that_is_not_there() -> None:
 HEAVY = "import sys, {}; print(*sorted({{'torch', 'transformers', 'pydantic', 'numpy'}} & set(sys.modules)))"
 
 
-@pytest.mark.parametrize(("what", "loaded"), [("fedgraft", ""), ("fedgraft.state", "numpy torch")])
+@pytest.mark.parametrize(("what", "loaded"), [("fedgraft", ""), ("fedgraft.core.state", "numpy torch")])
 def test_importing_fedgraft_is_light(what: str, loaded: str, tmp_path: Path) -> None:
     """The second case shows that the check sees what is loaded."""
     assert python("-c", HEAVY.format(what), cwd=tmp_path).stdout.strip() == loaded
@@ -158,9 +158,9 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> set[str]:
 
 def strange_words(text: str) -> list[str]:
     """Config keys and source files that a document names in backticks or commands and that do not exist."""
-    import fedgraft.zoo  # noqa: F401  (fills the registry)
+    import fedgraft.algorithms  # noqa: F401  (fills the registry)
     from fedgraft.config.load import Config
-    from fedgraft.registry import ALGORITHMS, own_options
+    from fedgraft.core.registry import ALGORITHMS, own_options
 
     keys, package = all_keys(Config), ROOT / "src/fedgraft"
     keys |= {f"algorithm.{option}" for _, make in ALGORITHMS.items() for option in own_options(make)}

@@ -13,21 +13,22 @@ from tests.support.tiny import Open, without_pictures
 from tests.support.toy import Toy, ToyExamples
 from torch import Tensor
 
-from fedgraft import server, zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.similarity import svcca
 from fedgraft.aggregate.slots import Answers
 from fedgraft.config.load import load
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply
 from fedgraft.edit.dense import head
-from fedgraft.errors import FedgraftError
 from fedgraft.local.features import hidden
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order, Reply
-from fedgraft.round import run_round
-from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import make_probe, open_run
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.update.claims import Claims
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.job import job_of
+from fedgraft.run.loop import run
+from fedgraft.run.opening import make_probe, open_run
+from fedgraft.server import sample as server
+from fedgraft.server.example_counts import Claims
+from fedgraft.server.round import run_round
 
 LOCAL = LocalTraining(3, batch_size=6)
 SMALL: dict[str, Any] = {"keep": 3, "top": 3, "probe": 64, "local": LOCAL}

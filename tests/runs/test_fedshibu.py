@@ -12,14 +12,14 @@ from tests.support.tiny import without_pictures
 from tests.support.toy import Toy
 from torch import Tensor
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.similarity import SIMILARITIES, crsm
 from fedgraft.config.load import load
 from fedgraft.config.options import AlgorithmChoice
+from fedgraft.core.state import ServerState
 from fedgraft.local.train import LocalTraining
-from fedgraft.runs.job import job_of
-from fedgraft.runs.run import run
-from fedgraft.state import ServerState
+from fedgraft.run.job import job_of
+from fedgraft.run.loop import run
 
 LOCAL = LocalTraining(3, batch_size=6)
 TINY = [

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fedgraft.config.load import load
-from fedgraft.errors import FedgraftError
-from fedgraft.runs import lr_finder
-from fedgraft.runs import run as running
-from fedgraft.runs.lr_finder import Findings, Probe, find_rate, rate_plan, widen
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.consortium import lr_finder
+from fedgraft.consortium.lr_finder import Findings, Probe, find_rate, rate_plan, widen
+from fedgraft.core.errors import FedgraftError
+from fedgraft.run import loop as running
+from fedgraft.run.folder import RunFolder
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)

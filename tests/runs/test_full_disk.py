@@ -13,19 +13,19 @@ import pytest
 from safetensors import SafetensorError
 
 from fedgraft.config.load import Config, load, read_toml
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import keep, read_metrics, without_timing
 from fedgraft.models.export import appearing
 from fedgraft.models.folders import _json
 from fedgraft.report import html as report
-from fedgraft.runs import reporting
-from fedgraft.runs import run as running
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.files import keep, read_metrics, without_timing
-from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import open_run
-from fedgraft.runs.round_log import verify
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.warnings import warnings_for
+from fedgraft.run import loop as running
+from fedgraft.run import reporting
+from fedgraft.run.engines import Engines
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.job import job_of
+from fedgraft.run.opening import open_run
+from fedgraft.run.round_log import verify
+from fedgraft.run.warnings import warnings_for
 
 # ---- a deadline that cannot be kept ---------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_loaded(
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(FedgraftError, match=r"cannot be made in .*taken: it is a file"):
         running.run(load(None, SMALL), tmp_path / "taken" / "runs" / "x", console=False, build=build)
-    monkeypatch.setattr("fedgraft.runs.files.os.access", lambda *_: False)  # as in a folder of somebody else
+    monkeypatch.setattr("fedgraft.core.files.os.access", lambda *_: False)  # as in a folder of somebody else
     with pytest.raises(FedgraftError, match="nothing can be written there; allow it, or give another with --folder"):
         running.run(load(None, SMALL), tmp_path / "runs" / "x", console=False, build=build)
     assert not (tmp_path / "runs").exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.tiny import Open, tiny
 
-from fedgraft.runs.head_init import features_of, solve, tempered
+from fedgraft.run.head_init import features_of, solve, tempered
 
 SOME = ["partition.clients=6", "data.limit=120", "model.head_clients=0.5"]
 

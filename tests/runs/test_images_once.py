@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgraft.client_sums import scores_of
+from fedgraft.client.sums import scores_of
 from fedgraft.config.load import load
+from fedgraft.core.messages import Order
+from fedgraft.core.space import select
 from fedgraft.data.feature_cache import CachedExamples
-from fedgraft.edit.space import select
-from fedgraft.messages import Order
-from fedgraft.runs.job import Job, job_of
-from fedgraft.runs.run import run
+from fedgraft.run.job import Job, job_of
+from fedgraft.run.loop import run
 
 KINDS = {
     "last_blocks": ["trainable.kind=last_blocks", "trainable.blocks=1"],

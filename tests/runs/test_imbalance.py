@@ -11,11 +11,11 @@ from sklearn.utils.class_weight import compute_class_weight
 from tests.support.tiny import Open, same_bits, tensors_of, tiny, without_pictures
 from torch.nn.functional import cross_entropy as reference
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 from fedgraft.local.losses import LossContext, balancing, cross_entropy
 from fedgraft.local.train import LocalTraining, drawn
-from fedgraft.randomness import torch_stream
-from fedgraft.runs.run import run
+from fedgraft.run.loop import run
 
 LABELS = torch.tensor([0, 0, 0, 0, 1, 1, 3])
 

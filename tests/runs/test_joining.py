@@ -13,15 +13,15 @@ from tests.support.machines import Machines
 from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
 
 from fedgraft.config.load import Config, from_folder
+from fedgraft.consortium.unlearn import plan, unlearn
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.server import with_clients
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order
-from fedgraft.runs import run as running
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.job import job_of
-from fedgraft.runs.run import run
-from fedgraft.runs.unlearn import plan, unlearn
+from fedgraft.run import loop as running
+from fedgraft.run.engines import Engines
+from fedgraft.run.job import job_of
+from fedgraft.run.loop import run
 
 SMALL = ("rounds.total=4", "rounds.checkpoint_every=1", "engine=reference", 'metrics=["accuracy"]')
 CHANGES = ("partition.joins={2=3}", "partition.leaves={1=2}")

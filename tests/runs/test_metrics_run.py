@@ -12,18 +12,17 @@ from sklearn import metrics as sklearn
 from tests.support.tiny import Open, tensors_of, tiny, without_pictures
 from torch import Tensor
 
-from fedgraft.algorithm import vary
-from fedgraft.client import handle
+from fedgraft.algorithms.algorithm import vary
+from fedgraft.client.handle import handle
 from fedgraft.config.options import MetricName
-from fedgraft.errors import FedgraftError
-from fedgraft.local import scores
-from fedgraft.messages import Order, Reply
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply
+from fedgraft.metrics import metrics, scores
 from fedgraft.privacy.protection import CLEAR
-from fedgraft.report import metrics
-from fedgraft.runs.adapted import adapted
-from fedgraft.runs.measure import checked
-from fedgraft.runs.run import run
-from fedgraft.secure_round import Sums
+from fedgraft.run.adapted import adapted
+from fedgraft.run.loop import run
+from fedgraft.run.measure import checked
+from fedgraft.server.secure_sum import Sums
 
 ASKED = 'metrics=["balanced_accuracy","sensitivity","auroc","calibration_error","confusion"]'
 

@@ -14,11 +14,11 @@ import torch
 from tests.support.tiny import same_bits, tensors_of, without_pictures
 
 import fedgraft as fg
-from fedgraft import client
+from fedgraft.client import handle as client
 from fedgraft.config.load import load, to_toml
-from fedgraft.identity import digest
-from fedgraft.runs.files import read_metrics, without_timing
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.core.files import read_metrics, without_timing
+from fedgraft.core.network_digest import digest
+from fedgraft.run.folder import RunFolder
 
 CONFIG = [
     "model.name=tiny", "data.source=digits", "data.image_size=16", "data.limit=60", "partition.clients=3",

@@ -20,10 +20,10 @@ import torch
 from tests.support.tiny import CNN, OVERRIDES, same_bits, tensors_of, tiny, without_pictures
 from torch import Tensor
 
-from fedgraft import registry
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.adapted import adapted
-from fedgraft.runs.run import run
+from fedgraft.core import registry
+from fedgraft.core.errors import FedgraftError
+from fedgraft.run.adapted import adapted
+from fedgraft.run.loop import run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
 PLUGINS = {

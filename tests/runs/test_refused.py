@@ -8,10 +8,10 @@ import pytest
 from tests.support.tiny import tiny, without_pictures
 
 import fedgraft as fg
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.job import job_of
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.core.errors import FedgraftError
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.job import job_of
+from fedgraft.run.loop import run
 
 PRIVATE = ("algorithm.weighting=uniform", "rounds.sampling=poisson", "privacy.dp.noise=1.0", "privacy.dp.clip=1.0")
 

@@ -29,19 +29,19 @@ from tests.support.tiny import same_bits as same
 from tests.support.tiny import tensors_of as final
 from torch import Tensor
 
-from fedgraft import client
+from fedgraft.client import handle as client
 from fedgraft.config.load import Config, load
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import read_metrics, without_timing
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.pool import Pool
-from fedgraft.errors import FedgraftError
-from fedgraft.runs import centralized, checkpoint, measure
-from fedgraft.runs import run as run_module
-from fedgraft.runs import run_folder as record
-from fedgraft.runs.files import read_metrics, without_timing
-from fedgraft.runs.job import Job, job_of
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.warnings import warnings_for
+from fedgraft.run import centralized, checkpoint, measure
+from fedgraft.run import folder as record
+from fedgraft.run import loop as run_module
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.job import Job, job_of
+from fedgraft.run.loop import run
+from fedgraft.run.warnings import warnings_for
 
 TINY = [
     "data.source=synthetic", "data.count=120", "data.classes=4", "model.name=tiny", "partition.clients=4",

@@ -19,22 +19,23 @@ from tests.support.toy import Toy
 from tests.support.toy_heads import CLIENTS, setting
 from torch import Tensor
 
-from fedgraft import secure_round, zoo
-from fedgraft.algorithm import vary
-from fedgraft.client import handle
-from fedgraft.client_sums import summands
+from fedgraft import algorithms as zoo
+from fedgraft.algorithms.algorithm import vary
+from fedgraft.client.handle import handle
+from fedgraft.client.sums import summands
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.messages import Order, Reply, pack, unpack
 from fedgraft.data.federated import FederatedData
 from fedgraft.engines.pool import Pool
-from fedgraft.errors import FedgraftError, Refused
-from fedgraft.messages import Order, Reply, pack, unpack
 from fedgraft.privacy.protection import Protection
 from fedgraft.privacy.secagg.ring import Ring, Segment, Unfit
 from fedgraft.privacy.secagg.secure_sum import STAGES
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.head_init import probe_head, ridge_head
-from fedgraft.runs.run import run
-from fedgraft.runs.warnings import warnings_for
-from fedgraft.secure_round import ANSWERS, Sums
+from fedgraft.run.engines import Engines
+from fedgraft.run.head_init import probe_head, ridge_head
+from fedgraft.run.loop import run
+from fedgraft.run.warnings import warnings_for
+from fedgraft.server import secure_sum as secure_round
+from fedgraft.server.secure_sum import ANSWERS, Sums
 
 SECURE = Protection(hidden=True)
 ACTIONS = ["statistics", "class_sums", "head_gradient", "fisher_scores"]

@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from tests.support.toy import CLASSES, Toy
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.config.load import load
+from fedgraft.core.messages import Order
 from fedgraft.deploy.keep import noise_key
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity
-from fedgraft.runs.head_init import install, probe_head
-from fedgraft.runs.job import job_of
-from fedgraft.runs.warnings import _unprotected
-from fedgraft.secure_round import Sums
+from fedgraft.run.head_init import install, probe_head
+from fedgraft.run.job import job_of
+from fedgraft.run.warnings import _unprotected
+from fedgraft.server.secure_sum import Sums
 
 
 def told(noise: float, similarity: str = "cka_linear") -> float:

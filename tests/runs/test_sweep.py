@@ -26,14 +26,14 @@ from tests.support.tiny import CNN
 
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.config.load import load
-from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.runs import search, sweep
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.search import Plan, Search, Trial, diverged_at, progress
-from fedgraft.runs.search_space import Axis, grid, parse_axis
-from fedgraft.runs.search_tables import best, rows
-from fedgraft.runs.sweep import Cell, finished, folder_of, run_many
-from fedgraft.runs.tracking import Progress
+from fedgraft.consortium import search, sweep
+from fedgraft.consortium.search import Plan, Search, Trial, diverged_at, progress
+from fedgraft.consortium.search_space import Axis, grid, parse_axis
+from fedgraft.consortium.search_tables import best, rows
+from fedgraft.consortium.sweep import Cell, finished, folder_of, run_many
+from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.tracking import Progress
 
 TINY = [
     CNN, "data.image_size=16", "data.source=digits", "data.limit=120", "partition.clients=4",
@@ -87,10 +87,10 @@ status("finished")
 PARENT = """
 import sys
 from pathlib import Path
-from fedgraft.runs import sweep
+from fedgraft.consortium import sweep
 from fedgraft.config.load import load
-from fedgraft.runs.search import Plan, Search
-from fedgraft.runs.search_space import parse_axis
+from fedgraft.consortium.search import Plan, Search
+from fedgraft.consortium.search_space import parse_axis
 program, root, kind, overrides = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[5:]
 if program:
     sweep.command = lambda cell, file: [sys.executable, "-IS", program, str(file), str(cell.folder)]

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import merge, validate
+from fedgraft.consortium.unlearn import plan, subtract, unlearn
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.run import run
-from fedgraft.runs.unlearn import plan, subtract, unlearn
+from fedgraft.run.loop import run
 
 COMMON = ["rounds.total=4", "rounds.fraction=0.5", "partition.clients=4", "rounds.checkpoint_every=1", "seed=1"]
 KINDS = {

@@ -24,11 +24,11 @@ from torch import Tensor
 from fedgraft.config.load import load
 from fedgraft.deploy.deployed import own_data
 from fedgraft.models.quiet import quiet
-from fedgraft.runs.adapted import Adapted, adapted
-from fedgraft.runs.deliver import export_run
-from fedgraft.runs.job import job_of
-from fedgraft.runs.predict import Prediction, evaluate_run, predictor
-from fedgraft.runs.run import run
+from fedgraft.run.adapted import Adapted, adapted
+from fedgraft.run.deliver import export_run
+from fedgraft.run.job import job_of
+from fedgraft.run.loop import run
+from fedgraft.run.predict import Prediction, evaluate_run, predictor
 
 CLASSES = ("light", "night")
 NETWORKS = {

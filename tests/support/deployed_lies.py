@@ -25,8 +25,8 @@ from tests.support.lies import ANY
 from tests.support.lies import LIES as REPLIES
 from tests.support.tiny import Open
 
-from fedgraft.messages import Order, Reply, pack, unpack
-from fedgraft.policy import to_toml
+from fedgraft.client.policy import to_toml
+from fedgraft.core.messages import Order, Reply, pack, unpack
 
 UNPROTECTED = {"a run without hiding", "a run without noise"}
 RULES: Mapping[str, Mapping[str, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedgraft.messages import Order, unpack
+from fedgraft.core.messages import Order, unpack
 
 GREETING = "greeting"
 

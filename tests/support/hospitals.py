@@ -19,17 +19,17 @@ import pytest
 import torch
 
 from fedgraft.config.load import Config, to_toml
+from fedgraft.core.messages import Order
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import process as federation_process
 from fedgraft.deploy import server as federation_server
 from fedgraft.deploy.control import Control
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.run_node import NodeChoice, why_ended
-from fedgraft.messages import Order
-from fedgraft.runs import run as running
-from fedgraft.runs.checkpoint import load_latest
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.run import run
+from fedgraft.run import loop as running
+from fedgraft.run.checkpoint import load_latest
+from fedgraft.run.engines import Engines
+from fedgraft.run.loop import run
 
 SECONDS = 600.0  # a loaded machine is slow; an idle one needs a thirtieth
 

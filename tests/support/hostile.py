@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from tests.support.toy import CLASSES, WIDTH, Toy
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import uniform
-from fedgraft.algorithm import Algorithm, secure_segments, vary
-from fedgraft.client import carry_out
-from fedgraft.client_sums import sum_segments
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, Reply, Scalar, wire_size
-from fedgraft.policy import Policy
+from fedgraft.algorithms.algorithm import Algorithm, secure_segments, vary
+from fedgraft.client.handle import carry_out
+from fedgraft.client.policy import Policy
+from fedgraft.client.sums import sum_segments
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, Scalar, wire_size
 from fedgraft.privacy.dp import Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 from fedgraft.privacy.secagg import server as secagg_server
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
-from fedgraft.secure_round import SecureSession
-from fedgraft.server import instruct
+from fedgraft.server.sample import instruct
+from fedgraft.server.secure_sum import SecureSession
 
 PROTECTIONS = ("clear", "secure", "private", "secure+private")
 VICTIM, OTHER, CLIENTS, FOUR = 1, 3, (0, 1, 2, 3, 4), (0, 1, 2, 4)

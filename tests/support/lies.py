@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedgraft.messages import Order, Reply, pack
+from fedgraft.core.messages import Order, Reply, pack
 
 Lie = Callable[[Reply], Any]
 HUGE, INF, NAN = 3e38, float("inf"), float("nan")

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from fedgraft.config.load import Config, to_toml
+from fedgraft.core.messages import Order, pack
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.node import Nodes
 from fedgraft.deploy.process import KEEPS
 from fedgraft.engines.flower.node_link import Answer, Request
-from fedgraft.messages import Order, pack
 
 
 class Machines:

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgraft import server
 from fedgraft.config.load import Config, load
-from fedgraft.round import run_round
-from fedgraft.runs import checkpoint
-from fedgraft.runs import run as running
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.head_init import install_head
-from fedgraft.runs.job import Job, job_of
-from fedgraft.runs.opening import Opening, open_run
-from fedgraft.state import ServerState
+from fedgraft.core.state import ServerState
+from fedgraft.run import checkpoint
+from fedgraft.run import loop as running
+from fedgraft.run.engines import Engines
+from fedgraft.run.head_init import install_head
+from fedgraft.run.job import Job, job_of
+from fedgraft.run.opening import Opening, open_run
+from fedgraft.server import sample as server
+from fedgraft.server.round import run_round
 
 CNN = "model.name=cnn:width=4,size=16"
 """For runs in processes of their own: it needs no transformers, whose import takes twice as long as all the rest."""

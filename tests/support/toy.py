@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.collect import ServerContext
-from fedgraft.context import ClientContext, shared_and_private
-from fedgraft.edit.space import EditSpace, select
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.context import ClientContext, shared_and_private
+from fedgraft.core.space import EditSpace, select
+from fedgraft.core.state import Federation, ServerState
 from fedgraft.edit.trainable import Opened, layer_ranges
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.schedules import constant
-from fedgraft.round import run_round
-from fedgraft.server import start
-from fedgraft.state import Federation, ServerState
-from fedgraft.update.claims import Claims
+from fedgraft.server.collect import ServerContext
+from fedgraft.server.example_counts import Claims
+from fedgraft.server.round import run_round
+from fedgraft.server.sample import start
 
 WIDTH, CLASSES, INPUT = 6, 3, 5
 
@@ -157,7 +157,7 @@ class Toy:
 
     def loss(self) -> float:
         """The common model's loss on the clients' data."""
-        from fedgraft.local.evaluate import evaluate
+        from fedgraft.metrics.evaluate import evaluate
 
         self.space.scatter(self.state.vector, self.network)
         return evaluate(self.network, self.examples, torch.arange(120)).loss

@@ -6,8 +6,8 @@ import torch
 from tests.support.toy import Toy
 from torch import Tensor
 
-from fedgraft import zoo
-from fedgraft.runs.head_init import Judgement, features_of
+from fedgraft import algorithms as zoo
+from fedgraft.run.head_init import Judgement, features_of
 
 CLIENTS = range(5)
 

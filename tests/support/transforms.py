@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.transforms import STATISTICS, Transform
+from fedgraft.data.pixels.rule import PixelRule
+from fedgraft.data.pixels.transforms import STATISTICS, Transform
 
 
 def make_transform(size: int, train: tuple[str, ...] = (), normalisation: str = "imagenet") -> Transform:

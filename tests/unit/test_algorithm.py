@@ -8,20 +8,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
+from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Answers, by_examples, uniform
-from fedgraft.algorithm import Algorithm, ClientState, vary
+from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
+from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.dense import head
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import is_head
-from fedgraft.errors import FedgraftError
 from fedgraft.local.corrections import control_variates, dynamic, proximal
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.protection import Protection
-from fedgraft.update.codecs import codec
 
 SECURE = Protection(hidden=True)
 

@@ -10,14 +10,14 @@ import torch
 from tests.support.toy import Toy, ToyExamples, snapshot
 from torch import Tensor, nn
 
-from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.client import handle
+from fedgraft import algorithms as zoo
+from fedgraft.aggregate.codecs import Values
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.handle import handle
+from fedgraft.core.messages import Order, Payload
+from fedgraft.core.rng import derive, torch_stream
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining, drawn
-from fedgraft.messages import Order, Payload
-from fedgraft.randomness import derive, torch_stream
-from fedgraft.update.codecs import Values
 
 PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]
 """(round, client)."""

@@ -7,11 +7,12 @@ import itertools
 import torch
 from tests.support.toy import Toy
 
-from fedgraft import server, zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Answers
-from fedgraft.collect import Collected, collect, spread
-from fedgraft.messages import Order
-from fedgraft.secure_round import HiddenSum
+from fedgraft.core.messages import Order
+from fedgraft.server import sample as server
+from fedgraft.server.collect import Collected, collect, spread
+from fedgraft.server.secure_sum import HiddenSum
 
 
 def hidden(updates: list[torch.Tensor]) -> Collected:

@@ -7,9 +7,9 @@ import torch
 from tests.support.toy import ToyNetwork
 
 from fedgraft.config.build import device_named
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
-from fedgraft.edit.space import select
-from fedgraft.errors import FedgraftError
 from fedgraft.local import train as training
 from fedgraft.local.train import LocalTraining, Trained, move, train
 

@@ -10,19 +10,19 @@ import torch
 from tests.support.lies import ANY, LIES, Lie, Lying, put, values
 from tests.support.toy import CLASSES, WIDTH, Toy
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order
 from fedgraft.edit.masks import Mask
 from fedgraft.engines.in_process import InProcess
-from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import CLEAR, DifferentialPrivacy, private, secure
-from fedgraft.runs.head_init import summed_counts
-from fedgraft.secure_round import Sums
-from fedgraft.update import expected as kinds
-from fedgraft.update.claims import Claims
+from fedgraft.run.head_init import summed_counts
+from fedgraft.server import expected as kinds
+from fedgraft.server.example_counts import Claims
+from fedgraft.server.secure_sum import Sums
 
 LOCAL, LIAR = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.5)), 2
 ROUNDS = ["fedavg", "fedadam", "fedyogi", "fedadagrad", "fednova", "scaffold", "feddyn", "fedshibu", "dp"]
@@ -110,7 +110,7 @@ def masks(toy: Toy, engine: Any) -> Any:
                 bits = torch.from_numpy(__import__("numpy").packbits(marked.numpy()))
                 yield Reply("toy", 0, order.client, examples=5, evidence={"mask": bits})
 
-    from fedgraft.messages import Reply
+    from fedgraft.core.messages import Reply
 
     engine.engine = Masking()
     toy_orders = orders("own_mask")
@@ -165,8 +165,8 @@ def test_there_are_enough_lies() -> None:
 @pytest.mark.parametrize("scene", ["fedadam", "count", "statistics", "own_mask"])
 def test_without_validation_the_lies_count(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken variant: plausibility is not looked at."""
-    from fedgraft import secure_round
-    from fedgraft.update import validation
+    from fedgraft.server import secure_sum as secure_round
+    from fedgraft.server import validate as validation
 
     monkeypatch.setattr(validation, "largest", lambda tensor: 0.0)
     monkeypatch.setattr(validation.Claims, "contradiction", lambda *a: "")
@@ -190,7 +190,7 @@ def test_a_step_that_overflows_is_refused_and_leaves_the_server_as_it_was(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second fence, with the first one taken away: everybody sends 3e38."""
-    from fedgraft.update import validation
+    from fedgraft.server import validate as validation
 
     toy = Toy(zoo.named(name, local=LOCAL), clients=5, per_round=5, norm_factor=0.0)
     toy.run(1)
@@ -217,7 +217,7 @@ def test_a_claim_of_images_counts_up_to_ten_times_the_median() -> None:
 
 def test_where_most_clients_have_converged_a_short_update_is_no_outlier() -> None:
     """Seen on a head that fits most clients exactly: their updates are rounding, and who still learns was refused."""
-    from fedgraft.update import validation
+    from fedgraft.server import validate as validation
 
     norms = {0: 1e-11, 1: 1e-11, 2: 1e-11, 3: 2e-9}
     assert validation.far_off(norms, 30.0, least=validation.HARMLESS) == {}

@@ -9,13 +9,16 @@ import pytest
 from tests.support import hostile
 from tests.support.hostile import LIES, World, outcome
 
-from fedgraft import admission, client, client_secure, secure_round
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Reply
-from fedgraft.policy import Policy
+from fedgraft.client import authorize as admission
+from fedgraft.client import handle as client
+from fedgraft.client import secure as client_secure
+from fedgraft.client.policy import Policy
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Reply
 from fedgraft.privacy.secagg import plan as plans
 from fedgraft.privacy.secagg.client import SecureClient
 from fedgraft.privacy.secagg.keys import Identity
+from fedgraft.server import secure_sum as secure_round
 
 pytest.importorskip("cryptography")
 CASES = [(name, where) for name, lie in LIES.items() for where in lie.where]

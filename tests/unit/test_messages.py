@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgraft.messages import BadMessage, Order, Payload, Reply, message_digest, pack, unpack, wire_size
+from fedgraft.core.messages import BadMessage, Order, Payload, Reply, message_digest, pack, unpack, wire_size
 
 DTYPES = [
     torch.float32, torch.float16, torch.float64, torch.int8, torch.uint8,

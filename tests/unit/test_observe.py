@@ -9,14 +9,14 @@ from tests.support.toy import CLASSES, Toy, ToyExamples, snapshot
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Observe
-from fedgraft.client import handle
+from fedgraft.client.handle import handle
+from fedgraft.client.observe import OBSERVATIONS
+from fedgraft.core.messages import Order
+from fedgraft.core.space import select
 from fedgraft.edit.fisher import Scores
-from fedgraft.edit.space import select
 from fedgraft.local.features import features
-from fedgraft.messages import Order
-from fedgraft.observe import OBSERVATIONS
 
 CLIENTS = range(3)
 

@@ -12,13 +12,13 @@ import pytest
 from tests.support.hostile import LIES
 from tests.support.tiny import Open, tiny
 
+from fedgraft.client.policy import Policy, count_order, implied, in_words, parse, to_toml
 from fedgraft.config.agreement import broken_rules, implied_by, safe_for
 from fedgraft.config.build import build_algorithm
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.messages import Order
 from fedgraft.deploy import audit
-from fedgraft.errors import FedgraftError, Refused
-from fedgraft.messages import Order
-from fedgraft.policy import Policy, count_order, implied, in_words, parse, to_toml
-from fedgraft.runs.job import job_of
+from fedgraft.run.job import job_of
 
 SECURE = ["privacy.aggregation=secure", "partition.clients=6", "rounds.fraction=1", "local.steps=2"]
 PRIVATE = ["privacy.dp.noise=1.5", "rounds.sampling=poisson", "algorithm.weighting=uniform"]
@@ -191,7 +191,7 @@ def test_two_processes_of_a_node_write_one_chain(locked: bool, tmp_path: Path, m
 
 def test_a_run_in_this_process_keeps_the_policy_in_its_config(tmp_path: Path) -> None:
     """A config that breaks its own table is refused before any work; one that keeps it runs to the same bytes."""
-    from fedgraft.runs.run import run
+    from fedgraft.run.loop import run
 
     rules = ["policy.rounds=2", "policy.ranges.lr=[0.0, 0.1]"]
     assert tiny(*rules).digest == tiny().digest  # rules refuse, they decide no byte

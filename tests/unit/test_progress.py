@@ -13,12 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from fedgraft import progress
+from fedgraft.core import progress
+from fedgraft.core.messages import Order
+from fedgraft.core.progress import Phase, asking, counted, open_phases, phase, shown_by, told, watching
 from fedgraft.engines.shared_memory import Workers
-from fedgraft.messages import Order
-from fedgraft.progress import Phase, asking, counted, open_phases, phase, shown_by, told, watching
 from fedgraft.report.display import LiveProgress
-from fedgraft.runs.tracking import PhaseFile, PhaseLog, present
+from fedgraft.report.run_record import present
+from fedgraft.run.tracking import PhaseFile, PhaseLog
 
 
 @pytest.fixture

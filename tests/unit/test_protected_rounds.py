@@ -11,14 +11,14 @@ import pytest
 import torch
 from tests.support.toy import Toy
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.client import handle
-from fedgraft.client_secure import check_plan
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, Reply
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.handle import handle
+from fedgraft.client.secure import check_plan
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, secure
@@ -226,7 +226,7 @@ OVERRIDES = [
 @pytest.mark.slow
 def test_the_run_stops_before_it_would_exceed_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedgraft.config.load import load
-    from fedgraft.runs import run as running
+    from fedgraft.run import loop as running
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(running, "report_run", lambda *a, **k: None)
@@ -251,7 +251,7 @@ def test_wrong_private_settings_are_refused_before_anything_is_written(
     overrides: list[str], sentence: str, tmp_path: Path
 ) -> None:
     from fedgraft.config.load import load
-    from fedgraft.runs.run import run
+    from fedgraft.run.loop import run
 
     with pytest.raises(FedgraftError, match=sentence):
         run(load(None, [*OVERRIDES, *overrides]), tmp_path / "run", console=False)

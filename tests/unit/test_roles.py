@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedgraft.roles import WORDS, means, part, role
+from fedgraft.core.roles import WORDS, means, part, role
 
 NAMES = {
     "backbone.layers.3.attention.q_proj.weight": "q.weight",

@@ -11,24 +11,24 @@ import torch
 from tests.support.toy import Toy
 from torch import Tensor, nn
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.server_rules import RoundInfo
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.client import handle
-from fedgraft.collect import ServerContext
-from fedgraft.context import ClientContext
-from fedgraft.edit.space import select
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.context import ClientContext
+from fedgraft.client.handle import handle
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, pack, pack_bits, wire_size
+from fedgraft.core.rng import derive, numpy_stream, torch_stream
+from fedgraft.core.space import select
+from fedgraft.core.state import EVERYONE, Federation, ServerState
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
-from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.schedules import constant, cosine, plateau
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order, Reply, pack, pack_bits, wire_size
-from fedgraft.randomness import derive, numpy_stream, torch_stream
-from fedgraft.round import run_round
-from fedgraft.server import instruct, sample, start
-from fedgraft.state import EVERYONE, Federation, ServerState
+from fedgraft.server.collect import ServerContext
+from fedgraft.server.round import run_round
+from fedgraft.server.sample import instruct, sample, start
 
 # ---- what rests ---------------------------------------------------------------------------------------------------
 

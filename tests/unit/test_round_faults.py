@@ -12,12 +12,12 @@ import torch
 from tests.support.toy import Toy, client_rows
 from torch import Tensor
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.core.messages import Order, Reply
 from fedgraft.engines.pool import Pool
-from fedgraft.messages import Order, Reply
 from fedgraft.privacy.protection import secure
 from fedgraft.privacy.secagg.ring import Ring
 

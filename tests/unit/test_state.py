@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import torch
 
-from fedgraft.state import ServerState, from_tensors, to_tensors
+from fedgraft.core.state import ServerState, from_tensors, to_tensors
 
 
 def test_state_and_memories_come_back_whole() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.slots import Advanced, Aggregator, Answers, Observe, Step
-from fedgraft.state import ServerState
+from fedgraft.core.state import ServerState
 
 
 @dataclass(frozen=True)

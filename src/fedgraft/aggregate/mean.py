@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 CHUNK = 1 << 16  # coordinates worked on at a time: a float64 piece of this length stays in the processor's cache
 

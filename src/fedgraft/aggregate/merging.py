@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedgraft.aggregate.mean import accumulate, normalised, weighted_mean
 from fedgraft.aggregate.slots import Aggregator, Answers, Observe
-from fedgraft.randomness import torch_stream
-from fedgraft.ranges import Rest, Share, in_range
+from fedgraft.core.ranges import Rest, Share, in_range
+from fedgraft.core.rng import torch_stream
 
 Merge = Callable[[Tensor, Tensor], Tensor]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.mean import CHUNK, accumulate, chunks, normalised
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 LEAST, CACHED = 1 << 12, 1 << 19
 """Coordinates of a piece at least, and floats of a piece of all clients together that stay near the processor."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fedgraft.aggregate.mean import accumulate, chunks, norm, weighted_mean
 from fedgraft.aggregate.slots import Aggregator, Answers
-from fedgraft.errors import FedgraftError
-from fedgraft.ranges import Number, Positive, in_range
-from fedgraft.registry import AGGREGATORS
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.ranges import Number, Positive, in_range
+from fedgraft.core.registry import AGGREGATORS
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """(updates (m, k), weights (m,)) -> one update (k,)."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.mean import accumulate, normalised
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 State = dict[str, Tensor]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 RANK_GUARD = 1e-6  # directions with a smaller share of the largest singular value are rounding noise
 

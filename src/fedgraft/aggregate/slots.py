@@ -17,7 +17,7 @@ from torch import Tensor
 from fedgraft.aggregate.mean import count_normalised, sum_unweighted, weighted_mean
 from fedgraft.aggregate.mixing import blended, mix, mixing_matrix
 from fedgraft.aggregate.server_rules import RoundInfo, ServerRule
-from fedgraft.state import EVERYONE, Federation, ServerState
+from fedgraft.core.state import EVERYONE, Federation, ServerState
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedgraft.cli.speak import load
+from fedgraft.cli.console import load
 from fedgraft.cli.sweep import resumable, show
 
 
@@ -26,8 +26,8 @@ def advise(
     load()
     from fedgraft.config.from_data import config_for
     from fedgraft.config.load import parse_overrides
-    from fedgraft.runs.advise import advise as look
-    from fedgraft.runs.advise import bytes_of, recommendation, to_file
+    from fedgraft.consortium.advise import advise as look
+    from fedgraft.consortium.advise import bytes_of, recommendation, to_file
 
     base = {"name": "advised"} | ({"model": {"name": model}} if model is not None else {})
     limit, config = bytes_of(budget), config_for(data, base, parse_overrides(overrides or []))

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedgraft.cli.console import load
 from fedgraft.cli.overrides import Overrides, config_of
-from fedgraft.cli.speak import load
 from fedgraft.cli.sweep import Seeds, resumable, seeds_of
 
 _ATTACKS = "sign_flip, scaling, gaussian, ipm, alie, mimic, zero, nan, label_flip, backdoor, backdoor_boosted"
@@ -38,7 +38,7 @@ def attack(
     replies a round: with 20 % attackers, at least 15.
     """
     load()
-    from fedgraft.runs.attack import AttackPlan, attack_table, write
+    from fedgraft.consortium.attack import AttackPlan, attack_table, write
 
     config = config_of(overrides)
     chosen = seeds_of(seeds, config.seed)

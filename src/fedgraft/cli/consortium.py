@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedgraft.cli.console import load, say
 from fedgraft.cli.overrides import Overrides, config_of
-from fedgraft.cli.speak import load, say
 
 if TYPE_CHECKING:
-    from fedgraft.runs.site_faults import Finding
+    from fedgraft.consortium.site_faults import Finding
 
 
 def preflight(
@@ -21,14 +21,14 @@ def preflight(
 ) -> None:
     """Look at every site's data before anybody trains; exit code 1: something must be settled first."""
     load()
-    from fedgraft.runs.preflight import preflight as look
+    from fedgraft.consortium.preflight import preflight as look
 
     show_preflight(out, *look(config_of(overrides)))
 
 
 def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], found: Sequence[Finding]) -> None:
     """Say what was found, write the page, and end with 1 where nobody should train yet."""
-    from fedgraft.runs.preflight import write
+    from fedgraft.consortium.preflight import write
 
     for one in found:
         say(str(one), " " * 6)
@@ -52,8 +52,8 @@ def unlearn(
     import rich
 
     load()
+    from fedgraft.consortium import unlearn as forgetting
     from fedgraft.report import display
-    from fedgraft.runs import unlearn as forgetting
 
     plan = forgetting.plan(run, client, to, fast)
     again = "none is done again, which is APPROXIMATE" if fast else f"{plan.rounds - plan.start} rounds are done again"
@@ -89,9 +89,9 @@ def worth(
 
     load()
     from fedgraft.config.load import from_folder
-    from fedgraft.errors import FedgraftError
+    from fedgraft.consortium import worth as gains
+    from fedgraft.core.errors import FedgraftError
     from fedgraft.report import display
-    from fedgraft.runs import worth as gains
 
     given = dict(word.partition("=")[::2] for word in also or [])
     if strange := [name for name, folder in given.items() if not (Path(folder) / "run.json").exists()]:

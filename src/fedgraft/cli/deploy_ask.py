@@ -10,7 +10,7 @@ import typer
 
 from fedgraft.cli.consortium import show_preflight
 from fedgraft.cli.deploy_coordinator import Fed
-from fedgraft.progress import phase
+from fedgraft.core.progress import phase
 
 Wait = Annotated[float, typer.Option("--wait", help="seconds to wait for absent nodes", min=0)]
 
@@ -25,11 +25,11 @@ def preflight(
 ) -> None:
     """Coordinator: what every site holds, as sums, before anybody trains; exit code 1: settle something first."""
     from fedgraft.config.load import merge, to_toml, validate
+    from fedgraft.consortium.site_faults import Finding, findings
     from fedgraft.deploy import preflight as asking
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.process import write_text
     from fedgraft.deploy.server import ask
-    from fedgraft.runs.site_faults import Finding, findings
 
     found = open_federation(fed)
     if class_map is not None:
@@ -60,10 +60,10 @@ def evaluate(
 
     from fedgraft.config.load import to_toml
     from fedgraft.config.options import MetricName
+    from fedgraft.core.errors import FedgraftError
     from fedgraft.deploy import evaluate as asking
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.server import ask
-    from fedgraft.errors import FedgraftError
 
     found = open_federation(fed)
     if strange := [one for one in metrics.split(",") if one and one not in get_args(MetricName)]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedgraft.cli.overrides import Overrides, config_of
-from fedgraft.errors import FedgraftError
-from fedgraft.progress import phase
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.progress import phase
 
 if TYPE_CHECKING:
     from fedgraft.deploy.control import Node
@@ -147,7 +147,7 @@ def status(fed: Fed) -> None:
     """Coordinator: how the latest run stands and whose updates are in which rounds. Exit code 1: the run died."""
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.server import control_of, server_of, state_of
-    from fedgraft.runs.tracking import present
+    from fedgraft.report.run_record import present
 
     found = open_federation(fed)
     running = server_of(found)
@@ -205,7 +205,7 @@ def _contributions(fed: FederationFolder, folder: Path | None) -> None:
 
 def _offline_runs(fed: FederationFolder) -> None:
     """Runs of a stopped server: only their folders can be asked."""
-    from fedgraft.runs.run_folder import RunFolder
+    from fedgraft.run.folder import RunFolder
 
     for known in fed.runs()[-1:]:
         folder = Path(known["folder"])

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedgraft.cli.overrides import Overrides, config_of
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 def key(
@@ -80,7 +80,7 @@ def local(
     from fedgraft.deploy.local import run_locally
     from fedgraft.deploy.server import with_clients
     from fedgraft.report import display
-    from fedgraft.runs.run import is_finished
+    from fedgraft.run.loop import is_finished
 
     require_flower()
     leave_when_told()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedgraft.cli.console import load, say
 from fedgraft.cli.deploy_coordinator import Fed
 from fedgraft.cli.overrides import Overrides, config_of
-from fedgraft.cli.speak import load, say
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
@@ -30,9 +30,9 @@ def policy(
 ) -> None:
     """Node: a safe policy for a config (or a federation's folder), in plain words; or what of it breaks yours."""
     load()
+    from fedgraft.client.policy import in_words, parse, to_toml
     from fedgraft.config.agreement import broken_rules, safe_for
     from fedgraft.config.build import build_algorithm
-    from fedgraft.policy import in_words, parse, to_toml
 
     config = _config(overrides)
     algorithm = build_algorithm(config)

@@ -24,10 +24,10 @@ from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import runs as cli_runs
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli import verify as cli_verify
+from fedgraft.cli.console import load, say
 from fedgraft.cli.overrides import Overrides, config_of
-from fedgraft.cli.speak import load, say
-from fedgraft.errors import FedgraftError
-from fedgraft.progress import Phase, shown_by
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.progress import Phase, shown_by
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
@@ -96,7 +96,7 @@ def run(
     config = config_of(overrides)
     if dry_run:
         load()
-        from fedgraft.runs.plan import plan
+        from fedgraft.run.plan import plan
 
         for line in plan(config):
             say(line)
@@ -112,7 +112,7 @@ def centralized(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
     """Train with all data in one place: centralized.kind=probe, finetune or ridge. The baseline."""
-    from fedgraft.runs.centralized import as_central
+    from fedgraft.run.centralized import as_central
 
     config = as_central(config_of(overrides))
     base = folder or Path("runs") / f"{config.name}-central-{config.digest}"
@@ -126,7 +126,7 @@ def resume(
 ) -> None:
     """Continue an interrupted or damaged run to the very bytes an unbroken one would have given."""
     from fedgraft.config.load import from_folder
-    from fedgraft.runs.run_folder import RunFolder
+    from fedgraft.run.folder import RunFolder
 
     record = RunFolder.open(run)
     config = from_folder(run)
@@ -146,7 +146,7 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
     console.print(f"{config.name} in {folder}: loading the library", highlight=False, markup=False, soft_wrap=True)
     load()
     from fedgraft.report import display
-    from fedgraft.runs.run_folder import RunFolder
+    from fedgraft.run.folder import RunFolder
 
     known = RunFolder.open(folder) if (folder / "run.json").exists() else None
     if known is not None and known.status == "finished" and known.config_digest == config.digest:
@@ -158,7 +158,7 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
 
                 summary = simulate(config, folder, live)
             else:
-                from fedgraft.runs.run import run as run_federated
+                from fedgraft.run.loop import run as run_federated
 
                 summary = run_federated(config, folder, live)
     except KeyboardInterrupt:
@@ -202,7 +202,7 @@ def presets_(name: Annotated[str | None, typer.Argument(help="print this preset 
 @app.command()
 def algorithms() -> None:
     """List the algorithms of the zoo, each with its own options (algorithm.OPTION=...)."""
-    from fedgraft.registry import listed_algorithms
+    from fedgraft.core.registry import listed_algorithms
 
     for name, (line, own) in listed_algorithms().items():
         typer.echo(f"{name:14} {line}" + (f" [{', '.join(own)}]" if own else ""))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config

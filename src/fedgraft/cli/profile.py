@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedgraft.cli.speak import load
+from fedgraft.cli.console import load
 
 
 def profile(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
@@ -19,7 +19,7 @@ def profile(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None
     from rich.table import Table
 
     load()
-    from fedgraft.runs.profile import profile_run, table
+    from fedgraft.consortium.profile import profile_run, table
 
     found, console = profile_run(run), rich.get_console()
     shown = Table("", "what", "seconds", "%", "GFLOP", "MB moved", "x least", title=str(run))

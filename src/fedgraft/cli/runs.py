@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 Json = Annotated[bool, typer.Option("--json", help="as JSON")]
 
@@ -19,7 +19,7 @@ def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path(
     import rich
 
     from fedgraft.report import display
-    from fedgraft.runs.run_folder import list_runs
+    from fedgraft.report.run_record import list_runs
 
     infos = list_runs(runs)
     if not infos:
@@ -35,7 +35,7 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: J
     import rich
 
     from fedgraft.report import display
-    from fedgraft.runs.run_folder import RunFolder
+    from fedgraft.run.folder import RunFolder
 
     folder, console = RunFolder.open(run), rich.get_console()
     summary, lines = folder.summary(), folder.metrics()

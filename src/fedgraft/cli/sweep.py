@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from fedgraft.cli.console import load
 from fedgraft.cli.overrides import Overrides, config_of
-from fedgraft.cli.speak import load
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 Seeds = Annotated[str | None, typer.Option("--seeds", help="each setting is run with each, as 0,1,2")]
 Processes = Annotated[int, typer.Option("--processes", help="runs at a time; 0: in this process", min=0)]
@@ -73,9 +73,9 @@ def sweep(
 ) -> None:
     """Try many settings and choose by validation; started again, it goes on where it stood."""
     load()
-    from fedgraft.runs.search import Plan, Search
-    from fedgraft.runs.search_space import parse_axis
-    from fedgraft.runs.search_tables import best, rows
+    from fedgraft.consortium.search import Plan, Search
+    from fedgraft.consortium.search_space import parse_axis
+    from fedgraft.consortium.search_tables import best, rows
 
     base = config_of(overrides)
     axes = tuple(parse_axis(word) for word in over or [])
@@ -103,7 +103,7 @@ def find_lr(
     """Find a learning rate: short runs judged on validation images; a best rate at the edge is tried against others."""
     load()
     from fedgraft.cli.edit import numbers
-    from fedgraft.runs.lr_finder import find_rate, rate_plan
+    from fedgraft.consortium.lr_finder import find_rate, rate_plan
 
     config = config_of(overrides)
     plan = rate_plan(config, numbers(rates, "--rates"), rounds, central, prune)

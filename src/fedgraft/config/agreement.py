@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fedgraft.algorithm import Algorithm
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.policy import Policy, from_table
 from fedgraft.config.build import budget, per_round
 from fedgraft.config.options import Config
-from fedgraft.errors import FedgraftError, Refused
-from fedgraft.messages import Order
-from fedgraft.policy import Policy, from_table
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.messages import Order
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-import fedgraft.edit.low_rank
-import fedgraft.edit.sparse
-import fedgraft.zoo  # noqa: F401  (these three fill the registries)
+from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import by_examples, uniform
-from fedgraft.algorithm import Algorithm, vary
+from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.config.load import Config
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.progress import phase
+from fedgraft.core.registry import ALGORITHMS, LOSSES, TRAINABLES
+from fedgraft.core.state import Federation
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit.trainable import Trainable
-from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
 from fedgraft.local.train import LocalTraining
@@ -27,10 +28,6 @@ from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.accounting import Budget, noise_for
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, check_combination, secret_key, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, private, secure, zero_sum_demo
-from fedgraft.progress import phase
-from fedgraft.registry import ALGORITHMS, LOSSES, TRAINABLES
-from fedgraft.state import Federation
-from fedgraft.update.codecs import codec
 
 
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:

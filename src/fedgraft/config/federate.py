@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fedgraft.config.options import Config
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition import federate as divide
 from fedgraft.data.sources import Dataset, load_dataset
 from fedgraft.data.sources.class_map import check_names, renamed
-from fedgraft.errors import FedgraftError
 
 
 def open_data(config: Config, check: bool = True) -> Dataset:

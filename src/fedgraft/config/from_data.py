@@ -8,8 +8,8 @@ from typing import Any
 
 from fedgraft.config.federate import open_data
 from fedgraft.config.load import Config, merge, validate
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources import SOURCES, kind_of
-from fedgraft.errors import FedgraftError
 
 _OWNED = {"partition": {"kind": "by_site"}, "rounds": {"fraction": 1.0}}
 

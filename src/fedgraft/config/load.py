@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from fedgraft.config.options import Config
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 __all__ = [
     "Config", "describe_options", "from_folder", "known_keys", "load", "merge", "to_toml", "validate",

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 HERE = Path(__file__).parent
 

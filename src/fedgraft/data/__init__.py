@@ -2,10 +2,10 @@
 
 from fedgraft.data import partition
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.store import ImageStore, cache_dir, make_store
 from fedgraft.data.partition import KINDS, Partition, make_partition
 from fedgraft.data.partition.split import stratified_split
+from fedgraft.data.pixels.rule import PixelRule
+from fedgraft.data.pixels.store import ImageStore, cache_dir, make_store
 from fedgraft.data.sources import (
     SOURCES,
     Dataset,

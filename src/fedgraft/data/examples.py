@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from fedgraft.data.images.store import ImageStore
-from fedgraft.data.images.transforms import Transform
+from fedgraft.core.errors import FedgraftError
+from fedgraft.data.pixels.store import ImageStore
+from fedgraft.data.pixels.transforms import Transform
 from fedgraft.data.sources.features import FeatureStore
-from fedgraft.errors import FedgraftError
 
 
 class ImageExamples:

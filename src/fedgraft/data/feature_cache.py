@@ -23,15 +23,15 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest, sums
+from fedgraft.core.progress import EXTRACTION, phase
+from fedgraft.core.protocols import Network
+from fedgraft.core.rng import torch_stream
 from fedgraft.data.examples import ImageExamples, check_rows
 from fedgraft.data.feature_table import FeatureTable
-from fedgraft.data.images.augment import draw_flips
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest, sums
+from fedgraft.data.pixels.augment import draw_flips
 from fedgraft.local.features import look
-from fedgraft.progress import EXTRACTION, phase
-from fedgraft.protocols import Network
-from fedgraft.randomness import torch_stream
 
 BLOCK = 32
 PORTION = 4 * BLOCK

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 MAPPED = 1 << 28
 """Bytes of a table that is mapped; of a larger one only what is asked for comes into memory."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 START = "0" * 64
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.keys import key_bytes
-from fedgraft.errors import FedgraftError, MissingExtra
 
 _FLOWER = ("flwr", "flower", "a deployed federation")
 

@@ -10,29 +10,27 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from fedgraft.algorithm import vary
+from fedgraft.algorithms.algorithm import vary
 from fedgraft.config.load import Config, validate
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.images.store import make_store
-from fedgraft.data.partition import Partition, make_partition
+from fedgraft.data.partition import make_partition
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, Store, load_dataset, open_path
 from fedgraft.data.sources.class_map import check_names, odd_names, renamed
 from fedgraft.deploy import limits
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.engines import Remote
-from fedgraft.runs.job import Job, job_of
-from fedgraft.runs.run import run
-from fedgraft.runs.tracking import Progress
-from fedgraft.update.claims import Claims
+from fedgraft.run.engines import Remote
+from fedgraft.run.job import Job, job_of
+from fedgraft.run.loop import run
+from fedgraft.run.remote_data import RemoteData, data_held_elsewhere, empty_dataset
+from fedgraft.run.tracking import Progress
 
 
 def config_of(text: str) -> Config:
@@ -87,44 +85,6 @@ def _named(store: Store, classes: Sequence[str]) -> Store:
     return replace(store, labels=context[store.labels], classes=tuple(classes), digest=digest)
 
 
-@dataclass(frozen=True)
-class RemoteData(FederatedData):
-    """What a server knows of data that others hold."""
-
-    rows_known = False
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    digests: tuple[str, ...] = ()
-
-    @property
-    def blind(self) -> bool:  # type: ignore[override]
-        """Whether the server has no images of its own."""
-        return not len(self.validation_rows)
-
-    @property
-    def total(self) -> int:
-        """Training images of all clients, as they say."""
-        return max(1, sum(self.sizes.values()))
-
-    @property
-    def largest(self) -> int:
-        """Most training images that a client counts for: of the one with most, as far as its word is good."""
-        claims = Claims(self.sizes, dealt=False)
-        return max(1, *(int(claims.counted(size)) for size in self.sizes.values()))
-
-    def sizes_by_client(self) -> dict[int, int]:
-        """What clients said when they were greeted."""
-        return dict(self.sizes)
-
-    @property
-    def identity(self) -> list[str]:
-        """The digests of all data."""
-        return [self.dataset.train.digest, *self.digests]
-
-    def test_rows(self, client: int) -> Tensor:
-        """Unknown here: every client may have some, so everyone is asked."""
-        return torch.zeros(1, dtype=torch.int64)
-
-
 def _path_source(config: Config) -> str:
     """The config's data source where it is one that reads a path in a format of its own."""
     return config.data.source if config.data.source in ("cifar10", "cifar100", "features") else ""
@@ -145,7 +105,7 @@ def remote_data(
         own = load_own(source or _path_source(config), server_data)
     else:
         told = sorted({name for found in facts.values() for name in found["classes"]})
-        own = _elsewhere(config, classes or told)
+        own = empty_dataset(config, classes or told)
     try:
         check_names(own.classes)
     except FedgraftError as error:
@@ -157,26 +117,7 @@ def remote_data(
     if len(own.classes) < 2:
         raise FedgraftError(f"the nodes' data has the classes {list(own.classes)}; a federation needs at least two.")
     sizes = {client: int(found["examples"]) for client, found in facts.items()}
-    return _remote(config, own, sizes, tuple(str(facts[client]["data"]) for client in sorted(facts)))
-
-
-def absent_data(config: Config, classes: Sequence[str]) -> RemoteData:
-    """What is left of a federation's data when its nodes are gone: the names of the classes, in their order."""
-    return _remote(config, _elsewhere(config, classes), {0: 0}, ())
-
-
-def _elsewhere(config: Config, classes: Sequence[str]) -> Dataset:
-    size = config.data.image_size or 32
-    empty = make_store(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64), tuple(classes))
-    return Dataset("elsewhere", empty, empty)
-
-
-def _remote(config: Config, own: Dataset, sizes: Mapping[int, int], digests: tuple[str, ...]) -> RemoteData:
-    none = np.zeros(config.partition.clients + 1, np.int64)
-    rows = np.zeros(0, np.int64)
-    partition = Partition("elsewhere", rows, rows, none, rows, none, rows)
-    held = np.arange(len(own.train.labels))
-    return RemoteData(own, held[:0], held, partition, sizes, digests)
+    return data_held_elsewhere(config, own, sizes, tuple(str(facts[client]["data"]) for client in sorted(facts)))
 
 
 def least_answers(config: Config) -> int:

@@ -17,21 +17,21 @@ from typing import Any
 from torch import Tensor
 
 from fedgraft.config.load import Config, from_folder, validate
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import write_text
+from fedgraft.core.state import ServerState, from_tensors
 from fedgraft.deploy.deployed import gathered
-from fedgraft.errors import FedgraftError
-from fedgraft.local import scores
+from fedgraft.metrics import scores
 from fedgraft.report.values import cell
-from fedgraft.runs import checkpoint
-from fedgraft.runs.files import write_text
-from fedgraft.runs.head_init import install
-from fedgraft.runs.job import Job
-from fedgraft.runs.measure import Measure, checked, report, tables
-from fedgraft.runs.opening import Opening, open_run
-from fedgraft.runs.predict import Predictor, predictor
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.saving import saved_edit
-from fedgraft.server import start
-from fedgraft.state import ServerState, from_tensors
+from fedgraft.run import checkpoint
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.head_init import install
+from fedgraft.run.job import Job
+from fedgraft.run.measure import Measure, checked, report, tables
+from fedgraft.run.opening import Opening, open_run
+from fedgraft.run.predict import Predictor, predictor
+from fedgraft.run.saving import saved_edit
+from fedgraft.server.sample import start
 
 USUAL = ("accuracy", "balanced_accuracy", "auroc")
 """Metrics where the federation's config names none."""

@@ -21,17 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.deploy import limits
 from fedgraft.deploy.process import KEEPS
 from fedgraft.engines.flower.client import Slots, client_app
 from fedgraft.engines.flower.node_link import Answer, Request, ask_worker
 from fedgraft.engines.flower.wire import server_app
-from fedgraft.errors import FedgraftError, MissingExtra
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
     from fedgraft.deploy.node import Nodes
-    from fedgraft.runs.tracking import Progress
+    from fedgraft.run.tracking import Progress
 
 __all__ = ["client", "server", "simulate"]
 

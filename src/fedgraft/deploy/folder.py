@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy.app import write_app
 from fedgraft.deploy.keys import make_certificates, public_key_of
 from fedgraft.deploy.process import write_text
-from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config

@@ -29,13 +29,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import audit, limits
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.helper import COMMANDS, Pace, be, superexec
 from fedgraft.deploy.in_hand import InHand, answering
 from fedgraft.deploy.limits import App, Scope
 from fedgraft.deploy.process import KEEPS, gate, live_with_parent
-from fedgraft.errors import FedgraftError
 
 FLOWER = "1.41.0"
 HEARTBEAT = 10

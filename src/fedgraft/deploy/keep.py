@@ -17,17 +17,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedgraft.admission import LEDGER
-from fedgraft.client_secure import SECURE
+from fedgraft.client.authorize import LEDGER
+from fedgraft.client.policy import Policy, parse
+from fedgraft.client.secure import SECURE
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import write_atomic
+from fedgraft.core.messages import BadMessage, Order, as_bytes, pack, unpack
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import identity_of, short
 from fedgraft.deploy.process import KEEPS
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import BadMessage, Order, as_bytes, pack, unpack
-from fedgraft.policy import Policy, parse
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity
-from fedgraft.runs.files import write_atomic
 
 
 def lasts(name: str) -> bool:

@@ -14,7 +14,7 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedgraft.errors import FedgraftError, MissingExtra
+from fedgraft.core.errors import FedgraftError, MissingExtra
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey

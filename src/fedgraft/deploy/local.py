@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import process as federation_process
 from fedgraft.deploy.control import RunState
@@ -20,11 +21,10 @@ from fedgraft.deploy.folder import FederationFolder
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.run_node import NodeChoice, why_ended
 from fedgraft.deploy.server import control_of, start_server, state_of, stop_server, submit
-from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
-    from fedgraft.runs.tracking import Progress
+    from fedgraft.run.tracking import Progress
 
 JOIN_SECONDS = 180.0
 _LOOK = 0.5  # seconds between two looks at the run's files
@@ -81,7 +81,7 @@ def local_federation(
 
 def run_locally(config: Config, folder: Path, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
     """Run a config on a local federation and show how it goes; returns the summary."""
-    from fedgraft.runs.run_folder import RunFolder
+    from fedgraft.run.folder import RunFolder
 
     say(f"starting a server and {config.partition.clients} nodes on this machine")
     with local_federation(config) as local:
@@ -100,7 +100,7 @@ def run_locally(config: Config, folder: Path, progress: Progress, say: Callable[
 
 def follow(fed: FederationFolder, run: int, folder: Path, total: int, progress: Progress) -> tuple[RunState, str]:
     """Show a run's rounds as they are written until the engine says that it is over."""
-    from fedgraft.runs.files import read_metrics
+    from fedgraft.core.files import read_metrics
 
     shown: int | None = None
     asked = 0.0
@@ -122,7 +122,7 @@ def follow(fed: FederationFolder, run: int, folder: Path, total: int, progress: 
 
 
 def _all_shown(folder: Path, shown: int) -> bool:
-    from fedgraft.runs.files import read_metrics
+    from fedgraft.core.files import read_metrics
 
     lines = read_metrics(folder)
     return not lines or int(lines[-1]["round"]) <= shown

@@ -20,25 +20,25 @@ from pathlib import Path
 
 import torch
 
-from fedgraft.client import carry_out
+from fedgraft.client.context import ClientContext
+from fedgraft.client.handle import carry_out
+from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
-from fedgraft.context import ClientContext
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.messages import BadMessage, Order, pack, unpack
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.deploy import preflight
 from fedgraft.deploy.deployed import config_of, own_data
 from fedgraft.deploy.keep import Keep, lasts, noise_key
 from fedgraft.deploy.slots import DiskSlots, recall
 from fedgraft.engines.flower.node_link import Answer, Request, serve, without_path
-from fedgraft.errors import FedgraftError, Refused
 from fedgraft.local.memory import keep_freed_memory
-from fedgraft.messages import BadMessage, Order, pack, unpack
-from fedgraft.policy import Policy
-from fedgraft.runs.head_init import install
-from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import Opening, open_run
-from fedgraft.runs.saving import saved_edit
+from fedgraft.run.head_init import install
+from fedgraft.run.job import job_of
+from fedgraft.run.opening import Opening, open_run
+from fedgraft.run.saving import saved_edit
 
 log = logging.getLogger("fedgraft")
 

@@ -16,22 +16,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.admission import LEDGER
+from fedgraft.client.authorize import LEDGER
+from fedgraft.client.policy import Policy, count_order
 from fedgraft.config.federate import federate
 from fedgraft.config.load import Config
+from fedgraft.consortium.preflight import MINIMUM, shared_images, site_facts
+from fedgraft.consortium.site_faults import FAULTS
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.files import write_text
+from fedgraft.core.messages import Order, as_bytes
 from fedgraft.data.sources import Dataset
 from fedgraft.data.sources.class_map import renamed
 from fedgraft.deploy.deployed import config_of, load_own
 from fedgraft.deploy.keep import Keep
 from fedgraft.engines.flower.node_link import Request
-from fedgraft.errors import FedgraftError, Refused
-from fedgraft.messages import Order, as_bytes
-from fedgraft.policy import Policy, count_order
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify
-from fedgraft.runs.files import write_text
-from fedgraft.runs.preflight import MINIMUM, shared_images, site_facts
-from fedgraft.runs.site_faults import FAULTS
 
 log = logging.getLogger("fedgraft")
 ACTION = "preflight"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 PROC = Path("/proc")
 _PATIENCE = 10.0  # seconds a process gets to end by itself

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import process as processes
 from fedgraft.deploy.control import require_flower
 from fedgraft.deploy.gate import IN_USE, IN_USE_SECONDS
 from fedgraft.deploy.keys import check_authority, check_private_key
-from fedgraft.errors import FedgraftError
 
 SOURCES = ("folder", "parquet", "npz")
 

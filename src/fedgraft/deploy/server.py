@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import process as processes
 from fedgraft.deploy.control import Control, Node, RunState, reason_of, require_flower
 from fedgraft.deploy.folder import FederationFolder
 from fedgraft.deploy.keys import days_left, key_bytes
 from fedgraft.deploy.process import Server
-from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
@@ -128,7 +128,7 @@ def stop_server(fed: FederationFolder) -> bool:
 
 def run_folder(fed: FederationFolder, folder: Path | None, resume: bool) -> Path:
     """The folder a run will write to, absolute; one that does not fit is refused before anything starts."""
-    from fedgraft.runs.run_folder import RunFolder
+    from fedgraft.run.folder import RunFolder
 
     config = fed.config
     path = (folder or fed.path / "runs" / f"{config.name}-{config.digest}").absolute()

@@ -13,12 +13,12 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from fedgraft.context import ClientMemory
-from fedgraft.data.images.store import cache_dir
+from fedgraft.client.context import ClientMemory
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import write_atomic
+from fedgraft.core.messages import BadMessage, Order, unpack
+from fedgraft.data.pixels.store import cache_dir
 from fedgraft.engines.flower.node_link import Request
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import BadMessage, Order, unpack
-from fedgraft.runs.files import write_atomic
 
 
 class DiskSlots(MutableMapping[str, bytes]):

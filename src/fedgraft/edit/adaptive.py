@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 @dataclass(frozen=True)

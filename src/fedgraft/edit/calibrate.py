@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.choose import budget, choose, strategy_named
 from fedgraft.edit.masks import Mask, intersection, union, votes
 from fedgraft.edit.scope import Scope
-from fedgraft.errors import FedgraftError
 
 NEGLIGIBLE = 1e-11
 """A score this small beside the mean is rounding; the K biases of a trained ViT in float32 reach 3e-12 of it."""

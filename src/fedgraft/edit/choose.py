@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.registry import STRATEGIES
+from fedgraft.core.rng import derive, torch_stream
 from fedgraft.edit.masks import Mask
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import derive, torch_stream
-from fedgraft.registry import STRATEGIES
 
 Bools = NDArray[np.bool_]
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedgraft.edit.space import select
+from fedgraft.core.protocols import Network
+from fedgraft.core.ranges import Count, Number, in_range
+from fedgraft.core.registry import TRAINABLES
+from fedgraft.core.space import select
 from fedgraft.edit.trainable import HEAD, Ask, Opened, Rates, check_blocks, frozen_early, is_head
-from fedgraft.protocols import Network
-from fedgraft.ranges import Count, Number, in_range
-from fedgraft.registry import TRAINABLES
 
 PLAIN, DEEP = Rates(), Rates(0.001, 0.0001)
 

@@ -22,9 +22,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedgraft.edit.space import EditSpace, Part
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.space import EditSpace, Part
 from fedgraft.edit.task_vectors import Edit
-from fedgraft.errors import FedgraftError
 
 FORMAT = "fedgraft-edit-1"
 _BLANK = "0" * 64

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.progress import counted
 from fedgraft.edit.sample_gradients import SampleSquares, settled, wanted_names
-from fedgraft.errors import FedgraftError
-from fedgraft.progress import counted
 
 LABELS = ("true", "sampled", "expected", "rademacher", "logit")
 Call = Callable[[Tensor, int], Tensor]

@@ -16,15 +16,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.protocols import Network
-from fedgraft.randomness import torch_stream
-from fedgraft.roles import means
+from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.core.protocols import Network
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.roles import means
 
 A_SUFFIX, B_SUFFIX, W_SUFFIX = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
 
 KEYWORDS = ("q", "k", "v", "qkv", "proj", "fc1", "fc2")
-"""Short targets, as `fedgraft.roles` understands them."""
+"""Short targets, as `fedgraft.core.roles` understands them."""
 
 
 class StreamDropout(nn.Module):

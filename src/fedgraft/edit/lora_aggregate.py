@@ -27,10 +27,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.protocols import Network
+from fedgraft.core.space import EditSpace, Part
 from fedgraft.edit.lora import A_SUFFIX, adapted, factor_names, initial_a
-from fedgraft.edit.space import EditSpace, Part
-from fedgraft.errors import FedgraftError
-from fedgraft.protocols import Network
 
 Mode = Literal["mean", "frozen_a", "alternate", "stack", "residual", "svd", "core"]
 

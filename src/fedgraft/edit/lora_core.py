@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fedgraft.core.messages import Scalar
+from fedgraft.core.protocols import Network
+from fedgraft.core.space import EditSpace, Part, select
 from fedgraft.edit.lora import adapted
-from fedgraft.edit.space import EditSpace, Part, select
 from fedgraft.edit.trainable import Ask
-from fedgraft.messages import Scalar
-from fedgraft.protocols import Network
 
 CORE_SUFFIX = ".lora_B.default.parametrizations.weight.original"
 

@@ -9,18 +9,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedgraft import ranges
 from fedgraft.aggregate.slots import Aggregator, Answers
+from fedgraft.core import ranges
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import pack_bits
+from fedgraft.core.protocols import Network
+from fedgraft.core.ranges import Count, Few, Number, Positive, Rest
+from fedgraft.core.registry import TRAINABLES
+from fedgraft.core.state import EVERYONE, ServerState
 from fedgraft.edit.lora import attach, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
 from fedgraft.edit.lora_core import core_space, fix_factors, gradient_directions, weight_directions
 from fedgraft.edit.trainable import Ask, InTurn, Opened, Rates, affordable, check_blocks, is_head
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import pack_bits
-from fedgraft.protocols import Network
-from fedgraft.ranges import Count, Few, Number, Positive, Rest
-from fedgraft.registry import TRAINABLES
-from fedgraft.state import EVERYONE, ServerState
 
 
 @dataclass(frozen=True)

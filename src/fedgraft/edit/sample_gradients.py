@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.layer_rules import OPAQUE, rule_of
-from fedgraft.errors import FedgraftError
 
 
 @contextmanager

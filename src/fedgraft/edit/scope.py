@@ -1,7 +1,7 @@
 """Which tensors a mask may touch, by name: scopes, exclusions and whitelists.
 
 Three answers for every parameter: *maskable* (the mask decides coordinate by coordinate), *dense* (whitelisted,
-trained whole) or frozen. Words such as `qk` or `mlp` stand for roles of tensors (`fedgraft.roles`); anything
+trained whole) or frozen. Words such as `qk` or `mlp` stand for roles of tensors (`fedgraft.core.roles`); anything
 else is a glob pattern. A tensor that fuses Q, K and V (rows in this order) can be maskable in its Q and K rows only.
 """
 
@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.roles import WORDS, means, role
 from fedgraft.edit.masks import Mask
-from fedgraft.errors import FedgraftError
-from fedgraft.roles import WORDS, means, role
 
 DEFAULT_SCOPE = ("blocks", "norm")
 """All tensors of the blocks, and the final norm."""

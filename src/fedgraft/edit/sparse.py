@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgraft import ranges
 from fedgraft.aggregate.slots import count_mean
+from fedgraft.core import ranges
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import pack_bits
+from fedgraft.core.protocols import Network
+from fedgraft.core.ranges import Count, Few, Inner, Number, Positive, Rest, Unit
+from fedgraft.core.registry import TRAINABLES
+from fedgraft.core.space import EditSpace, masked, select
+from fedgraft.core.state import EVERYONE, ServerState
 from fedgraft.edit.adaptive import AdaptiveSparsity
 from fedgraft.edit.calibrate import Calibration, Mode, average, calibrate, merge, oneshot, progressive
 from fedgraft.edit.choose import budget, choose, strategy_named
 from fedgraft.edit.fisher import Scores
 from fedgraft.edit.masks import Mask, union
 from fedgraft.edit.scope import Scope, resolve
-from fedgraft.edit.space import EditSpace, masked, select
 from fedgraft.edit.trainable import Ask, InTurn, Opened, Rates, affordable, check_blocks, frozen_early, is_head
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import pack_bits
-from fedgraft.protocols import Network
-from fedgraft.ranges import Count, Few, Inner, Number, Positive, Rest, Unit
-from fedgraft.registry import TRAINABLES
-from fedgraft.state import EVERYONE, ServerState
 
 _BATCH_LABELS = {"batch_gradient": "batch_gradient", "single_batch": "single_batch_abs"}
 

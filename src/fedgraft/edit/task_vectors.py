@@ -21,10 +21,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fedgraft.edit.space import EditSpace, Part
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest
-from fedgraft.protocols import Network
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest
+from fedgraft.core.protocols import Network
+from fedgraft.core.space import EditSpace, Part
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ from typing import Protocol
 from torch import Tensor
 
 from fedgraft.aggregate.slots import Aggregator
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Scalar
+from fedgraft.core.protocols import Network
+from fedgraft.core.space import EditSpace
+from fedgraft.core.state import ServerState
 from fedgraft.edit.masks import Mask
-from fedgraft.edit.space import EditSpace
-from fedgraft.errors import FedgraftError
 from fedgraft.local.features import first_seen
-from fedgraft.messages import Scalar
-from fedgraft.protocols import Network
-from fedgraft.state import ServerState
 
 Scores = Mapping[str, Tensor]
 
@@ -90,7 +90,7 @@ def affordable(budgets: Sequence[int], fixed: int, unit: int = 1) -> list[int]:
     return found
 
 
-HEAD = 0.003  # of a linear head where nothing is known of its features; else `runs/rates.py` says it
+HEAD = 0.003  # of a linear head where nothing is known of its features; else `run/rates.py` says it
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedgraft.aggregate.attacks import ATTACKS, attack, flip_labels, stamp
-from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext, ClientMemory
-from fedgraft.collect import spread
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, Reply, unpack_bits
-from fedgraft.protocols import Examples
-from fedgraft.randomness import numpy_stream, torch_stream
-from fedgraft.update.codecs import BadPayload, decode
+from fedgraft.aggregate.codecs import BadPayload, decode
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.handle import ClientContext, ClientMemory
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, unpack_bits
+from fedgraft.core.protocols import Examples
+from fedgraft.core.rng import numpy_stream, torch_stream
+from fedgraft.engines.attacks import ATTACKS, attack, flip_labels, stamp
+from fedgraft.server.collect import spread
 
 DATA_ATTACKS = {"label_flip": "", "backdoor": "", "backdoor_boosted": "scaling"}
 """Attacks on the attackers' examples, each with the attack on updates that follows it."""

@@ -25,18 +25,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fedgraft.admission import admit
-from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext, ClientMemory, carry_out, trained
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.authorize import admit
+from fedgraft.client.handle import ClientContext, ClientMemory, carry_out, trained
+from fedgraft.core.errors import Refused
+from fedgraft.core.messages import Order, Reply
+from fedgraft.core.progress import Phase, asking
+from fedgraft.core.rng import torch_stream
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import Preparable, prepare_features
 from fedgraft.engines.stack import Stack
-from fedgraft.errors import Refused
 from fedgraft.local.train import LocalTraining, drawn
-from fedgraft.messages import Order, Reply
-from fedgraft.progress import Phase, asking
-from fedgraft.randomness import torch_stream
-from fedgraft.update.transforms import Sending, run_chain
+from fedgraft.local.update_links import Sending, run_chain
 
 CHUNK = 5
 """Clients stacked in one product: enough to hide the cost of a call, few enough to stay near the processor."""

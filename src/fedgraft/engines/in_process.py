@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext, ClientMemory, carry_out
-from fedgraft.messages import Order, Reply
-from fedgraft.progress import asking
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.handle import ClientContext, ClientMemory, carry_out
+from fedgraft.core.messages import Order, Reply
+from fedgraft.core.progress import asking
 
 
 class InProcess:

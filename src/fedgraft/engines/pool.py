@@ -15,12 +15,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedgraft.algorithm import Algorithm
-from fedgraft.client import ClientContext, ClientMemory, carry_out
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.handle import ClientContext, ClientMemory, carry_out
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, pack, unpack
+from fedgraft.core.progress import EXTRACTION, asking, phase
 from fedgraft.engines.shared_memory import Parts, Work, Workers
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, Reply, pack, unpack
-from fedgraft.progress import EXTRACTION, asking, phase
 
 _REFUSED = b"refused "  # no message begins so: its first bytes are a length
 

@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fedgraft import progress
+from fedgraft.core import progress
+from fedgraft.core.errors import FedgraftError
 from fedgraft.engines.spawned import forks, packed, unpacked, without_main
-from fedgraft.errors import FedgraftError
 from fedgraft.local.memory import keep_freed_memory
 
 Parts = list[memoryview]

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 START = "FEDGRAFT_START"
 

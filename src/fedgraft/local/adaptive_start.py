@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.losses import LossContext, cross_entropy
 from fedgraft.local.train import Flat
 from fedgraft.local.transfer import onto
-from fedgraft.protocols import Examples, Network
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.transfer import onto
-from fedgraft.protocols import Examples, Network
 
 T = TypeVar("T")
 

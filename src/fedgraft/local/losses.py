@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 from torch.nn.functional import cross_entropy as softmax_loss
 
-from fedgraft.errors import FedgraftError
-from fedgraft.protocols import Network
-from fedgraft.ranges import NotNegative, Positive, Rest, in_range
-from fedgraft.registry import LOSSES
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.protocols import Network
+from fedgraft.core.ranges import NotNegative, Positive, Rest, in_range
+from fedgraft.core.registry import LOSSES
 
 Value = Callable[[Network, Tensor, Tensor, int], Tensor]
 Look = Callable[[Sequence[Tensor], Tensor, int], list[Tensor]]

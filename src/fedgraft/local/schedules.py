@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fedgraft.state import Schedule
+from fedgraft.core.state import Schedule
 
 
 def constant(lr: float) -> Schedule:

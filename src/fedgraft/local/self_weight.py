@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedgraft.local.evaluate import evaluate
-from fedgraft.protocols import Examples, Network
-from fedgraft.randomness import torch_stream
+from fedgraft.core.protocols import Examples, Network
+from fedgraft.core.rng import torch_stream
+from fedgraft.metrics.evaluate import evaluate
 
 GRID = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 

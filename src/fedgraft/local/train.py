@@ -10,15 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedgraft import ranges
-from fedgraft.errors import FedgraftError
+from fedgraft.core import ranges
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.progress import counted
+from fedgraft.core.protocols import Examples, Network
+from fedgraft.core.ranges import Count, Positive
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
 from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
 from fedgraft.local.transfer import onto
-from fedgraft.progress import counted
-from fedgraft.protocols import Examples, Network
-from fedgraft.ranges import Count, Positive
 
 
 class Flat(Protocol):

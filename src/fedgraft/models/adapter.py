@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.edit.lora import adapted
-from fedgraft.errors import FedgraftError, MissingExtra
 from fedgraft.models.export import appearing, check_same, label_names, to_classifier, write_labels, write_papers
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import derive
 from fedgraft.models import folders
 from fedgraft.models.families import FAMILIES, Family, mean_token
 from fedgraft.models.network import VisionNetwork, draw_head, linear
 from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.small import NoBackbone, SmallCnn, SmallConfig
-from fedgraft.randomness import derive
 
 NANO = Path(__file__).parent / "nano"
 _NANO_TERMS = "other, for research, tests and teaching (see the card of nano)"

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 _PLAIN = {
     "cls_token": "embeddings.cls_token",

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.small import SmallConfig
-from fedgraft.randomness import torch_stream
 
 
 def export(

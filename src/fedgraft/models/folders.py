@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from fedgraft.models.families import FAMILIES
 from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD
 from fedgraft.models.quiet import drawn_from, quiet

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 from fedgraft.models.hooked import Hooked, vector, watch
 from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD, Dropout, VisionNetwork, linear
 from fedgraft.models.quiet import drawn_from
-from fedgraft.randomness import torch_stream
 
 _USUAL = (224, 32, 64, 28, 96, 128, 256, 299, 384, 16, 8)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 class _Reached(Exception):

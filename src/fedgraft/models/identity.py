@@ -1,5 +1,5 @@
-"""Moved: see `fedgraft.identity`."""
+"""Moved: see `fedgraft.core.network_digest`."""
 
-from fedgraft.identity import digest
+from fedgraft.core.network_digest import digest
 
 __all__ = ["digest"]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedgraft import roles
-from fedgraft.errors import FedgraftError
+from fedgraft.core import roles
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 from fedgraft.models.families import FAMILIES, Family, first
 from fedgraft.models.hooked import Hooked
 from fedgraft.models.quiet import drawn_from
-from fedgraft.randomness import torch_stream
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -148,7 +148,7 @@ class VisionNetwork(nn.Module):
         return self.depth if first_block > self.depth else max(0, min(first_block, self.depth - 1))
 
     def layer_kind(self, name: str) -> str:
-        """The kind of a parameter as `role.part`, the same for every backbone: see `fedgraft.roles`."""
+        """The kind of a parameter as `role.part`, the same for every backbone: see `fedgraft.core.roles`."""
         role = roles.role(name)
         if role == "other":  # a name says nothing where layers are numbered; their type may
             role = _role_of_type(self.get_submodule(name.rpartition(".")[0]))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import derive
 from fedgraft.models.quiet import drawn_from
-from fedgraft.randomness import derive
 
 
 @dataclass

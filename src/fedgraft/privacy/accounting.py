@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fedgraft.errors import FedgraftError, MissingExtra
+from fedgraft.core.errors import FedgraftError, MissingExtra
 
 
 def _library() -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 NOT_COVERED = (
     "who takes part in the federation, and what nodes tell when they connect (number of images, classes, a digest)",

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fedgraft.aggregate.server_rules import RoundInfo
 from fedgraft.aggregate.slots import Aggregator, Answers, Step
+from fedgraft.core.state import ServerState
+from fedgraft.local.update_links import Sending, UpdateLink
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, bound_key, clip, sensitivity
 from fedgraft.privacy.zero_sum_demo import InsecureZeroSumDemo
-from fedgraft.state import ServerState
-from fedgraft.update.transforms import Sending, UpdateLink
 
 if TYPE_CHECKING:
-    from fedgraft.algorithm import Algorithm
+    from fedgraft.algorithms.algorithm import Algorithm
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import torch_stream
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import plain
+from fedgraft.metrics.statistics import gap_cells, paired, summarise
 from fedgraft.report import figures
 from fedgraft.report import html as page
 from fedgraft.report.charts import compare_charts
 from fedgraft.report.html import CHARTS, csv_row, flatten, grid, header, rows_csv, section, write_page
 from fedgraft.report.run_page import read_config
-from fedgraft.report.statistics import gap_cells, paired, summarise
+from fedgraft.report.run_record import RunInfo, RunRecord, describe
 from fedgraft.report.values import NONE
-from fedgraft.runs.files import plain
-from fedgraft.runs.run_folder import RunFolder, RunInfo, describe
 
 log = logging.getLogger(__name__)
 Configs = Mapping[str, Mapping[str, Any]]
@@ -29,7 +29,7 @@ def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -
     """Rows of the table, and the files that were written."""
     if len(runs) < 2:
         raise FedgraftError("comparing needs at least two run folders")
-    folders = [RunFolder.open(path) for path in runs]
+    folders = [RunRecord.open(path) for path in runs]
     out.mkdir(parents=True, exist_ok=True)
     made = write_comparison(folders, out / "comparison.html")
     series = {}
@@ -47,9 +47,9 @@ def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -
     return [describe(folder) for folder in folders], [made, *drawn]
 
 
-def write_comparison(runs: Iterable[RunFolder | Path | str], path: Path | str, title: str = "Comparison") -> Path:
+def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, title: str = "Comparison") -> Path:
     """Write one page for several runs: a table, what differs between their configs, and their curves overlaid."""
-    folders = [run if isinstance(run, RunFolder) else RunFolder.open(run) for run in runs]
+    folders = [run if isinstance(run, RunRecord) else RunRecord.open(run) for run in runs]
     named = dict(zip(_names(folders), folders, strict=True))
     lines = {name: folder.metrics() for name, folder in named.items()}
     rows = [_row(name, describe(folder, lines[name]), lines[name]) for name, folder in named.items()]
@@ -135,7 +135,7 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else NONE if value is None else json.dumps(plain(value))
 
 
-def _names(folders: Sequence[RunFolder]) -> list[str]:
+def _names(folders: Sequence[RunRecord]) -> list[str]:
     """The shortest names that tell the runs apart."""
     short = [folder.path.name for folder in folders]
     return short if len(set(short)) == len(short) else [folder.path.as_posix() for folder in folders]

@@ -24,11 +24,11 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedgraft.progress import Phase
+from fedgraft.core.progress import Phase
 from fedgraft.report.values import NONE, accuracy, clock, column, label, metric, percent, size
 
 if TYPE_CHECKING:
-    from fedgraft.runs.run_folder import RunInfo
+    from fedgraft.report.run_record import RunInfo
 
 
 FEW = 10

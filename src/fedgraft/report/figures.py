@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedgraft.core.files import plain, write_atomic
 from fedgraft.report.values import NONE, show
-from fedgraft.runs.files import plain, write_atomic
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
 _CLIENT_FIELDS = ("loss", "norm", "drift", "cosine", "weight")

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgraft.config.load import Config
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.files import write_atomic
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import write_atomic
 
 if TYPE_CHECKING:  # a page that shows no matrix needs no torch
     from torch import Tensor
 
-    from fedgraft.round import RoundSummary
+    from fedgraft.server.round import RoundSummary
 
 _MOST_CLIENTS = 200  # a larger matrix is a picture of nothing
 

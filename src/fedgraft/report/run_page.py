@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import plain
 from fedgraft.report import html as page
 from fedgraft.report import run_tables as tables
 from fedgraft.report.charts import run_charts
 from fedgraft.report.html import section
+from fedgraft.report.run_record import RunRecord, describe
 from fedgraft.report.values import accuracy, clock, label, metric, percent, seconds_of, show, size
-from fedgraft.runs.files import plain
-from fedgraft.runs.run_folder import RunFolder, describe
 
 _SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
 Lines = Sequence[Mapping[str, Any]]
@@ -27,10 +27,10 @@ Card = tuple[str, str, str]
 
 
 def write_report(
-    run: RunFolder | Path | str, *, partition: Any = None, classes: Sequence[object] = (), clients: Sequence[str] = ()
+    run: RunRecord | Path | str, *, partition: Any = None, classes: Sequence[object] = (), clients: Sequence[str] = ()
 ) -> Path:
     """Write a run's `report.html`; `partition` counts images by client and class, named by `clients` and `classes`."""
-    folder = run if isinstance(run, RunFolder) else RunFolder.open(run)
+    folder = run if isinstance(run, RunRecord) else RunRecord.open(run)
     lines, summary, config = folder.metrics(), folder.summary(), read_config(folder)
     info, held = describe(folder, lines), [] if partition is None else plain(partition)
     top = page.header(info.name, info.status, f"{info.name}.csv", page.metrics_csv(lines), _about(config, summary))
@@ -56,7 +56,7 @@ def write_report(
     return page.write_page(folder.report, info.name, top, parts, run_charts(lines, summary.get("best_round")))
 
 
-def read_config(folder: RunFolder) -> dict[str, Any]:
+def read_config(folder: RunRecord) -> dict[str, Any]:
     """The resolved config of a run as plain tables."""
     try:
         return tomllib.loads(folder.config_text)
@@ -134,7 +134,7 @@ def _facts(values: Mapping[str, Any]) -> str:
     return page.facts({label(key): show(key, value) for key, value in page.flatten(values).items()})
 
 
-def _environment(folder: RunFolder) -> dict[str, Any]:
+def _environment(folder: RunRecord) -> dict[str, Any]:
     """Where the run began; of later starts only when they were, the log says what had changed."""
     found = folder.environment()
     later = [str(start.get("started")) for start in found.pop("resumed", [])]

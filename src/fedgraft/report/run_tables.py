@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedgraft.core.files import plain
 from fedgraft.report.html import Rows, grid, safe
 from fedgraft.report.representation_figures import by_client, read_mixing
 from fedgraft.report.values import NONE, column, label, metric
-from fedgraft.runs.files import plain
 
 _ROWS, _CELLS = 200, 20_000  # more clients, or more cells of a table, than this make the page heavy
 _UPDATES = {"norm": "norm of its update", "drift": "distance from the mean", "cosine": "cosine to the mean"}

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedgraft.runs.files import plain
+from fedgraft.core.files import plain
 
 _Z = 1.959963984540054  # of 95 %
 NONE = "–"

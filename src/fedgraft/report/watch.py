@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgraft.config.load import from_folder
+from fedgraft.report.run_record import RunRecord, present
 from fedgraft.report.values import accuracy, clock, metric, percent, seconds_of, size
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.runs.tracking import present
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell: left and right column, downwards
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -29,7 +28,7 @@ _CLIENTS = 12  # shown at most, the highest losses first
 
 def watch(folder: Path, console: Console, once: bool = False, every: float = 1.0) -> None:
     """Show a run until it ends, or one frame of it."""
-    run = RunFolder.open(folder)
+    run = RunRecord.open(folder)
     if once or run.status != "running":
         console.print(frame(run, console.width))
         return
@@ -40,7 +39,7 @@ def watch(folder: Path, console: Console, once: bool = False, every: float = 1.0
         live.update(frame(run, console.width), refresh=True)  # how it ended
 
 
-def frame(run: RunFolder, width: int = 80) -> RenderableType:
+def frame(run: RunRecord, width: int = 80) -> RenderableType:
     """How the run stands now."""
     config, lines, status = from_folder(run.path), run.metrics(), run.status
     central = (run.path / "centralized").exists()
@@ -149,7 +148,7 @@ def _traffic(lines: Sequence[Mapping[str, Any]]) -> RenderableType | None:
     return _row("sent", f"{size(up)} up, {size(down)} down, {size((up + down) / rounds)} a round")
 
 
-def _ending(run: RunFolder, status: str) -> RenderableType | None:
+def _ending(run: RunRecord, status: str) -> RenderableType | None:
     """What a run that is over leaves to say."""
     if status == "finished":
         found = run.summary()

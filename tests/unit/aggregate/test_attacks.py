@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from fedgraft.aggregate import attacks, robust
-from fedgraft.errors import FedgraftError
+from fedgraft.aggregate import robust
+from fedgraft.core.errors import FedgraftError
+from fedgraft.engines import attacks
 
 
 def stream(seed: int = 0) -> Generator:

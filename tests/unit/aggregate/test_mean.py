@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgraft.aggregate import mean as m
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 def stack(clients: int, size: int, seed: int = 0) -> Tensor:

@@ -9,15 +9,15 @@ import torch
 from tests.support.toy import Toy, ToyNetwork
 from torch.nn.functional import cross_entropy
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.merging import aligned_weights, dare, fisher_mean, ties
+from fedgraft.client.observe import squared_gradients
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.space import select
 from fedgraft.edit import edit_file, task_vectors
-from fedgraft.edit.space import select
-from fedgraft.errors import FedgraftError
 from fedgraft.local.train import LocalTraining
-from fedgraft.observe import squared_gradients
-from fedgraft.runs.edit_files import How, add_files
+from fedgraft.run.edit_files import How, add_files
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_fedawa_trusts_who_goes_along() -> None:
 
 @pytest.mark.parametrize("name", ["fedties", "feddare", "fedfisher", "fedawa"])
 def test_the_server_needs_each_update(name: str) -> None:
-    from fedgraft.algorithm import vary
+    from fedgraft.algorithms.algorithm import vary
     from fedgraft.privacy.protection import Protection
 
     with pytest.raises(FedgraftError, match="secure aggregation"):

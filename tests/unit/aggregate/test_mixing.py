@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedgraft.aggregate import mixing as mixtures
 from fedgraft.aggregate.mean import normalised, weighted_mean
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 def stack(clients: int, size: int, seed: int = 0) -> Tensor:

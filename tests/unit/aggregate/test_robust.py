@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedgraft.aggregate import robust
 from fedgraft.aggregate.mean import CHUNK, weighted_mean
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 def stack(clients: int, size: int, seed: int = 0) -> Tensor:

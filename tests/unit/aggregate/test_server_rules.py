@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedgraft.aggregate import server_rules as rules
 from fedgraft.aggregate.mean import sum_unweighted, weighted_mean
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from fedgraft.local.optimizers import sgdm
 
 INFO = rules.RoundInfo(clients_total=10, clients_answered=4)

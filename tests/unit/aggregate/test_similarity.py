@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgraft.aggregate import similarity as sim
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 def stream(seed: int = 0) -> torch.Generator:

@@ -19,10 +19,10 @@ import rich
 import torch
 from PIL import Image
 
+from fedgraft.algorithms import ALGORITHMS
 from fedgraft.config import presets
 from fedgraft.report.values import size
-from fedgraft.runs import run_folder as record
-from fedgraft.zoo import ALGORITHMS
+from fedgraft.run import folder as record
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)

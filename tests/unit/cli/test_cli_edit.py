@@ -15,17 +15,17 @@ from tests.support.tiny import without_pictures
 from torch import Tensor
 
 from fedgraft.config.load import load
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest
 from fedgraft.edit import edit_file as task_file
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
-from fedgraft.report.mask_figures import whole_mask
-from fedgraft.runs import edit_files
-from fedgraft.runs import run as running
-from fedgraft.runs.adapted import adapted
-from fedgraft.runs.deliver import export_run
-from fedgraft.runs.edit_files import edit_of_run
+from fedgraft.run import edit_files
+from fedgraft.run import loop as running
+from fedgraft.run.adapted import adapted
+from fedgraft.run.deliver import export_run
+from fedgraft.run.edit_files import edit_of_run
+from fedgraft.run.mask_figures import whole_mask
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)

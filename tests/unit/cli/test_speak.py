@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from fedgraft.cli import main as cli
-from fedgraft.cli.speak import say
-from fedgraft.progress import Phase
+from fedgraft.cli.console import say
+from fedgraft.core.progress import Phase
 
 TEXT = "bytes: 5.7 kB down and 5.7 kB up per client and round; 454.7 kB down and 458.6 kB up in all, of runs/a-name"
 

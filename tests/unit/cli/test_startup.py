@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import fedgraft.zoo  # noqa: F401  (fills the registry)
+import fedgraft.algorithms  # noqa: F401  (fills the registry)
 from fedgraft.cli import main
 from fedgraft.cli.overrides import config_of
-from fedgraft.errors import FedgraftError
-from fedgraft.registry import ALGORITHMS, listed_algorithms, own_options
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.registry import ALGORITHMS, listed_algorithms, own_options
+from fedgraft.run.folder import RunFolder
 
 CODE = """
 import sys

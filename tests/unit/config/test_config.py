@@ -25,7 +25,7 @@ from fedgraft.config.load import (
     to_toml,
     validate,
 )
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 def sentence(*overrides: str) -> str:

@@ -7,22 +7,23 @@ import pytest
 import torch
 
 import fedgraft as fg
-from fedgraft import server, zoo
-from fedgraft.algorithm import vary
+from fedgraft import algorithms as zoo
+from fedgraft.algorithms.algorithm import vary
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import load
+from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.dense import DEEP
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import HEAD
-from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.job import job_of
-from fedgraft.runs.opening import open_run
-from fedgraft.runs.rates import settled
-from fedgraft.runs.reporting import describe
+from fedgraft.run.engines import Engines
+from fedgraft.run.job import job_of
+from fedgraft.run.opening import open_run
+from fedgraft.run.rates import settled
+from fedgraft.run.reporting import describe
+from fedgraft.server import sample as server
 
 OWN = {"fedbabu": "body", "fedshibu": "body", "fedper": "everything", "fedrep": "everything"}
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 import fedgraft as fg
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import load
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.ranges import in_range
+from fedgraft.core.registry import own_options
 from fedgraft.edit.dense import body, everything, last_blocks
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
-from fedgraft.errors import FedgraftError
 from fedgraft.local.losses import calibrated, contrastive, cross_entropy
 from fedgraft.local.train import LocalTraining
-from fedgraft.ranges import in_range
-from fedgraft.registry import own_options
 
 NEVER = (-1, nan, inf, -inf, "many")
 """No option of the zoo takes these."""

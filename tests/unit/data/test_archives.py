@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tests.support.archive_bombs import npz_bombs, pickle_bombs, tar_bombs, write
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data import cifar100, features, npz, parquet
-from fedgraft.data.images import originals
+from fedgraft.data.pixels import originals
 from fedgraft.data.sources import npz_file
 from fedgraft.data.sources.inert_pickle import read_pickle
-from fedgraft.errors import FedgraftError
 
 
 @pytest.fixture(autouse=True)

@@ -14,14 +14,14 @@ import torch
 from tests.support.transforms import make_transform
 from torch import Tensor, nn
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest as prefix_digest
+from fedgraft.core.protocols import Examples
 from fedgraft.data import feature_cache, feature_table
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.feature_cache import BLOCK, CachedExamples
 from fedgraft.data.feature_table import FeatureTable
-from fedgraft.data.images.store import make_store
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest as prefix_digest
-from fedgraft.protocols import Examples
+from fedgraft.data.pixels.store import make_store
 
 COUNT = 2 * BLOCK + 9  # the last block is short
 

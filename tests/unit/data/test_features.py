@@ -11,16 +11,16 @@ import torch
 from safetensors.numpy import save_file
 
 from fedgraft.config.load import load
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.examples import FeatureExamples, GivenExamples, ImageExamples, examples_of
-from fedgraft.data.images.store import make_store
-from fedgraft.data.images.transforms import Transform
+from fedgraft.data.pixels.store import make_store
+from fedgraft.data.pixels.transforms import Transform
 from fedgraft.data.sources import load_dataset
 from fedgraft.data.sources.features import load_features, make_feature_store
-from fedgraft.errors import FedgraftError
 from fedgraft.models.backbones import load_network
 from fedgraft.models.export import export
-from fedgraft.runs.predict import evaluate_run
-from fedgraft.runs.run import run
+from fedgraft.run.loop import run
+from fedgraft.run.predict import evaluate_run
 
 
 def tables(**updates: Any) -> dict[str, np.ndarray]:

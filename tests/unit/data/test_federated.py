@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data import Dataset, arrays, features, make_partition, parquet, partition, stratified_split, synthetic
 from fedgraft.data.federated import FederatedData
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.store import ImageStore, make_store
 from fedgraft.data.partition import rules
-from fedgraft.errors import FedgraftError
+from fedgraft.data.pixels.rule import PixelRule
+from fedgraft.data.pixels.store import ImageStore, make_store
 
 
 @pytest.fixture(autouse=True)

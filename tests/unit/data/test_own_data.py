@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data import Dataset, arrays, dataset, features, npz, parquet
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.store import ImageStore
 from fedgraft.data.labelled import numbered
+from fedgraft.data.pixels.rule import PixelRule
+from fedgraft.data.pixels.store import ImageStore
 from fedgraft.deploy.deployed import load_own
-from fedgraft.errors import FedgraftError
 
 IMAGES = np.random.default_rng(0).integers(0, 255, (20, 32, 32, 3)).astype(np.uint8)
 LABELS = np.arange(20) % 2

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition import KINDS, Partition, compress, edges_of, make_partition
 from fedgraft.data.partition import quotas as class_quotas
 from fedgraft.data.partition.quotas import assign_classes, chunk_counts, transport_counts
-from fedgraft.errors import FedgraftError
 
 
 def balanced(count: int, classes: int, seed: int = 0) -> np.ndarray:

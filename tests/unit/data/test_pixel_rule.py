@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from tests.support.odd_images import bombs, noise, odd_images, png_header
 
-from fedgraft.data.images.rule import MOST_PIXELS, PixelRule, Unreadable, decode
-from fedgraft.data.images.transforms import Transform
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.data.pixels.rule import MOST_PIXELS, PixelRule, Unreadable, decode
+from fedgraft.data.pixels.transforms import Transform
 
 HALF = (0.5, 0.5, 0.5)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -251,7 +251,7 @@ def test_bombs_are_refused_by_their_headers(tmp_path: Path) -> None:
     script = """
 import resource, sys, warnings
 from pathlib import Path
-from fedgraft.data.images.rule import Unreadable, decode
+from fedgraft.data.pixels.rule import Unreadable, decode
 warnings.simplefilter("ignore")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sorted(Path(sys.argv[1]).iterdir()):

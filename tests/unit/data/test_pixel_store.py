@@ -17,13 +17,13 @@ import pytest
 from PIL import Image
 from tests.support.odd_images import noise
 
-from fedgraft.data.images import pixel_store
-from fedgraft.data.images.originals import Originals, chosen, from_arrays, from_files, from_parquet, joined
-from fedgraft.data.images.pixel_store import open_pixels, pixels_digest
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.store import store_of
-from fedgraft.errors import FedgraftError
-from fedgraft.progress import Phase, open_phases
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.progress import Phase, open_phases
+from fedgraft.data.pixels import pixel_store
+from fedgraft.data.pixels.originals import Originals, chosen, from_arrays, from_files, from_parquet, joined
+from fedgraft.data.pixels.pixel_store import open_pixels, pixels_digest
+from fedgraft.data.pixels.rule import PixelRule
+from fedgraft.data.pixels.store import store_of
 
 RULE = PixelRule(16, "crop", 18)
 COUNT = 10

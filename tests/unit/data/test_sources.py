@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.store import ImageStore
+from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.data.partition import federate
+from fedgraft.data.pixels.rule import PixelRule
+from fedgraft.data.pixels.store import ImageStore
 from fedgraft.data.sources import SOURCES, Dataset, load_dataset, options_of
 from fedgraft.data.sources.archive import PACKAGE_MEMBERS
 from fedgraft.data.sources.cifar import CLASSES, names_dataset
 from fedgraft.data.sources.inert_pickle import read_pickle
-from fedgraft.errors import FedgraftError, MissingExtra
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgraft.data.images.originals import file_identity
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.store import cache_dir, make_store
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition.split import largest_remainder, ranks_within, stratified_split
-from fedgraft.errors import FedgraftError
+from fedgraft.data.pixels.originals import file_identity
+from fedgraft.data.pixels.rule import PixelRule
+from fedgraft.data.pixels.store import cache_dir, make_store
 
 NAMES = ("cat", "dog")
 

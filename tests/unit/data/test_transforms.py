@@ -12,11 +12,11 @@ from PIL import Image, ImageEnhance, ImageOps
 from tests.support.transforms import make_transform
 from torch import Tensor
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.examples import FeatureExamples, ImageExamples
-from fedgraft.data.images import augment, randaugment
-from fedgraft.data.images.store import make_store
-from fedgraft.data.images.transforms import OPERATIONS, STATISTICS, Transform
-from fedgraft.errors import FedgraftError
+from fedgraft.data.pixels import augment, randaugment
+from fedgraft.data.pixels.store import make_store
+from fedgraft.data.pixels.transforms import OPERATIONS, STATISTICS, Transform
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -16,20 +16,20 @@ from PIL import Image
 from tests.support.machines import Machines
 from tests.support.tiny import tensors_of, without_pictures
 
+from fedgraft.client.policy import to_toml as policy_toml
 from fedgraft.config.agreement import safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load
+from fedgraft.consortium.site_faults import findings
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.messages import Order
 from fedgraft.deploy import evaluate, preflight
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.evaluate import lines, question
 from fedgraft.deploy.node import agreed
-from fedgraft.errors import FedgraftError, Refused
-from fedgraft.messages import Order
-from fedgraft.policy import to_toml as policy_toml
 from fedgraft.privacy.secagg.keys import Identity, context, public_key, sign
-from fedgraft.runs.deliver import export_run
-from fedgraft.runs.predict import predictor
-from fedgraft.runs.site_faults import findings
+from fedgraft.run.deliver import export_run
+from fedgraft.run.predict import predictor
 
 NAMES = ("north", "south", "east")
 SMALL = [

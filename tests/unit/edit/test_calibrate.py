@@ -8,22 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 from fedgraft.edit.adaptive import AdaptiveSparsity, AdaptiveState
-from fedgraft.edit.calibrate import (
-    average,
-    calibrate,
-    energy_share,
-    merge,
-    oneshot,
-    progressive,
-    softened,
-)
+from fedgraft.edit.calibrate import average, calibrate, energy_share, merge, oneshot, progressive, softened
 from fedgraft.edit.choose import choose, magnitude_scores, random_scores
 from fedgraft.edit.fisher import Scores, fisher_scores
 from fedgraft.edit.masks import Mask, jaccard, union
 from fedgraft.edit.scope import resolve
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.support.toy import ToyNetwork
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.dense import Dense, body, everything, head, last_blocks
-from fedgraft.errors import FedgraftError
 
 STEM, ONE, TWO, NORM, HEAD = "backbone.stem.", "backbone.layers.0.", "backbone.layers.1.", "backbone.norm.", "head."
 

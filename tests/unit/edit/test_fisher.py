@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgraft.core.rng import torch_stream
 from fedgraft.edit.fisher import ESTIMATORS, batch_gradient, fisher_scores
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 Sums = dict[str, Tensor]

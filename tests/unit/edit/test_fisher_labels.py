@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 from fedgraft.edit.fisher import ESTIMATORS, Scores, batch_gradient, fisher_scores, logit_gradients, single_batch_abs
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 

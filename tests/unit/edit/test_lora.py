@@ -16,13 +16,13 @@ from tests.support.tiny import tiny
 from torch import Tensor, nn
 
 import fedgraft as fg
-from fedgraft.context import give_stream
+from fedgraft.client.context import give_stream
+from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.core.protocols import Network
+from fedgraft.core.rng import torch_stream
 from fedgraft.edit.lora import adapted, attach, detach, initial_a, merge, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
-from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.protocols import Network
-from fedgraft.randomness import torch_stream
-from fedgraft.runs.job import job_of
+from fedgraft.run.job import job_of
 
 peft = pytest.importorskip("peft")
 WIDTH, CLASSES = 16, 5

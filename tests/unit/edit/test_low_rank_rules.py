@@ -12,17 +12,17 @@ from tests.support.tiny import tiny
 from tests.support.toy import Toy, ToyNetwork, snapshot
 from torch import Tensor
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.config.build import build_algorithm
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order
 from fedgraft.edit.lora import adapted, attach
 from fedgraft.edit.lora_aggregate import LoraLayout, aggregate_lora, lora_layout
 from fedgraft.edit.lora_core import CORE_SUFFIX, directions, gradient_directions
 from fedgraft.edit.low_rank import LowRank
-from fedgraft.errors import FedgraftError
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order
-from fedgraft.secure_round import Sums
-from fedgraft.server import farthest
+from fedgraft.server.sample import farthest
+from fedgraft.server.secure_sum import Sums
 
 LOCAL = LocalTraining(steps=2, batch_size=6)
 

@@ -12,20 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.roles import role
 from fedgraft.edit.choose import STRATEGIES, choose, magnitude_scores, random_scores, strategy_named
-from fedgraft.edit.masks import (
-    Mask,
-    density_by,
-    intersection,
-    jaccard,
-    overlap,
-    union,
-    vote,
-)
+from fedgraft.edit.masks import Mask, density_by, intersection, jaccard, overlap, union, vote
 from fedgraft.edit.scope import resolve
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import torch_stream
-from fedgraft.roles import role
 
 torch.set_num_threads(1)
 
@@ -273,7 +265,7 @@ def test_independent_masks_overlap_as_expected() -> None:
 
 
 def test_mask_fits_the_edit_space() -> None:
-    from fedgraft.edit.space import masked
+    from fedgraft.core.space import masked
 
     network = torch.nn.Linear(6, 5)
     mask = choose(magnitude_scores(dict(network.named_parameters())), 0.4)

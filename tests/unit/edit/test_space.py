@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.support.toy import ToyNetwork, random_mask, snapshot
 from torch import Tensor, nn
 
-from fedgraft.edit.space import EditSpace, Part, masked, select
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.space import EditSpace, Part, masked, select
 
 
 def bits(tensor: Tensor) -> bytes:

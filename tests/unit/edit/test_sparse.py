@@ -10,11 +10,11 @@ import torch
 from tests.support.toy import ToyNetwork
 from torch import Tensor
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import unpack_bits
+from fedgraft.core.state import ServerState
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import unpack_bits
-from fedgraft.state import ServerState
 
 
 class Asked:

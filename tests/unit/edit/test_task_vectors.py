@@ -14,22 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.space import EditSpace, Part, masked, select
 from fedgraft.edit import edit_file as task_file
-from fedgraft.edit.space import EditSpace, Part, masked, select
-from fedgraft.edit.task_vectors import (
-    Edit,
-    add,
-    applied,
-    apply,
-    capture,
-    check_base,
-    positions,
-    sweep,
-    union,
-)
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest
-from fedgraft.randomness import torch_stream
+from fedgraft.edit.task_vectors import Edit, add, applied, apply, capture, check_base, positions, sweep, union
 
 
 class Tiny(nn.Module):

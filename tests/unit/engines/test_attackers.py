@@ -11,12 +11,15 @@ import torch
 from tests.support.toy import Toy, client_rows
 from torch import Tensor
 
-from fedgraft import zoo
-from fedgraft.aggregate import attacks
+from fedgraft import algorithms as zoo
+from fedgraft.aggregate.codecs import codec, decode
 from fedgraft.aggregate.robust import robust_aggregator
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.collect import expectation
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, pack, pack_bits
+from fedgraft.core.state import Federation
 from fedgraft.edit.sparse import Sparse
+from fedgraft.engines import attacks
 from fedgraft.engines.attackers import (
     DATA_ATTACKS,
     NAMES,
@@ -29,15 +32,12 @@ from fedgraft.engines.attackers import (
 )
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
-from fedgraft.errors import FedgraftError
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order, Reply, pack, pack_bits
 from fedgraft.privacy.protection import Protection
-from fedgraft.round import run_round
-from fedgraft.server import instruct, sample
-from fedgraft.state import Federation
-from fedgraft.update.codecs import codec, decode
-from fedgraft.update.validation import validate_replies
+from fedgraft.server.collect import expectation
+from fedgraft.server.round import run_round
+from fedgraft.server.sample import instruct, sample
+from fedgraft.server.validate import validate_replies
 
 LOCAL = LocalTraining(2, batch_size=6)
 LIARS = frozenset({1, 3})

@@ -11,23 +11,23 @@ import torch
 from tests.support.toy import CLASSES, WIDTH, Toy, client_rows
 from torch import Generator, Tensor, nn
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
+from fedgraft.aggregate.codecs import codec, decode
 from fedgraft.aggregate.slots import uniform
-from fedgraft.algorithm import Algorithm, ClientState, vary
+from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
+from fedgraft.core.messages import Order, Reply, pack
+from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head
-from fedgraft.edit.space import select
 from fedgraft.engines import batched
 from fedgraft.engines.batched import Batched, applies
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining, drawn
-from fedgraft.messages import Order, Reply, pack
+from fedgraft.local.update_links import UpdateLink
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private
-from fedgraft.update.codecs import codec, decode
-from fedgraft.update.transforms import UpdateLink
 
 HEAD = head()
 
@@ -367,7 +367,7 @@ def test_a_context_that_is_not_a_plain_head_on_features_is_refused() -> None:
 
 
 def test_orders_that_activate_a_part_go_to_the_reference_client() -> None:
-    from fedgraft.messages import pack_bits
+    from fedgraft.core.messages import pack_bits
 
     algorithm = fedavg()
     toy, other = head_toy(algorithm), head_toy(algorithm)

@@ -18,16 +18,16 @@ import pytest
 import torch
 from tests.support.toy import Toy
 
-from fedgraft import zoo
-from fedgraft.client import handle
+from fedgraft import algorithms as zoo
+from fedgraft.client.handle import handle
 from fedgraft.config.load import load
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, pack, unpack
 from fedgraft.data.sources.class_map import check_names, odd_names
 from fedgraft.engines.flower.node_link import Answer, Request
 from fedgraft.engines.in_process import InProcess
-from fedgraft.errors import FedgraftError
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order, Reply, pack, unpack
 
 pytest.importorskip("flwr", reason="needs the extra 'flower'")
 
@@ -40,8 +40,8 @@ from fedgraft.deploy.slots import recall
 from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import Registry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
-from fedgraft.update.claims import Claims
-from fedgraft.update.expected import evaluation, replies_to
+from fedgraft.server.example_counts import Claims
+from fedgraft.server.expected import evaluation, replies_to
 
 LOCAL = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.0))
 
@@ -641,8 +641,8 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
     from fedgraft.config.load import load
     from fedgraft.deploy import flower_apps
     from fedgraft.engines.flower import wire as flower_wire
-    from fedgraft.runs.checkpoint import load_latest
-    from fedgraft.runs.run import run
+    from fedgraft.run.checkpoint import load_latest
+    from fedgraft.run.loop import run
 
     def play(server: Any, client: Any, nodes: int) -> None:
         grid = FakeGrid({10 + k: AppNode(client, k) for k in range(nodes)}, Clock())  # type: ignore[misc]
@@ -692,7 +692,7 @@ def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("kind", ["clear", "secure"])
 def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: Any) -> None:
     from fedgraft.privacy.protection import Protection
-    from fedgraft.secure_round import Sums
+    from fedgraft.server.secure_sum import Sums
 
     toy = Toy(algorithm("fedavg"))
     engine, grid = deploy(toy)

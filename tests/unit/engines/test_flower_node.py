@@ -23,15 +23,15 @@ import torch
 from PIL import Image
 
 from fedgraft.config.load import Config, load, to_toml
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import read_metrics
+from fedgraft.core.messages import Order, Reply, pack, unpack
 from fedgraft.deploy.deployed import own_data, remote_data, run_deployed
 from fedgraft.deploy.node import Nodes
 from fedgraft.deploy.slots import DiskSlots
 from fedgraft.engines.flower.node_link import Answer, Request, _alive, ask_worker, private_folder, serve
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, Reply, pack, unpack
-from fedgraft.runs.checkpoint import load_latest
-from fedgraft.runs.files import read_metrics
-from fedgraft.runs.run import run
+from fedgraft.run.checkpoint import load_latest
+from fedgraft.run.loop import run
 
 SMALL = [
     "model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=2", "local.batch_size=8",
@@ -153,8 +153,8 @@ def test_three_owners_and_a_server_without_any_image(head: str, tmp_path: Path) 
 def test_the_model_of_a_run_whose_images_are_elsewhere_is_handed_on(tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
-    from fedgraft.runs.deliver import export_run
-    from fedgraft.runs.predict import evaluate_run
+    from fedgraft.run.deliver import export_run
+    from fedgraft.run.predict import evaluate_run
 
     config = load(None, [*SMALL, "data.source=folder", "data.validation=0.25", "trainable.kind=lora"])
     run_deployed(config, tmp_path / "run", Direct(config, tmp_path / "run", hospitals(tmp_path)))
@@ -261,7 +261,7 @@ def test_a_nodes_error_does_not_tell_its_path(tmp_path: Path) -> None:
     secret = str(tmp_path / "ward-7")
     code = (
         "import sys; from pathlib import Path; from fedgraft.engines.flower.node_link import *\n"
-        "from fedgraft.errors import FedgraftError\n"
+        "from fedgraft.core.errors import FedgraftError\n"
         "def work(r):\n"
         "    if r.client: raise KeyError(r.data)\n"
         "    raise FedgraftError(f'the folder {r.data} does not exist.')\n"

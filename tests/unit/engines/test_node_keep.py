@@ -14,18 +14,18 @@ from tests.support.hostile import as_plan
 from tests.support.machines import Machines
 from tests.support.tiny import without_pictures
 
+from fedgraft.client.policy import to_toml as policy_toml
 from fedgraft.config.agreement import safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load, to_toml
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.keep import Keep
 from fedgraft.deploy.keys import announced_identity, identity_of, make_node_key, public_identity
 from fedgraft.deploy.node import Node
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order
-from fedgraft.policy import to_toml as policy_toml
-from fedgraft.runs.checkpoint import load_latest
-from fedgraft.runs.run import run
+from fedgraft.run.checkpoint import load_latest
+from fedgraft.run.loop import run
 
 SMALL = [
     "model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=1", "local.batch_size=8",

@@ -20,23 +20,23 @@ import torch
 from tests.support.toy import INPUT, Toy, ToyNetwork
 from torch import Tensor
 
-from fedgraft import zoo
-from fedgraft.algorithm import Algorithm, vary
-from fedgraft.client import handle
-from fedgraft.context import ClientContext
+from fedgraft import algorithms as zoo
+from fedgraft.aggregate.codecs import codec
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.context import ClientContext
+from fedgraft.client.handle import handle
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, pack
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.feature_cache import CachedExamples
-from fedgraft.data.images.transforms import Transform
+from fedgraft.data.pixels.transforms import Transform
 from fedgraft.data.sources import load_dataset
 from fedgraft.edit.dense import head
 from fedgraft.engines import pool as pool_module
 from fedgraft.engines.pool import Pool, prepare_features
 from fedgraft.engines.shared_memory import Buffer, Workers
 from fedgraft.engines.spawned import packed, unpacked
-from fedgraft.errors import FedgraftError
 from fedgraft.local.train import LocalTraining
-from fedgraft.messages import Order, Reply, pack
-from fedgraft.update.codecs import codec
 
 LOCAL = LocalTraining(steps=3, batch_size=8)
 
@@ -366,7 +366,7 @@ def test_a_run_is_the_same_with_two_workers_and_none_is_left(tmp_path: Path, mon
     from safetensors.torch import load_file
 
     from fedgraft.config.load import load
-    from fedgraft.runs.run import run
+    from fedgraft.run.loop import run
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     overrides = [

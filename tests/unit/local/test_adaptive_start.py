@@ -6,8 +6,8 @@ import torch
 from tests.support.toy import Toy, ToyNetwork
 from torch.nn.functional import cross_entropy
 
-from fedgraft import zoo
-from fedgraft.edit.space import select
+from fedgraft import algorithms as zoo
+from fedgraft.core.space import select
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.train import LocalTraining
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedgraft.core.rng import torch_stream
 from fedgraft.local.features import features, hidden, look
 from fedgraft.models import model
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tests.support.toy import Toy, ToyExamples, ToyNetwork, batch_norm_network
 
-from fedgraft import zoo
-from fedgraft.edit.space import select
-from fedgraft.errors import FedgraftError
+from fedgraft import algorithms as zoo
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.space import select
 from fedgraft.local.losses import LossContext, calibrated, contrastive, cross_entropy, margins
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining, train

@@ -9,7 +9,7 @@ import torch
 from tests.support.toy import ToyExamples, ToyNetwork, random_mask, snapshot
 from torch import Tensor
 
-from fedgraft.edit.space import masked, select
+from fedgraft.core.space import masked, select
 from fedgraft.local.optimizers import Optimizer, adamw, clip_, sgdm
 from fedgraft.local.train import LocalTraining, train
 

@@ -7,7 +7,7 @@ from tests.support.toy import ToyExamples, ToyNetwork
 from torch import Tensor
 
 from fedgraft.aggregate.mixing import mixing_matrix
-from fedgraft.edit.space import select
+from fedgraft.core.space import select
 from fedgraft.local.self_weight import GRID, learned, matrix, parted
 
 

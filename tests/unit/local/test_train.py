@@ -13,12 +13,12 @@ from tests.support.toy import ToyExamples, ToyNetwork, batch_norm_network, snaps
 from torch import Tensor
 from torch.nn.functional import cross_entropy as softmax_loss
 
-from fedgraft.edit.space import select
+from fedgraft.core.space import select
 from fedgraft.local.corrections import proximal
-from fedgraft.local.evaluate import Evaluation, evaluate
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining, Trained, batches, drawn, train
+from fedgraft.metrics.evaluate import Evaluation, evaluate
 
 
 def stream(seed: int = 0) -> torch.Generator:

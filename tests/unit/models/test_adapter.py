@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 from fedgraft.edit.lora import adapted, attach
-from fedgraft.errors import FedgraftError
 from fedgraft.models import VisionNetwork, model
 from fedgraft.models import adapter as adapters
 from fedgraft.models.adapter import export_adapter
 from fedgraft.models.backbones import NANO
 from fedgraft.models.card import Card
 from fedgraft.models.quiet import drawn_from, quiet
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 SHARED = Path(__file__).parents[4] / "shared"

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedgraft.edit.space import select
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest, sums
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest, sums
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.space import select
 from fedgraft.models.backbones import NANO, at_size, interpolate_positions, load_network, model
 from fedgraft.models.network import IMAGENET_MEAN, VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.vit_blocks import class_token_of
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 SHARED = Path(__file__).parents[4] / "shared"

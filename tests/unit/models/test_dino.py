@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest
+from fedgraft.core.rng import torch_stream
 from fedgraft.models.backbones import load_network
 from fedgraft.models.dino_hub import from_dino
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest
+from fedgraft.core.rng import torch_stream
 from fedgraft.models import export as module
 from fedgraft.models.backbones import load_network
 from fedgraft.models.card import Card, without_paths
 from fedgraft.models.export import export
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedgraft.context import give_stream
-from fedgraft.errors import FedgraftError
-from fedgraft.identity import digest
+from fedgraft.client.context import give_stream
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.network_digest import digest
+from fedgraft.core.protocols import Network
+from fedgraft.core.rng import torch_stream
 from fedgraft.models import VisionNetwork, module, original
-from fedgraft.protocols import Network
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 BLOCKS = ("layer1", "layer2", "layer3")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.protocols import Network
+from fedgraft.core.rng import torch_stream
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import Dropout, VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
-from fedgraft.protocols import Network
-from fedgraft.randomness import torch_stream
 
 torch.set_num_threads(1)
 ATTENTION = ("vit", "deit", "dinov2", "registers", "swiglu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from fedgraft.models.backbones import load_network
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedgraft.core.rng import torch_stream
 from fedgraft.edit.lora import attach
 from fedgraft.edit.sample_gradients import SampleSquares
 from fedgraft.models import vit_blocks
 from fedgraft.models.network import VisionNetwork, draw_head
 from fedgraft.models.quiet import quiet
-from fedgraft.randomness import torch_stream
 
 ENTRY = 1
 CHOICES: dict[str, Callable[[VisionNetwork, str], bool]] = {

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError, MissingExtra
+from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.core.state import Federation
 from fedgraft.local.schedules import constant
 from fedgraft.privacy import accounting
 from fedgraft.privacy.accounting import Budget, epsilon, epsilon_rdp, gaussian_epsilon, noise_for
-from fedgraft.privacy.dp import (
+from fedgraft.privacy.dp import (  # fmt: skip
     AdaptiveClip,
     Mechanism,
     bound_key,
@@ -26,10 +27,9 @@ from fedgraft.privacy.dp import (
     secret_key,
     sensitivity,
     simulation_key,
-)  # fmt: skip
+)
 from fedgraft.privacy.secagg.ring import Ring, Segment
-from fedgraft.server import sample
-from fedgraft.state import Federation
+from fedgraft.server.sample import sample
 
 stats = pytest.importorskip("scipy.stats")
 KEY = bytes(range(32))

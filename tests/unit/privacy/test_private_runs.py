@@ -11,14 +11,14 @@ import pytest
 import torch
 from scipy.stats import beta, norm
 
-from fedgraft import server
 from fedgraft.config.build import build_algorithm, private_delta
 from fedgraft.config.load import load
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.state import Federation
 from fedgraft.local.schedules import constant
 from fedgraft.privacy.accounting import Budget, epsilon
 from fedgraft.privacy.dp import Mechanism, bound_key
-from fedgraft.state import Federation
+from fedgraft.server import sample as server
 
 PRIVATE = ["privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform", "partition.clients=20"]
 

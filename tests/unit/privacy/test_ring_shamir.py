@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from fedgraft.privacy.secagg import shamir
 from fedgraft.privacy.secagg.ring import Ring, Segment
 from fedgraft.privacy.zero_sum_demo import InsecureZeroSumDemo

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.messages import Order, Reply, pack, unpack
+from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.core.messages import Order, Reply, pack, unpack
 from fedgraft.privacy.secagg import client as secure_client
 from fedgraft.privacy.secagg import keys as secure_keys
 from fedgraft.privacy.secagg.plan import Data
-from fedgraft.privacy.secagg.secure_sum import (
+from fedgraft.privacy.secagg.secure_sum import (  # fmt: skip
     STAGES,
     Identity,
     Plan,
@@ -38,7 +38,7 @@ from fedgraft.privacy.secagg.secure_sum import (
     weighted_input,
     weighted_mean,
     weighted_segments,
-)  # fmt: skip
+)
 from fedgraft.privacy.secagg.server import Outbox
 
 stats = pytest.importorskip("scipy.stats")

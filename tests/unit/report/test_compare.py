@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.support.pages import Page, finished
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from fedgraft.report.compare import data_warnings, write_comparison
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
 
 
 def test_comparison_shows_results_and_what_differs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from fedgraft.report.display import next_lines, results, runs_table
-from fedgraft.runs.run_folder import RunInfo
+from fedgraft.report.run_record import RunInfo
 
 LONG = "sweep-of-learning-rates/vit-tiny-patch16-224-lr=0.0003-0123456789abcdef"
 

@@ -13,9 +13,8 @@ from sklearn import config_context as sklearn_quick
 from sklearn import metrics as sklearn
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
-from fedgraft.local import scores
-from fedgraft.report import intervals, metrics, raw
+from fedgraft.core.errors import FedgraftError
+from fedgraft.metrics import intervals, metrics, raw, scores
 
 Case = tuple[Tensor, Tensor, list[str]]
 

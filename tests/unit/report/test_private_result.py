@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from fedgraft.report.display import results
-from fedgraft.runs.api import Result
+from fedgraft.run.api import Result
 
 TOLD = {
     "epsilon": 5.84, "delta": 1e-5, "unit": "client", "epsilon_without_amplification": 8.39, "repeatable_noise": True,

@@ -12,8 +12,8 @@ import pytest
 from fedgraft.config.load import validate
 from fedgraft.report.compare import compare_runs
 from fedgraft.report.html import write_tables
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.loop import run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [

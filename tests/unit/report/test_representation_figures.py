@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.support.toy import Toy
 
-from fedgraft import zoo
+from fedgraft import algorithms as zoo
 from fedgraft.config.load import load
 from fedgraft.local.train import LocalTraining
 from fedgraft.report.representation_figures import by_client, keep_mixing, read_mixing, shown_rounds
-from fedgraft.round import RoundSummary
-from fedgraft.runs.run import run
+from fedgraft.run.loop import run
+from fedgraft.server.round import RoundSummary
 
 TINY = [
     "data.source=synthetic", "data.count=200", "data.classes=4", "model.name=tiny", "partition.clients=4",

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from tests.support.pages import Page, finished
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from fedgraft.report.html import metrics_csv
 from fedgraft.report.run_page import write_report
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.run.folder import RunFolder
 
 
 def test_a_report_says_what_happened(tmp_path: Path) -> None:
     run = finished(tmp_path / "talos", dropped=[{"client": 7, "reason": "norm over the bound"}])
     with run.writing(console=False):
-        logging.getLogger("fedgraft.round").warning("one client per round is noisy")
-        logging.getLogger("fedgraft.round").warning("one client per round is noisy")
+        logging.getLogger("fedgraft.server.round").warning("one client per round is noisy")
+        logging.getLogger("fedgraft.server.round").warning("one client per round is noisy")
         run.finish(run.summary())
     (run.figures / "accuracy.png").write_bytes(b"png")
     (run.figures / "accuracy.svg").write_bytes(b"svg")

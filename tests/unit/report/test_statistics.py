@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedgraft.errors import FedgraftError
-from fedgraft.report import statistics
+from fedgraft.core.errors import FedgraftError
+from fedgraft.metrics import statistics
+from fedgraft.metrics.statistics import bytes_to, latex, paired, rounds_to, summarise, table
 from fedgraft.report.figures import pareto
-from fedgraft.report.statistics import bytes_to, latex, paired, rounds_to, summarise, table
 
 numbers = st.floats(-100, 100).map(lambda x: round(x, 3))
 

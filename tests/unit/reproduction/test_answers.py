@@ -13,7 +13,7 @@ from reproduction.drawing.answer import Rows
 from reproduction.question import QUESTIONS, Answer, Question, load_question
 from reproduction.verdicts import CONTRADICTED, SUPPORTED
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from reproduction import answers_page
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"

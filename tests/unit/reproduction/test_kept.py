@@ -15,10 +15,10 @@ from reproduction.reproduce import TUNING_SEED, Work, reproduce
 from reproduction.runs import FinishedRuns, curve, finished_attacks, measure_of
 
 from fedgraft.config.load import from_folder, load, to_toml
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.attack import AttackPlan
-from fedgraft.runs.attacked import OUTCOME
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.consortium.attack import AttackPlan
+from fedgraft.consortium.attacked import OUTCOME
+from fedgraft.core.errors import FedgraftError
+from fedgraft.run.folder import RunFolder
 
 
 def _run(root: Path, data: str, seed: int, status: str = "finished") -> Path:

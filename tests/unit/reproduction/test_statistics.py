@@ -12,7 +12,7 @@ from reproduction.statistics import ALPHA, Effect, bca, detectable, differences,
 from reproduction.verdicts import Check, Claim, Dense, Fact, Verdict, gate, judge
 from scipy import stats
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from reproduction import statistics
 
 MET, UNMET = Check("range", 6.0, 5.0), Check("range", 4.0, 5.0)

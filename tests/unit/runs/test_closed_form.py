@@ -11,20 +11,14 @@ from tests.support.tiny import tiny
 from tests.support.toy import CLASSES, WIDTH, Toy
 from tests.support.toy_heads import CLIENTS, setting
 
-from fedgraft import zoo
-from fedgraft.errors import FedgraftError
+from fedgraft import algorithms as zoo
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import read_metrics
 from fedgraft.privacy.protection import Protection
-from fedgraft.runs.closed_form import (
-    class_covariances,
-    class_mean_head,
-    client_class_sums,
-    cof_heads,
-    ncm_head,
-)
-from fedgraft.runs.job import head_only
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import read_metrics
-from fedgraft.secure_round import Sums
+from fedgraft.run.closed_form import class_covariances, class_mean_head, client_class_sums, cof_heads, ncm_head
+from fedgraft.run.job import head_only
+from fedgraft.run.loop import run
+from fedgraft.server.secure_sum import Sums
 
 
 def sums(toy: Toy, privacy: Protection | None = None) -> Sums:

@@ -14,24 +14,24 @@ from tests.support.tiny import Open, without_pictures
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedgraft.aggregate.codecs import decode
 from fedgraft.config.load import load
+from fedgraft.core.messages import unpack_bits
+from fedgraft.core.state import EVERYONE
 from fedgraft.edit.lora import merge
 from fedgraft.edit.masks import Mask, jaccard
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
-from fedgraft.messages import unpack_bits
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
-from fedgraft.runs import adapted as finished
-from fedgraft.runs import checkpoint
-from fedgraft.runs import run as running
-from fedgraft.runs.centralized import run_centralized
-from fedgraft.runs.deliver import export_run
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.opening import FederationAsk
-from fedgraft.runs.run_folder import RunFolder
-from fedgraft.state import EVERYONE
-from fedgraft.update.codecs import decode
+from fedgraft.run import adapted as finished
+from fedgraft.run import checkpoint
+from fedgraft.run import loop as running
+from fedgraft.run.centralized import run_centralized
+from fedgraft.run.deliver import export_run
+from fedgraft.run.engines import Engines
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.opening import FederationAsk
 
 EAGER = ["trainable.sparse.adaptive_drift=1e9", "trainable.sparse.adaptive_patience=1"]
 """Every round counts as calm, so adaptive sparsity rises each time."""

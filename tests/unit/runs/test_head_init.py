@@ -13,17 +13,8 @@ import torch
 from tests.support.toy import CLASSES, WIDTH, Toy
 from tests.support.toy_heads import CLIENTS, setting
 
-from fedgraft.runs.head_init import (
-    GRID,
-    Judgement,
-    install,
-    probe_head,
-    ridge_head,
-    solve,
-    strongest,
-    tempered,
-)
-from fedgraft.secure_round import Sums
+from fedgraft.run.head_init import GRID, Judgement, install, probe_head, ridge_head, solve, strongest, tempered
+from fedgraft.server.secure_sum import Sums
 
 ALL = torch.arange(120)
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from tests.support.tiny import tiny
 
-from fedgraft.data.images.store import cache_dir
+from fedgraft.core.messages import Order
+from fedgraft.data.pixels.store import cache_dir
 from fedgraft.engines.in_process import InProcess
-from fedgraft.messages import Order
-from fedgraft.runs import opening
-from fedgraft.runs.engines import Engines
-from fedgraft.runs.job import job_of
-from fedgraft.runs.kept import PartialSum
-from fedgraft.runs.opening import open_run
+from fedgraft.run import opening
+from fedgraft.run.engines import Engines
+from fedgraft.run.job import job_of
+from fedgraft.run.kept import PartialSum
+from fedgraft.run.opening import open_run
 
 SPARSE = (
     "trainable.kind=sparse", "trainable.samples=24", "trainable.calibration=progressive", "trainable.rounds=2",

@@ -13,11 +13,11 @@ from tests.support.tiny import Open, tiny, without_pictures
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.local.evaluate import Evaluation
-from fedgraft.messages import Order
-from fedgraft.runs import head_init
-from fedgraft.runs.measure import Found, Measure
-from fedgraft.runs.run import run
+from fedgraft.core.messages import Order
+from fedgraft.metrics.evaluate import Evaluation
+from fedgraft.run import head_init
+from fedgraft.run.loop import run
+from fedgraft.run.measure import Found, Measure
 
 
 @pytest.fixture(autouse=True)

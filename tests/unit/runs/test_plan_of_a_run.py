@@ -9,8 +9,8 @@ import pytest
 
 from fedgraft.config.load import load
 from fedgraft.report.values import size
-from fedgraft.runs.plan import plan
-from fedgraft.runs.run import run
+from fedgraft.run.loop import run
+from fedgraft.run.plan import plan
 
 BASE = [
     "model.name=tiny", "data.source=digits", "data.limit=200", "data.image_size=16", "partition.clients=8",

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
+from fedgraft.consortium import preflight as module
+from fedgraft.consortium.preflight import preflight
+from fedgraft.consortium.site_faults import findings
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources.class_map import slips
-from fedgraft.errors import FedgraftError
-from fedgraft.runs import preflight as module
-from fedgraft.runs.preflight import preflight
-from fedgraft.runs.site_faults import findings
 
 STREAM = np.random.default_rng(5)
 

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
-from fedgraft.errors import FedgraftError
-from fedgraft.runs.centralized import run_centralized
-from fedgraft.runs.profile import Row, phase_rows, profile_run, table
-from fedgraft.runs.roofline import Roofline, best_seconds, measure_roofline
-from fedgraft.runs.run import run
-from fedgraft.runs.run_folder import RunFolder
+from fedgraft.consortium.profile import Row, phase_rows, profile_run, table
+from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
+from fedgraft.core.errors import FedgraftError
+from fedgraft.run.centralized import run_centralized
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.loop import run
 
 PEAK = Roofline(flops=100.0, bandwidth=10.0)
 

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedgraft.errors import FedgraftError
-from fedgraft.runs import checkpoint, environment
-from fedgraft.runs.checkpoint import load_latest
-from fedgraft.runs.files import plain, read_metrics, without_timing
-from fedgraft.runs.run_folder import RunFolder, describe, list_runs
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import plain, read_metrics, without_timing
+from fedgraft.report.run_record import describe, list_runs
+from fedgraft.run import checkpoint, environment
+from fedgraft.run.checkpoint import load_latest
+from fedgraft.run.folder import RunFolder
 
 
 def line(round: int, **more: Any) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def test_writing_needs_the_lock(run: RunFolder) -> None:
 @pytest.mark.slow
 def test_a_second_process_is_kept_out_and_a_killed_one_frees_the_folder(run: RunFolder) -> None:
     script = (
-        "import sys, time\nfrom fedgraft.runs.run_folder import RunFolder\nrun = RunFolder.open(sys.argv[1])\n"
+        "import sys, time\nfrom fedgraft.run.folder import RunFolder\nrun = RunFolder.open(sys.argv[1])\n"
         "with run.writing(console=False):\n    run.append({'round': 1})\n"
         "    print('in', flush=True)\n    time.sleep(60)\n"
     )

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedgraft.errors import FedgraftError, MissingExtra
-from fedgraft.runs.trackers import TRACKERS, Careful, NoTracker, numbers, tracker
+from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.run.trackers import TRACKERS, Careful, NoTracker, numbers, tracker
 
 CONFIG = {"algorithm": {"name": "fedavg", "lr": 0.1}, "rounds": 3}
 LINE = {

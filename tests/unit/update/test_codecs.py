@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Payload, Reply, pack, unpack, wire_size
-from fedgraft.update import codecs
-from fedgraft.update.codecs import HALF, INT8, VALUES, BadPayload, Codec, TopK, body_bytes, codec, decode
+from fedgraft.aggregate import codecs
+from fedgraft.aggregate.codecs import HALF, INT8, VALUES, BadPayload, Codec, TopK, body_bytes, codec, decode
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Payload, Reply, pack, unpack, wire_size
 
 ALL: list[Codec] = [VALUES, HALF, INT8, TopK(0.25), TopK(1.0)]
 BY_NAME = pytest.mark.parametrize("kind", ALL, ids=lambda c: c.name)

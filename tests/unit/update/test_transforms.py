@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fedgraft.local.update_links import Sending, normalise, run_chain
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy
-from fedgraft.update.transforms import Sending, normalise, run_chain
 
 UPDATE = torch.tensor([6.0, 8.0, 100.0])
 SENDING = Sending(effective_steps=2.0, settings={"clip": 1.0}, trained=2)

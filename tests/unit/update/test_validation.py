@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgraft.messages import Payload, Reply, pack
-from fedgraft.update import validation as screening
-from fedgraft.update.codecs import HALF, INT8, VALUES, Codec, TopK
-from fedgraft.update.validation import Accepted, Expectation, Field, Rejection, validate_replies
+from fedgraft.aggregate.codecs import HALF, INT8, VALUES, Codec, TopK
+from fedgraft.core.messages import Payload, Reply, pack
+from fedgraft.server import validate as screening
+from fedgraft.server.validate import Accepted, Expectation, Field, Rejection, validate_replies
 
 LENGTH = 300
 BEYOND = 1 << 30

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition.partition import Partition, make_partition, partition_by_owner
 from fedgraft.data.partition.split import stratified_split
-from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
     from fedgraft.data.sources import Dataset

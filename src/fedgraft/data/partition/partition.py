@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import numpy_stream
 from fedgraft.data.partition.quotas import class_owners
 from fedgraft.data.partition.rules import (
     Owners,
@@ -27,8 +29,6 @@ from fedgraft.data.partition.rules import (
     stratified_owners,
 )
 from fedgraft.data.partition.split import distinct, ranks_within
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import numpy_stream
 
 KINDS: dict[str, Callable[..., Owners]] = {
     "iid": iid_owners,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition.rules import Owners, edge_owners, even_sizes
 from fedgraft.data.partition.split import distinct
-from fedgraft.errors import FedgraftError
 
 
 def class_owners(

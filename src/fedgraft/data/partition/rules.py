@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition.split import distinct, largest_remainder, shuffled_by_class
-from fedgraft.errors import FedgraftError
 
 
 @dataclass(frozen=True)

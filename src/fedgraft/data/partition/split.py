@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import numpy_stream
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import numpy_stream
 
 
 def distinct(values: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.registry import SOURCES
 from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources.assemble import Dataset, Making, Store
 from fedgraft.data.sources.built_in import digits, synthetic
@@ -20,8 +22,6 @@ from fedgraft.data.sources.folder import endings, folder, owners
 from fedgraft.data.sources.npz import npz
 from fedgraft.data.sources.objects import arrays, dataset
 from fedgraft.data.sources.parquet import parquet
-from fedgraft.errors import FedgraftError
-from fedgraft.registry import SOURCES
 
 __all__ = [
     "SOURCES", "Dataset", "Store", "arrays", "cifar10", "cifar100", "dataset", "digits", "features", "folder",

@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from fedgraft.data.images.rule import decode
+from fedgraft.core.errors import FedgraftError
+from fedgraft.data.pixels.rule import decode
 from fedgraft.data.sources.assemble import Table
 from fedgraft.data.sources.inert_pickle import read_pickle
-from fedgraft.errors import FedgraftError
 
 TRAIN_BATCHES = [f"data_batch_{n}" for n in range(1, 6)]
 MOST_BYTES = 256 << 20  # in all members; CIFAR's hold 187 MB

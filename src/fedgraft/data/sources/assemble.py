@@ -8,13 +8,13 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from fedgraft.data.images.originals import Originals
-from fedgraft.data.images.rule import PixelRule
-from fedgraft.data.images.store import ImageStore, store_of
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.labelled import check_columns, numbered_parts
 from fedgraft.data.partition.split import stratified_split
+from fedgraft.data.pixels.originals import Originals
+from fedgraft.data.pixels.rule import PixelRule
+from fedgraft.data.pixels.store import ImageStore, store_of
 from fedgraft.data.sources.features import FeatureStore
-from fedgraft.errors import FedgraftError
 
 Store = ImageStore | FeatureStore
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fedgraft.data.images.store import ImageStore, make_store
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import numpy_stream
 from fedgraft.data.partition.split import stratified_split
+from fedgraft.data.pixels.store import ImageStore, make_store
 from fedgraft.data.sources.assemble import Dataset
-from fedgraft.errors import FedgraftError
-from fedgraft.randomness import numpy_stream
 
 
 def digits() -> Dataset:

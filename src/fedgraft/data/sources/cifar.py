@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.data.sources.archive import (
     PACKAGE_MEMBERS,
     PYTHON_MEMBERS,
@@ -24,7 +25,6 @@ from fedgraft.data.sources.folder import is_class_folder, list_images
 from fedgraft.data.sources.npz import read_table
 from fedgraft.data.sources.objects import from_columns
 from fedgraft.data.sources.parquet import column_names, pick_column, read_parquet
-from fedgraft.errors import FedgraftError, MissingExtra
 
 Found = Callable[[], list[Table]]
 """Reads a local copy: train and test."""

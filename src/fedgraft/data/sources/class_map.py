@@ -11,8 +11,8 @@ from itertools import combinations
 
 import numpy as np
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources.assemble import Dataset, Store
-from fedgraft.errors import FedgraftError
 
 
 def slips(names: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedgraft.data.images.store import content_digest
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.labelled import Labelled, check_columns, check_range, numbered_parts
+from fedgraft.data.pixels.store import content_digest
 from fedgraft.data.sources.npz_file import read_npz
-from fedgraft.errors import FedgraftError
 
 if TYPE_CHECKING:
     from fedgraft.data.sources.assemble import Dataset

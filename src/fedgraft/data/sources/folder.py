@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from fedgraft.data.images.originals import from_files
-from fedgraft.data.images.rule import FORMATS
+from fedgraft.core.errors import FedgraftError
+from fedgraft.data.pixels.originals import from_files
+from fedgraft.data.pixels.rule import FORMATS
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
-from fedgraft.errors import FedgraftError
 
 
 @dataclass(frozen=True)

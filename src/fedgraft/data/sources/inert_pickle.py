@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 
 @dataclass

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fedgraft.data.images import originals
-from fedgraft.data.images.store import ImageStore, store_of
+from fedgraft.core.errors import FedgraftError
+from fedgraft.data.pixels import originals
+from fedgraft.data.pixels.store import ImageStore, store_of
 from fedgraft.data.sources.assemble import Dataset, Store
 from fedgraft.data.sources.features import FeatureStore, make_feature_store
 from fedgraft.data.sources.folder import folder
 from fedgraft.data.sources.objects import arrays, dataset
-from fedgraft.errors import FedgraftError
 
 
 def join(parts: Sequence[Any], names: Sequence[str] | None = None) -> Dataset:

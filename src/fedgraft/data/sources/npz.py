@@ -9,9 +9,9 @@ from typing import Unpack
 
 import numpy as np
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
 from fedgraft.data.sources.npz_file import npz_names, read_npz, read_rows
-from fedgraft.errors import FedgraftError
 
 
 def npz(

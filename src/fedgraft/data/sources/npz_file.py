@@ -18,7 +18,7 @@ from typing import IO
 
 import numpy as np
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 LARGE = 64 << 20  # bytes that may be packed however tightly
 RATIO = 50  # labels pack better than this, images and features do not

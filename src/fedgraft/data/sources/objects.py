@@ -10,11 +10,11 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from fedgraft.data.images.originals import Originals, from_arrays
+from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.data.pixels.originals import Originals, from_arrays
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
 from fedgraft.data.sources.npz import rgb
 from fedgraft.data.sources.parquet import IMAGE_COLUMNS, pick_column, rename, short_columns
-from fedgraft.errors import FedgraftError, MissingExtra
 
 
 def arrays(

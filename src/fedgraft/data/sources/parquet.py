@@ -9,9 +9,9 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from fedgraft.data.images.originals import from_parquet, parquet_cells
+from fedgraft.core.errors import FedgraftError
+from fedgraft.data.pixels.originals import from_parquet, parquet_cells
 from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
-from fedgraft.errors import FedgraftError
 
 IMAGE_COLUMNS = ("image", "img")
 _LONGEST = 256

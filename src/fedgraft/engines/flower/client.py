@@ -12,9 +12,9 @@ from typing import Any
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
+from fedgraft.core.errors import FedgraftError
 from fedgraft.engines.flower.node_link import Answer, Request
 from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, put, take, text, whole_number
-from fedgraft.errors import FedgraftError
 
 Slots = MutableMapping[str, bytes]
 """Two places for a client's memory: its present one and the one before."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 log = logging.getLogger("fedgraft")
 ASK_AGAIN = -2

@@ -20,12 +20,12 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgraft.context import ClientMemory
+from fedgraft.client.context import ClientMemory
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, pack
+from fedgraft.core.progress import asking
 from fedgraft.engines.flower.registry import ASK_AGAIN, Registry
 from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, plain, put, take, text, whole_number
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Order, pack
-from fedgraft.progress import asking
 
 log = logging.getLogger("fedgraft")
 

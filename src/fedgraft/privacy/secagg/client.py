@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
-from fedgraft.messages import Reply, pack, unpack
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Reply, pack, unpack
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
 from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, advert_text, genuine, lists_text, part_of

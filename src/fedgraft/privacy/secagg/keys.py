@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedgraft.errors import MissingExtra, Refused
+from fedgraft.core.errors import MissingExtra, Refused
 from fedgraft.privacy.secagg.ring import Words
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 from fedgraft.privacy.secagg.keys import context
 from fedgraft.privacy.secagg.ring import Ring, Segment
 

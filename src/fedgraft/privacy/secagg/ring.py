@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 _PIECE = 1 << 20  # numbers turned into digits at a time

@@ -19,13 +19,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.rng import torch_stream
 from fedgraft.privacy.secagg.client import SecureClient
 from fedgraft.privacy.secagg.keys import Identity, SecureRefusal
 from fedgraft.privacy.secagg.plan import OUTSIDE, STAGES, Data, Plan, SecureAbort
 from fedgraft.privacy.secagg.ring import Ring, Segment
 from fedgraft.privacy.secagg.server import Answers, Outbox, SecureServer, SumResult
-from fedgraft.randomness import torch_stream
 
 __all__ = [
     "STAGES", "Identity", "Plan", "Ring", "SecureAbort", "SecureClient", "SecureRefusal", "SecureServer", "Segment",

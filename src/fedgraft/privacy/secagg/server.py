@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgraft.aggregate.codecs import BadPayload, check_tensor
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
 from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, genuine, lists_text, part_of
 from fedgraft.privacy.secagg.client import BOX_BYTES, as_rows, as_tensor, pair_key, self_key
 from fedgraft.privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES
 from fedgraft.privacy.secagg.plan import STAGES, Data, Plan, SecureAbort
-from fedgraft.update.codecs import BadPayload, check_tensor
 
 Outbox = dict[int, dict[str, Tensor]]
 Answers = Mapping[int, Data] | Iterable[tuple[int, Data]]

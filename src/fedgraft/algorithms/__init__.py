@@ -1,0 +1,59 @@
+"""The literature as compositions: each algorithm is a few slots that differ from another one.
+
+Read it as a table of papers. `ALGORITHMS` maps a name to a function of plain numbers and slots; `named` builds one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.algorithms.averaging import (  # fmt: skip
+    central,
+    fedadagrad,
+    fedadam,
+    fedavg,
+    fedavgm,
+    feddyn,
+    fedgma,
+    fedlc,
+    fednova,
+    fedprox,
+    fedsgd,
+    fedyogi,
+    moon,
+    scaffold,
+)
+from fedgraft.algorithms.closed_form_heads import fed3r, fedcof, fedncm, fedprobe
+from fedgraft.algorithms.low_rank import fedsa_lora, fedsb, flasc, flexlora
+from fedgraft.algorithms.personalized import (  # fmt: skip
+    ditto,
+    fedala,
+    fedavg_crsm,
+    fedbabu,
+    fedbn,
+    fedper,
+    fedrep,
+    fedshibu,
+    ifca,
+    local_only,
+)
+from fedgraft.algorithms.weighted import fedalign, fedawa, feddare, fedfisher, fedties
+from fedgraft.core.registry import ALGORITHMS
+
+TABLE = (
+    fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad,
+    fedlc, moon, fedalign, fedawa, fedties, feddare, fedfisher,
+    fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedala, ifca, ditto,
+    fedsa_lora, fedsb, flexlora, flasc,
+    fed3r, fedprobe, fedncm, fedcof, central,
+)  # fmt: skip
+ALGORITHMS |= {make.__name__: make for make in TABLE}
+__all__ = ["ALGORITHMS", "TABLE", "named", *(make.__name__ for make in TABLE)]
+
+
+def named(name: str, **options: Any) -> Algorithm:
+    """Build an algorithm by its name; options and slots it does not have are refused."""
+    slots = {key: options.pop(key) for key in list(options) if key in Algorithm.__dataclass_fields__}
+    made: Algorithm = ALGORITHMS.build(name, options, **slots)
+    return made

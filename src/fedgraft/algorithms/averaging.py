@@ -1,0 +1,127 @@
+"""One model for all: FedAvg, what bends its local training, what changes the server's step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedgraft.aggregate import server_rules
+from fedgraft.aggregate.slots import mean, uniform
+from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.ranges import NotNegative, Positive, Rest, Unit, in_range
+from fedgraft.local.corrections import control_variates, dynamic, proximal
+from fedgraft.local.losses import calibrated, contrastive, cross_entropy
+from fedgraft.local.update_links import normalise
+
+
+def fedavg(**slots: Any) -> Algorithm:
+    """McMahan et al. 2017: the mean of local updates, weighted by examples."""
+    for name in slots:
+        if name not in Algorithm.__dataclass_fields__:
+            known = ", ".join(n for n in Algorithm.__dataclass_fields__ if n != "name")
+            raise FedgraftError(f"an algorithm has no slot or option {name!r}; its slots are {known}.")
+    return Algorithm("fedavg", **{name: value for name, value in slots.items() if value is not None})
+
+
+def fedsgd(**slots: Any) -> Algorithm:
+    """One full-batch gradient step per client: FedAvg with nothing local about it."""
+    return vary(fedavg(**slots), name="fedsgd", epochs=1, steps=None, batch_size=1 << 30)
+
+
+@in_range
+def fedprox(mu: NotNegative = 0.01, **slots: Any) -> Algorithm:
+    """Li et al. 2020: a squared pull towards the common model; mu=0 is FedAvg."""
+    return vary(fedavg(**slots), name="fedprox", correction=proximal(mu))
+
+
+@in_range
+def fedlc(tau: NotNegative = 1.0, **slots: Any) -> Algorithm:
+    """Zhang et al. 2022: logits calibrated by the client's class counts; equal counts make it FedAvg."""
+    return vary(fedavg(**slots), name="fedlc", loss=calibrated(tau, smoothing(slots)))
+
+
+@in_range
+def moon(weight: NotNegative = 1.0, temperature: Positive = 0.5, **slots: Any) -> Algorithm:
+    """Li et al. 2021: features drawn to the common model, away from the client's last; weight 0 is FedAvg."""
+    return vary(fedavg(**slots), name="moon", loss=contrastive(weight, temperature, smoothing(slots)))
+
+
+@in_range
+def scaffold(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
+    """Karimireddy et al. 2020: control variates; with local momentum the divisor is the true displacement."""
+    rule = server_rules.scaffold(server_lr)
+    return vary(fedavg(**slots), name="scaffold", correction=control_variates(), weighting=uniform(), server=rule)
+
+
+@in_range
+def feddyn(alpha: NotNegative = 0.1, **slots: Any) -> Algorithm:
+    """Acar et al. 2021: each client's loss is bent so that all agree at the optimum."""
+    rule = server_rules.feddyn(alpha)
+    return vary(fedavg(**slots), name="feddyn", correction=dynamic(alpha), weighting=uniform(), server=rule)
+
+
+@in_range
+def fednova(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
+    """Wang et al. 2020: updates divided by how far each client went; equal steps make it FedAvg."""
+    return vary(fedavg(**slots), name="fednova", update=(normalise(),), server=server_rules.fednova(server_lr))
+
+
+@in_range
+def fedgma(agreement: Unit = 0.4, hard: bool = False, server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
+    """Tenison et al. 2023: coordinates on whose sign clients disagree move less (soft) or not at all (AND)."""
+    return vary(fedavg(**slots), name="fedgma", server=server_rules.fedgma(agreement, server_lr, soft=not hard))
+
+
+@in_range
+def fedavgm(server_lr: Positive = 1.0, beta1: Rest = 0.9, **slots: Any) -> Algorithm:
+    """Hsu et al. 2019: momentum on the server."""
+    return vary(fedavg(**slots), name="fedavgm", server=server_rules.momentum(server_lr, beta1))
+
+
+@in_range
+def fedadam(
+    server_lr: Positive = 0.01, beta1: Rest = 0.9, beta2: Rest = 0.99, tau: Positive = 1e-3, **slots: Any
+) -> Algorithm:
+    """Reddi et al. 2021: Adam on the server."""
+    return vary(fedavg(**slots), name="fedadam", server=server_rules.adam(server_lr, (beta1, beta2), tau))
+
+
+@in_range
+def fedyogi(
+    server_lr: Positive = 0.01, beta1: Rest = 0.9, beta2: Rest = 0.99, tau: Positive = 1e-3, **slots: Any
+) -> Algorithm:
+    """Reddi et al. 2021: Yogi on the server."""
+    return vary(fedavg(**slots), name="fedyogi", server=server_rules.yogi(server_lr, (beta1, beta2), tau))
+
+
+@in_range
+def fedadagrad(server_lr: Positive = 0.01, beta1: Rest = 0.0, tau: Positive = 1e-3, **slots: Any) -> Algorithm:
+    """Reddi et al. 2021: Adagrad on the server."""
+    return vary(fedavg(**slots), name="fedadagrad", server=server_rules.adagrad(server_lr, beta1, tau))
+
+
+def central(**slots: Any) -> Algorithm:
+    """Plain training in one place, as a federation of one: its client keeps the optimizer's state between rounds."""
+    return vary(
+        fedavg(**slots),
+        name="central",
+        client_state=ClientState(optimizer=True),
+        aggregate=replace(mean(), shares=False),
+    )
+
+
+def given(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """The slots that were said."""
+    return {name: value for name, value in slots.items() if value is not None}
+
+
+def smoothing(slots: Mapping[str, Any]) -> float:
+    """The label smoothing that was asked for, for an algorithm that is a loss of its own; another loss is refused."""
+    loss = slots.get("loss") or cross_entropy()
+    if loss.smoothing is None:
+        raise FedgraftError(
+            f"this algorithm is a loss of its own, and loss.name={loss.name!r} is another; leave it out."
+        )
+    return float(loss.smoothing)

@@ -1,0 +1,37 @@
+"""Head only, one exchange: no round is trained, the backbone stays, the head comes from sums over the clients.
+
+These are the baseline that training has to beat. As an initialisation for any other algorithm the same heads are
+`model.head = "ridge" | "probe" | "ncm" | "cof"`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.algorithms.averaging import fedavg, given
+from fedgraft.edit.dense import head
+
+
+def _only(name: str, kind: str, slots: dict[str, Any]) -> Algorithm:
+    return vary(fedavg(**{"trainable": head(), **given(slots)}), name=name, closed_form=kind)
+
+
+def fed3r(**slots: Any) -> Algorithm:
+    """Fanì et al. 2024: ridge regression from summed statistics; also known as analytic federated learning."""
+    return _only("fed3r", "ridge", slots)
+
+
+def fedprobe(**slots: Any) -> Algorithm:
+    """Logistic regression by L-BFGS on summed gradients, on features whitened by the summed statistics."""
+    return _only("fedprobe", "probe", slots)
+
+
+def fedncm(**slots: Any) -> Algorithm:
+    """Legate et al. 2023: each class is its normalised mean feature."""
+    return _only("fedncm", "ncm", slots)
+
+
+def fedcof(**slots: Any) -> Algorithm:
+    """Goswami et al. 2025: class covariances from the spread of client means; in the clear only."""
+    return _only("fedcof", "cof", slots)

@@ -1,0 +1,1 @@
+"""Decisions several owners take together: preflight, what a site gains, unlearning, sweeps, attack tables."""

@@ -1,0 +1,164 @@
+"""Forgetting a client: the run again without it, to the very bytes of a run that never had it.
+
+A run that never had a client is the same config with `partition.without = [client]`: cohorts are drawn as before, and
+the client is then not asked; numbers and random streams of all others stay. Images that the server itself holds for
+validation stay too. Since runs are deterministic, a replay is exact. It starts after the last round of which nothing
+depends on the client, of a run whose head, mask and class counts were not made from its sums.
+
+`subtract` is quick and only approximate: it takes what the client added in its rounds off the last model, as far as a
+run kept it (`rounds.keep_contributions`). What others learned from models with the client in them stays, and so do a
+head, a mask and counts made from its sums. How far it lies from the exact one is measured where that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedgraft.config.load import Config, from_folder, merge, to_toml, validate
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import write_text
+from fedgraft.run import checkpoint
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.job import Job, job_of, left_out
+from fedgraft.run.loop import is_finished, run
+from fedgraft.run.tracking import Progress
+
+log = logging.getLogger("fedgraft")
+
+CANNOT = (
+    "what others already have cannot be called back: models that were delivered, and sums that were opened with this "
+    "client in them"
+)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a client is forgotten: where the replay goes, after which round it starts, and what it costs."""
+
+    config: Config
+    folder: Path
+    client: int
+    start: int
+    """Rounds that are kept as they are; 0: everything is done again."""
+    rounds: int
+    """Rounds of the run."""
+    took_part: int
+    """Rounds that the client took part in."""
+    why: str
+    named: str
+    """What the client was called by who asked."""
+
+
+def plan(folder: Path, client: str, to: Path | None = None, fast: bool = False) -> Replay:
+    """What forgetting this client takes; a run that cannot be repeated is refused."""
+    record = RunFolder.open(folder)
+    config = from_folder(folder)
+    if record.config_digest != config.digest:
+        raise FedgraftError(f"{folder} cannot be run again from its config.toml alone, so nothing can be replayed.")
+    if config.privacy.dp is not None and config.privacy.dp.secret:
+        raise FedgraftError(f"the noise of {folder} is not repeatable (privacy.dp.secret), so a replay is another run.")
+    without = validate(merge(config.table, {"partition": {"without": [*config.partition.without, client]}}))
+    job = job_of(without)
+    before = left_out(config, job.task.data)
+    if job.federation.without == before:
+        raise FedgraftError(f"{folder} never had the client {client!r}.")
+    number = min(job.federation.without - before)
+    lines = record.metrics()
+    rounds = [int(line["round"]) for line in lines if number in (line.get("clients") or {}).get("ids", [])]
+    start, why = _start(job, folder, min(rounds, default=len(lines)), number in job.federation.joins)
+    place = to or folder.with_name(f"{folder.name}-without-{client}{'-approximate' * fast}")
+    done = max((int(line["round"]) for line in lines), default=0)
+    return Replay(without, place, number, start, done, len(rounds), why, client)
+
+
+def subtract(replay: Replay, source: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
+    """Forget a client approximately, in a folder of its own: the last model without what the client added to it."""
+    old = checkpoint.load_latest(source / "checkpoints")
+    name = f"contribution/{replay.client}"
+    if old is None or (replay.took_part and name not in old.tensors):
+        raise FedgraftError(
+            f"{source} kept no contributions, so nothing can be subtracted; run with rounds.keep_contributions=true, "
+            "or forget exactly, without --fast."
+        )
+    vector = old.tensors["vector"] - old.tensors.get(name, torch.zeros(()))
+    gone = (f"memory/{replay.client}/", "contribution/")
+    tensors = {key: t for key, t in old.tensors.items() if not key.startswith(gone)}
+    best = {**old.meta["best"], "accuracy": -1.0, "round": old.round, "stale": 0}  # nobody validated this model
+    meta = {**old.meta, "config_digest": replay.config.digest, "best": best}
+    record = _begun(replay, source, old.round, {**tensors, "vector": vector, "best/vector": vector}, meta)
+    summary = run(replay.config, record.path, progress, console)
+    told = {"client": replay.client, "took_part": replay.took_part, "exact": False, "rounds": 0, "cannot": CANNOT,
+            **_distance(replay, source, vector, old.tensors["vector"])}  # fmt: skip
+    write_text(record.path / "unlearned.json", json.dumps(told, indent=2) + "\n")
+    return summary | {"unlearned": told}
+
+
+def _distance(replay: Replay, source: Path, vector: Tensor, before: Tensor) -> dict[str, Any]:
+    """How far the approximate model lies from the exact one, absolutely and by how far the run itself does."""
+    exact = exact_folder(source, replay)
+    found = checkpoint.load_latest(exact / "checkpoints") if is_finished(exact) else None
+    if found is None or found.tensors["vector"].shape != vector.shape:
+        return {"distance": None, "of_the_run": None}
+    far, run_itself = (float((v - found.tensors["vector"]).double().norm()) for v in (vector, before))
+    return {"distance": far, "of_the_run": run_itself}
+
+
+def exact_folder(source: Path, replay: Replay) -> Path:
+    """Where the exact replay is, unless it was put elsewhere."""
+    return source.with_name(f"{source.name}-without-{replay.named}")
+
+
+def _begun(
+    replay: Replay, source: Path, round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
+) -> RunFolder:
+    """The replay's folder with a checkpoint to go on from and the lines up to it; one that is begun stays as it is."""
+    record = RunFolder.create(replay.folder, to_toml(replay.config), replay.config.digest)
+    if not any(record.checkpoints.iterdir()):
+        lines = [line for line in RunFolder.open(source).metrics() if line["round"] <= round]
+        write_text(record.metrics_path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        checkpoint.save(record.checkpoints, round, tensors, meta)
+    return record
+
+
+def _start(job: Job, folder: Path, first: int, joined: bool) -> tuple[int, str]:
+    """The round after whose checkpoint a replay may start, and why not a later one."""
+    a, head = job.algorithm, job.config.head
+    if head != "random" and not joined:
+        return 0, f"the {head} head was made from sums with this client"
+    if a.trainable.scores_data and not joined:
+        return 0, "the mask was chosen by scores with this client"
+    if a.federation_counts and not joined:
+        return 0, "the class counts are a sum with this client"
+    kept = [found.round for found in _good(folder) if found.round < first]
+    return max(kept, default=0), f"it first took part in round {first}"
+
+
+def _good(folder: Path) -> list[checkpoint.Checkpoint]:
+    found = []
+    for path in sorted((folder / "checkpoints").glob("round-*.safetensors")):
+        try:
+            found.append(checkpoint.load(path))
+        except checkpoint.BadCheckpoint:
+            continue
+    return found
+
+
+def unlearn(replay: Replay, source: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
+    """Carry the replay out; the summary of the run without the client. Interrupted, it goes on where it stopped."""
+    if replay.start:
+        old = next(found for found in _good(source) if found.round == replay.start)
+        _begun(replay, source, old.round, old.tensors, {**old.meta, "config_digest": replay.config.digest})
+    log.info("forgetting client %d: %s; %s", replay.client, replay.why, CANNOT)
+    summary = run(replay.config, replay.folder, progress, console)
+    told = {"client": replay.client, "from_round": replay.start, "rounds": replay.rounds - replay.start,
+            "took_part": replay.took_part, "exact": True, "why": replay.why, "cannot": CANNOT}  # fmt: skip
+    write_text(replay.folder / "unlearned.json", json.dumps(told, indent=2) + "\n")
+    return summary

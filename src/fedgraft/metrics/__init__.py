@@ -1,0 +1,1 @@
+"""Counts, scores and intervals. Nothing here draws."""

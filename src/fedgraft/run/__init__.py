@@ -1,0 +1,1 @@
+"""One run from a config or from objects to a folder with a model."""

@@ -1,0 +1,101 @@
+"""The adapted model of a finished (or interrupted) run, opened again with or without the data it was trained on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedgraft.config.build import build_network
+from fedgraft.config.load import from_folder
+from fedgraft.core.errors import FedgraftError
+from fedgraft.data.examples import FeatureExamples
+from fedgraft.edit.lora import adapted as adapters
+from fedgraft.edit.lora import merge
+from fedgraft.models.network import VisionNetwork
+from fedgraft.run import checkpoint
+from fedgraft.run.checkpoint import Checkpoint
+from fedgraft.run.folder import RunFolder
+from fedgraft.run.head_init import install
+from fedgraft.run.job import Job, job_of
+from fedgraft.run.opening import Opening, open_run
+from fedgraft.run.remote_data import absent_data
+from fedgraft.run.saving import saved_edit
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A run's parts with its best model (by validation) in the network; `last` is the model of its last round."""
+
+    job: Job
+    opening: Opening
+    last: Tensor
+    made: Callable[[], VisionNetwork] | None = None
+    """Makes the network anew, where the config cannot."""
+
+    @property
+    def network(self) -> VisionNetwork:
+        """The network, adapted."""
+        return self.job.task.network
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the outputs."""
+        return self.job.task.data.dataset.classes
+
+    def base(self) -> VisionNetwork:
+        """The plain network the run began with: its backbone and the head it started from."""
+        network = build_network(self.job.config, self.job.task.data.dataset) if self.made is None else self.made()
+        install(network, self.opening.head)
+        return network
+
+    def plain(self) -> VisionNetwork:
+        """A copy of the network with low-rank factors, where there are some, merged into the weights."""
+        network = copy.deepcopy(self.network)
+        if adapters(network):
+            merge(network)
+        return network
+
+
+def adapted(folder: Path | str, data: bool = True) -> Adapted:
+    """What a run's folder holds, opened again; without `data` its images need not be there any more."""
+    folder = Path(folder)
+    record = RunFolder.open(folder)
+    found = checkpoint.load_latest(record.checkpoints, record.config_digest)
+    if found is None:
+        raise FedgraftError(
+            f"{folder} has no good checkpoint; let it run, or make it again to the same bytes: fedgraft resume {folder}"
+        )
+    config = from_folder(folder)
+    if config.digest != record.config_digest:
+        if record.config_digest.startswith("objects-"):
+            raise FedgraftError(
+                f"{folder} was made from Python objects, which its config does not hold; run the same script again, "
+                "which computes nothing anew, and use its result (result.predict, result.save_pretrained)."
+            )
+        raise FedgraftError(f"{folder / 'config.toml'} was changed since the run began; restore it, or run it anew")
+    given = config.model.name == "features"  # then the width of the network is the data's to say
+    if found.meta.get("elsewhere") or not (data or given):
+        config = config.model_copy(update={"trainable": config.trainable.model_copy(update={"match_norm": None})})
+        none = FeatureExamples(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
+        return reopened(job_of(config, absent_data(config, found.meta["classes"])), found, None, none)
+    return reopened(job_of(config), found)
+
+
+def reopened(
+    job: Job,
+    found: Checkpoint,
+    opening: Opening | None = None,
+    probe: FeatureExamples | None = None,
+    made: Callable[[], VisionNetwork] | None = None,
+) -> Adapted:
+    """A job with the model of a checkpoint in its network; its edit space is opened unless it is open already."""
+    if opening is None:
+        install(job.task.network, found.tensors["head"])
+        opening = open_run(job, None, saved_edit(found.tensors), probe)
+    opening.context.show(found.tensors.get("best/vector", found.tensors["vector"]))
+    return Adapted(job, opening, found.tensors["vector"], made)

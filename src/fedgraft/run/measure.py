@@ -1,0 +1,250 @@
+"""How a model is measured: on the server's images, by sums from clients that hold images out, or client by client.
+
+Where the run asks for metrics, or chooses its best round by one, the sums of `local.scores` are counted along. Clients
+far away send these sums; under secure aggregation only their total is opened, unless `personal.evaluate` lets every
+client tell of its own images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.messages import Order, Reply, Scalar
+from fedgraft.core.protocols import Examples
+from fedgraft.core.state import ServerState
+from fedgraft.metrics import metrics, scores
+from fedgraft.metrics.evaluate import Evaluation, counted, evaluation_of
+from fedgraft.run.head_init import summed_counts
+from fedgraft.run.job import Job
+from fedgraft.run.opening import Opening
+from fedgraft.server.collect import Engine
+from fedgraft.server.example_counts import Claims
+from fedgraft.server.expected import counts, evaluation, replies_to
+from fedgraft.server.expected import name as name_all
+from fedgraft.server.secure_sum import Sums
+from fedgraft.server.validate import Field, Rejection, validate_replies
+
+
+@dataclass(frozen=True)
+class Found:
+    """What measuring gave: loss and accuracies, and the sums for metrics where they were counted."""
+
+    plain: Evaluation
+    sums: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measures the models of one run."""
+
+    job: Job
+    opening: Opening
+    engine: Engine
+    summed: dict[str, Found] = field(default_factory=dict)
+    """The latest hidden sums for metrics, by the split and the model."""
+
+    @property
+    def counting(self) -> bool:
+        """Whether the sums for metrics are counted."""
+        return bool(self.job.config.metrics) or self.job.config.select != "accuracy"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the outputs."""
+        return self.job.task.data.dataset.classes
+
+    def score(self, found: Found) -> float:
+        """The number that the best round is chosen by; higher is better."""
+        select = self.job.config.select
+        return found.plain.accuracy if select == "accuracy" else metrics.select_value(found.sums, select, self.classes)
+
+    def line(self, found: Found) -> dict[str, Any]:
+        """What a line of metrics.jsonl says of it."""
+        told: dict[str, Any] = {"accuracy": found.plain.accuracy, "loss": found.plain.loss, "top5": found.plain.top5}
+        if found.sums:
+            numbers = metrics.numbers(found.sums, self.classes)
+            names = dict.fromkeys([*self.job.config.metrics, self.job.config.select])
+            told["metrics"] = {name: numbers[name] for name in names if name in numbers and name not in told}
+        return told
+
+    def tested(self, vector: Tensor, round: int) -> dict[str, Any]:
+        """The delivered model on the test images, with the metrics that were asked for."""
+        found, chosen = self.test(vector, round), self.job.config.metrics
+        told: dict[str, Any] = {"test": asdict(found.plain)}
+        if chosen:
+            told |= {"metrics": report(found.sums, chosen, self.classes), **tables(found.sums, chosen)}
+            told |= {"select": self.job.config.select, "class_names": list(self.classes)}
+        return told
+
+    def served(self, state: ServerState, best: Tensor) -> dict[str, Any]:
+        """How each client is served: where asked for, and with metrics, unless the clients' sums are hidden."""
+        a, config = self.opening.algorithm, self.job.config
+        wanted = config.personal.evaluate != "never"
+        if not wanted and (not config.metrics or a.privacy.hidden or not config.rounds.test):
+            return {}
+        common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
+        if config.metrics and common:
+            state = replace(state, vector=best)  # the delivered model is what clients get
+        spread, each = self.personal(state)
+        return ({"personal": spread} if wanted else {}) | ({"clients": each} if each else {})
+
+    def validation(self, vector: Tensor, round: int) -> Found:
+        """The common model on the validation images (on the clients' training images where there are none)."""
+        if self.job.task.data.blind:
+            return self._counted(vector, round, "validation")
+        return self._here(vector, self.opening.context.examples, self.job.task.judging_rows)
+
+    def test(self, vector: Tensor, round: int) -> Found:
+        """The common model on the test images."""
+        if self.job.task.data.blind:
+            return self._counted(vector, round, "test")
+        tests = self.opening.context.tests
+        assert tests is not None
+        return self._here(vector, tests, torch.arange(len(tests.labels)))
+
+    def _here(self, vector: Tensor, examples: Examples, rows: Tensor) -> Found:
+        self.opening.context.show(vector)
+        self.job.ready(examples, rows)
+        network, threads = self.opening.context.network, self.job.threads
+        return Found(*counted(network, examples, rows, threads=threads, scores=self.counting))
+
+    def _counted(self, vector: Tensor, round: int, split: str) -> Found:
+        """The common model on images that the clients hold; they send counts and sums, nothing else."""
+        f, space, network = self.job.federation, self.opening.space.digest, self.job.task.network
+        privacy, those = self.opening.algorithm.privacy, f.evaluated if split == "test" else f.members
+        asked = [k for k in those if f.there(k, round)]
+        settings: dict[str, Scalar] = {"split": split, "scores": self.counting}
+        if self.counting and privacy.hidden:
+            known = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
+            if known in self.summed:  # a round without a step: clients give the same sum only once
+                return self.summed[known]
+            asking = Sums(self.engine.exchange, f.run, asked, network, privacy)
+            asking.asked = 2 * round + (split == "test")  # clients serve each number once, and a resumed run repeats it
+            sums = asking.ask("scores", vector, {"split": split})
+            if not sums["confusion"].sum():
+                raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
+            self.summed.clear()
+            return self.summed.setdefault(known, Found(evaluation_of(sums), sums))
+        orders = [Order(f.run, round, k, "count", space, vector, {}, settings) for k in asked]
+        more, lie = self._score_fields(("",) if self.counting else ())
+        expected = counts(orders, 1, self.claims, split, more, lie)
+        replies = replies_to(self.engine.exchange, orders, expected)
+        plain = summed_counts(replies, self.claims, split)[0]
+        if not self.counting:
+            return Found(plain, {})
+        return Found(plain, scores.merge([checked(r, network.classes) for r in replies], network.classes))
+
+    @property
+    def claims(self) -> Claims:
+        """What clients said of themselves so far."""
+        return self.opening.server_context.claims
+
+    def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Reply], str]]:
+        """What the sums for metrics look like, and what is wrong with them in a reply."""
+        size = len(self.classes)
+
+        def lie(reply: Reply) -> str:
+            try:
+                for prefix in prefixes:
+                    own = {k.removeprefix(prefix): v for k, v in reply.sums.items() if k.startswith(prefix)}
+                    checked(replace(reply, sums=own), size)
+            except FedgraftError as error:
+                return str(error)
+            return ""
+
+        shapes = scores.shapes(size).items()
+        return {f"{p}{name}": Field(s.shape, torch.float64, s.limit) for p in prefixes for name, s in shapes}, lie
+
+    def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
+        """Every client on its own test images: mean, spread, before and after fine-tuning; and each one's metrics."""
+        replies, _ = self.evaluated(state)
+        return _spread(replies), self.each(replies) if self.job.config.metrics else {}
+
+    def evaluated(self, state: ServerState) -> tuple[list[Reply], list[Rejection]]:
+        """What clients find on their own test images, and who did not tell and why."""
+        p, f, space = self.job.config.personal, self.job.federation, self.opening.space.digest
+        settings: dict[str, Scalar] = {
+            "finetune_epochs": p.finetune_epochs, "finetune_part": p.finetune_part,
+            "finetune_lr": p.finetune_lr, "finetune_batch": p.finetune_batch, "lr": p.finetune_lr,
+        }  # fmt: skip
+        settings |= {"scores": True} if self.job.config.metrics else {}
+        clients = [k for k in f.evaluated if f.there(k, state.round) and len(self.job.task.data.test_rows(k))]
+        given = self.opening.algorithm.aggregate.gives(state)
+        orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients]
+        if not orders:
+            return [], []
+        for k in clients if self.job.task.data.rows_known else ():
+            self.claims.note(k, {"test images": len(self.job.task.data.test_rows(k))})
+        tuned = bool(p.finetune_epochs)
+        more, lie = self._score_fields(("", *(("finetuned/",) if tuned else ())) if self.job.config.metrics else ())
+        expected = evaluation(orders, self.claims, tuned, more, lie)
+        accepted, rejections = validate_replies(self.engine.exchange(orders), expected)
+        name_all(rejections, "evaluate")
+        return [one.reply for one in accepted if one.reply.metrics["count"]], rejections
+
+    def each(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The metrics of each client by its name."""
+        names, classes, found = self.job.client_names, self.classes, dict[str, Any]()
+        for reply in sorted(replies, key=lambda r: r.client):
+            cells = report(checked(reply, len(classes)), self.job.config.metrics, classes)
+            if any(name.startswith("finetuned/") for name in reply.sums):
+                own = {k.removeprefix("finetuned/"): v for k, v in reply.sums.items() if k.startswith("finetuned/")}
+                tuned = report(checked(replace(reply, sums=own), len(classes)), self.job.config.metrics, classes)
+                cells |= {f"finetuned_{name}": value for name, value in tuned.items()}
+            found[names[reply.client]] = cells
+        return found
+
+
+def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[str]) -> dict[str, Any]:
+    """The chosen metrics as summary.json holds them: value, interval, images; None where there is nothing to tell."""
+    found = metrics.compute(sums, classes)
+    wanted = {name: m for name, m in found.items() if name.partition(":")[0] in chosen}
+    return {name: None if m is None else {k: v for k, v in asdict(m).items() if v is not None} for name, m in
+            wanted.items()}  # fmt: skip
+
+
+def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
+    """What is no single number: the confusion matrix (true class by row) and the reliability curve, where chosen."""
+    made: dict[str, Any] = {}
+    if "confusion" in chosen:
+        made["confusion"] = sums["confusion"].long().tolist()
+    if "calibration_error" in chosen:
+        made["reliability"] = [
+            {"confidence": one.confidence, "accuracy": asdict(one.accuracy)} for one in metrics.reliability(sums)
+        ]
+    return made
+
+
+def checked(reply: Reply, classes: int) -> dict[str, Tensor]:
+    """The sums that a client counted, if they can be: right shapes, nothing negative, all about the same images."""
+    found = {name: reply.sums.get(name) for name in scores.shapes(classes)}
+    if not all(scores.plausible(name, tensor, classes) for name, tensor in found.items()):
+        raise FedgraftError(f"client {reply.client} counted what cannot be: its node runs other software.")
+    sums = {name: tensor for name, tensor in found.items() if tensor is not None}
+    images = sums["confusion"].sum()
+    if not (sums["histogram"].sum((0, 2)) == images).all() or sums["calibration"][0].sum() != images:
+        raise FedgraftError(f"client {reply.client} counted different images for different metrics.")
+    return sums
+
+
+def _spread(replies: Sequence[Reply]) -> dict[str, float]:
+    """Mean, extremes and spread of the clients' accuracies."""
+    found: dict[str, float] = {}
+    for key in ("accuracy", "finetuned_accuracy"):
+        values = torch.tensor([r.metrics[key] for r in replies if key in r.metrics], dtype=torch.float64)
+        if len(values):
+            counts = torch.tensor([r.metrics["count"] for r in replies], dtype=torch.float64)
+            prefix = "" if key == "accuracy" else "finetuned_"
+            found |= {
+                f"{prefix}mean": float(values.mean()), f"{prefix}min": float(values.min()),
+                f"{prefix}max": float(values.max()), f"{prefix}std": float(values.std(correction=0)),
+                f"{prefix}weighted": float((values * counts).sum() / counts.sum()),
+            }  # fmt: skip
+    return found

@@ -1,0 +1,285 @@
+"""Carrying the orders of a round out and taking in what comes back: each update, validated, or only their hidden sum.
+
+Everything that arrives is hostile until it is checked. `Collected` is what a round goes on with.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedgraft.aggregate.mean import drift_report
+from fedgraft.aggregate.slots import Advanced, Answers, Weighting, weighted
+from fedgraft.algorithms.algorithm import Algorithm, secure_segments
+from fedgraft.core.messages import Order, Reply, unpack_bits, wire_size
+from fedgraft.core.state import Federation, ServerState
+from fedgraft.privacy.secagg.ring import Ring
+from fedgraft.server.example_counts import Claims
+from fedgraft.server.secure_sum import HiddenSum, secure_sum
+from fedgraft.server.validate import (  # fmt: skip
+    Accepted,
+    Arrival,
+    Expectation,
+    Field,
+    Range,
+    Rejection,
+    validate_replies,
+    without_outliers,
+)
+
+__all__ = ["Arrival", "Collected", "Engine", "ServerContext", "collect", "describe", "expectation", "relative_drift"]
+log = logging.getLogger("fedgraft")
+EVIDENCE = 1e9
+"""Largest absolute value in a tensor that a client shows by itself: products of larger ones overflow."""
+
+
+class Engine(Protocol):
+    """Where orders are carried out. Answers may be missing, late, doubled or hostile; their order does not matter."""
+
+    def exchange(self, orders: Sequence[Order]) -> Iterable[Arrival]:
+        """Deliver the orders and return what came back; (client, sentence) says why a client did not answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What the server knows of the open space, and what it can compute for itself."""
+
+    space: str
+    length: int
+    trained: int
+    width: int
+    classes: int
+    active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
+    """What may move in the coming round, where that changes from round to round."""
+    origin: Tensor | None = None
+    """The model the run began with, which every client can make again."""
+    align: Callable[[Answers], Tensor] | None = None
+    """With server-side alignment: scores (m, layers) of the submitted updates on the server's secret probe."""
+    claims: Claims = field(default_factory=Claims)
+    """What clients said of themselves; where the server dealt the data, what it knows of them."""
+    layers: tuple[tuple[int, int, int], ...] = ()
+    """(layer, begin, end): the observed layer in which a change of these coordinates shows first."""
+
+    def judged(self, weighting: Weighting, answers: Answers) -> Answers:
+        """The answers with the scalars that the server computes itself, where the weighting asks for some."""
+        if not weighting.judged:
+            return answers
+        assert self.align is not None
+        told = zip(answers.scalars, self.align(answers).tolist(), strict=True)
+        scalars = [{**said, **dict(zip(weighting.judged, row, strict=True))} for said, row in told]
+        return replace(answers, scalars=scalars)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a round brought: the answers by client, or the hidden sum; who was rejected; what it cost."""
+
+    answers: Answers
+    accepted: Sequence[Accepted] = ()
+    hidden: HiddenSum | None = None
+    rejections: tuple[Rejection, ...] = ()
+    bytes_up: int = 0
+    bytes_down: int = 0
+    rounding: float | None = None
+    """Size of a step of the hidden sum's fixed-point numbers."""
+
+    @property
+    def count(self) -> int:
+        """Clients whose update is in."""
+        return len(self.accepted) if self.hidden is None else len(self.hidden.survivors)
+
+    def notes(self) -> dict[str, Any]:
+        """What a hidden sum says for the record: who is in it, or that it was aborted."""
+        if self.hidden is None:
+            return {}
+        asked_in_vain = self.hidden.asked and self.hidden.update is None
+        if self.rounding is not None:  # under differential privacy the cohort is nobody's business
+            return {"aborted": True} if asked_in_vain else {}
+        return {"aborted": True} if asked_in_vain else {"clients": {"ids": list(self.hidden.survivors)}}
+
+    def private_sum(self, clip: float, length: int) -> tuple[list[Tensor], float, int, float | None]:
+        """Summands, how many were within the bound, how many answered, the step of rounding if the sum was hidden."""
+        if self.hidden is None:
+            within = sum(a.reply.scalars.get("within", 0.0) for a in self.accepted)
+            return list(self.answers.updates), within, len(self.accepted), None
+        # A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting
+        # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
+        told, update = max(0, self.count - 1), self.hidden.update
+        total = torch.zeros(length) if update is None else update * told
+        most = told * (clip + (self.rounding or 0.0) * math.sqrt(length)) * 1.001
+        if float(torch.linalg.vector_norm(total.double())) > most:
+            log.warning("the hidden sum is longer than clipped updates give: somebody did not clip; nothing is used")
+            total = torch.zeros(length)
+        within = min(max(0.0, self.hidden.scalars.get("within", 0.0) * told), float(told))
+        return [total], within, told, self.rounding
+
+
+def collect(
+    algorithm: Algorithm,
+    federation: Federation,
+    state: ServerState,
+    orders: list[Order],
+    engine: Engine,
+    context: ServerContext,
+) -> Collected:
+    """Exchange the orders for what the run's protection lets the server see."""
+    if algorithm.privacy.hidden:
+        return _collect_hidden(algorithm, federation, orders, engine, context)
+    replies = list(engine.exchange(orders)) if orders else []
+    cohort = [order.client for order in orders]
+    accepted, rejections = validate_replies(replies, expectation(algorithm, federation, state, cohort, context))
+    if algorithm.privacy.dp is None:  # there everything is clipped
+        local = algorithm.local
+        accepted, outliers = without_outliers(
+            accepted, federation, state, lambda r: local.of(r.client).steps_for(int(context.claims.counted(r.examples)))
+        )
+        rejections += outliers
+    refused = {one.client for one in rejections if not one.silent} - {a.reply.client for a in accepted}
+    answers = replace(read(accepted, state, context), dropped=len(refused))
+    return Collected(
+        answers,
+        accepted,
+        rejections=tuple(rejections),
+        bytes_up=sum(map(size_of, replies)),
+        bytes_down=sum(map(wire_size, orders)),
+    )
+
+
+def _collect_hidden(
+    algorithm: Algorithm, federation: Federation, orders: list[Order], engine: Engine, context: ServerContext
+) -> Collected:
+    """Five stages instead of one; the server sees only the sum over those who stay."""
+    parts = (engine.exchange, context.length, context.trained, context.claims)
+    done = secure_sum(algorithm, federation, orders, *parts) if orders else HiddenSum()
+    lost = tuple(Rejection(client, why) for client, why in done.lost.items())
+    dp = algorithm.privacy.dp
+    ring = Ring(secure_segments(algorithm, context.length, context.trained), dp.mechanism.population) if dp else None
+    nobody = Answers((), torch.zeros(0, dtype=torch.float64), ())
+    rounding = ring.step("update") if ring else None
+    return Collected(nobody, (), done, lost, done.bytes_up, done.bytes_down, rounding)
+
+
+def expectation(
+    algorithm: Algorithm, federation: Federation, state: ServerState, cohort: Sequence[int], context: ServerContext
+) -> Expectation:
+    """What a well-formed training reply of this round looks like."""
+    sizes = {"width": context.width, "classes": context.classes, "trained": context.trained}
+    evidence = {
+        name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape), limit=EVIDENCE)
+        for wanted in algorithm.wants
+        for name, shape in wanted.evidence.items()
+    }
+    private = algorithm.privacy.dp is not None
+    ranges = {name: Range(0.0, one.largest) for one in algorithm.wants for name in one.scalars}
+    for link in algorithm.update:
+        ranges |= {name: Range(0.0, most, name in link.whole) for name, most in link.scalars.items()}
+    bits = {k: state.active_of(k) for k in cohort}
+    lengths = {k: int(unpack_bits(b, context.trained).sum()) for k, b in bits.items() if b is not None}
+    return Expectation(
+        run=federation.run,
+        round=state.round,
+        clients=frozenset(cohort),
+        space=context.space,
+        length=max(lengths.values(), default=context.length),
+        lengths=lengths,
+        codec=algorithm.compression,
+        sums={name: Field((context.trained,)) for name in algorithm.local.correction.sends},
+        scalars=[*(name for wanted in algorithm.wants for name in wanted.scalars), *algorithm.reports],
+        evidence=evidence,
+        norm_bound=federation.norm_bound,
+        # Under privacy every client counts once, so nobody needs to know; else as inside a secure sum.
+        max_examples=0 if private else federation.largest if federation.largest > 1 and context.claims.dealt else None,
+        ranges=ranges,
+        claims=None if private else context.claims,
+        check=lambda reply: _steps_lie(algorithm, reply, federation.rate(state)),
+    )
+
+
+def _steps_lie(algorithm: Algorithm, reply: Reply, lr: float) -> str:
+    """Effective steps that these examples do not give; they scale everybody's step (FedNova)."""
+    rule, told = (
+        algorithm.local.of(reply.client),
+        [name for link in algorithm.update if link.needs_effective_steps for name in link.scalars],
+    )
+    if not told or rule.optimizer.effective_steps is None:
+        return ""
+    steps = rule.steps_for(reply.examples)
+    most = rule.rate(lr, reply.examples) * rule.optimizer.effective_steps(steps) * (1 + 1e-6)
+    lies = [name for name in told if not 0 < reply.scalars[name] <= most]
+    return (
+        f"scalar {lies[0]!r} is {reply.scalars[lies[0]]:.4g}, and its examples give at most {most:.4g}" if lies else ""
+    )
+
+
+def read(accepted: Sequence[Accepted], state: ServerState, context: ServerContext) -> Answers:
+    """The accepted replies as the weighting and the aggregator see them, updates spread over the whole space."""
+    bits = [state.active_of(a.reply.client) for a in accepted]
+    active = [unpack_bits(b, context.trained) for b in bits if b is not None]
+    updates = [a.update for a in accepted if a.update is not None]
+    if active:
+        updates = [spread(update, where) for update, where in zip(updates, active, strict=True)]
+    return Answers(
+        tuple(a.reply.client for a in accepted),
+        torch.tensor([context.claims.counted(a.reply.examples) for a in accepted], dtype=torch.float64),
+        updates,
+        [a.reply.scalars for a in accepted],
+        [a.reply.evidence for a in accepted],
+        active,
+        state.vector,
+        state.round,
+        sums=[a.reply.sums for a in accepted],
+        trained=context.trained,
+        layers=context.layers,
+    )
+
+
+def spread(update: Tensor, active: Tensor) -> Tensor:
+    """An update of the active coordinates as one of all coordinates, zero elsewhere."""
+    full = torch.zeros(len(active))
+    full[active] = update
+    return full
+
+
+def describe(answers: Answers, collected: Collected, weights: Tensor, done: Advanced) -> dict[str, Any]:
+    """The numbers of a round by client: loss, update norm, drift, cosine to the mean."""
+    share = weights / weights.sum()
+    report = drift_report(answers.updates, done.update[: len(answers.updates[0])])
+    losses = [float(a.reply.metrics.get("loss", float("nan"))) for a in collected.accepted]
+    layers = [name for name in answers.scalars[0] if name.startswith("alignment:")]
+    alignment = {name.partition(":")[2]: [s[name] for s in answers.scalars] for name in layers}
+    return {
+        "train_loss": weighted(share, losses),
+        "clients": {
+            "ids": list(answers.clients),
+            "loss": losses,
+            "norm": [a.norm for a in collected.accepted],
+            "drift": report.drifts.tolist(),
+            "cosine": report.cosines.tolist(),
+            "weight": share.tolist(),
+        },
+        **({"alignment": alignment} if alignment else {}),
+    }
+
+
+def relative_drift(clients: Mapping[str, list[float]]) -> float:
+    """Mean over clients of their distance to the mean update, in units of their own update."""
+    pairs = [(d, n) for d, n in zip(clients["drift"], clients["norm"], strict=True) if n > 0]
+    return sum(d / n for d, n in pairs) / len(pairs) if pairs else 0.0
+
+
+def size_of(reply: Arrival) -> int:
+    """Bytes of one answer on the wire."""
+    message = reply[1] if isinstance(reply, tuple) else reply
+    if not isinstance(message, Reply):
+        return len(message) if isinstance(message, bytes | bytearray) else 0
+    try:
+        return wire_size(message)
+    except (AttributeError, KeyError, TypeError):  # a malformed object has no wire form; validation has dropped it
+        return 0

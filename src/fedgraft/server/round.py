@@ -1,0 +1,138 @@
+"""One round, from sampling to the next state. Read this first: it is the only place that knows the order of things."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedgraft.aggregate.robust import TooFew
+from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
+from fedgraft.aggregate.slots import Step
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.core.messages import Reply, message_digest
+from fedgraft.core.state import Federation, ServerState
+from fedgraft.server import sample as server
+from fedgraft.server.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
+from fedgraft.server.validate import LARGEST, Rejection, largest
+
+__all__ = ["Engine", "RoundSummary", "ServerContext", "run_round"]
+
+
+@dataclass(frozen=True)
+class RoundSummary:
+    """What one round was like; a line of metrics.jsonl."""
+
+    round: int
+    cohort: tuple[int, ...]
+    record: Mapping[str, Any]
+    rejections: tuple[Rejection, ...] = ()
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Matrices for figures: the mixing matrix, alignment scores."""
+    digests: Mapping[int, str] = field(default_factory=dict)
+    """Digest of each accepted reply's bytes by client; none where who took part is hidden or private."""
+
+
+def digests_of(replies: Sequence[Reply]) -> dict[int, str]:
+    """Digest of each reply's bytes by client."""
+    return {reply.client: message_digest(reply) for reply in replies}
+
+
+def run_round(
+    algorithm: Algorithm, federation: Federation, state: ServerState, engine: Engine, context: ServerContext
+) -> tuple[ServerState, RoundSummary]:
+    """One round: sample, instruct, exchange, validate, weigh, aggregate, step."""
+    began = time.perf_counter()
+    if context.active is not None:
+        state = replace(state, active=context.active(state))
+    cohort = server.sample(federation, state.round)
+    orders = server.instruct(algorithm, federation, state, cohort, context.space, context.origin)
+    collected = collect(algorithm, federation, state, orders, engine, context)
+    exchanged = time.perf_counter()
+    # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
+    rule = plain_tail(algorithm.server, context.trained) if len(state.vector) > context.trained else algorithm.server
+    step = Step(federation, state, rule, server.rate(federation, state))
+    seen = collected.accepted if algorithm.privacy.dp is None else ()
+    with ThreadPoolExecutor(1) as beside:  # hashing holds no lock of Python's, and combining only reads the answers
+        digests = beside.submit(digests_of, [a.reply for a in seen])
+        new, record, extra = checked(step, advance(algorithm, step, collected, context), collected)
+    if "skipped" not in record:
+        record["update_norm"] = float((new.vector - state.vector).norm())
+    seconds = {"exchange": exchanged - began, "aggregate": time.perf_counter() - exchanged}
+    counted = algorithm.aggregate.shares  # clients that train alone send nothing
+    record |= {
+        "bytes_up": collected.bytes_up if counted else 0,
+        "bytes_down": collected.bytes_down if counted else 0,
+        "round": state.round + 1,
+        "lr": step.lr,
+        "seconds": seconds,
+        "dropped": [{"client": r.client, "reason": r.reason} for r in collected.rejections],
+    }
+    return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests.result())
+
+
+MEMORY = 5
+"""Rounds whose median length of an update says what is usual."""
+Outcome = tuple[ServerState, dict[str, Any], Mapping[str, Tensor]]
+
+
+def checked(step: Step, outcome: Outcome, collected: Collected) -> Outcome:
+    """The outcome, or a skipped round where the step would leave a model or a server's memory that nobody can use."""
+    new = outcome[0]
+    models = [new.vector, *(new.model_of(k) for k in collected.answers.clients if k in new.personal)]
+    bad = not all(largest(model) <= LARGEST for model in models)  # also where it is not a number
+    if not bad and all(bool(torch.isfinite(t).all()) for t in new.rule.values() if t.is_floating_point()):
+        return outcome
+    norms = {a.reply.client: a.norm for a in collected.accepted}
+    longest = f"; the longest update is client {max(norms, key=lambda k: norms[k])}'s" if norms else ""
+    why = f"the server's step would leave numbers that no model can hold{longest}"
+    return server.skip(step.state), {**collected.notes(), "skipped": True, "refused": why}, {}
+
+
+def added(step: Step, mean: Tensor, collected: Collected, weights: Tensor) -> dict[int, Tensor]:
+    """The contributions so far with this round's: of client k with weight w, the mean minus the mean of the others.
+
+    That is w / (1 - w) times (its update - the mean); of a client by itself, all of the step.
+    """
+    kept, info = dict(step.state.contributions), step.info(collected.answers, weights)
+    for k, update, w in zip(collected.answers.clients, collected.answers.updates, weights / weights.sum(), strict=True):
+        share = float(w)
+        more = mean if share >= 1 else share / (1 - share) * (update - mean)
+        moved, _ = step.rule.step(torch.zeros_like(mean), more, dict(step.state.rule), info)
+        kept[k] = kept[k] + moved if k in kept else moved
+    return kept
+
+
+def advance(algorithm: Algorithm, step: Step, collected: Collected, context: ServerContext) -> Outcome:
+    """The next state from what came back: each update by itself, or the hidden sum of all."""
+    hidden, dp, count = collected.hidden, algorithm.privacy.dp, collected.count
+    if dp is not None:  # also when nobody answered: who was there is private
+        total, within, answered, rounding = collected.private_sum(step.state.clip, len(step.state.vector))
+        return dp.advance(step, total, within, answered, rounding), collected.notes(), {}
+    if count < max(1, step.federation.minimum_answers) or (hidden is not None and hidden.update is None):
+        return server.skip(step.state), {**collected.notes(), "skipped": True}, {}
+    if hidden is not None and hidden.update is not None:  # the mean that secure aggregation opened
+        info = RoundInfo(step.federation.clients, count, step.lr, hidden.sums, hidden.scalars)
+        return step.server_step(hidden.update, info), collected.notes(), {}
+    answers = context.judged(algorithm.weighting, collected.answers)
+    weights = algorithm.weighting.weights(answers)
+    try:
+        done = algorithm.aggregate.advance(step, answers, weights)
+    except TooFew as error:
+        if error.least > step.federation.per_round:  # even a full cohort would be too small
+            raise
+        return server.skip(step.state), {"skipped": True}, {}
+    record = describe(answers, collected, weights, done)
+    usual = statistics.median(a.norm for a in collected.accepted) / step.lr if step.lr > 0 else 0.0
+    new = replace(done.state, norms=(*step.state.norms, usual)[-MEMORY:])
+    if step.federation.keeps_contributions:
+        new = replace(new, contributions=added(step, done.update, collected, weights))
+    if algorithm.trainable.partial:
+        new = replace(new, drifts=(*step.state.drifts, relative_drift(record["clients"])))
+    return new, record, done.extra

@@ -1,1 +1,0 @@
-"""What crosses the wire and who may see it: codecs, screening, secure sum, privacy."""
