@@ -174,9 +174,13 @@ class Federation(LocalFederation):
             self.environment.pop("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", None)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*command, *overrides[1:]], env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [*command, *overrides[1:]],
+                env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
 
 def submit(federation: Any, settings: dict[str, str]) -> int:
@@ -187,9 +191,11 @@ def submit(federation: Any, settings: dict[str, str]) -> int:
     from flwr.supercore.fab import Fab
 
     files = {
-        "pyproject.toml": PROJECT, "bench_app/__init__.py": '"""A benchmark."""\n', "bench_app/server.py": SERVER,
+        "pyproject.toml": PROJECT,
+        "bench_app/__init__.py": '"""A benchmark."""\n',
+        "bench_app/server.py": SERVER,
         "bench_app/client.py": CLIENT,
-    }  # fmt: skip
+    }
     bundle, _ = build_fab_from_files({name: text.encode() for name, text in files.items()})
     fab = fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))
     request = StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(settings)))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedgraft.algorithms import fedavg
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
@@ -107,7 +107,7 @@ def main() -> None:
     algorithm, context = federation(given)
     vector = context.space.gather(context.network)
     cohort = range(given.per_round)
-    orders = [Order("bench", 0, k, "train", context.space.digest, vector, {}, {"lr": 0.1}) for k in cohort]
+    requests = [Request("bench", 0, k, "train", context.space.digest, vector, {}, {"lr": 0.1}) for k in cohort]
     engines: dict[str, Engine] = {
         "reference, 1 thread": InProcess(algorithm, context),
         "batched, 1 thread": Batched(algorithm, context, 1),
@@ -119,7 +119,7 @@ def main() -> None:
     least: dict[int, list[float]] = {n: [] for n in limits}
     for _ in range(given.repeats * given.rounds):
         for name, engine in engines.items():
-            seconds[name].append(timed(lambda engine=engine: list(engine.exchange(orders))))  # type: ignore[misc]
+            seconds[name].append(timed(lambda engine=engine: list(engine.exchange(requests))))  # type: ignore[misc]
         for n, large in limits.items():
             least[n].append(scale * timed(large))
     result = {"seconds": seconds, "least": {str(n): found for n, found in least.items()}, "load": os.getloadavg()[0]}

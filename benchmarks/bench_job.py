@@ -109,10 +109,20 @@ def base(cohort: int, rounds: int, real: bool) -> list[str]:
     )
     model = str(SHARED / "weights" / "vit-tiny") if real else "nano"
     return [
-        *source, f"model.name={model}", "model.head=random", "partition.clients=100", "partition.kind=iid",
-        f"rounds.fraction={cohort / 100}", f"rounds.total={rounds}", "rounds.evaluate_every=0", "rounds.test=false",
-        f"local.steps={STEPS}", f"local.batch_size={BATCH}", "data.validation=0.01", "local.lr=0.003",
-    ]  # fmt: skip
+        *source,
+        f"model.name={model}",
+        "model.head=random",
+        "partition.clients=100",
+        "partition.kind=iid",
+        f"rounds.fraction={cohort / 100}",
+        f"rounds.total={rounds}",
+        "rounds.evaluate_every=0",
+        "rounds.test=false",
+        f"local.steps={STEPS}",
+        f"local.batch_size={BATCH}",
+        "data.validation=0.01",
+        "local.lr=0.003",
+    ]
 
 
 def own(kind: str, words: list[str], folder: Path) -> dict[str, Any]:
@@ -161,10 +171,18 @@ def prepare(folder: Path, cohort: int, rounds: int, real: bool) -> None:
     network = model(str(SHARED / "weights" / "vit-tiny") if real else "nano", image_size=112 if real else None)
     network.backbone.save_pretrained(folder / "model")  # type: ignore[operator]
     job = {
-        "model": str(folder / "model"), "classes": data.classes, "size": network.image_size, "cohort": cohort,
-        "each": len(rows) // cohort, "steps": STEPS, "batch": BATCH, "rounds": rounds, "cores": os.cpu_count(),
-        "blocks": BLOCKS if real else 4, "depth": network.depth,
-    }  # fmt: skip
+        "model": str(folder / "model"),
+        "classes": data.classes,
+        "size": network.image_size,
+        "cohort": cohort,
+        "each": len(rows) // cohort,
+        "steps": STEPS,
+        "batch": BATCH,
+        "rounds": rounds,
+        "cores": os.cpu_count(),
+        "blocks": BLOCKS if real else 4,
+        "depth": network.depth,
+    }
     (folder / "job.json").write_text(json.dumps(job))
 
 
@@ -208,9 +226,11 @@ def costs(row: dict[str, Any], cohort: int) -> dict[str, dict[str, float]]:
     again = min(ours["again"]["rounds"])
     # A first run's round computes each image that it meets once; what it takes longer is their price.
     mine = {
-        "image": max(0.0, ours["first"]["rounds"][0] - again) / images, "round": scale * again,
-        "peak_mb": ours["first"]["peak_mb"], "bytes": scale * ours["bytes_up"],
-    }  # fmt: skip
+        "image": max(0.0, ours["first"]["rounds"][0] - again) / images,
+        "round": scale * again,
+        "peak_mb": ours["first"]["peak_mb"],
+        "bytes": scale * ours["bytes_up"],
+    }
     made = {SUMS: mine, FIFTH: mine, OWN_DRAWN: mine}
     for name in [one for one in row if one != "fedgraft"]:
         one = row[name]
@@ -270,16 +290,18 @@ def section(path: Path = OUT) -> str:
     found = json.loads(path.read_text())
     what = "vit-tiny at 112 px on CIFAR-100" if found["real"] else "nano on synthetic images, which stands in for it"
     lines = [
-        f"## The real job: {what}", "",
+        f"## The real job: {what}",
+        "",
         f"Command: `python -m benchmarks.bench_job`, {found['date']}. 100 clients, 10 a round, 8 steps, batch 32. "
         f"Rounds were measured with {found['cohort']} clients and are given for ten. Seconds to an accuracy are the "
         "rounds it takes and, for fedgraft, each image's features once: of all images where the head is made of the "
         "clients' sums (its default), of a fifth where a fifth is asked, and of those that rounds meet. Medians of the "
-        "repeats (least to most).", "",
+        "repeats (least to most).",
+        "",
         "| trains | tool | a new image, ms | a round, s | times fedgraft | s to 60 % | s to 67 % | MB up to 60 % | "
         "peak MB |",
         "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for kind in found["kinds"]:
         for name, (one, times, seconds) in medians(found, kind).items():
             to = {a: needs(one, name, kind, a) if found["real"] else (math.inf, math.inf) for a in ("60", "67")}

@@ -39,9 +39,16 @@ OUT = Path("runs") / "benchmarks" / "socket.json"
 NODES, ROUNDS = 2, 3
 MESSAGES = NODES * (ROUNDS + 1)  # an order and its answer; before the first round each node is asked who it is
 BASE = [
-    f"partition.clients={NODES}", f"rounds.total={ROUNDS}", "rounds.fraction=1.0", "rounds.evaluate_every=0",
-    "local.steps=1", "local.batch_size=8", "model.head=random", "partition.kind=iid", "personal.evaluate=never",
-]  # fmt: skip
+    f"partition.clients={NODES}",
+    f"rounds.total={ROUNDS}",
+    "rounds.fraction=1.0",
+    "rounds.evaluate_every=0",
+    "local.steps=1",
+    "local.batch_size=8",
+    "model.head=random",
+    "partition.kind=iid",
+    "personal.evaluate=never",
+]
 MASK = ["trainable.kind=sparse", "trainable.sparse.strategy=random", "trainable.sparse.sparsity=0.9"]
 TINY = ["trainable.kind=head", "model.name=tiny"]
 CASES = {
@@ -52,10 +59,15 @@ CASES = {
     "Fed-SB": ["algorithm.name=fedsb"],
 }
 KINDS = {
-    "send-node-heartbeat": "signs of life", "get-run": "start of a run", "get-fab": "start of a run",
-    "pull-object": "messages", "push-object": "messages", "push-messages": "messages", "pull-messages": "messages",
+    "send-node-heartbeat": "signs of life",
+    "get-run": "start of a run",
+    "get-fab": "start of a run",
+    "pull-object": "messages",
+    "push-object": "messages",
+    "push-messages": "messages",
+    "pull-messages": "messages",
     "confirm-message-received": "messages",
-}  # fmt: skip
+}
 _PATH = re.compile(rb"POST /v1/fleet/([a-z-]+) ")
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _EMPTY = 64  # bytes of an answer that brings no message
@@ -211,9 +223,11 @@ def idle(proxy: CountingProxy, seconds: float, mark: str) -> dict[str, float]:
                 spent["node" if b"node" in words else "server"] += (cpu(pid) or then) - then
     moved = sum(number for key, number in proxy.since(counted).items() if not key.endswith("requests"))
     return {
-        "seconds": took, "server": spent["server"] / took, "node": spent["node"] / NODES / took,
+        "seconds": took,
+        "server": spent["server"] / took,
+        "node": spent["node"] / NODES / took,
         "bytes an hour": moved / NODES / took * 3600,
-    }  # fmt: skip
+    }
 
 
 def section(path: Path = OUT) -> str:

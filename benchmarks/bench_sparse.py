@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.codecs import VALUES
 from fedgraft.aggregate.mean import weighted_mean
-from fedgraft.core.messages import Reply, wire_size
+from fedgraft.core.messages import Response, wire_size
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import EditSpace, masked, select
 from fedgraft.edit.choose import choose, random_scores
@@ -88,7 +88,7 @@ def averaging(space: EditSpace) -> Work:
 def upload(space: EditSpace) -> int:
     """Bytes of one client's encoded answer."""
     update = VALUES.encode(torch.zeros(space.size), torch_stream(0, "encode"))
-    return wire_size(Reply("0123456789abcdef", 7, 3, space.digest, 500, update, metrics={"loss": 1.0, "steps": 4.0}))
+    return wire_size(Response("0123456789abcdef", 7, 3, space.digest, 500, update, metrics={"loss": 1.0, "steps": 4.0}))
 
 
 def rows(space: EditSpace, model: str) -> list[Work]:

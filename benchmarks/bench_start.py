@@ -97,11 +97,14 @@ def section(path: Path = OUT) -> str:
     """The result of the last run as Markdown."""
     found = json.loads(path.read_text())
     lines = [
-        "## Start-up", "",
+        "## Start-up",
+        "",
         f"Command: `python -m benchmarks.bench_start`, {found['date']}, {len(found['run'])} repeats: medians (least to "
-        "most). The demo's first round is told after its network, data and head.", "",
-        "| command | processor seconds |", "|---|---|",
-    ]  # fmt: skip
+        "most). The demo's first round is told after its network, data and head.",
+        "",
+        "| command | processor seconds |",
+        "|---|---|",
+    ]
     lines += [f"| `fedgraft {name}` | {spread(spent)} |" for name, spent in found["commands"].items()]
     words = [spread([one[i] for one in found["run"]]) for i in (0, 1)]
     lines += ["", f"`fedgraft run demo`: first line after {words[0]} s, first word of a round after {words[1]} s."]

@@ -21,7 +21,7 @@ RUN = {
     "name": "digits", "model": {"name": "nano", "head": "random"}, "trainable": {"kind": "head"},
     "partition": {"kind": "classes", "clients": 10, "classes_per_client": 5}, "local": {"steps": 4, "lr": 0.03},
     "rounds": {"total": 40, "fraction": 0.5, "evaluate_every": 1, "checkpoint_every": 40},
-}  # fmt: skip
+}
 
 
 def main() -> None:

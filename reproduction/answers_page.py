@@ -144,9 +144,12 @@ def sentence(endpoint: Endpoint, verdict: Verdict) -> str:
     behind = verdict.why.split(";")[0] if verdict.value is None else f"{verdict.value:.3g} {unit}{limits}"
     word, _, little = verdict.word.partition(", ")
     lead = {
-        SUPPORTED: "Yes", CONTRADICTED: "No" if endpoint.expect == "same" else "No, the other way round",
-        UNDECIDED: "Cannot be told", NO_RANGE: "No range here", NOT_MEASURED: "Not measured yet",
-    }.get(word, f"Not by {endpoint.margin:g} {unit} either way")  # fmt: skip
+        SUPPORTED: "Yes",
+        CONTRADICTED: "No" if endpoint.expect == "same" else "No, the other way round",
+        UNDECIDED: "Cannot be told",
+        NO_RANGE: "No range here",
+        NOT_MEASURED: "Not measured yet",
+    }.get(word, f"Not by {endpoint.margin:g} {unit} either way")
     behind = f" ({behind})" if behind else ""
     return f"{lead}{f', {little}' if little else ''}: {endpoint.text}{behind}."
 
@@ -257,11 +260,14 @@ def _row(endpoint: Endpoint, verdict: Verdict) -> dict[str, str]:
     kind = "primary" if endpoint.primary else "secondary"
     expect = f"{endpoint.expect} {'as' if endpoint.expect == 'same' else 'than'} {endpoint.number:g}"
     return {
-        "endpoint": f"{endpoint.text} ({kind}; {expect})", "part": endpoint.part, "effect": effect,
-        "smallest that matters": f"{endpoint.margin:g}", "verdict": verdict.word,
+        "endpoint": f"{endpoint.text} ({kind}; {expect})",
+        "part": endpoint.part,
+        "effect": effect,
+        "smallest that matters": f"{endpoint.margin:g}",
+        "verdict": verdict.word,
         "why": "gate not met" if verdict.word == NO_RANGE else verdict.why or "–",
         "gate": "; ".join(map(str, verdict.gate)) or "–",
-    }  # fmt: skip
+    }
 
 
 def claim_rows(parts: Mapping[str, Mapping[str, Part]]) -> Table:
@@ -279,11 +285,19 @@ def claim_rows(parts: Mapping[str, Mapping[str, Part]]) -> Table:
             matters = f"a factor of {claim.margin:g}" if claim.ratio else f"{claim.margin:g}"
             span = "; ".join(f"{c.measured:.3g} (needs {c.needed:.3g})" for c in found.gate[:1]) or "–"
         says = f"{claim.says} ({claim.document})"
-        rows.append({
-            "claim": claim.id, "what the document says": says, "its setting": claim.setting, "our part": where,
-            "our setting": ours,
-            "measured": measured, "smallest that matters": matters, "range between arms": span, "verdict": word,
-        })  # fmt: skip
+        rows.append(
+            {
+                "claim": claim.id,
+                "what the document says": says,
+                "its setting": claim.setting,
+                "our part": where,
+                "our setting": ours,
+                "measured": measured,
+                "smallest that matters": matters,
+                "range between arms": span,
+                "verdict": word,
+            }
+        )
     return rows
 
 

@@ -16,8 +16,10 @@ from reproduction.reproduce import MEASURES, Found, numbers
 from reproduction.statistics import paired
 
 _CURVES = {
-    "accuracy": "validation accuracy (%)", "loss": "validation loss", "personal_curve": "mean client accuracy (%)",
-}  # fmt: skip
+    "accuracy": "validation accuracy (%)",
+    "loss": "validation loss",
+    "personal_curve": "mean client accuracy (%)",
+}
 """What the lines of metrics.jsonl are called."""
 _SPREAD = {figures.curves: "bands", figures.panels: "bands", figures.bars: "lines on bars"}
 """What shows how far seeds lie apart."""

@@ -35,15 +35,24 @@ RULES = ("sum", "mean", "ties", "dare")
 TASKS: Mapping[str, tuple[str, ...]] = {
     "pacs": ("partition.kind=by_site", "partition.clients=4", "data.source=parquet"),
     "halves": (
-        "partition.kind=groups", f"partition.groups=[{list(range(50))},{list(range(50, 100))}]",
-        "partition.clients=2", "data.source=cifar100", "partition.test=all_of_my_classes",
+        "partition.kind=groups",
+        f"partition.groups=[{list(range(50))},{list(range(50, 100))}]",
+        "partition.clients=2",
+        "data.source=cifar100",
+        "partition.test=all_of_my_classes",
     ),
     "digits": ("partition.kind=groups", "partition.groups=[[0,1,2,3,4],[5,6,7,8,9]]", "partition.clients=2"),
-}  # fmt: skip
+}
 BASE = (
-    "algorithm.name=local_only", "trainable.kind=sparse", "trainable.head_too=false", "trainable.match_norm=100",
-    "rounds.fraction=1.0", "rounds.evaluate_every=0", "rounds.test=false", "workers=1",
-)  # fmt: skip
+    "algorithm.name=local_only",
+    "trainable.kind=sparse",
+    "trainable.head_too=false",
+    "trainable.match_norm=100",
+    "rounds.fraction=1.0",
+    "rounds.evaluate_every=0",
+    "rounds.test=false",
+    "workers=1",
+)
 
 
 def merged(edits: Tensor, seed: int) -> dict[str, Tensor]:

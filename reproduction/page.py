@@ -192,10 +192,23 @@ def _network(found: Found) -> str:
 
 
 _SETTINGS = (
-    "data.limit", "data.image_size", "data.validation", "partition.kind", "partition.clients", "rounds.fraction",
-    "rounds.total", "local.steps", "local.epochs", "local.batch_size", "local.lr", "local.momentum", "trainable.kind",
-    "trainable.freeze_blocks", "centralized.epochs", "model.head",
-)  # fmt: skip
+    "data.limit",
+    "data.image_size",
+    "data.validation",
+    "partition.kind",
+    "partition.clients",
+    "rounds.fraction",
+    "rounds.total",
+    "local.steps",
+    "local.epochs",
+    "local.batch_size",
+    "local.lr",
+    "local.momentum",
+    "trainable.kind",
+    "trainable.freeze_blocks",
+    "centralized.epochs",
+    "model.head",
+)
 
 
 def _settings(found: Found) -> str:

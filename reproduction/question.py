@@ -23,9 +23,19 @@ from reproduction.reproduce import Found
 QUESTIONS = ("q1", "q2", "q3", "q4", "q5", "q6")
 CLAIMS = Path(__file__).parent / "claims.toml"
 KEPT = (
-    "test", "best", "last", "personal", "finetuned", "balanced", "megabytes", "spread", "rounds_to", "seconds",
-    "seconds:aggregate", "dispersion",
-)  # fmt: skip
+    "test",
+    "best",
+    "last",
+    "personal",
+    "finetuned",
+    "balanced",
+    "megabytes",
+    "spread",
+    "rounds_to",
+    "seconds",
+    "seconds:aggregate",
+    "dispersion",
+)
 """Measures whose numbers are kept for every cell."""
 
 

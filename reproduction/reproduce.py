@@ -22,12 +22,19 @@ FURTHER_SEEDS = 101
 WIDENED = 3
 """How often a list of learning rates may grow because its best is at an end."""
 MEASURES = {
-    "test": "test accuracy of the best round (%)", "best": "best validation (%)", "last": "validation, last round (%)",
-    "personal": "mean client accuracy (%)", "finetuned": "mean client accuracy, fine-tuned (%)",
-    "megabytes": "MB up and down", "spread": "variance of clients' mean steps", "rounds_to": "rounds to the target",
-    "seconds": "seconds", "seconds:aggregate": "seconds to aggregate", "balanced": "mean balanced client accuracy (%)",
+    "test": "test accuracy of the best round (%)",
+    "best": "best validation (%)",
+    "last": "validation, last round (%)",
+    "personal": "mean client accuracy (%)",
+    "finetuned": "mean client accuracy, fine-tuned (%)",
+    "megabytes": "MB up and down",
+    "spread": "variance of clients' mean steps",
+    "rounds_to": "rounds to the target",
+    "seconds": "seconds",
+    "seconds:aggregate": "seconds to aggregate",
+    "balanced": "mean balanced client accuracy (%)",
     "dispersion": "deviation of the clients' weights (% of their mean)",
-}  # fmt: skip
+}
 """Column titles by measure."""
 
 Tables = dict[str, tuple[str, list[dict[str, Any]]]]
@@ -95,8 +102,10 @@ class Found:
         if label not in self.folders:
             return {}
         folders = self.folders[label]
-        found = {seed: measure_of(folders[seed], measure, self.work.target) if seed in folders else None
-                 for seed in self.work.seeds}  # fmt: skip
+        found = {
+            seed: measure_of(folders[seed], measure, self.work.target) if seed in folders else None
+            for seed in self.work.seeds
+        }
         return found if any(value is not None for value in found.values()) else {}
 
     @property

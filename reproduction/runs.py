@@ -133,8 +133,11 @@ def measure_of(folder: Path, measure: str, target: float | None = None) -> float
     if kind == "balanced":
         # Each client's own test images with the model it would use: one common test set would judge local models on
         # images of clients they never met.
-        found = [one["balanced_accuracy"]["value"] for one in summary.get("clients", {}).values()
-                 if "balanced_accuracy" in one]  # fmt: skip
+        found = [
+            one["balanced_accuracy"]["value"]
+            for one in summary.get("clients", {}).values()
+            if "balanced_accuracy" in one
+        ]
         return 100 * sum(found) / len(found) if found else None
     if kind == "megabytes":
         whole = summary["bytes_up"] + summary["bytes_down"]  # a head of one exchange has no rounds but these bytes

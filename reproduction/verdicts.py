@@ -26,8 +26,12 @@ from fedgraft.core.errors import FedgraftError
 from reproduction.statistics import ALPHA, Effect, Series, paired
 
 SUPPORTED, CONTRADICTED, EQUIVALENT, UNDECIDED, NO_RANGE = (
-    "supported", "contradicted", "equivalent within", "undecided", "no range here",
-)  # fmt: skip
+    "supported",
+    "contradicted",
+    "equivalent within",
+    "undecided",
+    "no range here",
+)
 NOT_MEASURED = "not measured"
 RANGE, POINTS, EVALUATIONS = 5.0, 5.0, 8
 

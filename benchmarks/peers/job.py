@@ -183,12 +183,15 @@ def pfl(kind: str, job: dict[str, Any], images: Tensor, labels: Tensor) -> list[
     data = FederatedDataset(user, get_user_sampler("random", list(range(job["cohort"]))))
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
-            central_num_iterations=job["rounds"], evaluation_frequency=job["rounds"] + 1,
-            train_cohort_size=job["cohort"], val_cohort_size=0,
+            central_num_iterations=job["rounds"],
+            evaluation_frequency=job["rounds"] + 1,
+            train_cohort_size=job["cohort"],
+            val_cohort_size=0,
         ),
         backend=SimulatedBackend(training_data=data, val_data=data),
         model=PyTorchModel(
-            classifier, local_optimizer_create=partial(torch.optim.SGD, momentum=0.9),
+            classifier,
+            local_optimizer_create=partial(torch.optim.SGD, momentum=0.9),
             central_optimizer=torch.optim.SGD(moving.values(), 1.0),
         ),
         model_train_params=NNTrainHyperParams(
@@ -196,7 +199,7 @@ def pfl(kind: str, job: dict[str, Any], images: Tensor, labels: Tensor) -> list[
         ),
         model_eval_params=NNEvalHyperParams(local_batch_size=512),
         callbacks=[Watch()],
-    )  # fmt: skip
+    )
     return [b - a for a, b in pairwise(times)]
 
 

@@ -20,17 +20,26 @@ from benchmarks.peers.workloads import SHORT, Spec
 
 COMMAND = "python -m benchmarks.peers"
 NAMES = {
-    "fedgraft": "fedgraft", "bare": "bare hardware", "flower": "Flower simulation", "pfl": "pfl-research",
-    "fedjax": "FedJAX", "fedlab": "FedLab", "torch_loop": "plain PyTorch loop",
-}  # fmt: skip
+    "fedgraft": "fedgraft",
+    "bare": "bare hardware",
+    "flower": "Flower simulation",
+    "pfl": "pfl-research",
+    "fedjax": "FedJAX",
+    "fedlab": "FedLab",
+    "torch_loop": "plain PyTorch loop",
+}
 BARS: dict[str, tuple[tuple[str, str, float], ...]] = {
     "features": (
-        ("round", "flower", 12), ("round", "pfl", 6), ("round", "fedjax", 4),
-        ("whole", "flower", 10), ("whole", "pfl", 4), ("whole", "fedjax", 3),
+        ("round", "flower", 12),
+        ("round", "pfl", 6),
+        ("round", "fedjax", 4),
+        ("whole", "flower", 10),
+        ("whole", "pfl", 4),
+        ("whole", "fedjax", 3),
     ),
     "cnn": (("round", "best torch peer", 1.4),),
     "frozen": (("whole", "best peer", 10),),
-}  # fmt: skip
+}
 LIMITS = {"features": 2.0, "edit": 1.10}
 """At most so many times the bare hardware's seconds per round."""
 
@@ -99,16 +108,21 @@ def table(root: Path, spec: Spec) -> list[str]:
     """The lines of one workload."""
     found = load(root, spec)
     ours = found["fedgraft"]
-    base = {"round": spread([steady(r) for r in ours]).middle, "whole": spread([whole(r, spec) for r in ours]).middle} \
-        if ours else {}  # fmt: skip
+    base = (
+        {"round": spread([steady(r) for r in ours]).middle, "whole": spread([whole(r, spec) for r in ours]).middle}
+        if ours
+        else {}
+    )
     lines = [
-        f"### {spec.name}: {spec.text}", "",
+        f"### {spec.name}: {spec.text}",
+        "",
         f"{spec.clients} clients, {spec.per_round} per round, {spec.steps} steps, batch {spec.batch_size}, "
-        f"{spec.rounds} rounds, {spec.examples:,} examples. Repeats: {repeated(found)}. {measured(found)}", "",
+        f"{spec.rounds} rounds, {spec.examples:,} examples. Repeats: {repeated(found)}. {measured(found)}",
+        "",
         "| | s per round | times fedgraft | whole process, s | times fedgraft | peak MB | cores "
         "| other load | test % |",
         "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for peer, results in found.items():
         lines.append(_row(root, spec, peer, results, base))
     fewest = min((r["rounds"] for peer, rs in found.items() if peer != "bare" for r in rs), default=0)

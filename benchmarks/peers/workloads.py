@@ -75,9 +75,19 @@ def _sparse(task: str, model: str, name: str, peers: tuple[str, ...], **numbers:
     lr = {"sparse": 0.5, "qk": 1.0, "lora": 0.5}[task]  # three rounds then change the accuracy, which is compared
     text = f"{what[task]} of {'nano' if name == 'nano' else 'ViT-S/16 shapes at 64 px'}"
     return Spec(
-        f"edit-{task}-{name}", text, task, model, peers, 3, 3, evaluate_every=100, batch_size=32, options=options,
-        lr=lr, **numbers,
-    )  # fmt: skip
+        f"edit-{task}-{name}",
+        text,
+        task,
+        model,
+        peers,
+        3,
+        3,
+        evaluate_every=100,
+        batch_size=32,
+        options=options,
+        lr=lr,
+        **numbers,
+    )
 
 
 NANO = {"steps": 4, "clients": 20, "per_round": 4, "classes": 20, "examples": 4_000, "each": 1.5, "own": (9.0, 1.5)}
@@ -86,28 +96,73 @@ SPECS = {
     spec.name: spec
     for spec in (
         Spec(
-            "features", "head 384 -> 100 on given features", "head", "features", (*TORCH_PEERS, "fedjax", "fedlab"),
-            50, 50, 16, 64, examples=50_000, lr=0.05, each=0.2, own=(4.0, 0.03),
+            "features",
+            "head 384 -> 100 on given features",
+            "head",
+            "features",
+            (*TORCH_PEERS, "fedjax", "fedlab"),
+            50,
+            50,
+            16,
+            64,
+            examples=50_000,
+            lr=0.05,
+            each=0.2,
+            own=(4.0, 0.03),
         ),
         Spec(
-            "cnn", "small CNN on 32x32 images", "cnn", "cnn:width=32,size=32", (*TORCH_PEERS, "fedjax"),
-            20, 3, 16, 32, options={"width": 32}, own=(6.0, 2.0),
+            "cnn",
+            "small CNN on 32x32 images",
+            "cnn",
+            "cnn:width=32,size=32",
+            (*TORCH_PEERS, "fedjax"),
+            20,
+            3,
+            16,
+            32,
+            options={"width": 32},
+            own=(6.0, 2.0),
         ),
         Spec(
-            "frozen-nano", "head of a frozen nano, from images", "frozen", "nano", TORCH_PEERS,
-            100, 3, 4, 64, complete=True, lr=0.05, each=5.0, own=(35.0, 0.03),
+            "frozen-nano",
+            "head of a frozen nano, from images",
+            "frozen",
+            "nano",
+            TORCH_PEERS,
+            100,
+            3,
+            4,
+            64,
+            complete=True,
+            lr=0.05,
+            each=5.0,
+            own=(35.0, 0.03),
         ),
         _sparse("sparse", "nano", "nano", ("torch_loop", "pfl"), **NANO),
         Spec(
-            "frozen-vits", "head of frozen ViT-S/16 shapes at 64 px, from images", "frozen", VIT_S, ("torch_loop",),
-            100, 2, 4, 64, per_round=2, clients=10, classes=10, examples=2_000, complete=True, lr=0.05,
-            each=5.0, own=(25.0, 0.03),
+            "frozen-vits",
+            "head of frozen ViT-S/16 shapes at 64 px, from images",
+            "frozen",
+            VIT_S,
+            ("torch_loop",),
+            100,
+            2,
+            4,
+            64,
+            per_round=2,
+            clients=10,
+            classes=10,
+            examples=2_000,
+            complete=True,
+            lr=0.05,
+            each=5.0,
+            own=(25.0, 0.03),
         ),
         _sparse("sparse", VIT_S, "vits", ("torch_loop",), **SMALL),
         *(_sparse(task, "nano", "nano", ("torch_loop",), **NANO) for task in ("qk", "lora")),
         *(_sparse(task, VIT_S, "vits", (), **SMALL) for task in ("qk", "lora")),
     )
-}  # fmt: skip
+}
 
 
 def smallest(spec: Spec) -> Spec:
@@ -174,11 +229,24 @@ def prepare(spec: Spec, folder: Path, cores: int) -> Workload:
     arrays, made = _arrays(spec, folder)
     np.savez(folder / "data.npz", **arrays)  # type: ignore[arg-type]
     workload = Workload(
-        name=spec.name, task=spec.task, clients=spec.clients, per_round=spec.per_round, rounds=spec.rounds,
-        steps=spec.steps, batch_size=spec.batch_size, lr=spec.lr, momentum=LOCAL["momentum"],
-        evaluate_every=spec.evaluate_every, classes=spec.classes, seed=0, cores=cores, digest=digest(arrays),
-        data=str(folder / "data.npz"), options=spec.options, **made,
-    )  # fmt: skip
+        name=spec.name,
+        task=spec.task,
+        clients=spec.clients,
+        per_round=spec.per_round,
+        rounds=spec.rounds,
+        steps=spec.steps,
+        batch_size=spec.batch_size,
+        lr=spec.lr,
+        momentum=LOCAL["momentum"],
+        evaluate_every=spec.evaluate_every,
+        classes=spec.classes,
+        seed=0,
+        cores=cores,
+        digest=digest(arrays),
+        data=str(folder / "data.npz"),
+        options=spec.options,
+        **made,
+    )
     overrides.write_text(json.dumps({"key": key, "workload": asdict(workload)}))
     return workload
 
@@ -214,10 +282,14 @@ def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, 
     rows = [data.rows(k).numpy() for k in range(spec.clients)]
     least = min(map(len, rows))  # equal clients, for frameworks that want a rectangle
     arrays = {
-        "train_x": inputs["train"], "train_y": train.labels, "rows": np.stack([one[:least] for one in rows]),
-        "validation_x": inputs["train"][held], "validation_y": train.labels[held],
-        "test_x": inputs["test"], "test_y": test.labels,
-    }  # fmt: skip
+        "train_x": inputs["train"],
+        "train_y": train.labels,
+        "rows": np.stack([one[:least] for one in rows]),
+        "validation_x": inputs["train"][held],
+        "validation_y": train.labels[held],
+        "test_x": inputs["test"],
+        "test_y": test.labels,
+    }
     drawn = network.parameters() if spec.task in ("head", "cnn") else network.head.parameters()
     arrays |= {f"start_{i}": p.detach().numpy().copy() for i, p in enumerate(drawn)}
     made: dict[str, Any] = {"mean": (), "std": ()}

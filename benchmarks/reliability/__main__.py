@@ -16,7 +16,9 @@ CHECKS: dict[str, Check] = {
     "kills": Check("kill -9 at 200 points, resume", "200 of 200 bit-identical", "faults", 6),
     "stages": Check(
         "node, restarted node or server gone at every stage of head, calibration, secure sums, evaluation",
-        "the run completes, same bytes where nobody is lost", "stages", 4,
+        "the run completes, same bytes where nobody is lost",
+        "stages",
+        4,
     ),
     "damaged": Check("damaged checkpoints, 50 of each kind", "0 corrupt loads, all fall back", "faults", 3),
     "dropouts": Check(
@@ -24,7 +26,9 @@ CHECKS: dict[str, Check] = {
     ),
     "thousand": Check(
         "secure sum of 1,000 clients, 20 neighbours each, 3 % lost at each stage",
-        "exact sum over those who stay; a client sends no more than in a small cohort", "sums", 1,
+        "exact sum over those who stay; a client sends no more than in a small cohort",
+        "sums",
+        1,
     ),
     "view": Check(
         "the server's view of one client", "uniform; 0 and max indistinguishable; declared fields only", "views", 2
@@ -40,14 +44,14 @@ CHECKS: dict[str, Check] = {
         3,
     ),
     "malformed": Check(
-        "malformed replies, 1,000 of each kind and aggregator", "0 crashes, 0 accepted, only the offender goes",
-        "replies", 6,
+        "malformed replies, 1,000 of each kind and aggregator",
+        "0 crashes, 0 accepted, only the offender goes",
+        "replies",
+        6,
     ),
     "sizes": Check("hostile payload sizes", "memory rises by <= 2x the declared limit", "sizes", 1),
     "accounts": Check("epsilon of 500 configurations", "never below dp-accounting", "privacy", 6),
-    "noise": Check(
-        "noise and sensitivity with drops, zero and NaN updates", "within 1 %, or refused", "privacy", 3
-    ),
+    "noise": Check("noise and sensitivity with drops, zero and NaN updates", "within 1 %, or refused", "privacy", 3),
     "membership": Check(
         "cohorts guessed from everything that a node and the run folder know", "no better than chance", "neighbours", 3
     ),
@@ -58,10 +62,8 @@ CHECKS: dict[str, Check] = {
         "honest clients at dirichlet 0.1, one with ten times the images", "0 benign updates refused", "uneven", 4
     ),
     "liar": Check("a liar on similarity, one of ten", "weight <= 2/m, accuracy within 6 points", "liar", 5),
-    "soak": Check(
-        "10,000 rounds, head only", "< 1 MB per 1,000 rounds after warm-up, file handles flat", "soak", 12
-    ),
-}  # fmt: skip
+    "soak": Check("10,000 rounds, head only", "< 1 MB per 1,000 rounds after warm-up, file handles flat", "soak", 12),
+}
 
 
 def run_here(name: str, scale: float, store: Path) -> bool:
@@ -79,11 +81,14 @@ def run_here(name: str, scale: float, store: Path) -> bool:
     except Exception as error:  # a check that breaks is a row that fails, and the others go on
         outcome = Outcome(False, f"broke off: {type(error).__name__}: {str(error)[:200]}", {}, False)
     about = {
-        "check": name, "scale": scale, "seconds": time.monotonic() - began,
+        "check": name,
+        "scale": scale,
+        "seconds": time.monotonic() - began,
         "command": f"python -m benchmarks.reliability {name} --scale {scale:g}",
         "date": datetime.now(UTC).isoformat(timespec="seconds")[:16].replace("T", " "),
-        "revision": source, "machine": processor(),
-    }  # fmt: skip
+        "revision": source,
+        "machine": processor(),
+    }
     keep(store, name, outcome, about)
     print(f"{name}: {'holds' if outcome.passed and outcome.caught else 'FAILS'} - {outcome.result}", flush=True)
     for variant, said in outcome.broken.items():

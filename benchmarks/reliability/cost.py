@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from benchmarks.reliability.outcome import Outcome, share
-from fedgraft.core.messages import Reply, pack, unpack
+from fedgraft.core.messages import Response, pack, unpack
 from fedgraft.privacy.secagg.keys import Identity
-from fedgraft.privacy.secagg.secure_sum import (  # fmt: skip
+from fedgraft.privacy.secagg.secure_sum import (
     Plan,
     SecureClient,
     SecureServer,
@@ -67,12 +67,12 @@ def ours(updates: np.ndarray, round_: int = 0, wider: bool = False) -> tuple[np.
         for u, data in outbox.items():
             if stage == "masked" and u in LOST:
                 continue
-            reply = Reply("cost", round_, u, evidence=clients[u].answer(stage, data, partial(words, u)))
+            response = Response("cost", round_, u, evidence=clients[u].answer(stage, data, partial(words, u)))
             if wider and stage == "masked":  # the planted bug: 64-bit words on the wire
-                reply = replace(reply, evidence={n: t.to(torch.int64) for n, t in reply.evidence.items()})
-            data_up = pack(reply)
+                response = replace(response, evidence={n: t.to(torch.int64) for n, t in response.evidence.items()})
+            data_up = pack(response)
             sent[u] += len(data_up)
-            back = unpack(Reply, data_up).evidence
+            back = unpack(Response, data_up).evidence
             answers[u] = {n: t.to(torch.uint32) for n, t in back.items()} if wider and stage == "masked" else back
         return answers
 
@@ -92,7 +92,7 @@ def flower(updates: np.ndarray) -> tuple[np.ndarray, float]:
         parameters_addition,
         parameters_mod,
         parameters_subtraction,
-    )  # fmt: skip
+    )
     from flwr.common.secure_aggregation.quantization import dequantize
     from flwr.common.secure_aggregation.secaggplus_constants import Key
     from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
@@ -101,9 +101,14 @@ def flower(updates: np.ndarray) -> tuple[np.ndarray, float]:
     mod = importlib.import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")  # a function has its name too
     levels, modulus, ids = 1 << 22, 1 << 32, list(range(1, CLIENTS + 1))
     setup: Any = {
-        Key.SAMPLE_NUMBER: CLIENTS, Key.SHARE_NUMBER: CLIENTS, Key.THRESHOLD: NEEDED, Key.CLIPPING_RANGE: LIMIT,
-        Key.TARGET_RANGE: levels, Key.MOD_RANGE: modulus, Key.MAX_WEIGHT: 1000.0,
-    }  # fmt: skip
+        Key.SAMPLE_NUMBER: CLIENTS,
+        Key.SHARE_NUMBER: CLIENTS,
+        Key.THRESHOLD: NEEDED,
+        Key.CLIPPING_RANGE: LIMIT,
+        Key.TARGET_RANGE: levels,
+        Key.MOD_RANGE: modulus,
+        Key.MAX_WEIGHT: 1000.0,
+    }
     states = {u: mod.SecAggPlusState() for u in ids}
     for u in ids:
         states[u].nid = u

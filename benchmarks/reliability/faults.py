@@ -98,8 +98,12 @@ def _empty(newest: Path, before: Path, dice: random.Random) -> None:
 
 
 DAMAGE: dict[str, Damage] = {
-    "torn": _torn, "flipped": _flipped, "stale": _stale, "swapped": _swapped, "empty": _empty,
-}  # fmt: skip
+    "torn": _torn,
+    "flipped": _flipped,
+    "stale": _stale,
+    "swapped": _swapped,
+    "empty": _empty,
+}
 
 
 class Naive:

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.reliability.outcome import Outcome, share
 from fedgraft.config.load import load
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.engines.attackers import Attacked
 from fedgraft.metrics.evaluate import evaluate
 from fedgraft.run.engines import Engines
@@ -26,17 +26,29 @@ from fedgraft.run.head_init import install_head
 from fedgraft.run.job import job_of
 from fedgraft.run.opening import open_run
 from fedgraft.server import sample as server
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.round import run_round
 
 CLIENTS, SEEDS = 10, (0, 1, 2)
 ATTACKS = ("sign_flip", "gaussian")
 OVERRIDES = [
-    "data.source=digits", "data.image_size=16", "model.name=cnn", "model.head=random", "trainable.kind=everything",
-    "partition.clients=10", "rounds.fraction=1.0", "local.steps=8", "local.batch_size=16", "local.lr=0.05",
-    "algorithm.name=fedalign", 'algorithm.layers=["block0", "block1"]', "algorithm.probe=64", "algorithm.keep=10",
-    "algorithm.top=10", "workers=1",
-]  # fmt: skip
+    "data.source=digits",
+    "data.image_size=16",
+    "model.name=cnn",
+    "model.head=random",
+    "trainable.kind=everything",
+    "partition.clients=10",
+    "rounds.fraction=1.0",
+    "local.steps=8",
+    "local.batch_size=16",
+    "local.lr=0.05",
+    "algorithm.name=fedalign",
+    'algorithm.layers=["block0", "block1"]',
+    "algorithm.probe=64",
+    "algorithm.keep=10",
+    "algorithm.top=10",
+    "workers=1",
+]
 
 
 class Boasting:
@@ -50,13 +62,13 @@ class Boasting:
         """What clients keep."""
         return self.engine.memory
 
-    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Response]:
         """The replies, with the liar's claims."""
-        for reply in self.engine.exchange(orders):
-            if reply.client == 0:
-                claimed = reply.examples if self.examples is None else self.examples
-                reply = replace(reply, examples=claimed, scalars=dict.fromkeys(reply.scalars, 1.0))
-            yield reply
+        for response in self.engine.exchange(requests):
+            if response.client == 0:
+                claimed = response.examples if self.examples is None else self.examples
+                response = replace(response, examples=claimed, scalars=dict.fromkeys(response.scalars, 1.0))
+            yield response
 
 
 def federation(
@@ -73,7 +85,7 @@ def federation(
         opening = open_run(job, engines)
         algorithm, space = opening.algorithm, opening.space
         if believed:
-            blind = replace(opening.server_context, claims=Claims())
+            blind = replace(opening.server_context, example_counts=ExampleCounts())
             opening = replace(opening, server_context=blind, federation=replace(opening.federation, largest=1))
         state = server.start(algorithm, space.gather(network), space.trained)
         engine = engines.training(algorithm, opening.context)
@@ -96,7 +108,7 @@ def compare(
     runs = [
         federation(align, attack, rounds, f"seed={seed}", examples=examples, believed=believed)
         for seed in SEEDS[: len(benign)]
-    ]  # fmt: skip
+    ]
     lost = max(100 * (fair - found) for fair, (found, _) in zip(benign, runs, strict=True))
     mean = 100 * sum(found for found, _ in runs) / len(runs)
     return {"weight": max(weight for _, weight in runs), "accuracy": mean, "lost": lost}

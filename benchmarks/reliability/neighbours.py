@@ -125,10 +125,15 @@ ROUNDS, SIZE, DELTA, NOISE = 4, 8, 0.01, 2.5
 def epsilon(scale: float) -> Outcome:
     """The attacker knows the data, every model, the order of all things, and lacks only the noise and the cohorts."""
     pairs = share(1000, scale, 100)
-    found = {name: _bounds(*_scores(pairs, q, noise, known)) for name, q, noise, known in (
-        ("everybody takes part", 1.0, NOISE, True), ("half take part, secretly", 0.5, NOISE, False),
-        ("a sixth of the noise", 1.0, NOISE / 6, True), ("half take part, cohorts known", 0.5, NOISE / 2, True),
-    )}  # fmt: skip
+    found = {
+        name: _bounds(*_scores(pairs, q, noise, known))
+        for name, q, noise, known in (
+            ("everybody takes part", 1.0, NOISE, True),
+            ("half take part, secretly", 0.5, NOISE, False),
+            ("a sixth of the noise", 1.0, NOISE / 6, True),
+            ("half take part, cohorts known", 0.5, NOISE / 2, True),
+        )
+    }
     told = {
         "everybody takes part": told_epsilon(1.0, NOISE, ROUNDS, DELTA),
         "half take part, secretly": told_epsilon(0.5, NOISE, ROUNDS, DELTA),

@@ -26,14 +26,14 @@ def _nothing(*args: Any, **more: Any) -> None:
 
 
 VARIANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
-    "without the policy": ("clear", [(client, "admit", lambda order, algorithm, context, memory: memory)]),
+    "without the policy": ("clear", [(client, "admit", lambda request, algorithm, context, memory: memory)]),
     "without ranges": ("numbers", [(Policy, "_number", _nothing)]),
     "without the binding": (
         "binding",
-        [(module, "binding", lambda order: "") for module in (client_secure, secure_round)],
+        [(module, "binding", lambda request: "") for module in (client_secure, secure_round)],
     ),
     "without the ledger": ("repeat", [(Identity, "serve", _nothing)]),
-    "without daily counts": ("days", [(admission, "count_order", lambda policy, order, ledger: ledger)]),
+    "without daily counts": ("days", [(admission, "count_order", lambda policy, request, ledger: ledger)]),
     "without plan checks": ("plan", [(client_secure, "check_plan", _nothing)]),
 }
 
@@ -50,7 +50,7 @@ def _told(family: str | None = None) -> tuple[int, int]:
     return sum(found), len(found)
 
 
-def orders(scale: float) -> Outcome:
+def requests(scale: float) -> Outcome:
     """Every lie once: they are not random, so more of the same would show nothing."""
     logging.getLogger("fedgraft").setLevel(logging.ERROR)
     refused, told = _told()

@@ -52,11 +52,13 @@ def configurations(count: int) -> list[tuple[float, float, int, float]]:
     rng = np.random.default_rng(0)
     return [
         (
-            float(10 ** rng.uniform(-2.5, 0)), float(10 ** rng.uniform(0.0, 0.9)), int(rng.integers(1, 1000)),
+            float(10 ** rng.uniform(-2.5, 0)),
+            float(10 ** rng.uniform(0.0, 0.9)),
+            int(rng.integers(1, 1000)),
             float(10 ** rng.uniform(-6, -3)),
         )
         for _ in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def compare(account: Callable[..., float], count: int) -> dict[str, float]:

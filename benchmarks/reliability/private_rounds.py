@@ -24,7 +24,7 @@ from fedgraft.client import handle as client
 from fedgraft.client import train as client_train
 from fedgraft.client.policy import Policy
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.local.schedules import constant
 from fedgraft.privacy import protection
@@ -56,29 +56,35 @@ class Clients:
         network.classes, network.width = 2, 2
         self.context: Any = SimpleNamespace(
             ground="",
-            seed=0, sent=length, space=space, private=None, network=network, rows=lambda k: range(5),
+            seed=0,
+            sent=length,
+            space=space,
+            private=None,
+            network=network,
+            rows=lambda k: range(5),
             bind=lambda space: SimpleNamespace(load=lambda start: None),
-            rules=lambda algorithm: (Policy(),), replays=False,
-        )  # fmt: skip
+            rules=lambda algorithm: (Policy(),),
+            replays=False,
+        )
         self.memory: dict[int, Any] = {k: {} for k in range(len(updates))}
 
-    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply | tuple[int, str]]:
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Response | tuple[int, str]]:
         """Each order goes to the library's client."""
-        for order in orders:
-            k = order.client
-            if STAGES.index(order.action) >= STAGES.index(self.lost.get(k, STAGES[-1])) and k in self.lost:
+        for request in requests:
+            k = request.client
+            if STAGES.index(request.action) >= STAGES.index(self.lost.get(k, STAGES[-1])) and k in self.lost:
                 continue
             with mock.patch.object(client_train, "_fit", self._fit):
                 try:
-                    reply, self.memory[k] = client.handle(order, self.algorithm, self.context, self.memory[k])
+                    response, self.memory[k] = client.handle(request, self.algorithm, self.context, self.memory[k])
                 except FedgraftError as error:  # as engines do: a client that cannot go on is silent
                     yield k, str(error)
                     continue
-            yield reply
+            yield response
 
-    def _fit(self, order: Order, algorithm: Algorithm, context: Any, bound: Any, *rest: Any) -> Any:
-        assert order.vector is not None
-        bound.values = order.vector + self.updates[order.client]
+    def _fit(self, request: Request, algorithm: Algorithm, context: Any, bound: Any, *rest: Any) -> Any:
+        assert request.vector is not None
+        bound.values = request.vector + self.updates[request.client]
         return SimpleNamespace(closing=SimpleNamespace(memory={}, sums={}), effective_steps=1.0, loss=0.0, steps=1)
 
 
@@ -91,9 +97,9 @@ def released(
     federation = Federation("run", 0, mechanism.population, len(updates), 10, constant(0.1), "poisson", largest=5)
     state = ServerState(round_, torch.zeros(length), algorithm.server.init(length), clip=BOUND)
     settings = {"lr": 0.1, "clip": BOUND}
-    orders = [Order("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(first, len(updates))]
+    requests = [Request("run", round_, k, "train", "s", state.vector, {}, settings) for k in range(first, len(updates))]
     engine, context = Clients(algorithm, updates, lost), ServerContext("s", length, length, 4, 3)
-    collected = collect(algorithm, federation, state, orders, engine, context)
+    collected = collect(algorithm, federation, state, requests, engine, context)
     new, _, _ = advance(algorithm, Step(federation, state, algorithm.server, 0.1), collected, context)
     return new.vector.double()
 

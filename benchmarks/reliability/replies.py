@@ -29,7 +29,7 @@ from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Answers, Step, count_mean
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.consortium.attack import RULES
-from fedgraft.core.messages import Order, Reply, pack_bits
+from fedgraft.core.messages import Request, Response, pack_bits
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.edit.sparse import Sparse
 from fedgraft.local.schedules import constant
@@ -50,7 +50,7 @@ def scored(answers: Answers) -> Tensor:
 
 JUDGE = ServerContext("mask-a", LENGTH, LENGTH, 4, 3, align=scored)
 FEDERATION = Federation("run-a", 0, 6, 6, 10, constant(0.1), norm_bound=EXPECTED.norm_bound)
-ORDERS = [Order("run-a", 7, k, "train", "mask-a", torch.zeros(LENGTH)) for k in range(6)]
+ORDERS = [Request("run-a", 7, k, "train", "mask-a", torch.zeros(LENGTH)) for k in range(6)]
 PARTS = 2 * LENGTH
 """Coordinates of the space of which each client may move half, other ones each."""
 
@@ -90,18 +90,18 @@ def widened(*args: Any) -> Expectation:
     )
 
 
-def sent(algorithm: Algorithm, client: int) -> Reply:
+def sent(algorithm: Algorithm, client: int) -> Response:
     """An honest reply with everything this algorithm asks for."""
-    reply, own = benign(client), schema(algorithm)
+    response, own = benign(client), schema(algorithm)
     stream = torch.Generator().manual_seed(100 + client)
     sums = {name: torch.randn(field.shape, generator=stream) for name, field in own.sums.items()}
     evidence = {name: torch.randn(field.shape, generator=stream) for name, field in own.evidence.items()}
     scalars = dict.fromkeys(own.scalars, 0.5 + client / 20)
     return replace(
-        reply,
-        sums={**reply.sums, **sums},
-        scalars={**reply.scalars, **scalars},
-        evidence={**reply.evidence, **evidence},
+        response,
+        sums={**response.sums, **sums},
+        scalars={**response.scalars, **scalars},
+        evidence={**response.evidence, **evidence},
     )
 
 
@@ -123,13 +123,13 @@ def own_kinds(algorithm: Algorithm) -> dict[str, Spoiler]:
 
 
 def _other(group: str, name: str, value: Any) -> Spoiler:
-    return lambda reply, rng: put(reply, group, name, value)
+    return lambda response, rng: put(response, group, name, value)
 
 
 def _without(group: str, name: str) -> Spoiler:
-    def spoil(reply: Reply, rng: np.random.Generator) -> Reply:
-        left = {key: value for key, value in getattr(reply, group).items() if key != name}
-        return replace(reply, **{group: left})  # type: ignore[arg-type]
+    def spoil(response: Response, rng: np.random.Generator) -> Response:
+        left = {key: value for key, value in getattr(response, group).items() if key != name}
+        return replace(response, **{group: left})  # type: ignore[arg-type]
 
     return spoil
 
@@ -157,7 +157,7 @@ class Prepared:
     def __init__(self, arrivals: Sequence[Any]) -> None:
         self.arrivals = arrivals
 
-    def exchange(self, orders: Sequence[Order]) -> Sequence[Any]:
+    def exchange(self, requests: Sequence[Request]) -> Sequence[Any]:
         """What was prepared."""
         return self.arrivals
 
@@ -180,7 +180,7 @@ class Target:
     """One aggregator: its honest replies, what it must come to without each client, and the ways to spoil a reply."""
 
     algorithm: Algorithm
-    replies: Sequence[Reply]
+    responses: Sequence[Response]
     clean: Sequence[bytes]
     spoilers: Mapping[str, Spoiler]
 
@@ -190,9 +190,9 @@ def targets(names: Sequence[str] | None = None) -> Iterator[Target]:
     with_liar, without = aggregators(1), aggregators(0)
     for name in names or with_liar:
         algorithm = with_liar[name]
-        replies = [sent(algorithm, k) for k in range(6)]
-        clean = [after(without[name], [(c, replies[c]) for c in range(6) if c != k])[0] for k in range(6)]
-        yield Target(algorithm, replies, clean, {**MALFORMED, **own_kinds(algorithm)})
+        responses = [sent(algorithm, k) for k in range(6)]
+        clean = [after(without[name], [(c, responses[c]) for c in range(6) if c != k])[0] for k in range(6)]
+        yield Target(algorithm, responses, clean, {**MALFORMED, **own_kinds(algorithm)})
 
 
 def fuzz(
@@ -215,8 +215,8 @@ def fuzz(
 def attempt(target: Target, kinds: Sequence[str], rng: np.random.Generator) -> Counter[str]:
     """One round with a malformed reply of each of these kinds from one client: how many of them were well dropped."""
     attacker = int(rng.integers(6))
-    spoiled = [(attacker, target.spoilers[kind](target.replies[attacker], rng)) for kind in kinds]
-    arrivals: list[Any] = [*((c, target.replies[c]) for c in range(6) if c != attacker), *spoiled]
+    spoiled = [(attacker, target.spoilers[kind](target.responses[attacker], rng)) for kind in kinds]
+    arrivals: list[Any] = [*((c, target.responses[c]) for c in range(6) if c != attacker), *spoiled]
     arrivals = [arrivals[i] for i in rng.permutation(len(arrivals))]
     verdict = _verdict(target, arrivals, attacker, len(spoiled))
     found = Counter({"rounds": 1})

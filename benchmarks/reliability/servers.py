@@ -25,26 +25,39 @@ from fedgraft.privacy.secagg.secure_sum import SecureAbort, SecureClient, Secure
 FAMILIES: dict[str, dict[str, str]] = {
     "both lists": {"the other list afterwards": "consistency"},
     "foreign ids": {
-        "foreign id among keys": "shares", "itself among keys": "shares", "one client twice": "shares",
-        "box of a stranger": "masked", "foreign survivor": "consistency",
+        "foreign id among keys": "shares",
+        "itself among keys": "shares",
+        "one client twice": "shares",
+        "box of a stranger": "masked",
+        "foreign survivor": "consistency",
     },
     "below threshold": {
-        "too few keys": "shares", "too few boxes": "masked", "too few survivors": "consistency",
+        "too few keys": "shares",
+        "too few boxes": "masked",
+        "too few survivors": "consistency",
         "too few signatures": "unmask",
     },
     "replayed round": {"the same round again": "keys", "boxes of the last round": "masked"},
     "swapped keys": {
-        "swapped keys": "shares", "forged keys under a new identity": "shares", "changed key": "shares",
+        "swapped keys": "shares",
+        "forged keys under a new identity": "shares",
+        "changed key": "shares",
     },
     "split views": {
-        "split view": "unmask", "changed signature": "unmask", "signatures of others": "unmask",
+        "split view": "unmask",
+        "changed signature": "unmask",
+        "signatures of others": "unmask",
     },
     "malformed": {
-        "adverts cut": "shares", "no adverts": "shares", "changed box": "masked", "boxes swapped": "masked",
-        "victim listed as lost": "consistency", "other list of who shared": "consistency",
+        "adverts cut": "shares",
+        "no adverts": "shares",
+        "changed box": "masked",
+        "boxes swapped": "masked",
+        "victim listed as lost": "consistency",
+        "other list of who shared": "consistency",
         "floats for ids": "consistency",
     },
-}  # fmt: skip
+}
 """Family -> lie -> the stage at which it is told."""
 
 

@@ -69,9 +69,11 @@ def slope(found: list[list[int]]) -> dict[str, Any]:
     late = np.array([s for s in found if s[0] >= WARM_UP * found[-1][0]], dtype=np.float64)
     fit = np.polyfit(late[:, 0], late[:, 1], 1)[0]
     return {
-        "slope": float(fit) * 1000 / 1e6, "handles": int(late[:, 2].max() - late[0, 2]),
-        "megabytes": float(late[-1, 1]) / 1e6, "first": float(late[0, 1]) / 1e6,
-    }  # fmt: skip
+        "slope": float(fit) * 1000 / 1e6,
+        "handles": int(late[:, 2].max() - late[0, 2]),
+        "megabytes": float(late[-1, 1]) / 1e6,
+        "first": float(late[0, 1]) / 1e6,
+    }
 
 
 def soak(scale: float) -> Outcome:

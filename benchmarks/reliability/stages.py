@@ -17,15 +17,27 @@ from tests.support.tiny import tensors_of, without_pictures
 
 from benchmarks.reliability.outcome import Outcome
 from fedgraft.config.load import load
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.node import Nodes
 
 SMALL = [
-    "model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=1", "local.batch_size=8", "workers=1",
-    "partition.clients=4", "rounds.evaluate_every=1", "data.source=synthetic", "data.count=80", "data.classes=3",
-    "model.head=ridge", "rounds.checkpoint_every=1", "rounds.test=false", "personal.evaluate=end",
-]  # fmt: skip
+    "model.name=tiny",
+    "rounds.total=2",
+    "rounds.fraction=1.0",
+    "local.steps=1",
+    "local.batch_size=8",
+    "workers=1",
+    "partition.clients=4",
+    "rounds.evaluate_every=1",
+    "data.source=synthetic",
+    "data.count=80",
+    "data.classes=3",
+    "model.head=ridge",
+    "rounds.checkpoint_every=1",
+    "rounds.test=false",
+    "personal.evaluate=end",
+]
 SECURE = [*SMALL, "privacy.aggregation=secure", "trainable.kind=sparse"]
 FIVE = tuple(f"secure.{one}" for one in ("keys", "shares", "masked", "consistency", "unmask"))
 CLEAR = ("greeting", "statistics", "fisher_scores", "train", "evaluate")
@@ -56,12 +68,12 @@ class Killed(Machines):
             raise KeyboardInterrupt
         self.nodes[VICTIM] = Nodes()  # all that the process knew is gone; its files are there
 
-    def deliver(self, order: Order) -> Any:
-        if order.client == VICTIM and self._now(order.action, str(order.settings.get("sums", ""))):
+    def deliver(self, request: Request) -> Any:
+        if request.client == VICTIM and self._now(request.action, str(request.settings.get("sums", ""))):
             self._die()
             if self.who == "node":
                 return VICTIM, "its node failed: it was killed"
-        return super().deliver(order)
+        return super().deliver(request)
 
 
 def _run(overrides: list[str], root: Path, stage: str, sums: str, who: str) -> dict[str, torch.Tensor]:

@@ -19,9 +19,7 @@ def dropouts(scale: float) -> Outcome:
     count, few = share(2000, scale, 20), share(200, scale, 40)
     found = dropout_cases(count)
     broken = {}
-    for text, method in (
-        ("masks of the lost stay in", "_take_off_pairs"), ("own masks stay in", "_take_off_self")
-    ):  # fmt: skip
+    for text, method in (("masks of the lost stay in", "_take_off_pairs"), ("own masks stay in", "_take_off_self")):
         with mock.patch.object(SecureServer, method, lambda *args: None):
             broken[text] = dropout_cases(few)["wrong"]
     return Outcome(

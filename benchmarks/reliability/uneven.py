@@ -18,7 +18,7 @@ from fedgraft.data.partition import make_partition
 from fedgraft.data.partition.partition import Partition
 from fedgraft.run import loop as running
 from fedgraft.run.job import job_of
-from fedgraft.server.example_counts import FACTOR, Claims
+from fedgraft.server.example_counts import FACTOR, ExampleCounts
 
 ALGORITHMS = ("fedavg", "fedprox", "fednova", "scaffold", "fedadam", "feddyn")
 BASE = [
@@ -86,8 +86,8 @@ def _claims(federations: int) -> tuple[float, list[float]]:
     for seed in range(federations):
         made: Partition = make_partition("dirichlet", labels, labels[:100], 8, seed, alpha=0.1, min_size=2)
         sizes = dict(enumerate(np.diff(made.offsets).tolist()))
-        claims = Claims(sizes, dealt=False)
-        lost += sum(n - claims.counted(n) for n in sizes.values())
+        example_counts = ExampleCounts(sizes, dealt=False)
+        lost += sum(n - example_counts.counted(n) for n in sizes.values())
         total += sum(sizes.values())
         ratios.append(max(sizes.values()) / statistics.median(sizes.values()))
     return lost / total, ratios

@@ -20,9 +20,12 @@ from fedgraft.privacy.secagg.secure_sum import Plan, SecureServer, Segment, driv
 
 LENGTH = 50_000
 DECLARED = {
-    "keys": {"advert", "drawn"}, "shares": {"boxes", "commitment"}, "masked": {"masked"},
-    "consistency": {"signature"}, "unmask": {"shares"},
-}  # fmt: skip
+    "keys": {"advert", "drawn"},
+    "shares": {"boxes", "commitment"},
+    "masked": {"masked"},
+    "consistency": {"signature"},
+    "unmask": {"shares"},
+}
 ALPHA = 1e-3
 """Chance that a perfect generator misses the bar, over all p-values of the check together."""
 
@@ -53,9 +56,12 @@ def advantage(zero: list[np.ndarray], most: list[np.ndarray]) -> float:
     """p-value of a two-sample test of the words, and of the best of several summaries, between the two inputs."""
     words = float(stats.ks_2samp(np.concatenate(zero)[:200_000], np.concatenate(most)[:200_000]).pvalue)
     summaries: list[Callable[[np.ndarray], float]] = [
-        lambda w: float(w.mean()), lambda w: float((w & 1).mean()), lambda w: float((w >> 31).mean()),
-        lambda w: float(w.std()), lambda w: float(w[:100].mean()),
-    ]  # fmt: skip
+        lambda w: float(w.mean()),
+        lambda w: float((w & 1).mean()),
+        lambda w: float((w >> 31).mean()),
+        lambda w: float(w.std()),
+        lambda w: float(w[:100].mean()),
+    ]
     each = [float(stats.ks_2samp([f(w) for w in zero], [f(w) for w in most]).pvalue) for f in summaries]
     return min([words, *each]) * (1 + len(each))  # Bonferroni
 
@@ -102,11 +108,9 @@ def broken() -> dict[str, AbstractContextManager[Any]]:
     return {
         "no masks": mock.patch.object(secure_keys, "add_keystream", lambda *args: None),
         "one word as mask": mock.patch.object(secure_keys, "add_keystream", short),
-        "keys that repeat": mock.patch.object(
-            secure_client.SecureClient, "keys", _fixed_keys
-        ),
+        "keys that repeat": mock.patch.object(secure_client.SecureClient, "keys", _fixed_keys),
         "number of examples beside the sum": mock.patch.object(SecureClient, "keys", _leaky),
-    }  # fmt: skip
+    }
 
 
 def _fixed_keys(self: SecureClient, data: Any, real: Any = SecureClient.keys) -> Any:

@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 
 def main() -> None:
     """Train with every seed, print accuracy by round, then the test of the best rounds."""
-    a = arguments(__doc__, size=112, classes=10, rounds=200, steps=8, batch=32, rate=0.09, clients=100, cohort=10,
-                  zeros=0)  # fmt: skip
+    a = arguments(
+        __doc__, size=112, classes=10, rounds=200, steps=8, batch=32, rate=0.09, clients=100, cohort=10, zeros=0
+    )
     data = read(a)
     x, x_test = (applied(lambda part: class_tokens(data.net, part), inputs) for inputs in (data.x, data.x_test))
     report([_run(a, seed, (x, data.y), (x_test, data.y_test)) for seed in range(1, a.seeds + 1)])

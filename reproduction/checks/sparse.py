@@ -66,8 +66,19 @@ class LastBlock:
 
 def main() -> None:
     """Train with every seed, print accuracy by round, then the test of the best rounds."""
-    a = arguments(__doc__, size=112, rounds=40, steps=8, batch=32, rate=1.0, clients=100, cohort=10, sparsity=0.9,
-                  samples=1024, most=0)  # fmt: skip
+    a = arguments(
+        __doc__,
+        size=112,
+        rounds=40,
+        steps=8,
+        batch=32,
+        rate=1.0,
+        clients=100,
+        cohort=10,
+        sparsity=0.9,
+        samples=1024,
+        most=0,
+    )
     data = read(a)
     begin = {n: p.detach().clone() for n, p in last_block(data.net).named_parameters()}
     found = []

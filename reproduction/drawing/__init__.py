@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.report.figures import (  # fmt: skip
+from fedgraft.report.figures import (
     Series,
     bars,
     canvas,

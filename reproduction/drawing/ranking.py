@@ -22,9 +22,13 @@ class Arm:
 
 
 def ranking(
-    path: Path | str, arms: Mapping[str, Arm], *, ylabel: str = "", title: str = "",
+    path: Path | str,
+    arms: Mapping[str, Arm],
+    *,
+    ylabel: str = "",
+    title: str = "",
     levels: Mapping[str, float] | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Rows from the best to the worst: accuracy with interval and level lines, then a panel for each cost."""
     names = sorted(arms, key=lambda name: -arms[name].reached[0])
     costs = list(next(iter(arms.values())).costs)

@@ -57,8 +57,8 @@ from fedgraft.config.options import Config as Config
 from fedgraft.core import registry as registry
 from fedgraft.core.errors import FedgraftError as FedgraftError
 from fedgraft.core.errors import MissingExtra as MissingExtra
-from fedgraft.core.messages import Order as Order
-from fedgraft.core.messages import Reply as Reply
+from fedgraft.core.messages import Request as Request
+from fedgraft.core.messages import Response as Response
 from fedgraft.core.space import EditSpace as EditSpace
 from fedgraft.core.state import Federation as Federation
 from fedgraft.core.state import ServerState as ServerState

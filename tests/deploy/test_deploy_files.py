@@ -208,8 +208,9 @@ def test_every_wrong_start_is_one_sentence(fed: federation.FederationFolder, tmp
     assert "there is no federation" in cli("deploy", "status", str(tmp_path))[1]
     assert "does not run" in cli("deploy", "submit", str(fed.path))[1]
     assert cli("deploy", "status", str(fed.path)) == (
-        0, f"server: not running; start it with: fedgraft deploy server {fed.path}\n"
-    )  # fmt: skip
+        0,
+        f"server: not running; start it with: fedgraft deploy server {fed.path}\n",
+    )
 
 
 def test_data_reaches_the_node_as_written(fed: federation.FederationFolder, tmp_path: Path) -> None:
@@ -320,8 +321,10 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
             try:
                 return federation_gate.naming_use(activate)(request=request, state=state)
             except FlowerError as error:
-                reply = httpx.Response(412, json=error.to_json("Failed"), request=httpx.Request("POST", "https://s/"))
-                reply.raise_for_status()
+                response = httpx.Response(
+                    412, json=error.to_json("Failed"), request=httpx.Request("POST", "https://s/")
+                )
+                response.raise_for_status()
 
         return federation_gate.waiting_for_use(
             call, lambda: now[0], lambda seconds: now.__setitem__(0, now[0] + seconds)

@@ -21,7 +21,7 @@ from tests.support.flower_local import LocalFederation
 from tests.support.hostile import LIES
 from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
 
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy.limits import LEAST
 from fedgraft.deploy.process import KEEPS
 from fedgraft.run import loop as running
@@ -34,11 +34,13 @@ FIVE = ["partition.clients=5", "model.head=random", "trainable.kind=everything",
 FIVE += ["rounds.total=10", "rounds.evaluate_every=0", "rounds.test=false", "engine=reference", "local.lr=0.05"]
 PRIVATE = ["privacy.dp.noise=1.0", "privacy.dp.clip=1.0", "rounds.sampling=poisson", "rounds.fraction=0.8"]
 STAGES = {
-    "clear": FIVE, "secure": [*FIVE, "privacy.aggregation=secure"], "private": [*FIVE, *PRIVATE],
+    "clear": FIVE,
+    "secure": [*FIVE, "privacy.aggregation=secure"],
+    "private": [*FIVE, *PRIVATE],
     "secure_private": [*FIVE, *PRIVATE, "privacy.aggregation=secure"],
     "secure-2": [*FIVE, "privacy.aggregation=secure", "privacy.degree=2"],
     "secure_private-2": [*FIVE, *PRIVATE, "privacy.aggregation=secure", "privacy.degree=2"],
-}  # fmt: skip
+}
 
 
 def path(*more: str) -> str:
@@ -84,8 +86,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 
 
 def test_every_lie_of_a_server_is_refused_by_name_over_flower(told: Told) -> None:
-    wrong = [(stage, one["name"], one["said"]) for stage, heard in told.heard.items() for one in heard
-             if not one["refused"]]  # fmt: skip
+    wrong = [
+        (stage, one["name"], one["said"]) for stage, heard in told.heard.items() for one in heard if not one["refused"]
+    ]
     assert not wrong
     names = {one["name"] for heard in told.heard.values() for one in heard}
     assert len(names & set(LIES)) == len(LIES) - len(deployed_lies.UNPROTECTED)
@@ -123,8 +126,8 @@ class Without(Engines):
         engine = super().training(*parts)
         real = engine.exchange
 
-        def exchange(orders: list[Order]) -> Any:
-            return real([o for o in orders if o.client != LIAR])
+        def exchange(requests: list[Request]) -> Any:
+            return real([o for o in requests if o.client != LIAR])
 
         engine.exchange = exchange  # type: ignore[method-assign]
         return engine

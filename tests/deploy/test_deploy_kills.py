@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy import server as federation_server
 from fedgraft.run.checkpoint import load_latest
 from fedgraft.run.folder import RunFolder
@@ -30,9 +30,18 @@ ROOT = Path(__file__).parents[2]
 VICTIM = 1
 FIVE = [f"secure.{one} train" for one in ("keys", "shares", "masked", "consistency", "unmask")]
 SMALL = [
-    "model.name=tiny", "data.limit=160", "partition.clients=4", "rounds.fraction=1.0", "rounds.evaluate_every=0",
-    "local.steps=1", "local.batch_size=16", "engine=reference", "workers=1", "rounds.test=false", "local.lr=0.05",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.limit=160",
+    "partition.clients=4",
+    "rounds.fraction=1.0",
+    "rounds.evaluate_every=0",
+    "local.steps=1",
+    "local.batch_size=16",
+    "engine=reference",
+    "workers=1",
+    "rounds.test=false",
+    "local.lr=0.05",
+]
 PREPARED = [*SMALL, "model.head=ridge", "trainable.kind=sparse", "trainable.sparse.samples=12", "rounds.total=2"]
 
 
@@ -106,8 +115,8 @@ def test_a_node_killed_at_each_stage_of_secure_rounds_is_lost_there_and_comes_ba
     assert {stage for found in lost.values() for stage in found} == {what.split()[0].partition(".")[2] for what in FIVE}
     assert {client for _, client in lost} == {VICTIM}
 
-    def absent(order: Order) -> bool:
-        return order.action.partition(".")[2] in lost.get((order.round, order.client), ())
+    def absent(request: Request) -> bool:
+        return request.action.partition(".")[2] in lost.get((request.round, request.client), ())
 
     found = load_latest(folder / "checkpoints")
     assert found is not None and found.round >= 5

@@ -53,9 +53,14 @@ def start(root: Path, *overrides: str) -> subprocess.Popen[str]:
     root.mkdir(exist_ok=True)
     told = ctypes.CDLL(None).prctl  # the first word of it: send me a signal when my parent dies
     return subprocess.Popen(
-        [*COMMAND, *overrides], cwd=root, env={**os.environ, "TMPDIR": str(root)}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=lambda: told(1, signal.SIGTERM),
-    )  # fmt: skip
+        [*COMMAND, *overrides],
+        cwd=root,
+        env={**os.environ, "TMPDIR": str(root)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: told(1, signal.SIGTERM),
+    )
 
 
 @pytest.fixture

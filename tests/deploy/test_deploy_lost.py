@@ -10,15 +10,26 @@ import pytest
 from tests.support.hospitals import federated, lines, missing, until
 
 from fedgraft.config.load import load
-from fedgraft.deploy.in_hand import LOST
+from fedgraft.deploy.inflight import LOST
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "model.name=tiny", "data.limit=120", "partition.clients=3", "rounds.fraction=1.0", "rounds.evaluate_every=0",
-    "local.steps=1", "local.batch_size=16", "model.head=random", "trainable.kind=everything", "engine=reference",
-    "workers=1", "rounds.test=false", "rounds.total=999", "rounds.minimum_answers=2",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.limit=120",
+    "partition.clients=3",
+    "rounds.fraction=1.0",
+    "rounds.evaluate_every=0",
+    "local.steps=1",
+    "local.batch_size=16",
+    "model.head=random",
+    "trainable.kind=everything",
+    "engine=reference",
+    "workers=1",
+    "rounds.test=false",
+    "rounds.total=999",
+    "rounds.minimum_answers=2",
+]
 
 
 @pytest.mark.parametrize("guarded", [True, False])

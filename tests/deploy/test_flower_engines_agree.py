@@ -22,10 +22,19 @@ pytest.importorskip("flwr", reason="needs the extra 'flower'")
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 BASE = [
-    "model.name=tiny", "data.source=digits", "data.limit=200", "partition.clients=3", "rounds.fraction=1.0",
-    "rounds.total=2", "rounds.evaluate_every=0", "local.steps=2", "local.batch_size=16", "local.lr=0.01",
-    "model.head=random", "trainable.kind=everything",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.source=digits",
+    "data.limit=200",
+    "partition.clients=3",
+    "rounds.fraction=1.0",
+    "rounds.total=2",
+    "rounds.evaluate_every=0",
+    "local.steps=2",
+    "local.batch_size=16",
+    "local.lr=0.01",
+    "model.head=random",
+    "trainable.kind=everything",
+]
 CASES = {
     "fedavg": ["model.head=ridge", "partition.kind=dirichlet"],
     "sparse": ["trainable.kind=sparse", "trainable.sparse.samples=24", "trainable.sparse.calibration=oneshot"],

@@ -33,10 +33,20 @@ pytestmark = pytest.mark.slow
 DEADLINE = min(18, int(6 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))))
 """Seconds of a round; below the 20 after which a vanished node counts as gone."""
 SMALL = [
-    "model.name=tiny", "data.limit=120", "partition.clients=3", "rounds.fraction=1.0", "rounds.evaluate_every=0",
-    "local.steps=2", "local.batch_size=16", "model.head=random", "trainable.kind=everything", "engine=reference",
-    "workers=1", "algorithm.name=scaffold", "local.momentum=0",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.limit=120",
+    "partition.clients=3",
+    "rounds.fraction=1.0",
+    "rounds.evaluate_every=0",
+    "local.steps=2",
+    "local.batch_size=16",
+    "model.head=random",
+    "trainable.kind=everything",
+    "engine=reference",
+    "workers=1",
+    "algorithm.name=scaffold",
+    "local.momentum=0",
+]
 
 
 @pytest.fixture(scope="module")

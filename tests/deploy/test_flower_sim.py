@@ -16,10 +16,20 @@ from fedgraft.run.folder import RunFolder
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 pytest.importorskip("ray", reason="needs the extra 'simulation'")
 OVERRIDES = [
-    "model.name=tiny", "data.limit=120", "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "workers=1",
-    "local.steps=2", "local.batch_size=16", "model.head=random", "trainable.kind=everything", "local.momentum=0",
-    "algorithm.name=scaffold", "rounds.evaluate_every=0",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.limit=120",
+    "partition.clients=3",
+    "rounds.fraction=1.0",
+    "rounds.total=2",
+    "workers=1",
+    "local.steps=2",
+    "local.batch_size=16",
+    "model.head=random",
+    "trainable.kind=everything",
+    "local.momentum=0",
+    "algorithm.name=scaffold",
+    "rounds.evaluate_every=0",
+]
 
 
 def vector(root: Path, engine: str, *more: str) -> torch.Tensor:

@@ -10,10 +10,21 @@ import ast
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "fedgraft"
-SLOTS = frozenset({
-    "algorithm", "trainable", "loss", "update", "weighting", "aggregate", "server", "client_state", "privacy",
-    "compression", "codec",
-})  # fmt: skip
+SLOTS = frozenset(
+    {
+        "algorithm",
+        "trainable",
+        "loss",
+        "update",
+        "weighting",
+        "aggregate",
+        "server",
+        "client_state",
+        "privacy",
+        "compression",
+        "codec",
+    }
+)
 MOST = 8
 
 
@@ -54,10 +65,14 @@ def test_few_places_ask_what_a_slot_is() -> None:
 def test_every_way_to_ask_is_counted() -> None:
     """The planted branches, and what only looks like one."""
     asks = (
-        "isinstance(algorithm.aggregate, Mixing)", "isinstance(trainable, Sparse)", "a.trainable.kind == 'head'",
-        "config.trainable.kind != 'lora'", "server.name in ('adam', 'yogi')", "'x' == codec.name",
+        "isinstance(algorithm.aggregate, Mixing)",
+        "isinstance(trainable, Sparse)",
+        "a.trainable.kind == 'head'",
+        "config.trainable.kind != 'lora'",
+        "server.name in ('adam', 'yogi')",
+        "'x' == codec.name",
         "type(algorithm.loss) is Loss",
-    )  # fmt: skip
+    )
     assert [len(branches(one)) for one in asks] == [1] * len(asks)
     assert len(branches("match algorithm.trainable.kind:\n    case 'head': pass")) == 1
     for harmless in ("x = algorithm.name", "path.name == 'a'", "isinstance(reply, Reply)"):

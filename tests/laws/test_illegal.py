@@ -195,8 +195,17 @@ def test_advice_under_secure_aggregation_works(case: str) -> None:
 def test_advice_that_does_not_work_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: FedAWA has nobody who could align."""
     assert {name for name in zoo.ALGORITHMS if refused_when_secure(SECURE_CONFIGS[name])} >= {
-        "fedawa", "ifca", "fedties", "feddare", "fedfisher", "flexlora", "flasc", "fedgma", "fedshibu", "fedcof"
-    }  # fmt: skip
+        "fedawa",
+        "ifca",
+        "fedties",
+        "feddare",
+        "fedfisher",
+        "flexlora",
+        "flasc",
+        "fedgma",
+        "fedshibu",
+        "fedcof",
+    }
     plain = Weighting.__init__
 
     def stubborn(self: Weighting, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.server_rules import SERVER_RULES, RoundInfo
 from fedgraft.algorithms.algorithm import vary
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.core.space import masked, select
 from fedgraft.edit import dense
 from fedgraft.engines.in_process import InProcess
@@ -124,16 +124,16 @@ def test_states_and_orders_are_not_written_to() -> None:
     """A reply is computed on the client's own copy: the order's vector keeps its bits."""
     toy = Toy(zoo.scaffold(local=LOCAL))
     vector, control = toy.state.vector.clone(), torch.ones(toy.space.trained)
-    order = Order("toy", 0, 1, "train", toy.space.digest, vector, {"control": control}, {"lr": 0.05})
+    request = Request("toy", 0, 1, "train", toy.space.digest, vector, {"control": control}, {"lr": 0.05})
     kept = vector.clone()
-    list(toy.engine.exchange([order]))
+    list(toy.engine.exchange([request]))
     assert torch.equal(vector, kept) and torch.equal(control, torch.ones(toy.space.trained))
 
 
 def statistics_between_rounds(toy: Toy, rounds: int) -> Tensor:
     for _ in range(rounds):
         toy.run(1)
-        list(toy.engine.exchange([Order("toy", -1, k, "statistics") for k in range(5)]))
+        list(toy.engine.exchange([Request("toy", -1, k, "statistics") for k in range(5)]))
         toy.loss()
         torch.rand(11)
     return toy.state.vector
@@ -183,8 +183,8 @@ def test_a_client_gives_the_same_bytes_wherever_it_runs() -> None:
     for algorithm in (zoo.fedavg(local=LOCAL), zoo.fedper(local=LOCAL), zoo.ditto(local=LOCAL)):
         busy, fresh = Toy(algorithm), Toy(algorithm)
         busy.run(2)
-        order = Order("toy", 5, 4, "train", busy.space.digest, fresh.state.vector, {}, {"lr": 0.05})
+        request = Request("toy", 5, 4, "train", busy.space.digest, fresh.state.vector, {}, {"lr": 0.05})
         busy.engine.memory.pop(4, None)
-        a, b = (next(iter(InProcess.exchange(t.engine, [order]))) for t in (busy, fresh))
+        a, b = (next(iter(InProcess.exchange(t.engine, [request]))) for t in (busy, fresh))
         assert a.update is not None and b.update is not None
         assert torch.equal(a.update.arrays["values"], b.update.arrays["values"])

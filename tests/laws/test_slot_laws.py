@@ -109,8 +109,10 @@ def test_a_chain_of_one_server_rule_is_the_rule(name: str) -> None:
     chained = server_rules.chain(plain.server)
     assert same(outcome(vary(plain, server=chained)), outcome(plain))
     assert (chained.name, chained.needs, chained.memoryless) == (
-        plain.server.name, plain.server.needs, plain.server.memoryless,
-    )  # fmt: skip
+        plain.server.name,
+        plain.server.needs,
+        plain.server.memoryless,
+    )
     assert (chained.inspect is None) == (plain.server.inspect is None)
 
 

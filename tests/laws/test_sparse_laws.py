@@ -31,13 +31,29 @@ from fedgraft.run.job import job_of
 from fedgraft.run.opening import open_run
 
 OVERRIDES = [
-    "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=120",
-    "partition.clients=3", "rounds.fraction=1.0", "rounds.total=3", "rounds.evaluate_every=1", "local.steps=3",
-    "local.batch_size=16", "local.lr=0.02", "local.momentum=0.9", "local.weight_decay=0.01", "trainable.kind=sparse",
-    "trainable.head_too=false", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=48",
-    "trainable.sparse.rounds=2", "personal.evaluate=always", "personal.finetune_epochs=1",
+    "model.name=tiny",
+    "model.ridge=1.0",
+    "data.source=digits",
+    "data.image_size=16",
+    "data.limit=120",
+    "partition.clients=3",
+    "rounds.fraction=1.0",
+    "rounds.total=3",
+    "rounds.evaluate_every=1",
+    "local.steps=3",
+    "local.batch_size=16",
+    "local.lr=0.02",
+    "local.momentum=0.9",
+    "local.weight_decay=0.01",
+    "trainable.kind=sparse",
+    "trainable.head_too=false",
+    "trainable.sparse.sparsity=0.9",
+    "trainable.sparse.samples=48",
+    "trainable.sparse.rounds=2",
+    "personal.evaluate=always",
+    "personal.finetune_epochs=1",
     "workers=1",  # in this process, whose network can be looked at afterwards
-]  # fmt: skip
+]
 WITHOUT_PERSONAL = ["personal.evaluate=never"]
 OPTIMIZERS = {
     "sgdm": ["local.optimizer=sgdm"],
@@ -136,8 +152,11 @@ def same_output(found: Adapted) -> bool:
 
 PAIRS = list(zip(STRATEGIES, itertools.cycle(OPTIMIZERS), strict=False))
 """Every strategy and every optimizer at the gate; a step sees only that there is a mask, not who chose it."""
-OTHERS = [pytest.param(*pair, marks=pytest.mark.deploy) for pair in itertools.product(STRATEGIES, OPTIMIZERS)
-          if pair not in PAIRS]  # fmt: skip
+OTHERS = [
+    pytest.param(*pair, marks=pytest.mark.deploy)
+    for pair in itertools.product(STRATEGIES, OPTIMIZERS)
+    if pair not in PAIRS
+]
 
 
 @pytest.mark.slow
@@ -172,10 +191,13 @@ def test_other_masks_keep_the_law(kind: str, head_too: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["trainable.freeze_blocks=1"], ["local.clip=0.1"], ["algorithm.name=fedadam"], ["trainable.head_too=true"],
+        ["trainable.freeze_blocks=1"],
+        ["local.clip=0.1"],
+        ["algorithm.name=fedadam"],
+        ["trainable.head_too=true"],
         WITHOUT_PERSONAL,  # bugs are planted below into this one
     ],
-)  # fmt: skip
+)
 def test_options_keep_the_law(overrides: list[str], tmp_path: Path) -> None:
     assert faults(carry_out(tmp_path, *overrides)) == []
 

@@ -26,7 +26,7 @@ from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, pack, pack_bits, unpack
+from fedgraft.core.messages import Request, Response, pack, pack_bits, unpack
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound, masked, select
 from fedgraft.core.state import ServerState, from_tensors, to_tensors
@@ -48,7 +48,7 @@ from fedgraft.local.train import LocalTraining, batches, train
 from fedgraft.run import checkpoint
 from fedgraft.server import collect as collect_module
 from fedgraft.server import round as round_module
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 
 LOCAL = LocalTraining(steps=2, batch_size=6, optimizer=sgdm(0.9, weight_decay=0.01))
 SMALL: dict[str, dict[str, Any]] = {  # numbers that fit a toy: few examples, narrow layers
@@ -220,8 +220,8 @@ def client_order_is_irrelevant(row: Row) -> None:
     """Neither the order in which clients work nor the order in which they answer changes a bit."""
 
     class Backwards(row.engine):  # type: ignore[name-defined]
-        def exchange(self, orders: Sequence[Order]) -> Iterable[Any]:
-            return super().exchange(list(reversed(orders)))
+        def exchange(self, requests: Sequence[Request]) -> Iterable[Any]:
+            return super().exchange(list(reversed(requests)))
 
     assert_same_bits(outcome(row, engine=Backwards), reference(row))
 
@@ -237,10 +237,18 @@ def frozen_bits_stay(row: Row) -> None:
     for _ in range(3):
         toy.run(1)
         evaluations = [
-            Order("toy", toy.state.round, k, "evaluate", toy.space.digest, toy.state.model_of(k), {},
-                  {"finetune_epochs": 1, "finetune_part": "both", "finetune_lr": 0.1, "lr": 0.1})
+            Request(
+                "toy",
+                toy.state.round,
+                k,
+                "evaluate",
+                toy.space.digest,
+                toy.state.model_of(k),
+                {},
+                {"finetune_epochs": 1, "finetune_part": "both", "finetune_lr": 0.1, "lr": 0.1},
+            )
             for k in (0, 1)
-        ]  # fmt: skip
+        ]
         list(toy.engine.exchange(evaluations))
     toy.space.scatter(toy.state.vector, toy.network)
     moved = 0
@@ -256,9 +264,9 @@ def frozen_bits_stay(row: Row) -> None:
 class Packed(InProcess):
     """Every order and every reply goes through its bytes."""
 
-    def exchange(self, orders: Sequence[Order]) -> Any:
-        for reply in super().exchange([unpack(Order, pack(order)) for order in orders]):
-            yield reply.client, pack(reply)
+    def exchange(self, requests: Sequence[Request]) -> Any:
+        for response in super().exchange([unpack(Request, pack(request)) for request in requests]):
+            yield response.client, pack(response)
 
 
 def messages_round_trip(row: Row) -> None:
@@ -295,11 +303,11 @@ def resumed_equals_unbroken(row: Row, tmp_path: Path, **damage: Any) -> None:
 
 def loss_of(toy: Table) -> float:
     """The mean loss of the models clients would use, on their own test points."""
-    orders = [
-        Order("toy", 99, k, "evaluate", toy.space.digest, toy.state.model_of(k), {}, {})
+    requests = [
+        Request("toy", 99, k, "evaluate", toy.space.digest, toy.state.model_of(k), {}, {})
         for k in range(toy.federation.clients)
     ]
-    return sum(r.metrics["loss"] for r in InProcess.exchange(toy.engine, orders)) / len(orders)
+    return sum(r.metrics["loss"] for r in InProcess.exchange(toy.engine, requests)) / len(requests)
 
 
 def loss_falls(row: Row) -> None:
@@ -313,10 +321,14 @@ def loss_falls(row: Row) -> None:
 LAWS: dict[str, Callable[..., None]] = {
     law.__name__: law
     for law in (
-        same_seed_same_bytes, client_order_is_irrelevant, frozen_bits_stay, messages_round_trip,
-        resumed_equals_unbroken, loss_falls,
+        same_seed_same_bytes,
+        client_order_is_irrelevant,
+        frozen_bits_stay,
+        messages_round_trip,
+        resumed_equals_unbroken,
+        loss_falls,
     )
-}  # fmt: skip
+}
 
 
 LONGEST = {"loss_falls", "messages_round_trip"}
@@ -381,13 +393,16 @@ ONE_BY_ONE = {  # what the batched engine leaves to the client's own code, and w
     "acts on each client by itself": {"fedprox", "scaffold", "feddyn", "scaffold/plain sgd+int8", "scaffold/chains"},
     "is not the plain cross-entropy": {"fedlc"},
     "report what they see": {
-        "fedfisher", "fedavg_crsm", "fedavg_crsm/learned", *(f"fedshibu/{kind}" for kind in SIMILARITIES),
+        "fedfisher",
+        "fedavg_crsm",
+        "fedavg_crsm/learned",
+        *(f"fedshibu/{kind}" for kind in SIMILARITIES),
     },
     "would magnify rounding": {"flasc", "fedavg/half", "fedavg/int8", "fedavg/top_k:0.2"},
     "not sgdm": {"fedprox/adamw"},
     "clipped by client": {"fedavg/nesterov+clip"},
     "a rate of its own": {"fedavg/head rate"},
-}  # fmt: skip
+}
 
 
 def on_kept_features(row: Row, engine: Any) -> Table:
@@ -471,10 +486,10 @@ def sgd_alone(algorithm: Algorithm, client: int = 0, rounds: int = 1, part: str 
     values = toy.space.gather(toy.network)
     for t in range(rounds):
         auxiliary = {name: torch.zeros(len(values)) for name in algorithm.local.correction.receives}
-        order = Order("toy", t, client, part, toy.space.digest, values, auxiliary, {"lr": 0.05})
-        reply, memory = handle(order, algorithm, toy.context, memory)
-        assert reply.update is not None
-        values = values + reply.update.arrays["values"]
+        request = Request("toy", t, client, part, toy.space.digest, values, auxiliary, {"lr": 0.05})
+        response, memory = handle(request, algorithm, toy.context, memory)
+        assert response.update is not None
+        values = values + response.update.arrays["values"]
     return values
 
 
@@ -596,7 +611,7 @@ def self_weight_is_mixing_with_that_constant() -> None:
     for options in ({"similarity": "constant", "constant": 0.5}, {"similarity": "learned", "self_weight": 1 / 6}):
         toy = Toy(named("fedavg_crsm", **options)(), **FULL)
         toy.context.rows = lambda k: torch.arange(16 * k, 16 * k + 16)
-        toy.server_context = replace(toy.server_context, claims=Claims())
+        toy.server_context = replace(toy.server_context, example_counts=ExampleCounts())
         toy.run(2)
         toys.append(toy.state.personal)
     for k in range(5):
@@ -686,7 +701,7 @@ def ifca_finds_the_two_kinds_of_clients() -> None:
     """Labels turned round on half of the clients: they part, and each half has a model that fits."""
     toy = Toy(named("ifca", clusters=2)(), clients=6, per_round=6)
     toy.context.rows = lambda k: torch.arange(20 * k, 20 * k + 20)
-    toy.server_context = replace(toy.server_context, claims=Claims())
+    toy.server_context = replace(toy.server_context, example_counts=ExampleCounts())
     toy.examples.labels = torch.where(torch.arange(120) < 60, toy.examples.labels, (toy.examples.labels + 1) % 3)
     toy.run(12)
     told = toy.summary.extra["clusters"].tolist()
@@ -827,11 +842,11 @@ def test_batched_notices_clients_who_were_to_choose_first(monkeypatch: pytest.Mo
 
 def test_same_seed_notices_the_global_generator() -> None:
     class Careless(InProcess):
-        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
-            for reply in super().exchange(orders):
-                assert reply.update is not None
-                noisy = reply.update.arrays["values"] + 1e-6 * torch.randn(reply.update.length)
-                yield replace(reply, update=replace(reply.update, arrays={"values": noisy}))
+        def exchange(self, requests: Sequence[Request]) -> Iterator[Response]:
+            for response in super().exchange(requests):
+                assert response.update is not None
+                noisy = response.update.arrays["values"] + 1e-6 * torch.randn(response.update.length)
+                yield replace(response, update=replace(response.update, arrays={"values": noisy}))
 
     with pytest.raises(AssertionError):
         same_seed_same_bytes(Row(named("fedavg"), engine=Careless))
@@ -846,18 +861,18 @@ def test_order_notices_arrival_order_summation(monkeypatch: pytest.MonkeyPatch) 
             total += update * weight
         return total
 
-    real = collect_module.validate_replies
+    real = collect_module.validate_responses
 
-    def unsorted(replies: Any, expected: Any) -> Any:
-        accepted, rejections = real(replies, expected)
-        context = {reply.client: i for i, reply in enumerate(replies)}
-        return sorted(accepted, key=lambda a: context[a.reply.client]), rejections
+    def unsorted(responses: Any, expected: Any) -> Any:
+        accepted, rejections = real(responses, expected)
+        context = {response.client: i for i, response in enumerate(responses)}
+        return sorted(accepted, key=lambda a: context[a.response.client]), rejections
 
     row = Row(
         lambda: vary(named("fedavg")(), aggregate=Aggregator("arrival", as_they_come)), {"clients": 6, "per_round": 6}
     )
     client_order_is_irrelevant(row)  # sorted by client id even this sum is in order
-    monkeypatch.setattr(collect_module, "validate_replies", unsorted)
+    monkeypatch.setattr(collect_module, "validate_responses", unsorted)
     with pytest.raises(AssertionError):
         client_order_is_irrelevant(Row(row.make, row.toy))
 
@@ -880,8 +895,8 @@ def test_frozen_notices_averaged_weights() -> None:
     """A server that averages whole models instead of updates moves coordinates nobody trained."""
 
     class Averaging(InProcess):
-        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
-            yield from super().exchange(orders)
+        def exchange(self, requests: Sequence[Request]) -> Iterator[Response]:
+            yield from super().exchange(requests)
             shares = torch.tensor([0.1] * 10)
             with torch.no_grad():
                 for p in self.context.network.parameters():
@@ -893,12 +908,12 @@ def test_frozen_notices_averaged_weights() -> None:
 
 def test_frozen_notices_decay_outside_the_space() -> None:
     class Decaying(InProcess):
-        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
-            for reply in super().exchange(orders):
+        def exchange(self, requests: Sequence[Request]) -> Iterator[Response]:
+            for response in super().exchange(requests):
                 with torch.no_grad():
                     for p in self.context.network.parameters():
                         p.mul_(1 - 0.05 * 0.01)
-                yield reply
+                yield response
 
     with pytest.raises(AssertionError, match="moved"):
         frozen_bits_stay(Row(named("fedavg"), engine=Decaying))
@@ -917,8 +932,8 @@ def test_frozen_notices_momentum_of_masked_gradients() -> None:
             for p in context.network.parameters():  # undone, but the buffers remember
                 p.data.add_(0.01)
 
-        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
-            yield from super().exchange(orders)
+        def exchange(self, requests: Sequence[Request]) -> Iterator[Response]:
+            yield from super().exchange(requests)
             for p in self.context.network.parameters():
                 p.grad = torch.zeros_like(p)
             self.optimizer.step()
@@ -930,7 +945,7 @@ def test_frozen_notices_momentum_of_masked_gradients() -> None:
 def test_frozen_notices_fine_tuning_that_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedgraft.client import handle as client
 
-    def careless(order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Any:
+    def careless(request: Request, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Any:
         with torch.no_grad():
             context.network.head.weight.add_(0.1)
         return client.counted(context.network, context.tests, rows, scores=False)  # type: ignore[arg-type]
@@ -972,8 +987,8 @@ def test_statistics_notice_a_server_rule_that_steps_them(name: str, monkeypatch:
 
 def test_round_trip_notices_a_wire_that_rounds() -> None:
     class Rounding(InProcess):
-        def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
-            return super().exchange([replace(o, vector=o.vector.half().float()) for o in orders])  # type: ignore[union-attr]
+        def exchange(self, requests: Sequence[Request]) -> Iterator[Response]:
+            return super().exchange([replace(o, vector=o.vector.half().float()) for o in requests])  # type: ignore[union-attr]
 
     row = Row(named("fedavg"))
     with pytest.raises(AssertionError):

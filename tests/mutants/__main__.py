@@ -189,11 +189,14 @@ def page(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> str:
     """The table of all mutants as a page."""
     killed = sum(bool(outcomes[m.name].noticed) for m in mutants)
     lines = [
-        "# Planted bugs and who notices them", "",
+        "# Planted bugs and who notices them",
+        "",
         f"{killed} of {len(mutants)} noticed. Made by `make mutants`: each bug is planted alone in a copy of the",
-        "package and the tests that should notice are run until one fails.", "",
-        "| mutant | where | what it means | noticed by | seconds |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "package and the tests that should notice are run until one fails.",
+        "",
+        "| mutant | where | what it means | noticed by | seconds |",
+        "|---|---|---|---|---|",
+    ]
     for m in mutants:
         found = outcomes[m.name]
         noticed = f"`{found.noticed.removeprefix('tests/')}`" if found.noticed else "**nobody**"

@@ -31,20 +31,45 @@ TINY = replace(
 )
 PEERS = ROOT / "benchmarks" / "peers"
 OVERRIDES: dict[str, Any] = {
-    "name": "features", "task": "head", "clients": 4, "per_round": 2, "rounds": 2, "steps": 3, "batch_size": 8,
-    "lr": 0.1, "momentum": 0.9, "evaluate_every": 10, "classes": 5, "seed": 0, "cores": 2, "digest": "d", "data": "",
-}  # fmt: skip
+    "name": "features",
+    "task": "head",
+    "clients": 4,
+    "per_round": 2,
+    "rounds": 2,
+    "steps": 3,
+    "batch_size": 8,
+    "lr": 0.1,
+    "momentum": 0.9,
+    "evaluate_every": 10,
+    "classes": 5,
+    "seed": 0,
+    "cores": 2,
+    "digest": "d",
+    "data": "",
+}
 
 
 def result(peer: str, seconds: float, rounds: int = 50, accuracy: float = 0.7, **more: Any) -> dict[str, Any]:
     """A made-up result of a peer that takes so long for a round."""
     return {
-        "peer": peer, "workload": "features", "digest": "d", "rounds": rounds, "steps": rounds * 160,
-        "round_seconds": [5 * seconds, *[seconds] * (rounds - 1)], "evaluations": [[rounds, accuracy]],
-        "test_accuracy": accuracy, "phases": {"evaluate": 0.5, "start": 1.0, "rounds": 1.0, "all": 3.0},
-        "versions": {"torch": "2"}, "seconds": 10 * seconds + 1, "peak_mb": 400.0, "cpu_seconds": 4.0,
-        "other_load": 0.1, "date": "2026-11-16T00:00:00+00:00", "key": "k", **more,
-    }  # fmt: skip
+        "peer": peer,
+        "workload": "features",
+        "digest": "d",
+        "rounds": rounds,
+        "steps": rounds * 160,
+        "round_seconds": [5 * seconds, *[seconds] * (rounds - 1)],
+        "evaluations": [[rounds, accuracy]],
+        "test_accuracy": accuracy,
+        "phases": {"evaluate": 0.5, "start": 1.0, "rounds": 1.0, "all": 3.0},
+        "versions": {"torch": "2"},
+        "seconds": 10 * seconds + 1,
+        "peak_mb": 400.0,
+        "cpu_seconds": 4.0,
+        "other_load": 0.1,
+        "date": "2026-11-16T00:00:00+00:00",
+        "key": "k",
+        **more,
+    }
 
 
 def store(root: Path, spec: Spec, results: dict[str, list[dict[str, Any]]]) -> None:
@@ -124,8 +149,10 @@ def test_page_shows_the_benchmarks_without_peers(tmp_path: Path) -> None:
     """Each has a section and its bars; a cost that grows, or a calibration that takes too long, is called so."""
     costs = {name: [1.0, 0.1] for name in bench_sparse.COSTS}
     dear = {name: [1.0, 0.05] for name in bench_sparse.COSTS}
-    points = [{"sparsity": 0.9, "k": 100, "costs": costs, "bytes": 40}, {"sparsity": 0.99, "k": 10, "costs": dear,
-              "bytes": 4}]  # fmt: skip
+    points = [
+        {"sparsity": 0.9, "k": 100, "costs": costs, "bytes": 40},
+        {"sparsity": 0.99, "k": 10, "costs": dear, "bytes": 4},
+    ]
     curves = {"head against K": curve([1.0, 1.5]), "mixing against d": curve([1.0, 1.0], least=0.4, written=0.4)}
     kept: dict[str, Any] = {
         "head": {"seconds": {"batched": [0.02]}, "least": {"2": [0.01]}, "load": 0.0},

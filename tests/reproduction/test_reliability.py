@@ -19,9 +19,17 @@ from benchmarks.reliability.outcome import OVER_FLOWER, PAGE, Outcome, keep, kep
 SCALES = {"view": 0.02, "hostile": 0.01, "thousand": 0.06, "malformed": 0.001}
 SLOW = {"damaged": 0.02, "cost": 0.1, "accounts": 0.004, "noise": 0.02}
 LONG = {
-    "kills": 0.02, "sizes": 0.25, "liar": 0.1, "soak": 0.02, "orders": 0.02, "membership": 0.1, "epsilon": 1.0,
-    "uneven": 0.1, "stages": 0.05, "dropouts": 0.01,
-}  # fmt: skip
+    "kills": 0.02,
+    "sizes": 0.25,
+    "liar": 0.1,
+    "soak": 0.02,
+    "orders": 0.02,
+    "membership": 0.1,
+    "epsilon": 1.0,
+    "uneven": 0.1,
+    "stages": 0.05,
+    "dropouts": 0.01,
+}
 """Half a minute and more each even so; what they check in depth has tests of its own at the gate."""
 
 
@@ -80,8 +88,14 @@ def test_every_check_is_run_by_a_test() -> None:
 
 
 ABOUT = {
-    "scale": 0.5, "command": "c", "date": "d", "seconds": 3.0, "revision": "r", "machine": "m", "check": "kills",
-}  # fmt: skip
+    "scale": 0.5,
+    "command": "c",
+    "date": "d",
+    "seconds": 3.0,
+    "revision": "r",
+    "machine": "m",
+    "check": "kills",
+}
 
 
 @pytest.mark.parametrize(

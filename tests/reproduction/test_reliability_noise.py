@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgraft.algorithms.algorithm import secure_segments, vary
 from fedgraft.config.load import load
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.privacy.dp import Mechanism, clip
 from fedgraft.privacy.protection import DifferentialPrivacy
 from fedgraft.privacy.secagg.plan import SecureAbort
@@ -28,11 +28,22 @@ from benchmarks.reliability.private_rounds import BOUND, Clients, pair_shift, pr
 from benchmarks.reliability.private_rounds import released as one_round
 
 OVERRIDES = [
-    "model.name=tiny", "data.image_size=16", "data.source=digits", "data.limit=200", "partition.clients=8",
-    "model.head=random", "algorithm.weighting=uniform", "rounds.total=4", "rounds.evaluate_every=0",
-    "rounds.checkpoint_every=2", "rounds.sampling=poisson", "local.steps=1", "workers=1",
-    "privacy.dp.noise=0.8", "privacy.dp.secret=true",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.image_size=16",
+    "data.source=digits",
+    "data.limit=200",
+    "partition.clients=8",
+    "model.head=random",
+    "algorithm.weighting=uniform",
+    "rounds.total=4",
+    "rounds.evaluate_every=0",
+    "rounds.checkpoint_every=2",
+    "rounds.sampling=poisson",
+    "local.steps=1",
+    "workers=1",
+    "privacy.dp.noise=0.8",
+    "privacy.dp.secret=true",
+]
 
 
 def released(folder: Path, patch: pytest.MonkeyPatch, stop: int | None) -> dict[int, bytes]:
@@ -127,8 +138,8 @@ def test_a_client_does_not_move_how_the_others_are_rounded(broken: bool) -> None
 
     def words(first: int) -> Tensor:
         settings: dict[str, Any] = {"lr": 0.1, "clip": BOUND, "sums": "train", "largest": 5}
-        orders = [Order("run", 0, k, "train", "s", torch.zeros(length), {}, settings) for k in range(first, 5)]
-        session = SecureSession(privacy, orders, Clients(algorithm, updates, {}).exchange)
+        requests = [Request("run", 0, k, "train", "s", torch.zeros(length), {}, settings) for k in range(first, 5)]
+        session = SecureSession(privacy, requests, Clients(algorithm, updates, {}).exchange)
         found = session.total(secure_segments(algorithm, length, length))
         return torch.from_numpy(found.words[:length].view("int32"))
 

@@ -200,8 +200,18 @@ def test_the_list_grows_until_the_best_is_inside(tmp_path: Path, monkeypatch: py
 
 def test_a_rate_that_only_one_seed_bears_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = PRESET + 'tuning = { axis = "rate", rates = { "*" = [0.1, 0.3, 1.0] }, more_seeds = { large = 2 } }'
-    losses = {"0.1": 1.5, "0.3": 1.4, "1": 1.3, "0.1 seed 101": 1.5, "0.3 seed 101": 1.4, "1 seed 101": 4.6,
-              "0.1 seed 102": 1.5, "0.3 seed 102": 1.4, "1 seed 102": None, "3.33": 9.0}  # fmt: skip
+    losses = {
+        "0.1": 1.5,
+        "0.3": 1.4,
+        "1": 1.3,
+        "0.1 seed 101": 1.5,
+        "0.3 seed 101": 1.4,
+        "1 seed 101": 4.6,
+        "0.1 seed 102": 1.5,
+        "0.3 seed 102": 1.4,
+        "1 seed 102": None,
+        "3.33": 9.0,
+    }
     preset = parse(text, "a")
     made = Work("a", preset, "laptop", (1,), tmp_path)
     monkeypatch.setattr(reproduce, "carry_out", lambda work, wanted: {label: Path(label) for label in wanted})
@@ -557,9 +567,16 @@ def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["editing", "--scale", "huge"], ["nothing"], ["--list", "--scale", "x"], ["--list", "--format", "gif"],
-     ["q1"], ["q1", "--model", "x", "--part", "tail"]],
-)  # fmt: skip
+    [
+        [],
+        ["editing", "--scale", "huge"],
+        ["nothing"],
+        ["--list", "--scale", "x"],
+        ["--list", "--format", "gif"],
+        ["q1"],
+        ["q1", "--model", "x", "--part", "tail"],
+    ],
+)
 def test_wrong_words_are_refused(overrides: list[str]) -> None:
     said = CliRunner().invoke(app, overrides)
     assert said.exit_code != 0 and isinstance(said.exception, FedgraftError)

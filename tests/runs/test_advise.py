@@ -18,10 +18,13 @@ from fedgraft.consortium.advise import Advice, Tried, advise, bytes_of, recommen
 from fedgraft.core.errors import FedgraftError
 
 SMALL = {
-    "model": {"name": "tiny"}, "partition": {"clients": 2}, "workers": 1, "rounds": {"total": 3, "fraction": 1.0},
+    "model": {"name": "tiny"},
+    "partition": {"clients": 2},
+    "workers": 1,
+    "rounds": {"total": 3, "fraction": 1.0},
     "local": {"steps": 2, "batch_size": 8},
     "trainable": {"sparse": {"samples": 16, "rounds": 1}},
-}  # fmt: skip
+}
 
 
 def test_amounts() -> None:
@@ -43,9 +46,16 @@ def test_sources_are_recognised_by_what_is_in_them(tmp_path: Path) -> None:
     (tmp_path / "x.npz").touch()
     (tmp_path / "known").mkdir()
     (tmp_path / "known" / "cifar100-train.parquet").touch()
-    wanted = {"known": "cifar100",
-              "plain": "folder", "split": "folder", "owned": "owners", "own2": "owners", "table": "parquet",
-              "saved": "datasets", "x.npz": "npz"}  # fmt: skip
+    wanted = {
+        "known": "cifar100",
+        "plain": "folder",
+        "split": "folder",
+        "owned": "owners",
+        "own2": "owners",
+        "table": "parquet",
+        "saved": "datasets",
+        "x.npz": "npz",
+    }
     assert {name: source_of(str(tmp_path / name))["source"] for name in wanted} == wanted
     assert source_of("digits") == {"source": "digits"}
     with pytest.raises(FedgraftError, match="neither a file or folder nor one of"):

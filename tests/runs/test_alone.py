@@ -14,7 +14,7 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client import train as client_train
 from fedgraft.client.context import ClientContext
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.core.space import Bound
 from fedgraft.local.train import Trained
 from fedgraft.run.centralized import run_centralized
@@ -63,9 +63,9 @@ def test_all_in_one_place_every_epoch_goes_on_from_the_one_before(
     """A start of its own once held centralised training at its first vector: each epoch began there again."""
     begun, ended, fit = list[Tensor](), list[Tensor](), client_train._fit
 
-    def watched(order: Order, algorithm: Algorithm, context: ClientContext, bound: Bound, *rest: Any) -> Trained:
+    def watched(request: Request, algorithm: Algorithm, context: ClientContext, bound: Bound, *rest: Any) -> Trained:
         begun.append(bound.values.detach().clone())
-        result = fit(order, algorithm, context, bound, *rest)
+        result = fit(request, algorithm, context, bound, *rest)
         ended.append(bound.values.detach().clone())
         return result
 

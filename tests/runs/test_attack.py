@@ -30,9 +30,18 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
     from fedgraft.cli.main import app
 
 TINY = [
-    "data.source=digits", "data.limit=300", "model.name=tiny", "partition.clients=7", "rounds.fraction=1.0",
-    "local.steps=2", "local.batch_size=16", "rounds.total=2", "local.lr=0.05", "model.ridge=1.0", "data.image_size=16",
-]  # fmt: skip
+    "data.source=digits",
+    "data.limit=300",
+    "model.name=tiny",
+    "partition.clients=7",
+    "rounds.fraction=1.0",
+    "local.steps=2",
+    "local.batch_size=16",
+    "rounds.total=2",
+    "local.lr=0.05",
+    "model.ridge=1.0",
+    "data.image_size=16",
+]
 
 
 def config(*overrides: str) -> Config:
@@ -111,9 +120,12 @@ def test_a_boosted_backdoor_succeeds_against_the_mean(tmp_path: Path, kept: str)
 
 @pytest.mark.parametrize(
     ("options", "within"),
-    [(("data.cache_features=true", "data.cache_features=false"), 0.02), (("workers=1", "workers=2"), 0.0),
-     (("engine=reference", "engine=batched"), 0.01)],
-)  # fmt: skip
+    [
+        (("data.cache_features=true", "data.cache_features=false"), 0.02),
+        (("workers=1", "workers=2"), 0.0),
+        (("engine=reference", "engine=batched"), 0.01),
+    ],
+)
 def test_the_same_table_however_it_is_computed(tmp_path: Path, options: tuple[str, str], within: float) -> None:
     attacks = ["label_flip", "backdoor"]  # a lie in the labels, and one in the images that are kept as features
     one, two = (table(tmp_path / option, config(option), attacks, ["median"], 0.15) for option in options)
@@ -198,9 +210,14 @@ def test_given_features_have_no_place_for_a_trigger(tmp_path: Path) -> None:
     np.savez(tmp_path / "given.npz", **labels, **inputs)
     given = load(
         None,
-        ["data.source=features", f"data.path={tmp_path / 'given.npz'}", "model.name=features", "partition.clients=5",
-         "rounds.total=2"],
-    )  # fmt: skip
+        [
+            "data.source=features",
+            f"data.path={tmp_path / 'given.npz'}",
+            "model.name=features",
+            "partition.clients=5",
+            "rounds.total=2",
+        ],
+    )
     found = table(tmp_path / "t", given, ["sign_flip"], ["mean", "median"])
     assert all(backdoor is None and accuracy is not None for accuracy, backdoor in found.values()) and len(found) == 4
     with pytest.raises(FedgraftError, match="pattern of pixels"):

@@ -14,10 +14,18 @@ from fedgraft.run.loop import run
 from fedgraft.run.predict import evaluate_run
 
 RESNET = [
-    "data.source=digits", "data.limit=120", "data.image_size=16", "model.name=resnet18:width=4", "partition.clients=2",
-    "rounds.fraction=1.0", "rounds.total=2", "rounds.evaluate_every=1", "local.steps=2", "local.batch_size=8",
+    "data.source=digits",
+    "data.limit=120",
+    "data.image_size=16",
+    "model.name=resnet18:width=4",
+    "partition.clients=2",
+    "rounds.fraction=1.0",
+    "rounds.total=2",
+    "rounds.evaluate_every=1",
+    "local.steps=2",
+    "local.batch_size=8",
     "engine=reference",
-]  # fmt: skip
+]
 SPARSE = ["trainable.kind=sparse", "trainable.sparse.samples=16", "trainable.sparse.rounds=1"]
 
 

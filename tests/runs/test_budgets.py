@@ -50,12 +50,20 @@ def test_what_cannot_be_is_one_sentence(overrides: tuple[str, ...], sentence: st
     "overrides",
     [
         ("algorithm.name=fedshibu", "algorithm.similarity=learned", "personal.evaluate=end"),
-        ("algorithm.name=fedalign", "algorithm.by_layer=true", "algorithm.freeze=0.5", "algorithm.probe=16",
-         "algorithm.keep=4", "algorithm.top=4", "data.validation=0.4", *SPARSE),
+        (
+            "algorithm.name=fedalign",
+            "algorithm.by_layer=true",
+            "algorithm.freeze=0.5",
+            "algorithm.probe=16",
+            "algorithm.keep=4",
+            "algorithm.top=4",
+            "data.validation=0.4",
+            *SPARSE,
+        ),
         ("algorithm.name=fednova", "trainable.kind=last_blocks", "trainable.blocks=1", "local.client_steps=[1,3]"),
         ("trainable.kind=lora", "trainable.lora.aggregate=svd", "trainable.lora.budgets=[3000,9000]"),
     ],
-)  # fmt: skip
+)
 def test_each_runs_from_a_config(overrides: tuple[str, ...], tmp_path: Path) -> None:
     steps = any("client_steps" in word for word in overrides)
     config = load(None, [w for w in (*OVERRIDES, *overrides) if not (steps and w.startswith("local.steps"))])

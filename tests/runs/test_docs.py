@@ -41,9 +41,17 @@ NOT_RUN = {
 """What is not run, by how it begins, and why. A command that begins in no such way is run."""
 TRAINING = ("run", "centralized", "find-lr", "sweep", "partition")
 SMALL = [
-    "model.name=tiny", "model.head=random", "data.image_size=16", "data.limit=150", "partition.clients=3",
-    "rounds.total=2", "local.steps=8", "local.batch_size=16", "centralized.epochs=1", "workers=1",
-]  # fmt: skip
+    "model.name=tiny",
+    "model.head=random",
+    "data.image_size=16",
+    "data.limit=150",
+    "partition.clients=3",
+    "rounds.total=2",
+    "local.steps=8",
+    "local.batch_size=16",
+    "centralized.epochs=1",
+    "workers=1",
+]
 
 
 @dataclass

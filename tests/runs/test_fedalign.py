@@ -18,7 +18,7 @@ from fedgraft.aggregate.similarity import svcca
 from fedgraft.aggregate.slots import Answers
 from fedgraft.config.load import load
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.edit.dense import head
 from fedgraft.local.features import hidden
 from fedgraft.local.train import LocalTraining
@@ -27,17 +27,30 @@ from fedgraft.run.job import job_of
 from fedgraft.run.loop import run
 from fedgraft.run.opening import make_probe, open_run
 from fedgraft.server import sample as server
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.round import run_round
 
 LOCAL = LocalTraining(3, batch_size=6)
 SMALL: dict[str, Any] = {"keep": 3, "top": 3, "probe": 64, "local": LOCAL}
 TINY = [
-    "data.source=synthetic", "data.count=400", "data.classes=4", "model.name=tiny", "partition.clients=10",
-    "rounds.fraction=1.0", "workers=1", "local.steps=1", "local.batch_size=8", "rounds.total=1",
-    "model.head=random", "trainable.kind=body", "algorithm.name=fedalign", "algorithm.keep=4", "algorithm.top=4",
-    "algorithm.probe=40", "rounds.evaluate_every=0",
-]  # fmt: skip
+    "data.source=synthetic",
+    "data.count=400",
+    "data.classes=4",
+    "model.name=tiny",
+    "partition.clients=10",
+    "rounds.fraction=1.0",
+    "workers=1",
+    "local.steps=1",
+    "local.batch_size=8",
+    "rounds.total=1",
+    "model.head=random",
+    "trainable.kind=body",
+    "algorithm.name=fedalign",
+    "algorithm.keep=4",
+    "algorithm.top=4",
+    "algorithm.probe=40",
+    "rounds.evaluate_every=0",
+]
 
 
 def everyone(algorithm: Any, **options: Any) -> Toy:
@@ -71,7 +84,7 @@ def test_the_score_is_svcca_with_the_model_the_round_began_with() -> None:
     toy = everyone(zoo.fedalign(**SMALL))
     before, probe = toy.state.vector.clone(), toy.context.probe
     assert probe is not None
-    replies = list(
+    responses = list(
         toy.engine.exchange(server.instruct(toy.algorithm, toy.federation, toy.state, [2], toy.space.digest))
     )
     rows = torch.arange(len(probe))
@@ -81,18 +94,18 @@ def test_the_score_is_svcca_with_the_model_the_round_began_with() -> None:
         with torch.no_grad():
             return toy.network.features(probe.batch(rows), 0, until)
 
-    update = replies[0].update
+    update = responses[0].update
     assert update is not None
     for name, until in (("middle", 1), ("late", 2)):
         expected = svcca(layer(before + update.arrays["values"], until), layer(before, until), 3, 3).value
-        assert replies[0].scalars[f"alignment:{name}"] == pytest.approx(expected, abs=1e-6)
+        assert responses[0].scalars[f"alignment:{name}"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_only_numbers_leave_the_client() -> None:
     toy = everyone(zoo.fedalign(**SMALL))
-    (reply,) = toy.engine.exchange(server.instruct(toy.algorithm, toy.federation, toy.state, [0], toy.space.digest))
-    assert set(reply.scalars) == {"alignment:early", "alignment:middle", "alignment:late"}
-    assert not reply.evidence and not reply.sums
+    (response,) = toy.engine.exchange(server.instruct(toy.algorithm, toy.federation, toy.state, [0], toy.space.digest))
+    assert set(response.scalars) == {"alignment:early", "alignment:middle", "alignment:late"}
+    assert not response.evidence and not response.sums
 
 
 # ---- degenerate cases ------------------------------------------------------------------------------------------------
@@ -174,13 +187,13 @@ class Boasting:
     def __init__(self, engine: Any, scalars: bool = True) -> None:
         self.engine, self.scalars, self.memory = engine, scalars, engine.memory
 
-    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply]:
-        for reply in self.engine.exchange(orders):
-            if reply.client == 0:
-                best = dict.fromkeys(reply.scalars, 1.0)
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Response]:
+        for response in self.engine.exchange(requests):
+            if response.client == 0:
+                best = dict.fromkeys(response.scalars, 1.0)
                 best |= {"alignment:early": 1.0} if self.scalars else {}
-                reply = replace(reply, examples=10**9, scalars=best)
-            yield reply
+                response = replace(response, examples=10**9, scalars=best)
+            yield response
 
 
 def tiny_server(*overrides: str) -> Open:
@@ -197,7 +210,7 @@ def test_a_liar_that_claims_more_examples_than_anybody_holds_is_dropped() -> Non
     record = record_with_liar(tiny_server())
     assert [drop["client"] for drop in record["dropped"]] == [0] and "claims 1000000000" in str(record["dropped"])
     setup = tiny_server()  # the broken variant: nobody knows who holds how much, and nobody asks
-    setup.server_context = replace(setup.server_context, claims=Claims())
+    setup.server_context = replace(setup.server_context, example_counts=ExampleCounts())
     broken = record_with_liar(setup, largest=1)["clients"]
     assert broken["weight"][broken["ids"].index(0)] > 0.99
 

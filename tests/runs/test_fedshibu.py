@@ -23,11 +23,23 @@ from fedgraft.run.loop import run
 
 LOCAL = LocalTraining(3, batch_size=6)
 TINY = [
-    "data.source=synthetic", "data.count=200", "data.classes=4", "model.name=tiny", "partition.clients=4",
-    "rounds.fraction=1.0", "workers=1", "local.steps=2", "local.batch_size=8", "rounds.total=2",
-    "rounds.evaluate_every=0", "model.head=random", "trainable.kind=body", "algorithm.name=fedshibu",
-    "algorithm.samples=8", "personal.evaluate=end",
-]  # fmt: skip
+    "data.source=synthetic",
+    "data.count=200",
+    "data.classes=4",
+    "model.name=tiny",
+    "partition.clients=4",
+    "rounds.fraction=1.0",
+    "workers=1",
+    "local.steps=2",
+    "local.batch_size=8",
+    "rounds.total=2",
+    "rounds.evaluate_every=0",
+    "model.head=random",
+    "trainable.kind=body",
+    "algorithm.name=fedshibu",
+    "algorithm.samples=8",
+    "personal.evaluate=end",
+]
 
 
 def shibu(similarity: str = "cka_linear", **options: Any) -> Any:
@@ -159,7 +171,7 @@ def test_groups_by_hand() -> None:
 
 
 def only(group: set[int], exchange: Any) -> Any:
-    return lambda orders: [reply for reply in exchange(orders) if reply.client in group]
+    return lambda requests: [response for response in exchange(requests) if response.client in group]
 
 
 def test_mixing_within_groups_is_fedbabu_in_each_group() -> None:

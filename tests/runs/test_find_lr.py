@@ -23,11 +23,23 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
     from fedgraft.cli.main import app
 
 TINY = [
-    "model.name=tiny", "model.head=random", "data.source=digits", "data.image_size=16", "data.limit=60",
-    "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "rounds.evaluate_every=1", "local.steps=2",
-    "local.batch_size=16", "local.lr=0.02", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60",
-    "trainable.sparse.rounds=2", "local.weight_decay=10",
-]  # fmt: skip
+    "model.name=tiny",
+    "model.head=random",
+    "data.source=digits",
+    "data.image_size=16",
+    "data.limit=60",
+    "partition.clients=3",
+    "rounds.fraction=1.0",
+    "rounds.total=2",
+    "rounds.evaluate_every=1",
+    "local.steps=2",
+    "local.batch_size=16",
+    "local.lr=0.02",
+    "trainable.sparse.sparsity=0.9",
+    "trainable.sparse.samples=60",
+    "trainable.sparse.rounds=2",
+    "local.weight_decay=10",
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -30,9 +30,16 @@ from fedgraft.run.warnings import warnings_for
 # ---- a deadline that cannot be kept ---------------------------------------------------------------------------------
 
 SMALL = [
-    "model.name=tiny", "data.image_size=16", "data.limit=60", "partition.clients=3", "rounds.total=2",
-    "model.head=random", "local.steps=1", "rounds.checkpoint_every=1", "rounds.evaluate_every=1",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.image_size=16",
+    "data.limit=60",
+    "partition.clients=3",
+    "rounds.total=2",
+    "model.head=random",
+    "local.steps=1",
+    "rounds.checkpoint_every=1",
+    "rounds.evaluate_every=1",
+]
 
 
 @pytest.mark.parametrize(

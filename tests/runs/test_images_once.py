@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedgraft.client.sums import scores_of
 from fedgraft.config.load import load
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.core.space import select
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.run.job import Job, job_of
@@ -29,9 +29,16 @@ KINDS = {
 def words(kind: str, rounds: int = 3) -> list[str]:
     """A head from sums, then rounds that meet all images of two clients."""
     return [
-        "data.limit=160", "partition.clients=2", "rounds.fraction=1.0", f"rounds.total={rounds}", "rounds.test=false",
-        "local.steps=4", "local.batch_size=20", "workers=1", *KINDS[kind],
-    ]  # fmt: skip
+        "data.limit=160",
+        "partition.clients=2",
+        "rounds.fraction=1.0",
+        f"rounds.total={rounds}",
+        "rounds.test=false",
+        "local.steps=4",
+        "local.batch_size=20",
+        "workers=1",
+        *KINDS[kind],
+    ]
 
 
 @pytest.fixture
@@ -87,9 +94,16 @@ def test_the_guard_notices_two_passes(met: list[int], tmp_path: Path, monkeypatc
 def test_a_head_of_some_clients_looks_at_their_images_and_no_others(met: list[int], tmp_path: Path) -> None:
     """The rest is computed when a round meets it."""
     short = [
-        "data.limit=160", "partition.clients=4", "rounds.fraction=0.25", "rounds.total=1", "rounds.test=false",
-        "local.steps=1", "local.batch_size=4", "workers=1", "trainable.kind=head",
-    ]  # fmt: skip
+        "data.limit=160",
+        "partition.clients=4",
+        "rounds.fraction=0.25",
+        "rounds.total=1",
+        "rounds.test=false",
+        "local.steps=1",
+        "local.batch_size=4",
+        "workers=1",
+        "trainable.kind=head",
+    ]
     run(load(None, [*short, "model.head_clients=0.25"]), tmp_path / "some", console=False)
     some = set(met)
     run(load(None, short), tmp_path / "all", console=False)
@@ -113,7 +127,7 @@ def test_a_mask_is_the_same_from_pixels_and_from_what_is_kept(met: list[int], tm
         vector = select(context.network, lambda name: True, buffers=False).gather(context.network)
         names = [name for name, _ in context.network.named_parameters() if "layers.5." in name]
         settings = {"estimator": "per_sample", "labels": "true", "batch": 20, "names": "\n".join(names), "share": 0.5}
-        scores.append(scores_of(Order("", -1, 0, "scores", "", vector, {}, {**settings, "draw": 0}), context).mean())
+        scores.append(scores_of(Request("", -1, 0, "scores", "", vector, {}, {**settings, "draw": 0}), context).mean())
     assert scores[0].keys() == scores[1].keys() and scores[0]
     for name, one in scores[0].items():
         assert torch.allclose(one, scores[1][name], rtol=1e-3, atol=1e-12), name

@@ -69,7 +69,14 @@ def test_own_and_federation_weights_train_other_models_than_plain(tmp_path: Path
 
 def test_what_the_privacy_account_does_not_cover_is_refused() -> None:
     with pytest.raises(FedgraftError, match="class counts of the federation"):
-        Open(tiny("loss.class_weights=federation", "privacy.dp.noise=1.0", "algorithm.weighting=uniform",
-                  "rounds.sampling=poisson", "privacy.dp.delta=0.01"))  # fmt: skip
+        Open(
+            tiny(
+                "loss.class_weights=federation",
+                "privacy.dp.noise=1.0",
+                "algorithm.weighting=uniform",
+                "rounds.sampling=poisson",
+                "privacy.dp.delta=0.01",
+            )
+        )
     with pytest.raises(FedgraftError, match="class_weights"):
         Open(tiny("loss.name=calibrated", "loss.class_weights=own"))

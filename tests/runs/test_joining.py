@@ -15,7 +15,7 @@ from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
 from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.unlearn import plan, unlearn
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.server import with_clients
 from fedgraft.run import loop as running
@@ -59,8 +59,8 @@ def test_the_others_meet_what_they_would_have_met(tmp_path: Path, monkeypatch: p
             engine = super().training(*parts)
             real = engine.exchange
 
-            def exchange(orders: Sequence[Order]) -> Any:
-                return real([o for o in orders if o.client != (2 if o.round < 2 else 1)])
+            def exchange(requests: Sequence[Request]) -> Any:
+                return real([o for o in requests if o.client != (2 if o.round < 2 else 1)])
 
             engine.exchange = exchange  # type: ignore[method-assign]
             return engine
@@ -91,10 +91,10 @@ def test_nodes_that_come_and_go_give_the_model_of_the_planned_run(
     options = (*SMALL, "model.head=random", f"privacy.aggregation={protection}", "partition.clients=4")
 
     class Coming(Machines):
-        def deliver(self, order: Order) -> Any:
-            if order.client == (2 if order.round < 2 else 1):
-                return order.client, "no node serves it at present"
-            return super().deliver(order)
+        def deliver(self, request: Request) -> Any:
+            if request.client == (2 if request.round < 2 else 1):
+                return request.client, "no node serves it at present"
+            return super().deliver(request)
 
     engine = Coming(tiny(*options), tmp_path / "there", tmp_path / "keys", monkeypatch)
     with without_pictures():

@@ -16,7 +16,7 @@ from fedgraft.algorithms.algorithm import vary
 from fedgraft.client.handle import handle
 from fedgraft.config.options import MetricName
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.metrics import metrics, scores
 from fedgraft.privacy.protection import CLEAR
 from fedgraft.run.adapted import adapted
@@ -110,9 +110,9 @@ def test_the_config_names_every_metric() -> None:
     assert set(get_args(MetricName)) == {*metrics.NAMES, "confusion"}
 
 
-def reply_of(**changed: Tensor) -> Reply:
+def reply_of(**changed: Tensor) -> Response:
     logits, labels = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 3
-    return Reply("r", 0, 7, sums={**scores.count(logits, labels, 3), **changed})
+    return Response("r", 0, 7, sums={**scores.count(logits, labels, 3), **changed})
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:
     engine, vector = made.engine(), made.begin().vector
     asking = Sums(engine.exchange, "r", range(3), made.network, made.algorithm.privacy)
     hidden = asking.ask("scores", vector, {"split": "validation"})
-    order = [Order("r", 0, k, "scores", "", vector, {}, {"split": "validation"}) for k in range(3)]
+    request = [Request("r", 0, k, "scores", "", vector, {}, {"split": "validation"}) for k in range(3)]
     shown, made.context.policies = vary(made.algorithm, privacy=CLEAR), ()
-    clear = scores.merge([handle(o, shown, made.context, {})[0].sums for o in order], made.network.classes)
+    clear = scores.merge([handle(o, shown, made.context, {})[0].sums for o in request], made.network.classes)
     assert all(torch.equal(hidden[name], clear[name]) for name in ("confusion", "histogram", "top5"))
     assert all(torch.allclose(hidden[name], clear[name], atol=1e-6) for name in ("calibration", "loss"))

@@ -21,10 +21,19 @@ from fedgraft.core.network_digest import digest
 from fedgraft.run.folder import RunFolder
 
 CONFIG = [
-    "model.name=tiny", "data.source=digits", "data.image_size=16", "data.limit=60", "partition.clients=3",
-    "rounds.total=2", "local.steps=2", "local.lr=0.02", "workers=1", "trainable.kind=sparse",
-    "trainable.sparse.strategy=least_sensitive", "trainable.sparse.sparsity=0.9",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.source=digits",
+    "data.image_size=16",
+    "data.limit=60",
+    "partition.clients=3",
+    "rounds.total=2",
+    "local.steps=2",
+    "local.lr=0.02",
+    "workers=1",
+    "trainable.kind=sparse",
+    "trainable.sparse.strategy=least_sensitive",
+    "trainable.sparse.sparsity=0.9",
+]
 LOCAL = fg.LocalTraining(steps=2, lr=0.02)
 
 

@@ -51,7 +51,7 @@ def biases():
 
 TRAINABLES["biases"] = biases
 ''',
-    "strategy": '''
+    "strategy": """
 import torch
 from fedgraft.edit.choose import Strategy
 from fedgraft.registry import STRATEGIES
@@ -60,12 +60,12 @@ def by_place(weights, seed):
     return {name: torch.arange(t.numel()).view(t.shape).float() for name, t in weights.items()}
 
 STRATEGIES["first"] = lambda: Strategy(largest=False, scores=by_place)
-''',
-    "aggregation": '''
+""",
+    "aggregation": """
 from fedgraft.registry import AGGREGATORS
 
 AGGREGATORS["middle"] = lambda attackers: lambda stack, weights: stack.median(0).values
-''',
+""",
     "source": '''
 import numpy as np
 import fedgraft as fg
@@ -79,11 +79,15 @@ def squares(size: int = 120):
 
 fg.registry.SOURCES["squares"] = squares
 ''',
-}  # fmt: skip
+}
 REGISTRIES = (
-    registry.ALGORITHMS, registry.LOSSES, registry.TRAINABLES, registry.STRATEGIES, registry.AGGREGATORS,
+    registry.ALGORITHMS,
+    registry.LOSSES,
+    registry.TRAINABLES,
+    registry.STRATEGIES,
+    registry.AGGREGATORS,
     registry.SOURCES,
-)  # fmt: skip
+)
 
 
 def install(folder: Path, *names: str) -> None:

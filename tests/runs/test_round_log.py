@@ -17,9 +17,17 @@ from fedgraft.run.round_log import NAME, Known, state_digest, verify
 from fedgraft.run.secrets import secret_path
 
 OVERRIDES = [
-    "model.name=tiny", "data.source=digits", "data.image_size=16", "data.limit=120", "partition.clients=4",
-    "rounds.total=4", "rounds.checkpoint_every=1", "rounds.evaluate_every=2", "model.head=random", "workers=1",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.source=digits",
+    "data.image_size=16",
+    "data.limit=120",
+    "partition.clients=4",
+    "rounds.total=4",
+    "rounds.checkpoint_every=1",
+    "rounds.evaluate_every=2",
+    "model.head=random",
+    "workers=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +71,7 @@ def test_an_honest_folder_passes_and_says_who_signed(folder: Path) -> None:
         (lambda f: _swap_metrics(f), "the line of round 2 in metrics.jsonl was changed"),
         (lambda f: _resign(f), "is not signed by the run's key"),
     ],
-)  # fmt: skip
+)
 def test_what_was_tampered_with_is_named(folder: Path, spoil: object, named: str) -> None:
     spoil(folder)  # type: ignore[operator]
     assert any(named in sentence for sentence in verify(folder)[1])

@@ -44,10 +44,20 @@ from fedgraft.run.loop import run
 from fedgraft.run.warnings import warnings_for
 
 TINY = [
-    "data.source=synthetic", "data.count=120", "data.classes=4", "model.name=tiny", "partition.clients=4",
-    "rounds.fraction=0.5", "local.steps=2", "local.batch_size=8", "local.lr=0.05", "rounds.total=6",
-    "rounds.checkpoint_every=1", "rounds.evaluate_every=2", "model.head=random",
-]  # fmt: skip
+    "data.source=synthetic",
+    "data.count=120",
+    "data.classes=4",
+    "model.name=tiny",
+    "partition.clients=4",
+    "rounds.fraction=0.5",
+    "local.steps=2",
+    "local.batch_size=8",
+    "local.lr=0.05",
+    "rounds.total=6",
+    "rounds.checkpoint_every=1",
+    "rounds.evaluate_every=2",
+    "model.head=random",
+]
 STATEFUL = [
     "algorithm.name=fedadam",
     "compression.codec=top_k",
@@ -198,13 +208,13 @@ def test_interrupted_after_the_work_of_a_round_and_resumed(
 ) -> None:
     unbroken, real, calls = completed(tmp_path / "unbroken", *overrides), kind.exchange, 0
 
-    def stop(self: Any, orders: Any) -> Any:
+    def stop(self: Any, requests: Any) -> Any:
         nonlocal calls
         calls += 1
-        replies = list(real(self, orders))
+        responses = list(real(self, requests))
         if calls == 4:
             raise KeyboardInterrupt
-        return replies
+        return responses
 
     chosen, folder = config(*overrides, "rounds.checkpoint_every=4"), tmp_path / "broken"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

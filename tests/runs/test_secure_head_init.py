@@ -24,7 +24,7 @@ from fedgraft.algorithms.algorithm import vary
 from fedgraft.client.handle import handle
 from fedgraft.client.sums import summands
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Order, Reply, pack, unpack
+from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.data.federated import FederatedData
 from fedgraft.engines.pool import Pool
 from fedgraft.privacy.protection import Protection
@@ -144,9 +144,12 @@ def test_worker_processes_give_the_same_bytes() -> None:
 
 
 SPARSE = [
-    "trainable.kind=sparse", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60",
-    "trainable.sparse.rounds=2", "trainable.head_too=false",
-]  # fmt: skip
+    "trainable.kind=sparse",
+    "trainable.sparse.sparsity=0.9",
+    "trainable.sparse.samples=60",
+    "trainable.sparse.rounds=2",
+    "trainable.head_too=false",
+]
 
 
 @pytest.fixture
@@ -236,10 +239,10 @@ def leaks(privacy: Protection, action: str) -> bool:
     held: list[Any] = []
     inner = toy.engine.exchange
 
-    def exchange(orders: Sequence[Order]) -> list[Reply]:
-        replies = list(inner(orders))
-        held.extend(replies)
-        return replies
+    def exchange(requests: Sequence[Request]) -> list[Response]:
+        responses = list(inner(requests))
+        held.extend(responses)
+        return responses
 
     sums = Sums(exchange, "toy", CLIENTS, toy.network, privacy)
     total = asked(sums, action, toy)
@@ -247,9 +250,9 @@ def leaks(privacy: Protection, action: str) -> bool:
     seen = tensors_of([held, servers, vars(sums) | {"network": None, "exchange": None}], set())
     floats = [t for t in seen if t.is_floating_point()]
     numbers = [r for r in held if r.examples or r.scalars or r.metrics or r.sums or r.update is not None]
-    order = Order("toy", 0, 2, action)
+    request = Request("toy", 0, 2, action)
     if action == "statistics":  # the clients' own numbers, for comparison with every byte that was seen
-        one = handle(order, zoo.fedavg(), toy.context, {})[0].sums["gram"]
+        one = handle(request, zoo.fedavg(), toy.context, {})[0].sums["gram"]
         assert not torch.equal(one, total["gram"])
         overrides = Ring((Segment("gram", one.numel(), 2.0**40, 2.0**-33),), 5).encode({"gram": one}, torch.Generator())
         needle = overrides[: one.numel()].tobytes()  # its encoding without a mask
@@ -275,14 +278,14 @@ def test_a_mask_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- clients that fall silent ---------------------------------------------------------------------------------------
 
 
-def without(toy: Toy, client: int, stage: str) -> Callable[[Sequence[Order]], list[Reply]]:
+def without(toy: Toy, client: int, stage: str) -> Callable[[Sequence[Request]], list[Response]]:
     """The toy's engine, where one client is silent from this stage on."""
     inner, silent = toy.engine.exchange, set[int]()
 
-    def exchange(orders: Sequence[Order]) -> list[Reply]:
-        if orders[0].action == f"secure.{stage}":
+    def exchange(requests: Sequence[Request]) -> list[Response]:
+        if requests[0].action == f"secure.{stage}":
             silent.add(client)
-        return [r for r in inner(orders) if r.client not in silent]
+        return [r for r in inner(requests) if r.client not in silent]
 
     return exchange
 
@@ -313,10 +316,10 @@ def test_too_few_give_a_sentence_and_no_sum() -> None:
 def test_stale_doubled_and_foreign_answers_change_nothing() -> None:
     toy, calm = Toy(zoo.fedavg()), Toy(zoo.fedavg())
     inner = toy.engine.exchange
-    old: list[Reply] = []
+    old: list[Response] = []
 
-    def exchange(orders: Sequence[Order]) -> list[Any]:
-        good = list(inner(orders))
+    def exchange(requests: Sequence[Request]) -> list[Any]:
+        good = list(inner(requests))
         noise = [replace(r, round=r.round - 1) for r in good] + [replace(r, run="other") for r in good]
         arrivals = [*old, *noise, (0, b"nonsense"), (4, replace(good[0], client=1)), (9, "away"), None, *good, *good]
         old[:] = good
@@ -334,16 +337,16 @@ def test_an_answer_over_its_size_is_not_even_unpacked(monkeypatch: pytest.Monkey
     toy, calm = Toy(zoo.fedavg()), Toy(zoo.fedavg())
     inner, read = toy.engine.exchange, list[tuple[int, int | None, bool]]()
 
-    def spy(kind: type[Reply], data: bytes, limit: int | None = None) -> Reply:
+    def spy(kind: type[Response], data: bytes, limit: int | None = None) -> Response:
         read.append((len(data), limit, limit is not None and len(data) > limit))
         return unpack(kind, data, limit)
 
-    def exchange(orders: Sequence[Order]) -> list[tuple[int, bytes]]:
-        replies = [r if r.client != 3 else replace(r, evidence=larger(r)) for r in inner(orders)]
-        return [(r.client, pack(r)) for r in replies]
+    def exchange(requests: Sequence[Request]) -> list[tuple[int, bytes]]:
+        responses = [r if r.client != 3 else replace(r, evidence=larger(r)) for r in inner(requests)]
+        return [(r.client, pack(r)) for r in responses]
 
-    def larger(reply: Reply) -> dict[str, Tensor]:
-        return {name: torch.zeros(1 << 18, dtype=t.dtype) for name, t in reply.evidence.items()}
+    def larger(response: Response) -> dict[str, Tensor]:
+        return {name: torch.zeros(1 << 18, dtype=t.dtype) for name, t in response.evidence.items()}
 
     monkeypatch.setattr(secure_round, "unpack", spy)
     found = Sums(exchange, "toy", CLIENTS, toy.network, SECURE).ask("statistics")
@@ -360,9 +363,9 @@ def test_large_answers_are_asked_for_in_groups(privacy: Protection, monkeypatch:
     toy, calm, sizes = Toy(zoo.fedavg()), Toy(zoo.fedavg()), list[int]()
     inner = toy.engine.exchange
 
-    def exchange(orders: Sequence[Order]) -> list[Reply]:
-        sizes.append(len(orders))
-        return list(inner(orders))
+    def exchange(requests: Sequence[Request]) -> list[Response]:
+        sizes.append(len(requests))
+        return list(inner(requests))
 
     found = Sums(exchange, "toy", CLIENTS, toy.network, privacy).ask("statistics")
     assert set(sizes) == {2, 1} and len(sizes) == 3 * (len(STAGES) if privacy is SECURE else 1)
@@ -402,7 +405,7 @@ def test_a_head_without_everyone_is_not_kept_for_other_runs(cache: Path, monkeyp
     def partial(self: Engines, context: Any, clients: Any = None) -> Sums:
         made = whole(self, context, clients)
         inner = made.exchange
-        made.exchange = lambda orders: [r for r in inner(orders) if r.client != 1]  # type: ignore[attr-defined]
+        made.exchange = lambda requests: [r for r in inner(requests) if r.client != 1]  # type: ignore[attr-defined]
         return made
 
     monkeypatch.setattr(Engines, "sums", partial)
@@ -423,7 +426,7 @@ def test_a_client_serves_each_sum_once_and_refuses_another_layout(caplog: pytest
         secured(toy, [0, 1, 2, 3]).ask("statistics")
     assert "is a replay" in caplog.text
     caplog.clear()
-    told = Order("toy", 0, 0, "secure.shares", "statistics", settings={"sums": "statistics"})
+    told = Request("toy", 0, 0, "secure.shares", "statistics", settings={"sums": "statistics"})
     with pytest.raises(Refused, match="before it began"):
         handle(told, toy.algorithm, toy.context, {})
 

@@ -11,7 +11,7 @@ from tests.support.toy import CLASSES, Toy
 
 from fedgraft import algorithms as zoo
 from fedgraft.config.load import load
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy.keep import noise_key
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.secagg.client import as_tensor
@@ -29,13 +29,13 @@ def told(noise: float, similarity: str = "cka_linear") -> float:
     install(toy.network, probe_head(Sums(toy.engine.exchange, "toy", range(5), toy.network, algorithm.privacy), 30))
     head, hits = toy.network.head.weight.detach(), []
     for round in range(8):
-        orders = [
-            Order("toy", round, k, "train", toy.space.digest, toy.state.vector, {}, {"lr": 1e-4}) for k in range(5)
+        requests = [
+            Request("toy", round, k, "train", toy.space.digest, toy.state.vector, {}, {"lr": 1e-4}) for k in range(5)
         ]
-        for reply in toy.engine.exchange(orders):
-            shown = next(iter(reply.evidence.values()))
+        for response in toy.engine.exchange(requests):
+            shown = next(iter(response.evidence.values()))
             guess = torch.bincount((shown @ head.T).argmax(1), minlength=CLASSES) > len(shown) / CLASSES
-            held = torch.bincount(toy.examples.labels[toy.context.rows(reply.client)], minlength=CLASSES) > 0
+            held = torch.bincount(toy.examples.labels[toy.context.rows(response.client)], minlength=CLASSES) > 0
             hits.append((float(guess[held].float().mean()) + float((~guess[~held]).float().mean())) / 2)
     return sum(hits) / len(hits)
 
@@ -64,9 +64,9 @@ def shown(key: bytes, round: int = 3) -> torch.Tensor:
     """What client 1 shows with noise 1 on a machine that has this key."""
     toy = Toy(zoo.fedshibu(samples=12, noise=1.0, local=LocalTraining(steps=1, batch_size=6)))
     toy.context.noise_key = key
-    order = Order("toy", round, 1, "train", toy.space.digest, toy.state.vector, {}, {"lr": 1e-4})
-    (reply,) = toy.engine.exchange([order])
-    return reply.evidence["representation"]
+    request = Request("toy", round, 1, "train", toy.space.digest, toy.state.vector, {}, {"lr": 1e-4})
+    (response,) = toy.engine.exchange([request])
+    return response.evidence["representation"]
 
 
 def test_noise_of_a_node_comes_from_its_own_key() -> None:

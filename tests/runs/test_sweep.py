@@ -36,10 +36,18 @@ from fedgraft.run.folder import RunFolder
 from fedgraft.run.tracking import Progress
 
 TINY = [
-    CNN, "data.image_size=16", "data.source=digits", "data.limit=120", "partition.clients=4",
-    "local.steps=2", "local.batch_size=8", "rounds.total=4", "rounds.evaluate_every=1", "rounds.checkpoint_every=1",
+    CNN,
+    "data.image_size=16",
+    "data.source=digits",
+    "data.limit=120",
+    "partition.clients=4",
+    "local.steps=2",
+    "local.batch_size=8",
+    "rounds.total=4",
+    "rounds.evaluate_every=1",
+    "rounds.checkpoint_every=1",
     "name=tiny.1",
-]  # fmt: skip
+]
 
 STAND_IN = """
 import fcntl, json, math, os, sys, time, tomllib

@@ -95,9 +95,10 @@ def test_subtracting_is_exact_for_one_round_and_measured_for_more(rounds: int, t
     source = tmp_path / "run"
     with without_pictures():
         run(config, source, console=False)
-        assert subtract(plan(source, "1", tmp_path / "early", fast=True), source, console=False)["unlearned"][
-            "distance"
-        ] is None  # fmt: skip
+        assert (
+            subtract(plan(source, "1", tmp_path / "early", fast=True), source, console=False)["unlearned"]["distance"]
+            is None
+        )
         unlearn(plan(source, "1"), source, console=False)
         told = subtract(plan(source, "1", fast=True), source, console=False)["unlearned"]
     kept = json.loads((tmp_path / "run-without-1-approximate" / "unlearned.json").read_text())

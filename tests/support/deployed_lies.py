@@ -20,24 +20,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.support.hostile import LIES, VICTIM, Answer, World, outcome, policy_of
+from tests.support.hostile import LIES, VICTIM, WorkerResponse, World, outcome, policy_of
 from tests.support.lies import ANY
 from tests.support.lies import LIES as REPLIES
 from tests.support.tiny import Open
 
 from fedgraft.client.policy import to_toml
-from fedgraft.core.messages import Order, Reply, pack, unpack
+from fedgraft.core.messages import Request, Response, pack, unpack
 
 UNPROTECTED = {"a run without hiding", "a run without noise"}
 RULES: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "clear": {
-        "secure": {"secure": True}, "epsilon": {"epsilon": 1.0}, "config": {"config": "another"},
-        "steps": {"steps": 1}, "rounds": {"rounds": 3}, "actions": {"actions": ("statistics",)},
+        "secure": {"secure": True},
+        "epsilon": {"epsilon": 1.0},
+        "config": {"config": "another"},
+        "steps": {"steps": 1},
+        "rounds": {"rounds": 3},
+        "actions": {"actions": ("statistics",)},
         "ranges.lr": {"ranges": {"lr": (0.0, 1e-6)}},
     },
     "secure": {"most_clients": {"most_clients": 4}, "cohort": {"cohort": 6}, "threshold": {"threshold": 0.95}},
     "private": {"delta": {"delta": 1e-9}, "noise": {"noise": 2.0}, "ranges.clip": {"ranges": {"clip": (0.0, 0.01)}}},
-}  # fmt: skip
+}
 """By protection, policies that the run's own config breaks: not even an honest order is carried out."""
 
 
@@ -95,18 +99,18 @@ class DeployedWorld(World):
             context.policies = (replace(self.policy, pinned_peers=False),)
             context.ground = self.stage.ground
 
-    def tell(self, order: Order) -> Answer:
-        if order.client != VICTIM:
-            whole, purpose = self.context, order.settings.get("sums", order.action)
+    def tell(self, request: Request) -> WorkerResponse:
+        if request.client != VICTIM:
+            whole, purpose = self.context, request.settings.get("sums", request.action)
             self.context = self.stage.open.job.backbone_context if purpose == "statistics" else whole
             try:
-                return super().tell(order)
+                return super().tell(request)
             finally:
                 self.context = whole
         began = time.monotonic()
-        _, said = self.stage.engine._once([order])[VICTIM]
-        answer = said if isinstance(said, str) else unpack(Reply, said)
-        self.said.append((order.action, order.client, answer))
+        _, said = self.stage.engine._once([request])[VICTIM]
+        answer = said if isinstance(said, str) else unpack(Response, said)
+        self.said.append((request.action, request.client, answer))
         if isinstance(answer, str):
             self.refusals.append((began, time.monotonic(), len(answer)))
         return answer
@@ -134,7 +138,7 @@ def tell_all(stage: Stage, protection: str, degree: int | None) -> list[dict[str
     for rule, changes in RULES.get(protection, {}).items() if degree is None else ():
         world = DeployedWorld(stage, protection)
         world.allow(**changes)
-        said = world.tell(world.order()) if protection != "secure" else (world.sum(), world.refused())[1]
+        said = world.tell(world.request()) if protection != "secure" else (world.sum(), world.refused())[1]
         named = str(said).startswith(f"refused by the rule '{rule}'")
         found.append({"name": f"policy {rule}", "refused": named, "said": str(said), "refusals": world.refusals})
     return [*found, *large_orders(stage, protection)] if degree is None else found
@@ -146,19 +150,29 @@ def large_orders(stage: Stage, protection: str) -> list[dict[str, Any]]:
         return []
     world = DeployedWorld(stage, protection)
     began = time.monotonic()
-    honest = world.tell(world.order())
+    honest = world.tell(world.request())
     ended = time.monotonic()
     noise = world.tell(
-        world.order(auxiliary={"junk": torch.frombuffer(bytearray(os.urandom(HUGE)), dtype=torch.uint8)})
+        world.request(auxiliary={"junk": torch.frombuffer(bytearray(os.urandom(HUGE)), dtype=torch.uint8)})
     )
-    bomb = world.tell(world.order(auxiliary={"junk": torch.zeros(HUGE, dtype=torch.uint8)}))
+    bomb = world.tell(world.request(auxiliary={"junk": torch.zeros(HUGE, dtype=torch.uint8)}))
     refused = "larger than the 32 MB" in str(noise) and "shorter than it says" in str(bomb)
     return [
-        {"name": "honest", "refused": isinstance(honest, Reply), "said": str(honest)[:80], "refusals": [], "bytes":
-            (began, ended, 4 * len(world.toy.state.vector))},
-        {"name": "300 MB", "refused": refused, "said": f"{noise} {bomb}"[:300], "refusals": [], "when":
-            (ended, time.monotonic())},
-    ]  # fmt: skip
+        {
+            "name": "honest",
+            "refused": isinstance(honest, Response),
+            "said": str(honest)[:80],
+            "refusals": [],
+            "bytes": (began, ended, 4 * len(world.toy.state.vector)),
+        },
+        {
+            "name": "300 MB",
+            "refused": refused,
+            "said": f"{noise} {bomb}"[:300],
+            "refusals": [],
+            "when": (ended, time.monotonic()),
+        },
+    ]
 
 
 def take_server() -> None:
@@ -191,13 +205,13 @@ AT_LARGE = 3
 """The round in which a node told to be large answers with so many bytes of noise; then of one piece many times."""
 
 
-def spoiled(order: Order, reply: bytes) -> bytes:
+def spoiled(request: Request, response: bytes) -> bytes:
     """What the liar sends instead: the next lie of each kind every round."""
     if os.environ.get("LARGE"):
-        return {AT_LARGE: os.urandom(HUGE), AT_LARGE + 1: bytes(HUGE)}.get(order.round, reply)
-    lies = TRAINING if order.action == "train" else EVALUATION
-    made = lies[order.round % len(lies)](unpack(Reply, reply))
-    if not isinstance(made, Reply):
+        return {AT_LARGE: os.urandom(HUGE), AT_LARGE + 1: bytes(HUGE)}.get(request.round, response)
+    lies = TRAINING if request.action == "train" else EVALUATION
+    made = lies[request.round % len(lies)](unpack(Response, response))
+    if not isinstance(made, Response):
         return made if isinstance(made, bytes) else b"\x07"
     return pack(made)
 
@@ -211,9 +225,9 @@ def take_node() -> None:
     def lying(address: Path, owner: int, carry_out: Callable[..., Any], **more: Any) -> None:
         def answer(request: Any) -> Any:
             found = carry_out(request)
-            if request.client != LIAR or not found.reply:
+            if request.client != LIAR or not found.response:
                 return found
-            return replace(found, reply=spoiled(unpack(Order, request.order), found.reply))
+            return replace(found, response=spoiled(unpack(Request, request.request), found.response))
 
         serve(address, owner, answer, **more)
 

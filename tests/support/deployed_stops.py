@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedgraft.core.messages import Order, unpack
+from fedgraft.core.messages import Request, unpack
 
 GREETING = "greeting"
 
 
-def asked_for(request: Any) -> str:
+def asked_for(worker_request: Any) -> str:
     """What a request is about: a greeting, or an action and what it sums."""
-    if not request.order:
+    if not worker_request.request:
         return GREETING
-    order = unpack(Order, request.order)
-    return f"{order.action} {order.settings.get('sums', '')}".strip()
+    request = unpack(Request, worker_request.request)
+    return f"{request.action} {request.settings.get('sums', '')}".strip()
 
 
 def take_node() -> None:

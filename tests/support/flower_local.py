@@ -32,11 +32,16 @@ class LocalFederation:
         (folder / "home").mkdir(parents=True, exist_ok=True)
         kept = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")}
         self.environment = kept | {
-            "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", "FEDGRAFT_CACHE": str(cache or folder / "cache"),
-            "FEDGRAFT_NODE_HOME": str(folder / "node"), "OMP_NUM_THREADS": "1",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **more,
-        }  # fmt: skip
+            "FLWR_HOME": str(folder / "home"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+            "FEDGRAFT_CACHE": str(cache or folder / "cache"),
+            "FEDGRAFT_NODE_HOME": str(folder / "node"),
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            **more,
+        }
         self.door = self.port
         """Where nodes knock; a proxy's port, where somebody counts."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -45,15 +50,25 @@ class LocalFederation:
     def spawn(self, name: str, *overrides: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                gate(overrides[0], overrides[1:]), env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                gate(overrides[0], overrides[1:]),
+                env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def start_link(self) -> None:
         self.spawn(
-            "link", "superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port),
+            "link",
+            "superlink",
+            "--insecure",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
             "--disable-runtime-dependency-installation",
-        )  # fmt: skip
+        )
         end = time.monotonic() + 60
         while time.monotonic() < end:
             with socket.socket() as s:
@@ -72,9 +87,18 @@ class LocalFederation:
     def start_node(self, client: int, **overrides: str) -> None:
         config = " ".join([f"partition-id={client}", *(f"{k}={v!r}".replace("'", '"') for k, v in overrides.items())])
         self.spawn(
-            f"node{client}", "supernode", "--insecure", "--superlink", f"127.0.0.1:{self.door}",
-            "--host", "127.0.0.1", "--port", str(free_port()), "--node-config", config,
-        )  # fmt: skip
+            f"node{client}",
+            "supernode",
+            "--insecure",
+            "--superlink",
+            f"127.0.0.1:{self.door}",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(free_port()),
+            "--node-config",
+            config,
+        )
 
     def end(self, name: str, how: int = signal.SIGTERM) -> None:
         """End a process and its helpers: they are one session."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fedgraft.config.load import Config, to_toml
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import process as federation_process
 from fedgraft.deploy import server as federation_server
@@ -154,7 +154,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def in_one_process(
-    config: Config, folder: Path, absent: Callable[[Order], bool] = lambda order: False, rounds: int | None = None
+    config: Config, folder: Path, absent: Callable[[Request], bool] = lambda request: False, rounds: int | None = None
 ) -> dict[str, torch.Tensor]:
     """The same run in this process, in which nobody answers the orders that `absent` names; it may end early."""
 
@@ -163,10 +163,10 @@ def in_one_process(
             engine = super().training(*parts)
             real = engine.exchange
 
-            def exchange(orders: Sequence[Order]) -> Any:
-                if orders[0].round == rounds:
+            def exchange(requests: Sequence[Request]) -> Any:
+                if requests[0].round == rounds:
                     raise KeyboardInterrupt
-                return real([o for o in orders if not absent(o)])
+                return real([o for o in requests if not absent(o)])
 
             engine.exchange = exchange  # type: ignore[method-assign]
             return engine

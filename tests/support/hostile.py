@@ -21,7 +21,7 @@ from fedgraft.client.handle import carry_out
 from fedgraft.client.policy import Policy
 from fedgraft.client.sums import sum_segments
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, Scalar, wire_size
+from fedgraft.core.messages import Request, Response, Scalar, wire_size
 from fedgraft.privacy.dp import Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 from fedgraft.privacy.secagg import server as secagg_server
@@ -33,8 +33,8 @@ from fedgraft.server.secure_sum import SecureSession
 
 PROTECTIONS = ("clear", "secure", "private", "secure+private")
 VICTIM, OTHER, CLIENTS, FOUR = 1, 3, (0, 1, 2, 3, 4), (0, 1, 2, 4)
-Answer = Reply | str
-Tamper = Callable[[Order], Order]
+Answer = Response | str
+Tamper = Callable[[Request], Request]
 
 
 def algorithm_of(protection: str, degree: int | None = None) -> Algorithm:
@@ -49,10 +49,22 @@ def policy_of(protection: str) -> Policy:
     """What the owner allows: training, sums before it, one count; nothing in the clear where sums are hidden."""
     actions = ("train", "statistics", "head_gradient", "fisher_scores", "count")
     return Policy(
-        config="toy", secure="secure" in protection, actions=actions, noise=1.0 if "private" in protection else None,
-        cohort=3, threshold=0.7, degree=2, most_clients=50, rounds=10, sums=3, rounds_per_day=6, queries_per_day=6,
-        least_images=5, heads=4, ranges={"lr": (0.0, 0.1), "clip": (0.0, 1.0)},
-    )  # fmt: skip
+        config="toy",
+        secure="secure" in protection,
+        actions=actions,
+        noise=1.0 if "private" in protection else None,
+        cohort=3,
+        threshold=0.7,
+        degree=2,
+        most_clients=50,
+        rounds=10,
+        sums=3,
+        rounds_per_day=6,
+        queries_per_day=6,
+        least_images=5,
+        heads=4,
+        ranges={"lr": (0.0, 0.1), "clip": (0.0, 1.0)},
+    )
 
 
 class World:
@@ -72,7 +84,7 @@ class World:
         self.elsewhere = ""
         """What the others were told of the run besides their orders, where that is not what the victim was told."""
 
-    def order(self, client: int = VICTIM, action: str = "train", **changes: Any) -> Order:
+    def request(self, client: int = VICTIM, action: str = "train", **changes: Any) -> Request:
         """An honest order, apart from the changes; settings are added to, None takes one out."""
         settings: dict[str, Scalar | None] = dict(changes.pop("settings", {}))
         toy = self.toy
@@ -85,18 +97,20 @@ class World:
         """Other rules than the owner's usual ones."""
         self.context.policies = tuple(replace(p, **changes) for p in self.context.policies)
 
-    def tell(self, order: Order) -> Answer:
+    def tell(self, request: Request) -> Answer:
         """Give an order to its client."""
         context = self.context
-        if self.elsewhere and order.client != VICTIM:
+        if self.elsewhere and request.client != VICTIM:
             context = replace(context, ground=self.elsewhere)
-        answer, self.memory[order.client] = carry_out(order, self.algorithm, context, self.memory.get(order.client, {}))
-        self.said.append((order.action, order.client, answer))
+        answer, self.memory[request.client] = carry_out(
+            request, self.algorithm, context, self.memory.get(request.client, {})
+        )
+        self.said.append((request.action, request.client, answer))
         return answer
 
     def sum(
         self,
-        tamper: Tamper = lambda order: order,
+        tamper: Tamper = lambda request: request,
         clients: Sequence[int] = CLIENTS,
         action: str = "train",
         number: int = 0,
@@ -107,33 +121,33 @@ class World:
         """A secure sum in which the victim is told something else; None where it was not opened."""
         told: dict[str, Scalar] = {"sums": action, **({"largest": 20} if action == "train" else {}), **more}
         if action == "train":
-            orders = [self.order(k, round=number, settings=told) for k in clients]
+            requests = [self.request(k, round=number, settings=told) for k in clients]
             segments = secure_segments(self.algorithm, self.context.sent, self.context.space.trained)
         else:
-            orders = [Order(self.run, number, k, action, space or action, None, {}, told) for k in clients]
+            requests = [Request(self.run, number, k, action, space or action, None, {}, told) for k in clients]
             segments = sum_segments(action, self.context.network, told)
 
-        def exchange(asked: Sequence[Order]) -> list[Any]:
+        def exchange(asked: Sequence[Request]) -> list[Any]:
             heard = [o for o in asked if (silent or {}).get(o.action) != o.client]
             answers = [(o.client, self.tell(tamper(o) if o.client == VICTIM else o)) for o in heard]
-            return [answer if isinstance(answer, Reply) else (client, answer) for client, answer in answers]
+            return [answer if isinstance(answer, Response) else (client, answer) for client, answer in answers]
 
         with suppress(FedgraftError):
-            return SecureSession(self.algorithm.privacy, orders, exchange).total(segments).sums
+            return SecureSession(self.algorithm.privacy, requests, exchange).total(segments).sums
         return None
 
     def refused(self) -> str:
         """The victim's first refusal."""
         return next((a for _, client, a in self.said if client == VICTIM and isinstance(a, str)), "")
 
-    def plan(self, order: Order, **changes: Any) -> Order:
+    def plan(self, request: Request, **changes: Any) -> Request:
         """A first stage whose plan is another one."""
-        if order.action != "secure.keys":
-            return order
-        honest = Plan.from_bytes(order.auxiliary["plan"].numpy().tobytes())
+        if request.action != "secure.keys":
+            return request
+        honest = Plan.from_bytes(request.auxiliary["plan"].numpy().tobytes())
         text = changes.pop("text", None)
         data = text if text is not None else replace(honest, **changes).to_bytes()
-        return replace(order, auxiliary={"plan": as_tensor(data)})
+        return replace(request, auxiliary={"plan": as_tensor(data)})
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,7 @@ class Lie:
     rule: str
     tell: Callable[[World], Any]
     where: tuple[str, ...] = PROTECTIONS
-    family: str = "order"
+    family: str = "request"
     degree: int | None = None
 
 
@@ -151,10 +165,10 @@ HIDDEN, CLEAR, NOISED = ("secure", "secure+private"), ("clear", "private"), ("pr
 
 
 def _only(**changes: Any) -> Callable[[World], Any]:
-    return lambda world: world.tell(world.order(**changes))
+    return lambda world: world.tell(world.request(**changes))
 
 
-def _in(stage: str, change: Callable[[World, Order], Order], **more: Any) -> Callable[[World], Any]:
+def _in(stage: str, change: Callable[[World, Request], Request], **more: Any) -> Callable[[World], Any]:
     """A lie at one stage of a secure sum."""
 
     def tell(world: World) -> None:
@@ -165,7 +179,7 @@ def _in(stage: str, change: Callable[[World, Order], Order], **more: Any) -> Cal
 
 
 def _planned(**changes: Any) -> Callable[[World], Any]:
-    return _in("keys", lambda world, order: world.plan(order, **changes))
+    return _in("keys", lambda world, request: world.plan(request, **changes))
 
 
 def _told(**settings: Any) -> Callable[[World], Any]:
@@ -174,8 +188,8 @@ def _told(**settings: Any) -> Callable[[World], Any]:
 
 
 def _aux(stage: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[World], Any]:
-    def spoil(world: World, order: Order) -> Order:
-        return replace(order, auxiliary={**order.auxiliary, name: change(order.auxiliary[name])})
+    def spoil(world: World, request: Request) -> Request:
+        return replace(request, auxiliary={**request.auxiliary, name: change(request.auxiliary[name])})
 
     return _in(stage, spoil)
 
@@ -192,7 +206,7 @@ def _after(first: Callable[[World], Any], then: Callable[[World], Any]) -> Calla
 
 
 def _often(count: int, **changes: Any) -> Callable[[World], Any]:
-    return _after(lambda w: [w.tell(w.order(**changes)) for _ in range(count)], _only(**changes))
+    return _after(lambda w: [w.tell(w.request(**changes)) for _ in range(count)], _only(**changes))
 
 
 def _rounds(world: World) -> None:
@@ -202,8 +216,13 @@ def _rounds(world: World) -> None:
 
 def _scores(**settings: Any) -> dict[str, Any]:
     known = {
-        "names": "head.weight", "draw": 0, "share": 1.0, "estimator": "batched_gradient", "labels": "true", "batch": 8,
-    }  # fmt: skip
+        "names": "head.weight",
+        "draw": 0,
+        "share": 1.0,
+        "estimator": "batched_gradient",
+        "labels": "true",
+        "batch": 8,
+    }
     return {"action": "fisher_scores", "settings": {**known, **settings}}
 
 
@@ -211,34 +230,34 @@ def _heads(*shape: int) -> dict[str, Any]:
     return {"action": "count", "vector": None, "auxiliary": {"heads": torch.zeros(shape, dtype=torch.float64)}}
 
 
-def _forged_draws(world: World, order: Order) -> Order:
+def _forged_draws(world: World, request: Request) -> Request:
     """As if everybody had drawn other holders, the victim among them: what a server would choose for itself."""
-    ids, drawn = order.auxiliary["data:ids"].tolist(), order.auxiliary["data:drawn"].tolist()
+    ids, drawn = request.auxiliary["data:ids"].tolist(), request.auxiliary["data:drawn"].tolist()
     forged = []
     for client, row in zip(ids, drawn, strict=True):
         others = [v for v in CLIENTS if v not in (client, VICTIM)]
         forged.append(next(sorted((VICTIM, v)) for v in others if sorted((VICTIM, v)) != row))
-    return replace(order, auxiliary={**order.auxiliary, "data:drawn": torch.tensor(forged)})
+    return replace(request, auxiliary={**request.auxiliary, "data:drawn": torch.tensor(forged)})
 
 
-def _other_model(world: World, order: Order) -> Order:
-    assert order.vector is not None
-    return replace(order, vector=order.vector + 1e-6)
+def _other_model(world: World, request: Request) -> Request:
+    assert request.vector is not None
+    return replace(request, vector=request.vector + 1e-6)
 
 
 def _tuned(world: World, **settings: Any) -> None:
     world.allow(actions=("train", "evaluate"))
-    world.tell(world.order(action="evaluate", settings={"finetune_epochs": 1, "finetune_lr": 0.01, **settings}))
+    world.tell(world.request(action="evaluate", settings={"finetune_epochs": 1, "finetune_lr": 0.01, **settings}))
 
 
 def _narrow(world: World) -> None:
     world.allow(in_the_clear=("count",), least_images=10_000)
-    world.tell(world.order(action="count"))
+    world.tell(world.request(action="count"))
 
 
 def _noise(world: World) -> None:
     world.allow(noise=2.0)
-    world.tell(world.order())
+    world.tell(world.request())
 
 
 def _unprotected(rule: str) -> Callable[[World], Any]:
@@ -246,7 +265,7 @@ def _unprotected(rule: str) -> Callable[[World], Any]:
 
     def tell(world: World) -> None:
         world.algorithm = zoo.fedavg()  # on a node: a policy that the run's config breaks, before any order
-        world.tell(world.order(action="train" if rule == "epsilon" else "secure.keys", settings={"sums": "train"}))
+        world.tell(world.request(action="train" if rule == "epsilon" else "secure.keys", settings={"sums": "train"}))
 
     return tell
 
@@ -272,38 +291,38 @@ LIES: dict[str, Lie] = {
     "a rate that is no number": Lie("ranges.lr", _only(settings={"lr": float("nan")}), CLEAR, "numbers"),
     "a rate beyond the range": Lie("ranges.lr", _only(settings={"lr": 0.5}), CLEAR, "numbers"),
     "a negative rate": Lie("ranges.lr", _only(settings={"lr": -0.01}), CLEAR, "numbers"),
-    "no rate": Lie("order", _only(settings={"lr": None}), CLEAR, "fits"),
-    "a rate in words": Lie("order", _only(settings={"lr": "fast"}), CLEAR, "fits"),
+    "no rate": Lie("request", _only(settings={"lr": None}), CLEAR, "fits"),
+    "a rate in words": Lie("request", _only(settings={"lr": "fast"}), CLEAR, "fits"),
     "a wide clip": Lie("ranges.clip", _only(settings={"clip": 1e6}), ("private",), "numbers"),
     "a negative clip": Lie("ranges.clip", _only(settings={"clip": -1.0}), ("private",), "numbers"),
-    "no clip": Lie("order", _only(settings={"clip": None}), ("private",), "fits"),
+    "no clip": Lie("request", _only(settings={"clip": None}), ("private",), "fits"),
     "a round too many": Lie("rounds", _only(round=10), CLEAR, "rounds"),
     "a round before the first": Lie("rounds", _only(round=-7), CLEAR, "rounds"),
-    "no model": Lie("order", _only(vector=None), CLEAR, "fits"),
-    "a model that is not finite": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector / 0)), CLEAR, "fits"),
-    "a head's rate in words": Lie("order", _only(settings={"head_lr": "1e300"}), CLEAR, "fits"),
+    "no model": Lie("request", _only(vector=None), CLEAR, "fits"),
+    "a model that is not finite": Lie(
+        "request", lambda w: w.tell(w.request(vector=w.toy.state.vector / 0)), CLEAR, "fits"
+    ),
+    "a head's rate in words": Lie("request", _only(settings={"head_lr": "1e300"}), CLEAR, "fits"),
     "a head's rate beyond reason": Lie("ranges.head_lr", _only(settings={"head_lr": 1e12}), CLEAR, "numbers"),
-    "epochs of fine-tuning in words": Lie("order", lambda w: _tuned(w, finetune_epochs="2"), ("clear",), "fits"),
+    "epochs of fine-tuning in words": Lie("request", lambda w: _tuned(w, finetune_epochs="2"), ("clear",), "fits"),
     "a rate of fine-tuning beyond the range": Lie(
         "ranges.finetune_lr", lambda w: _tuned(w, finetune_lr=0.5), ("clear",), "numbers"
     ),
-    "a part to fine-tune that is none": Lie("order", lambda w: _tuned(w, finetune_part="data"), ("clear",), "fits"),
-    "clusters that are a number": Lie("order", _only(auxiliary={"clusters": torch.tensor(1.0)}), CLEAR, "fits"),
+    "a part to fine-tune that is none": Lie("request", lambda w: _tuned(w, finetune_part="data"), ("clear",), "fits"),
+    "clusters that are a number": Lie("request", _only(auxiliary={"clusters": torch.tensor(1.0)}), CLEAR, "fits"),
     "movable coordinates of another network": Lie(
-        "order", _only(auxiliary={"active": torch.ones(1, dtype=torch.uint8)}), CLEAR, "fits"
+        "request", _only(auxiliary={"active": torch.ones(1, dtype=torch.uint8)}), CLEAR, "fits"
     ),
-    "a short model": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector[1:])), CLEAR, "fits"),
-    "a model of integers": Lie("order", lambda w: w.tell(w.order(vector=w.toy.state.vector.long())), CLEAR, "fits"),
-    "another edit space": Lie("order", _only(space="0123"), CLEAR, "fits"),
+    "a short model": Lie("request", lambda w: w.tell(w.request(vector=w.toy.state.vector[1:])), CLEAR, "fits"),
+    "a model of integers": Lie("request", lambda w: w.tell(w.request(vector=w.toy.state.vector.long())), CLEAR, "fits"),
+    "another edit space": Lie("request", _only(space="0123"), CLEAR, "fits"),
     "too many heads": Lie("heads", _only(**_heads(5, CLASSES, WIDTH + 1)), CLEAR, "heads"),
-    "heads of another size": Lie("order", _only(**_heads(2, CLASSES, WIDTH)), CLEAR, "fits"),
-    "scores of unknown weights": Lie("order", _only(**_scores(names="secret")), CLEAR, "fits"),
-    "an unknown estimator": Lie("order", _only(**_scores(estimator="eval")), CLEAR, "fits"),
+    "heads of another size": Lie("request", _only(**_heads(2, CLASSES, WIDTH)), CLEAR, "fits"),
+    "scores of unknown weights": Lie("request", _only(**_scores(names="secret")), CLEAR, "fits"),
+    "an unknown estimator": Lie("request", _only(**_scores(estimator="eval")), CLEAR, "fits"),
     "a count of two images": Lie("least_images", _narrow, family="images"),
     "too many rounds today": Lie("rounds_per_day", _often(6), CLEAR, "days"),
-    "too many hidden rounds today": Lie(
-        "rounds_per_day", _after(_rounds, lambda w: w.sum(number=6)), HIDDEN, "days"
-    ),
+    "too many hidden rounds today": Lie("rounds_per_day", _after(_rounds, lambda w: w.sum(number=6)), HIDDEN, "days"),
     "too many queries today": Lie("queries_per_day", _often(6, action="count"), CLEAR, "days"),
     # one client's order differs inside an honest sum
     "a rate for one client": Lie("binding", _told(lr=0.06), HIDDEN, "binding"),
@@ -318,7 +337,7 @@ LIES: dict[str, Lie] = {
     "a wide clip in a sum": Lie("ranges.clip", _told(clip=1e6), ("secure+private",), "numbers"),
     "an absurd rate in a sum": Lie("ranges.lr", _told(lr=1e9), HIDDEN, "numbers"),
     "a model that is not finite in a sum": Lie(
-        "order", _in("masked", lambda w, o: replace(o, vector=w.toy.state.vector * float("inf"))), HIDDEN, "fits"
+        "request", _in("masked", lambda w, o: replace(o, vector=w.toy.state.vector * float("inf"))), HIDDEN, "fits"
     ),
     # plans
     "the plan of another round": Lie("plan", _planned(round=4), HIDDEN, "plan"),
@@ -333,7 +352,9 @@ LIES: dict[str, Lie] = {
     ),
     "a plan without the victim": Lie("secure sum", _planned(clients=(0, 2, 3, 4)), HIDDEN, "sane"),
     "a plan of 20,000 clients": Lie(
-        "plan", _in("keys", lambda w, o: _text(w, o, "[0,1,2,3,4]", str(list(range(20000))).replace(" ", ""))), HIDDEN,
+        "plan",
+        _in("keys", lambda w, o: _text(w, o, "[0,1,2,3,4]", str(list(range(20000))).replace(" ", ""))),
+        HIDDEN,
         "size",
     ),
     "a plan of a megabyte": Lie("plan", _planned(text=b"[" * (1 << 20)), HIDDEN, "size"),
@@ -355,26 +376,27 @@ LIES: dict[str, Lie] = {
     "head initialisation twice": Lie(
         "repeat",
         _after(lambda w: w.sum(action="statistics"), lambda w: _again(w)),
-        HIDDEN, "repeat",
+        HIDDEN,
+        "repeat",
     ),
     "a sum over more than before": Lie(
         "repeat", _after(lambda w: w.sum(action="statistics", clients=FOUR), lambda w: _more(w)), HIDDEN, "repeat"
     ),
-    "the same sum with a word more": Lie("order", lambda w: _worded(w, extra=1), HIDDEN, "words"),
-    "the same sum under another name": Lie("order", lambda w: _worded(w, space="other"), HIDDEN, "words"),
+    "the same sum with a word more": Lie("request", lambda w: _worded(w, extra=1), HIDDEN, "words"),
+    "the same sum under another name": Lie("request", lambda w: _worded(w, space="other"), HIDDEN, "words"),
     "another head for the others": Lie("binding", lambda w: _elsewhere(w), HIDDEN, "ground"),
     "sums without end": Lie("sums", lambda w: w.sum(action="statistics", number=3), HIDDEN, "sums"),
     "a stage out of turn": Lie(
-        "secure sum", _after(lambda w: w.sum(silent={"secure.shares": VICTIM}), lambda w: w.tell(_late(w, "unmask"))),
-        HIDDEN, "turn",
+        "secure sum",
+        _after(lambda w: w.sum(silent={"secure.shares": VICTIM}), lambda w: w.tell(_late(w, "unmask"))),
+        HIDDEN,
+        "turn",
     ),
     "another list afterwards": Lie(
         "repeat", _after(lambda w: w.sum(), lambda w: w.tell(_late(w, "consistency"))), HIDDEN, "again"
     ),
     # the graph
-    "holders that a peer did not draw": Lie(
-        "secure sum", _in("shares", _forged_draws), HIDDEN, "graph", degree=2
-    ),
+    "holders that a peer did not draw": Lie("secure sum", _in("shares", _forged_draws), HIDDEN, "graph", degree=2),
     "a tie that nobody drew": Lie("secure sum", lambda w: _strange_tie(w), HIDDEN, "graph", degree=2),
     "keys exchanged on the way": Lie("secure sum", _aux("shares", "data:adverts", lambda t: t.flip(0)), HIDDEN, "keys"),
     "a box exchanged on the way": Lie("secure sum", _aux("masked", "data:boxes", lambda t: t.flip(0)), HIDDEN, "keys"),
@@ -382,13 +404,13 @@ LIES: dict[str, Lie] = {
         "secure sum", _aux("unmask", "data:signatures", lambda t: t.flip(0)), HIDDEN, "keys"
     ),
     "a degree under the policy's": Lie("degree", lambda w: _low_degree(w), HIDDEN, "threshold", degree=2),
-}  # fmt: skip
+}
 
 
-def _text(world: World, order: Order, old: str, new: str) -> Order:
-    text = order.auxiliary["plan"].numpy().tobytes().decode()
+def _text(world: World, request: Request, old: str, new: str) -> Request:
+    text = request.auxiliary["plan"].numpy().tobytes().decode()
     assert old in text
-    return world.plan(order, text=text.replace(old, new).encode())
+    return world.plan(request, text=text.replace(old, new).encode())
 
 
 def _again(world: World) -> Any:
@@ -419,31 +441,31 @@ def _more(world: World) -> Any:
     return world.sum(changed, action="statistics", number=2)
 
 
-def _late(world: World, stage: str) -> Order:
+def _late(world: World, stage: str) -> Request:
     lists = {"data:shared": torch.tensor([0, 1, 2, 4]), "data:alive": torch.tensor([0, 1, 2, 4])}
     settings = {"sums": "train", "largest": 20}
-    return world.order(action=f"secure.{stage}", vector=None, auxiliary=lists, settings=settings)
+    return world.request(action=f"secure.{stage}", vector=None, auxiliary=lists, settings=settings)
 
 
 def _strange_tie(world: World) -> Any:
     """The victim is shown the keys of somebody who drew others and whom it did not draw."""
 
-    def add(w: World, order: Order) -> Order:
-        ids = order.auxiliary["data:ids"].tolist()
+    def add(w: World, request: Request) -> Request:
+        ids = request.auxiliary["data:ids"].tolist()
         strangers = [c for c in CLIENTS if c != VICTIM and c not in ids]
         if not strangers:  # all are tied to it this time
-            return _forged_draws(w, order)
+            return _forged_draws(w, request)
         rows = sorted([*ids, strangers[0]])
-        adverts = torch.stack([_row(order, "adverts", ids, v) for v in rows])
-        drawn = torch.stack([_row(order, "drawn", ids, v) for v in rows])
+        adverts = torch.stack([_row(request, "adverts", ids, v) for v in rows])
+        drawn = torch.stack([_row(request, "drawn", ids, v) for v in rows])
         told = {"data:ids": torch.tensor(rows), "data:adverts": adverts, "data:drawn": drawn}
-        return replace(order, auxiliary={**order.auxiliary, **told})
+        return replace(request, auxiliary={**request.auxiliary, **told})
 
     return _in("shares", add)(world)
 
 
-def _row(order: Order, name: str, ids: list[int], client: int) -> torch.Tensor:
-    table = order.auxiliary[f"data:{name}"]
+def _row(request: Request, name: str, ids: list[int], client: int) -> torch.Tensor:
+    table = request.auxiliary[f"data:{name}"]
     return table[ids.index(client)] if client in ids else table[0]
 
 
@@ -462,7 +484,7 @@ def outcome(name: str, protection: str, world: World | None = None) -> tuple[boo
     first = next((i for i, answer in enumerate(mine) if isinstance(answer, str)), None)
     if first is None or (world.lied_at and actions[first] != world.lied_at):
         return False, f"did not refuse: {mine}"
-    after = [wire_size(answer) for answer in mine[first:] if isinstance(answer, Reply)]
+    after = [wire_size(answer) for answer in mine[first:] if isinstance(answer, Response)]
     named = str(mine[first]).startswith(f"refused by the rule '{lie.rule}'")
     return named and not after, f"{mine[first]}; {sum(after)} bytes after it"
 

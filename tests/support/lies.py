@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fedgraft.core.messages import Order, Reply, pack
+from fedgraft.core.messages import Request, Response, pack
 
-Lie = Callable[[Reply], Any]
+Lie = Callable[[Response], Any]
 HUGE, INF, NAN = 3e38, float("inf"), float("nan")
 
 
@@ -22,7 +22,7 @@ def put(group: str, name: str, change: Callable[[Any], Any]) -> Lie:
 def values(change: Callable[[Any], Any]) -> Lie:
     """The update's numbers changed."""
 
-    def lie(r: Reply) -> Reply:
+    def lie(r: Response) -> Response:
         assert r.update is not None
         return replace(r, update=replace(r.update, arrays={"values": change(r.update.arrays["values"].clone())}))
 
@@ -46,7 +46,7 @@ ANY: Mapping[str, Lie] = {
     "cut short": lambda r: pack(r)[:-5],
     "too long": lambda r: pack(r) + bytes(5_000_000),
     "not even bytes": lambda r: 7,
-    "an order": lambda r: pack(Order(r.run, r.round, r.client, "train")),
+    "an order": lambda r: pack(Request(r.run, r.round, r.client, "train")),
     "another's name": lambda r: replace(r, client=0),
     "another run": lambda r: replace(r, run="other"),
     "another round": lambda r: replace(r, round=r.round + 1),
@@ -146,13 +146,13 @@ class Lying:
         """What clients keep."""
         return self.engine.memory
 
-    def exchange(self, orders: Sequence[Order]) -> Iterator[Any]:
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Any]:
         """What comes back; the liar is honest `after` times first."""
         self.left -= 1
-        for reply in self.engine.exchange(orders):
-            if (reply[0] if isinstance(reply, tuple) else reply.client) != self.client or self.left >= 0:
-                yield reply
+        for response in self.engine.exchange(requests):
+            if (response[0] if isinstance(response, tuple) else response.client) != self.client or self.left >= 0:
+                yield response
             elif self.lie is None:
                 yield self.client, "it is silent"
             else:
-                yield self.client, self.lie(reply)
+                yield self.client, self.lie(response)

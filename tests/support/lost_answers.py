@@ -32,6 +32,6 @@ def _broken(*parts: Any, **more: Any) -> None:
 
 def take_guard() -> None:
     """The broken variant: this node waits for its answer as Flower's own does."""
-    from fedgraft.deploy import in_hand
+    from fedgraft.deploy import inflight
 
-    setattr(in_hand, "answering", lambda push, rest: push)  # noqa: B010  # a typed name, and another one for it
+    setattr(inflight, "answering", lambda push, rest: push)  # noqa: B010  # a typed name, and another one for it

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from fedgraft.config.load import Config, to_toml
-from fedgraft.core.messages import Order, pack
+from fedgraft.core.messages import Request, pack
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.node import Nodes
 from fedgraft.deploy.process import KEEPS
-from fedgraft.engines.flower.node_link import Answer, Request
+from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
 
 
 class Machines:
@@ -29,7 +29,7 @@ class Machines:
         self.limit, self.classes, self.patch, self.root = 0, (), monkeypatch, root
         self.nodes = [Nodes() for _ in range(config.partition.clients)]
         data, text = more.pop("data", [""] * len(self.nodes)), to_toml(config)
-        self.requests = [Request(text, str(folder), k, 1, data=data[k], **more) for k in range(len(self.nodes))]
+        self.requests = [WorkerRequest(text, str(folder), k, 1, data=data[k], **more) for k in range(len(self.nodes))]
         self.registry = SimpleNamespace(facts={}, need_images=lambda: None, leave_out=lambda rule: None)
         self.digest, self.opened, self.sent, self.received = "", b"", 0, 0
         self.die_at: tuple[str, int] | None = None
@@ -40,7 +40,7 @@ class Machines:
     def home(self, client: int) -> Path:
         return self.root / str(client) / "node.home"
 
-    def ask(self, client: int, request: Request) -> Answer:
+    def ask(self, client: int, request: WorkerRequest) -> WorkerResponse:
         self.patch.setenv(KEEPS, str(self.home(client)))
         self.patch.setenv("FEDGRAFT_NODE_HOME", str(self.root / str(client) / "memory"))
         return self.nodes[client].carry_out(request)
@@ -50,32 +50,32 @@ class Machines:
             self.registry.facts[k] = {"classes": (), "examples": 0, "data": "", **self.ask(k, request).facts}
 
     def open(self, run: str, tensors: Any) -> None:
-        self.opened = pack(Order(run, -1, 0, "open", auxiliary=tensors))
+        self.opened = pack(Request(run, -1, 0, "open", auxiliary=tensors))
         self.digest = hashlib.blake2b(self.opened, digest_size=12).hexdigest()
 
-    def request(self, order: Order, after: int) -> Request:
+    def request(self, request: Request, after: int) -> WorkerRequest:
         more: dict[str, Any] = {
             "after": after,
             "becomes": after + 1,
             "digest": self.digest,
             "classes": tuple(self.classes),
         }
-        return replace(self.requests[order.client], order=pack(replace(order, client=0)), **more)
+        return replace(self.requests[request.client], request=pack(replace(request, client=0)), **more)
 
-    def exchange(self, orders: Sequence[Order]) -> list[Any]:
-        return [self.deliver(order) for order in orders]
+    def exchange(self, requests: Sequence[Request]) -> list[Any]:
+        return [self.deliver(request) for request in requests]
 
-    def deliver(self, order: Order) -> Any:
-        k = order.client
-        if self.die_at == (order.action, order.round) and k == 1:
+    def deliver(self, request: Request) -> Any:
+        k = request.client
+        if self.die_at == (request.action, request.round) and k == 1:
             raise KeyboardInterrupt
-        request = self.request(order, int(self.memory[k]["step"]) if k in self.memory else 0)
+        request = self.request(request, int(self.memory[k]["step"]) if k in self.memory else 0)
         answer = self.ask(k, request)
         if answer.need:
             answer = self.ask(k, replace(request, opened=self.opened))
         if answer.step:
             self.memory[k] = {"step": torch.tensor([answer.step])}
-        return k, answer.error or answer.reply
+        return k, answer.error or answer.response
 
     def log(self, client: int) -> list[dict[str, Any]]:
         return list(audit.entries(self.home(client) / "audit.jsonl"))

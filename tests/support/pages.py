@@ -15,11 +15,19 @@ HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x oner
 
 def line(round: int, **more: Any) -> dict[str, Any]:
     return {
-        "round": round, "accuracy": None if round % 2 else round / 20, "loss": None if round % 2 else 2.0 / round,
-        "train_loss": 2.5 / round, "update_norm": 1.0 / round, "lr": 0.1, "bytes_up": 2_000_000, "bytes_down": 10**6,
+        "round": round,
+        "accuracy": None if round % 2 else round / 20,
+        "loss": None if round % 2 else 2.0 / round,
+        "train_loss": 2.5 / round,
+        "update_norm": 1.0 / round,
+        "lr": 0.1,
+        "bytes_up": 2_000_000,
+        "bytes_down": 10**6,
         "clients": {"ids": [1, 2], "loss": [1.0, 3.0], "norm": [0.5, 0.7], "drift": [0.1, None], "cosine": [0.9, 0.8]},
-        "seconds": {"exchange": 0.5, "combine": 0.25}, "dropped": [], **more,
-    }  # fmt: skip
+        "seconds": {"exchange": 0.5, "combine": 0.25},
+        "dropped": [],
+        **more,
+    }
 
 
 def finished(path: Path, rounds: int = 6, config: str = "", summary: Any = None, **more: Any) -> RunFolder:

@@ -25,10 +25,20 @@ from fedgraft.server.round import run_round
 CNN = "model.name=cnn:width=4,size=16"
 """For runs in processes of their own: it needs no transformers, whose import takes twice as long as all the rest."""
 OVERRIDES = [
-    "model.name=tiny", "model.ridge=1.0", "data.source=digits", "data.image_size=16", "data.limit=60",
-    "partition.clients=3", "rounds.fraction=1.0", "rounds.total=2", "rounds.evaluate_every=1", "local.steps=2",
-    "local.batch_size=16", "local.lr=0.02", "workers=1",
-]  # fmt: skip
+    "model.name=tiny",
+    "model.ridge=1.0",
+    "data.source=digits",
+    "data.image_size=16",
+    "data.limit=60",
+    "partition.clients=3",
+    "rounds.fraction=1.0",
+    "rounds.total=2",
+    "rounds.evaluate_every=1",
+    "local.steps=2",
+    "local.batch_size=16",
+    "local.lr=0.02",
+    "workers=1",
+]
 
 
 def tiny(*overrides: str) -> Config:

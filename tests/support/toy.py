@@ -12,11 +12,11 @@ from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.core.space import EditSpace, select
 from fedgraft.core.state import Federation, ServerState
-from fedgraft.edit.trainable import Opened, layer_ranges
+from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.schedules import constant
 from fedgraft.server.collect import ServerContext
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.round import run_round
 from fedgraft.server.sample import start
 
@@ -99,10 +99,10 @@ def client_rows(k: int) -> Tensor:
     return torch.arange(120)[k::6][: 20 - 2 * k]
 
 
-def opened_by(algorithm: Algorithm, network: ToyNetwork) -> Opened:
+def opened_by(algorithm: Algorithm, network: ToyNetwork) -> TrainableSetup:
     """What the algorithm trains, where that needs nobody to be asked; else all weights."""
     kind = algorithm.trainable
-    return Opened(select(network, lambda n: True)) if kind.scores_data else kind.open(network, None)
+    return TrainableSetup(select(network, lambda n: True)) if kind.scores_data else kind.open(network, None)
 
 
 class Toy:
@@ -118,17 +118,26 @@ class Toy:
         **federation: Any,
     ) -> None:
         self.network = network()
-        opened = opened_by(algorithm, self.network) if space is None else Opened(space)
+        opened = opened_by(algorithm, self.network) if space is None else TrainableSetup(space)
         algorithm = algorithm if opened.aggregate is None else vary(algorithm, aggregate=opened.aggregate)
         self.space, private = shared_and_private(algorithm, self.network, opened.space)
         self.examples, self.tests = ToyExamples(), ToyExamples(60, seed=2)
         private_start = None if private is None else private.gather(self.network)
         self.context = ClientContext(
-            self.network, self.space, self.examples, client_rows, 7,
-            self.tests, lambda k: torch.arange(k, 60, 6), private, private_start,
-            probe=ToyExamples(64, seed=3), origin=self.space.gather(self.network),
-            sends_buffers=opened.sends_buffers, held=lambda k: torch.arange(k, 120, 40),
-        )  # fmt: skip
+            self.network,
+            self.space,
+            self.examples,
+            client_rows,
+            7,
+            self.tests,
+            lambda k: torch.arange(k, 60, 6),
+            private,
+            private_start,
+            probe=ToyExamples(64, seed=3),
+            origin=self.space.gather(self.network),
+            sends_buffers=opened.sends_buffers,
+            held=lambda k: torch.arange(k, 120, 40),
+        )
         self.algorithm = algorithm
         options: dict[str, Any] = {
             "run": "toy",
@@ -140,12 +149,16 @@ class Toy:
         self.federation = Federation(clients=clients, per_round=per_round, **options)
         self.engine = InProcess(algorithm, self.context)
         self.state = start(algorithm, self.space.gather(self.network), self.space.trained)
-        claims = Claims({k: len(client_rows(k)) for k in range(clients)} if clients <= 6 else None)
+        example_counts = ExampleCounts({k: len(client_rows(k)) for k in range(clients)} if clients <= 6 else None)
         sizes = self.context.sent, self.space.trained, WIDTH, CLASSES
         self.server_context = ServerContext(
-            self.space.digest, *sizes, opened.active, self.context.origin, claims=claims,
+            self.space.digest,
+            *sizes,
+            opened.active,
+            self.context.origin,
+            example_counts=example_counts,
             layers=layer_ranges(self.network, self.space, algorithm.weighting.options.get("layers", ())),
-        )  # fmt: skip
+        )
 
     def run(self, rounds: int = 3) -> ServerState:
         """So many rounds; returns the state."""

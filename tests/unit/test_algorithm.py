@@ -126,8 +126,11 @@ def test_algorithms_are_never_changed_only_varied() -> None:
     other = vary(base, name="mine", steps=3, correction=proximal(0.5), weighting=uniform())
     assert (base.local.steps, base.name, base.weighting.name) == (7, "fedavg", "examples")
     assert (other.local.steps, other.local.correction.name, other.name, other.weighting.name) == (
-        3, "proximal", "mine", "uniform",
-    )  # fmt: skip
+        3,
+        "proximal",
+        "mine",
+        "uniform",
+    )
     with pytest.raises(FrozenInstanceError):
         base.name = "other"  # type: ignore[misc]
     with pytest.raises(TypeError):

@@ -14,7 +14,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.codecs import Values
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.handle import handle
-from fedgraft.core.messages import Order, Payload
+from fedgraft.core.messages import Payload, Request
 from fedgraft.core.rng import derive, torch_stream
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining, drawn
@@ -23,9 +23,9 @@ PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]
 """(round, client)."""
 
 
-def order(toy: Toy, round: int = 0, client: int = 0, lr: float = 0.05, **auxiliary: Tensor) -> Order:
+def request(toy: Toy, round: int = 0, client: int = 0, lr: float = 0.05, **auxiliary: Tensor) -> Request:
     vector = toy.space.gather(toy.network)
-    return Order("toy", round, client, "train", toy.space.digest, vector, auxiliary, {"lr": lr})
+    return Request("toy", round, client, "train", toy.space.digest, vector, auxiliary, {"lr": lr})
 
 
 class Watched(ToyExamples):
@@ -46,7 +46,7 @@ def test_order_and_views_are_drawn_from_streams_of_their_own_round_and_client() 
     algorithm = zoo.fedavg(local=LocalTraining(5, batch_size=6))
     for round, client in PLACES:
         toy, watched = Toy(algorithm), Watched()
-        handle(order(toy, round, client), algorithm, replace(toy.context, examples=watched), {})
+        handle(request(toy, round, client), algorithm, replace(toy.context, examples=watched), {})
         own = torch_stream(7, "shuffle", "train", round, client)
         assert torch.equal(torch.cat(watched.met), drawn(toy.context.rows(client), algorithm.local, own))
         assert set(watched.seeds) == {derive(7, "augment", "train", round, client)}
@@ -71,7 +71,7 @@ def test_every_client_rounds_with_a_stream_of_its_own_in_every_round() -> None:
     def seed(round: int, client: int) -> int:
         codec = Noting()
         toy = Toy(vary(zoo.fedavg(), compression=codec))
-        handle(order(toy, round, client), toy.algorithm, toy.context, {})
+        handle(request(toy, round, client), toy.algorithm, toy.context, {})
         return codec.seeds[0]
 
     assert different(seed)
@@ -84,7 +84,7 @@ def test_layers_that_draw_get_a_stream_of_their_own_in_every_round() -> None:
     def seed(round: int, client: int) -> int:
         toy = Toy(zoo.fedavg())
         toy.network.add_module("dropout", Drawing())
-        handle(order(toy, round, client), toy.algorithm, toy.context, {})
+        handle(request(toy, round, client), toy.algorithm, toy.context, {})
         return toy.network.dropout.generator.initial_seed()  # type: ignore[union-attr]
 
     assert different(seed)
@@ -98,7 +98,7 @@ def test_a_personal_model_goes_on_from_itself() -> None:
     """Ditto at rate zero: nothing moves, so the model after is the client's own of before, not the common one."""
     toy = Toy(one_step(zoo.ditto(pull=0.1)))
     own = toy.space.gather(toy.network) + 1.0
-    _, memory = handle(order(toy, lr=0.0), toy.algorithm, toy.context, {"personal": own})
+    _, memory = handle(request(toy, lr=0.0), toy.algorithm, toy.context, {"personal": own})
     assert torch.equal(memory["personal"], own)
 
 
@@ -106,35 +106,35 @@ def test_a_personal_model_is_pulled_towards_the_common_one() -> None:
     """p − η(g + λ(p − x)) with ηλ = 1 is x − ηg: one step from anywhere ends beside the common model."""
     toy = Toy(one_step(zoo.ditto(pull=1e4)))
     common = toy.space.gather(toy.network)
-    _, memory = handle(order(toy, lr=1e-4), toy.algorithm, toy.context, {"personal": common + 0.5})
+    _, memory = handle(request(toy, lr=1e-4), toy.algorithm, toy.context, {"personal": common + 0.5})
     assert float((memory["personal"] - common).abs().max()) < 0.01
 
 
 def test_a_private_head_is_trained_and_kept() -> None:
     for algorithm in (zoo.fedper(), zoo.fedrep()):
         toy = Toy(algorithm)
-        _, memory = handle(order(toy), algorithm, toy.context, {})
+        _, memory = handle(request(toy), algorithm, toy.context, {})
         assert toy.context.private_start is not None
         assert not torch.equal(memory["private"], toy.context.private_start)
-        _, later = handle(order(toy, lr=0.0), algorithm, toy.context, memory)
+        _, later = handle(request(toy, lr=0.0), algorithm, toy.context, memory)
         assert torch.equal(later["private"], memory["private"])
 
 
 def test_training_does_not_change_the_memory_it_was_given() -> None:
     """An optimizer's state is stepped in place, so it must be a copy: a round that is repeated begins as before."""
     toy = Toy(zoo.central())
-    _, memory = handle(order(toy), toy.algorithm, toy.context, {})
+    _, memory = handle(request(toy), toy.algorithm, toy.context, {})
     before = {name: tensor.clone() for name, tensor in memory.items()}
     assert any(name.startswith("optimizer/") for name in before)
-    handle(order(toy, round=1), toy.algorithm, toy.context, memory)
+    handle(request(toy, round=1), toy.algorithm, toy.context, memory)
     assert all(torch.equal(memory[name], tensor) for name, tensor in before.items())
 
 
 def test_fine_tuning_for_a_measurement_leaves_no_trace_in_the_network() -> None:
     toy = Toy(zoo.fedavg())
-    asked = replace(order(toy), action="evaluate", settings={"finetune_epochs": 2, "finetune_lr": 0.1})
+    asked = replace(request(toy), action="evaluate", settings={"finetune_epochs": 2, "finetune_lr": 0.1})
     handle(replace(asked, settings={}), toy.algorithm, toy.context, {})
     before = snapshot(toy.network)
-    reply, _ = handle(asked, toy.algorithm, toy.context, {})
-    assert reply.metrics["finetuned_loss"] != reply.metrics["loss"]
+    response, _ = handle(asked, toy.algorithm, toy.context, {})
+    assert response.metrics["finetuned_loss"] != response.metrics["loss"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(toy.network).items())

@@ -9,7 +9,7 @@ from tests.support.toy import Toy
 
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Answers
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.server import sample as server
 from fedgraft.server.collect import Collected, collect, spread
 from fedgraft.server.secure_sum import HiddenSum
@@ -32,14 +32,14 @@ def test_one_client_more_moves_a_hidden_sum_by_at_most_its_own_bound() -> None:
 
 def test_who_is_silent_is_no_attacker_and_who_is_refused_is_one() -> None:
     toy = Toy(zoo.fedavg(), clients=5, per_round=5)
-    orders = server.instruct(toy.algorithm, toy.federation, toy.state, list(range(5)), toy.space.digest)
+    requests = server.instruct(toy.algorithm, toy.federation, toy.state, list(range(5)), toy.space.digest)
 
     class Faulty:
-        def exchange(self, asked: list[Order]) -> list[object]:
+        def exchange(self, asked: list[Request]) -> list[object]:
             good = list(toy.engine.exchange(asked[2:]))
             return [(0, "did not answer in time"), (1, b"nonsense"), *good]
 
-    found = collect(toy.algorithm, toy.federation, toy.state, orders, Faulty(), toy.server_context)  # type: ignore[arg-type]
+    found = collect(toy.algorithm, toy.federation, toy.state, requests, Faulty(), toy.server_context)  # type: ignore[arg-type]
     assert found.answers.clients == (2, 3, 4) and found.answers.dropped == 1
     assert {rejection.client for rejection in found.rejections} == {0, 1}
 

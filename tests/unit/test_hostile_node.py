@@ -12,7 +12,7 @@ from tests.support.toy import CLASSES, WIDTH, Toy
 
 from fedgraft import algorithms as zoo
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.edit.masks import Mask
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import sgdm
@@ -21,7 +21,7 @@ from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import CLEAR, DifferentialPrivacy, private, secure
 from fedgraft.run.head_init import summed_counts
 from fedgraft.server import expected as kinds
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.secure_sum import Sums
 
 LOCAL, LIAR = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.5)), 2
@@ -66,30 +66,30 @@ def asked(action: str, make: Callable[[Toy, Any], Any]) -> Callable[[Lie | None]
     return run
 
 
-def orders(action: str, **more: Any) -> list[Order]:
-    return [Order("toy", 0, k, action, **more) for k in range(5)]
+def requests(action: str, **more: Any) -> list[Request]:
+    return [Request("toy", 0, k, action, **more) for k in range(5)]
 
 
 def counted(toy: Toy, engine: Any) -> Any:
-    claims, toy_orders = toy.server_context.claims, orders("count", vector=toy.state.vector)
+    example_counts, toy_orders = toy.server_context.example_counts, requests("count", vector=toy.state.vector)
     for k in range(5):
-        claims.note(k, {"validation images": 10.0})
-    found = kinds.replies_to(engine.exchange, toy_orders, kinds.counts(toy_orders, 1, claims, "validation"))
-    return [torch.tensor([[e.accuracy, e.loss, e.count] for e in summed_counts(found, claims, "validation")])]
+        example_counts.note(k, {"validation images": 10.0})
+    found = kinds.replies_to(engine.exchange, toy_orders, kinds.counts(toy_orders, 1, example_counts, "validation"))
+    return [torch.tensor([[e.accuracy, e.loss, e.count] for e in summed_counts(found, example_counts, "validation")])]
 
 
 def evaluated(toy: Toy, engine: Any) -> Any:
-    claims, toy_orders = toy.server_context.claims, orders("evaluate", vector=toy.state.vector)
+    example_counts, toy_orders = toy.server_context.example_counts, requests("evaluate", vector=toy.state.vector)
     for k in range(5):
-        claims.note(k, {"test images": 10.0})
-    found = kinds.replies_to(engine.exchange, toy_orders, kinds.evaluation(toy_orders, claims, finetuned=False))
+        example_counts.note(k, {"test images": 10.0})
+    found = kinds.replies_to(engine.exchange, toy_orders, kinds.evaluation(toy_orders, example_counts, finetuned=False))
     return [torch.tensor([[r.client, r.metrics["accuracy"], r.metrics["loss"]] for r in found])]
 
 
 def summed(action: str, **more: Any) -> Callable[[Toy, Any], Any]:
     def ask(toy: Toy, engine: Any) -> Any:
         asking = Sums(engine.exchange, "toy", range(5), toy.network, CLEAR)
-        asking.claims = toy.server_context.claims
+        asking.example_counts = toy.server_context.example_counts
         found = asking.ask(action, **({"vector": toy.space.gather(toy.network)} if "settings" in more else {}), **more)
         assert set(asking.lost) == {LIAR}
         return [found[name] for name in sorted(found)]
@@ -104,17 +104,19 @@ def masks(toy: Toy, engine: Any) -> Any:
 
     class Masking:
         def exchange(self, asked: Any) -> Any:
-            for order in asked:
+            for request in asked:
                 marked = torch.zeros(size, dtype=torch.bool)
-                marked[order.client : order.client + 9] = True
+                marked[request.client : request.client + 9] = True
                 bits = torch.from_numpy(__import__("numpy").packbits(marked.numpy()))
-                yield Reply("toy", 0, order.client, examples=5, evidence={"mask": bits})
+                yield Response("toy", 0, request.client, examples=5, evidence={"mask": bits})
 
-    from fedgraft.core.messages import Reply
+    from fedgraft.core.messages import Response
 
     engine.engine = Masking()
-    toy_orders = orders("own_mask")
-    found = kinds.same_share(kinds.replies_to(engine.exchange, toy_orders, kinds.mask(toy_orders, Claims(), size)))
+    toy_orders = requests("own_mask")
+    found = kinds.same_share(
+        kinds.replies_to(engine.exchange, toy_orders, kinds.mask(toy_orders, ExampleCounts(), size))
+    )
     return [Mask.from_bits(r.evidence["mask"], shapes).bits() for r in found]
 
 
@@ -169,11 +171,11 @@ def test_without_validation_the_lies_count(scene: str, monkeypatch: pytest.Monke
     from fedgraft.server import validate as validation
 
     monkeypatch.setattr(validation, "largest", lambda tensor: 0.0)
-    monkeypatch.setattr(validation.Claims, "contradiction", lambda *a: "")
+    monkeypatch.setattr(validation.ExampleCounts, "contradiction", lambda *a: "")
     monkeypatch.setattr(validation, "far_off", lambda *a: {})
     monkeypatch.setattr(secure_round, "sums_lie", lambda *a: "")
     monkeypatch.setattr(kinds, "plausible", lambda counts: True)
-    monkeypatch.setattr(kinds, "same_share", lambda replies: replies)
+    monkeypatch.setattr(kinds, "same_share", lambda responses: responses)
     run, lies = SCENES[scene]
     without, wrong = run(None), 0
     for lie in lies.values():
@@ -199,7 +201,7 @@ def test_a_step_that_overflows_is_refused_and_leaves_the_server_as_it_was(
 
     class Everyone:
         def exchange(self, asked: Any) -> Any:
-            return [big(reply) for reply in inner.exchange(asked)]
+            return [big(response) for response in inner.exchange(asked)]
 
     toy.engine = Everyone()  # type: ignore[assignment]
     after = toy.run(1)
@@ -209,10 +211,10 @@ def test_a_step_that_overflows_is_refused_and_leaves_the_server_as_it_was(
 
 
 def test_a_claim_of_images_counts_up_to_ten_times_the_median() -> None:
-    claims = Claims({0: 100, 1: 120, 2: 1 << 39}, dealt=False)
-    assert claims.counted(1 << 39) == 1200 and claims.counted(120) == 120
-    assert Claims({0: 1, 1: 1, 2: 500}).counted(500) == 500  # the server dealt these itself
-    assert "had 100 before" in claims.contradiction(0, {"examples": 101})
+    example_counts = ExampleCounts({0: 100, 1: 120, 2: 1 << 39}, dealt=False)
+    assert example_counts.counted(1 << 39) == 1200 and example_counts.counted(120) == 120
+    assert ExampleCounts({0: 1, 1: 1, 2: 500}).counted(500) == 500  # the server dealt these itself
+    assert "had 100 before" in example_counts.contradiction(0, {"examples": 101})
 
 
 def test_where_most_clients_have_converged_a_short_update_is_no_outlier() -> None:
@@ -277,10 +279,10 @@ class Told:
     def __init__(self, toy: Toy) -> None:
         self.toy, self.inner, self.memory = toy, toy.engine, toy.engine.memory
 
-    def exchange(self, orders: Any) -> Any:
-        for order in orders:
-            self.toy.context.ground = "another" if order.client == LIAR else ""
-            yield from self.inner.exchange([order])
+    def exchange(self, requests: Any) -> Any:
+        for request in requests:
+            self.toy.context.ground = "another" if request.client == LIAR else ""
+            yield from self.inner.exchange([request])
 
 
 @pytest.mark.parametrize("lie", ["ground", "identity"])

@@ -14,7 +14,7 @@ from fedgraft.client import handle as client
 from fedgraft.client import secure as client_secure
 from fedgraft.client.policy import Policy
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Reply
+from fedgraft.core.messages import Response
 from fedgraft.privacy.secagg import plan as plans
 from fedgraft.privacy.secagg.client import SecureClient
 from fedgraft.privacy.secagg.keys import Identity
@@ -43,8 +43,8 @@ def test_the_same_clients_serve_an_honest_server(protection: str) -> None:
         assert world.sum(action="statistics") is not None
         assert all(world.sum(number=number) is not None for number in range(3))
     else:
-        assert isinstance(world.tell(world.order()), Reply) and isinstance(
-            world.tell(world.order(action="count")), Reply
+        assert isinstance(world.tell(world.request()), Response) and isinstance(
+            world.tell(world.request(action="count")), Response
         )
     assert not [answer for _, _, answer in world.said if isinstance(answer, str)]
 
@@ -53,7 +53,7 @@ def nothing(*args: Any, **more: Any) -> None:
     return None
 
 
-def memory_of(order: Any, algorithm: Any, context: Any, memory: Any) -> Any:
+def memory_of(request: Any, algorithm: Any, context: Any, memory: Any) -> Any:
     return memory
 
 
@@ -63,11 +63,11 @@ BROKEN: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "protection is not checked": ("protection", Policy, "check_protection", nothing),
     "numbers are not checked": ("numbers", Policy, "_number", nothing),
     "orders need not fit": ("fits", admission, "fits", nothing),
-    "days are not counted": ("days", admission, "count_order", lambda policy, order, ledger: ledger),
+    "days are not counted": ("days", admission, "count_order", lambda policy, request, ledger: ledger),
     "images are not counted": ("images", Policy, "check_images", nothing),
     "plans are not compared": ("plan", client_secure, "check_plan", nothing),
     "thresholds are not checked": ("threshold", Policy, "check_plan", nothing),
-    "orders are not bound": ("binding", client_secure, "binding", lambda order: ""),
+    "orders are not bound": ("binding", client_secure, "binding", lambda request: ""),
     "sums are not remembered": ("repeat", Identity, "serve", nothing),
     "further words are not looked at": ("words", admission, "_nothing_else", nothing),
     "what was told besides is not compared": ("ground", SecureClient, "_check_ground", nothing),
@@ -119,7 +119,7 @@ def test_a_server_that_lost_a_sum_may_ask_the_same_again_and_gets_the_same_bytes
     assert all(bool((first[name] == again[name]).all()) for name in first)
     pairs = zip(before, [answer for _, _, answer in world.said], strict=True)
     for one, two in pairs:
-        assert isinstance(one, Reply) and isinstance(two, Reply)
+        assert isinstance(one, Response) and isinstance(two, Response)
         assert all(bool((one.evidence[n] == two.evidence[n]).all()) for n in one.evidence)
 
 
@@ -127,11 +127,11 @@ def test_a_server_that_crashed_between_two_stages_goes_on() -> None:
     world = World("secure")
     crashed = [False]
 
-    def dies(order: Any) -> Any:
-        if order.action == "secure.consistency" and not crashed[0]:
+    def dies(request: Any) -> Any:
+        if request.action == "secure.consistency" and not crashed[0]:
             crashed[0] = True
             raise KeyboardInterrupt
-        return order
+        return request
 
     with pytest.raises(KeyboardInterrupt):
         world.sum(dies)

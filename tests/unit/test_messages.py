@@ -13,30 +13,50 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgraft.core.messages import BadMessage, Order, Payload, Reply, message_digest, pack, unpack, wire_size
+from fedgraft.core.messages import BadMessage, Payload, Request, Response, message_digest, pack, unpack, wire_size
 
 DTYPES = [
-    torch.float32, torch.float16, torch.float64, torch.int8, torch.uint8,
-    torch.int16, torch.int32, torch.int64, torch.uint32, torch.bool,
-]  # fmt: skip
+    torch.float32,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint32,
+    torch.bool,
+]
 
 
-def order(**updates: Any) -> Order:
+def request(**updates: Any) -> Request:
     fields: dict[str, Any] = {
-        "run": "r", "round": 3, "client": 7, "action": "train", "space": "ab", "vector": torch.arange(5.0),
-        "auxiliary": {"control": torch.ones(2)}, "settings": {"lr": 0.1, "part": "head", "on": True, "n": 3},
-    }  # fmt: skip
-    return Order(**fields | updates)
+        "run": "r",
+        "round": 3,
+        "client": 7,
+        "action": "train",
+        "space": "ab",
+        "vector": torch.arange(5.0),
+        "auxiliary": {"control": torch.ones(2)},
+        "settings": {"lr": 0.1, "part": "head", "on": True, "n": 3},
+    }
+    return Request(**fields | updates)
 
 
-def reply(**updates: Any) -> Reply:
+def response(**updates: Any) -> Response:
     fields: dict[str, Any] = {
-        "run": "r", "round": 3, "client": 7, "space": "ab", "examples": 12,
+        "run": "r",
+        "round": 3,
+        "client": 7,
+        "space": "ab",
+        "examples": 12,
         "update": Payload("int8", 5, {"q": torch.tensor([1, -2, 3, 4, 5], dtype=torch.int8), "scale": torch.ones(1)}),
-        "sums": {"control": torch.arange(3.0)}, "scalars": {"tau": 2.5}, "evidence": {"z": torch.zeros(2, 3)},
+        "sums": {"control": torch.arange(3.0)},
+        "scalars": {"tau": 2.5},
+        "evidence": {"z": torch.zeros(2, 3)},
         "metrics": {"loss": 0.25},
-    }  # fmt: skip
-    return Reply(**fields | updates)
+    }
+    return Response(**fields | updates)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -54,8 +74,10 @@ def pack_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("message", [order(), reply(), order(vector=None, auxiliary={}), reply(update=None, sums={})])
-def test_round_trip_and_size_are_exact(message: Order | Reply) -> None:
+@pytest.mark.parametrize(
+    "message", [request(), response(), request(vector=None, auxiliary={}), response(update=None, sums={})]
+)
+def test_round_trip_and_size_are_exact(message: Request | Response) -> None:
     data = pack(message)
     assert len(data) == wire_size(message)
     assert same(unpack(type(message), data), message)  # type: ignore[type-var]
@@ -64,43 +86,47 @@ def test_round_trip_and_size_are_exact(message: Order | Reply) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3)])
 def test_every_dtype_and_shape_survives(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    message = order(vector=torch.ones(shape).to(dtype), auxiliary={"b": torch.zeros(3, dtype=torch.bool)})
+    message = request(vector=torch.ones(shape).to(dtype), auxiliary={"b": torch.zeros(3, dtype=torch.bool)})
     assert len(pack(message)) == wire_size(message)
-    assert same(unpack(Order, pack(message)), message)
+    assert same(unpack(Request, pack(message)), message)
 
 
 def test_special_floats_and_slices_keep_their_bits() -> None:
     values = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45, 3.0, 4.0])[::2]
     assert not values.is_contiguous()
-    assert same(unpack(Order, pack(order(vector=values))).vector, values.contiguous())
+    assert same(unpack(Request, pack(request(vector=values))).vector, values.contiguous())
 
 
 def test_the_digest_is_that_of_the_bytes() -> None:
-    for message in (order(), reply(), reply(evidence={"none": torch.empty(0, 3), "cut": torch.arange(9.0)[::2]})):
+    for message in (
+        request(),
+        response(),
+        response(evidence={"none": torch.empty(0, 3), "cut": torch.arange(9.0)[::2]}),
+    ):
         assert message_digest(message) == hashlib.sha256(pack(message)).hexdigest()[:32]
 
 
 def test_size_needs_no_memory() -> None:
-    meta = order(vector=torch.empty(10**9, device="meta"))
+    meta = request(vector=torch.empty(10**9, device="meta"))
     assert wire_size(meta) > 4 * 10**9
 
 
 def test_a_message_of_the_other_kind_is_refused() -> None:
-    with pytest.raises(BadMessage, match="not a Reply"):
-        unpack(Reply, pack(order()))
+    with pytest.raises(BadMessage, match="not a Response"):
+        unpack(Response, pack(request()))
 
 
 def test_the_limit_is_the_longest_message_that_passes() -> None:
-    data = pack(order())
-    unpack(Order, data, limit=len(data))
+    data = pack(request())
+    unpack(Request, data, limit=len(data))
     with pytest.raises(BadMessage, match="over the limit"):
-        unpack(Order, data, limit=len(data) - 1)
+        unpack(Request, data, limit=len(data) - 1)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 20, -1])
 def test_a_message_cut_short_is_refused(cut: int) -> None:
     with pytest.raises(BadMessage):
-        unpack(Order, pack(order())[:cut])
+        unpack(Request, pack(request())[:cut])
 
 
 def forged(plain: dict[str, Any], tensors: dict[str, Any], body: bytes = b"") -> bytes:
@@ -109,14 +135,14 @@ def forged(plain: dict[str, Any], tensors: dict[str, Any], body: bytes = b"") ->
     return len(header).to_bytes(8, "little") + header + body
 
 
-PLAIN = {"kind": "Order", "run": "r", "round": 0, "client": 0, "action": "train"}
-ANSWER = {"kind": "Reply", "run": "r", "round": 0, "client": 0}
+PLAIN = {"kind": "Request", "run": "r", "round": 0, "client": 0, "action": "train"}
+ANSWER = {"kind": "Response", "run": "r", "round": 0, "client": 0}
 
 
 def test_the_forger_can_make_a_good_message() -> None:
-    assert unpack(Order, forged(PLAIN, {})).client == 0
+    assert unpack(Request, forged(PLAIN, {})).client == 0
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    assert len(unpack(Order, forged(PLAIN, {"vector": entry}, b"\0" * 8)).vector) == 2  # type: ignore[arg-type]
+    assert len(unpack(Request, forged(PLAIN, {"vector": entry}, b"\0" * 8)).vector) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -143,29 +169,29 @@ def test_the_forger_can_make_a_good_message() -> None:
 )
 def test_a_tensor_that_does_not_fit_its_bytes_is_refused(entry: Any) -> None:
     with pytest.raises(BadMessage):
-        unpack(Order, forged(PLAIN, {"vector": entry}, b"\0" * 8))
+        unpack(Request, forged(PLAIN, {"vector": entry}, b"\0" * 8))
 
 
 @pytest.mark.parametrize(
     ("kind", "plain"),
     [
-        (Order, {**PLAIN, "round": "0"}),
-        (Order, {**PLAIN, "round": True}),
-        (Order, {**PLAIN, "extra": 1}),
-        (Order, {"kind": "Order", "run": "r"}),
-        (Order, {**PLAIN, "vector": 5}),
-        (Order, {**PLAIN, "auxiliary": {"control": 5}}),
-        (Order, {**PLAIN, "auxiliary": "abc"}),
-        (Order, {**PLAIN, "settings": [1]}),
-        (Order, {**PLAIN, "settings": {"lr": [1]}}),
-        (Reply, {**ANSWER, "examples": 1.5}),
-        (Reply, {**ANSWER, "scalars": {"tau": "1"}}),
-        (Reply, {**ANSWER, "metrics": [1]}),
-        (Reply, {**ANSWER, "update": 3}),
-        (Reply, {**ANSWER, "update": {"codec": "values", "length": -1}}),
-        (Reply, {**ANSWER, "update": {"codec": 1, "length": 1}}),
-        (Reply, {**ANSWER, "sums": {"control": 1}}),
-        (Reply, {**ANSWER, "evidence": 1}),
+        (Request, {**PLAIN, "round": "0"}),
+        (Request, {**PLAIN, "round": True}),
+        (Request, {**PLAIN, "extra": 1}),
+        (Request, {"kind": "Request", "run": "r"}),
+        (Request, {**PLAIN, "vector": 5}),
+        (Request, {**PLAIN, "auxiliary": {"control": 5}}),
+        (Request, {**PLAIN, "auxiliary": "abc"}),
+        (Request, {**PLAIN, "settings": [1]}),
+        (Request, {**PLAIN, "settings": {"lr": [1]}}),
+        (Response, {**ANSWER, "examples": 1.5}),
+        (Response, {**ANSWER, "scalars": {"tau": "1"}}),
+        (Response, {**ANSWER, "metrics": [1]}),
+        (Response, {**ANSWER, "update": 3}),
+        (Response, {**ANSWER, "update": {"codec": "values", "length": -1}}),
+        (Response, {**ANSWER, "update": {"codec": 1, "length": 1}}),
+        (Response, {**ANSWER, "sums": {"control": 1}}),
+        (Response, {**ANSWER, "evidence": 1}),
     ],
 )
 def test_fields_of_another_type_are_refused(kind: Any, plain: dict[str, Any]) -> None:
@@ -177,9 +203,9 @@ def test_a_tensor_cannot_take_the_place_of_a_plain_field() -> None:
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     for name in ("run", "action", "settings/lr", "update/x", "nothing"):
         with pytest.raises(BadMessage):
-            unpack(Order, forged(PLAIN, {name: entry}, b"\0" * 8))
+            unpack(Request, forged(PLAIN, {name: entry}, b"\0" * 8))
     with pytest.raises(BadMessage):
-        unpack(Reply, forged(ANSWER, {"update/x": entry}, b"\0" * 8))
+        unpack(Response, forged(ANSWER, {"update/x": entry}, b"\0" * 8))
 
 
 def test_hostile_sizes_allocate_nothing() -> None:
@@ -188,7 +214,7 @@ def test_hostile_sizes_allocate_nothing() -> None:
     data = forged(PLAIN, {"vector": huge})
     tracemalloc.start()
     with pytest.raises(BadMessage):
-        unpack(Order, data)
+        unpack(Request, data)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
 
@@ -200,7 +226,7 @@ def test_bytes_are_used_once() -> None:
     assert len(data) < 2**18
     tracemalloc.start()
     with pytest.raises(BadMessage):
-        unpack(Order, data)
+        unpack(Request, data)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**20
@@ -208,13 +234,13 @@ def test_bytes_are_used_once() -> None:
 
 def test_bytes_after_the_last_tensor_are_refused() -> None:
     with pytest.raises(BadMessage):
-        unpack(Order, pack(order()) + b"smuggled")
+        unpack(Request, pack(request()) + b"smuggled")
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_raise_nothing_but_bad_message(data: bytes) -> None:
-    for kind in (Order, Reply):
+    for kind in (Request, Response):
         with pytest.raises(BadMessage):
             unpack(kind, data)  # type: ignore[type-var]
 
@@ -222,11 +248,11 @@ def test_arbitrary_bytes_raise_nothing_but_bad_message(data: bytes) -> None:
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 255), st.integers(0, 3))
 def test_a_changed_byte_gives_a_message_or_bad_message(context: int, value: int, wide: int) -> None:
-    data = bytearray(pack(reply()))
+    data = bytearray(pack(response()))
     for shift in range(wide + 1):
         data[(context + shift) % len(data)] = value
     try:
-        message = unpack(Reply, bytes(data))
+        message = unpack(Response, bytes(data))
     except BadMessage:
         return
     assert type(message.round) is int and type(message.client) is int
@@ -238,14 +264,14 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
 )
-NAMES = st.sampled_from([f.name for f in (*dataclasses.fields(Order), *dataclasses.fields(Reply))])
+NAMES = st.sampled_from([f.name for f in (*dataclasses.fields(Request), *dataclasses.fields(Response))])
 
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=3), st.dictionaries(st.text(max_size=12), VALUES, max_size=2))
 def test_hostile_headers_raise_nothing_but_bad_message(plain: dict[str, Any], tensors: dict[str, Any]) -> None:
-    for kind, good in ((Order, PLAIN), (Reply, ANSWER)):
+    for kind, good in ((Request, PLAIN), (Response, ANSWER)):
         try:
             message = unpack(kind, forged({**good, **plain}, tensors))  # type: ignore[type-var]
         except BadMessage:
@@ -257,4 +283,4 @@ def test_hostile_headers_raise_nothing_but_bad_message(plain: dict[str, Any], te
 def test_a_deep_header_is_refused() -> None:
     deep = b"[" * 100_000
     with pytest.raises(BadMessage):
-        unpack(Order, len(deep).to_bytes(8, "little") + deep)
+        unpack(Request, len(deep).to_bytes(8, "little") + deep)

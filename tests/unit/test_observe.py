@@ -13,7 +13,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import Observe
 from fedgraft.client.handle import handle
 from fedgraft.client.observe import OBSERVATIONS
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.core.space import select
 from fedgraft.edit.fisher import Scores
 from fedgraft.local.features import features
@@ -21,19 +21,19 @@ from fedgraft.local.features import features
 CLIENTS = range(3)
 
 
-def fisher_order(toy: Toy, client: int, vector: Tensor) -> Order:
+def fisher_order(toy: Toy, client: int, vector: Tensor) -> Request:
     names = "\n".join(name for name, _ in toy.network.named_parameters())
     settings = {"estimator": "per_sample", "labels": "true", "draw": 1, "share": 1.0, "batch": 4, "names": names}
-    return Order("toy", -1, client, "fisher_scores", "", vector, {}, settings)
+    return Request("toy", -1, client, "fisher_scores", "", vector, {}, settings)
 
 
 def test_fisher_scores_of_clients_add_up_to_the_mean_over_all_samples() -> None:
     """Clients of 20, 18 and 16 samples: a sample counts the same wherever it lies. Against one autograd pass each."""
     toy = Toy(zoo.fedavg())
     whole = select(toy.network, lambda name: True, buffers=False).gather(toy.network)
-    replies = [handle(fisher_order(toy, k, whole), toy.algorithm, toy.context, {})[0] for k in CLIENTS]
+    responses = [handle(fisher_order(toy, k, whole), toy.algorithm, toy.context, {})[0] for k in CLIENTS]
     shapes = {name: p.shape for name, p in toy.network.named_parameters()}
-    found = Scores.from_vector(sum(r.sums["scores"] for r in replies), shapes).mean()  # type: ignore[arg-type]
+    found = Scores.from_vector(sum(r.sums["scores"] for r in responses), shapes).mean()  # type: ignore[arg-type]
     rows = torch.cat([toy.context.rows(k) for k in CLIENTS])
     wanted = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for row in rows:
@@ -60,12 +60,12 @@ def test_statistics_are_summed_over_all_batches() -> None:
     toy = Toy(zoo.fedavg())
     many = ToyExamples(1200)
     context = replace(toy.context, examples=many, rows=lambda k: torch.arange(1200))
-    reply, _ = handle(Order("toy", -1, 0, "statistics"), toy.algorithm, context, {})
+    response, _ = handle(Request("toy", -1, 0, "statistics"), toy.algorithm, context, {})
     z = torch.cat([z for _, z in features(toy.network, many, torch.arange(1200))]).double()
     z = torch.cat([z, torch.ones(1200, 1, dtype=torch.float64)], 1)
-    torch.testing.assert_close(reply.sums["gram"], z.T @ z, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(response.sums["gram"], z.T @ z, rtol=1e-9, atol=1e-9)
     one_hot = torch.nn.functional.one_hot(many.labels, CLASSES).double()
-    torch.testing.assert_close(reply.sums["cross"], z.T @ one_hot, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(response.sums["cross"], z.T @ one_hot, rtol=1e-9, atol=1e-9)
 
 
 def test_a_client_counts_on_what_it_holds_out_and_never_on_what_it_trains_on() -> None:
@@ -73,12 +73,12 @@ def test_a_client_counts_on_what_it_holds_out_and_never_on_what_it_trains_on() -
     held = torch.tensor([3, 50, 77, 119])
     context = replace(toy.context, held=lambda k: held)
     vector = toy.space.gather(toy.network)
-    reply, _ = handle(Order("toy", 0, 1, "count", toy.space.digest, vector), toy.algorithm, context, {})
+    response, _ = handle(Request("toy", 0, 1, "count", toy.space.digest, vector), toy.algorithm, context, {})
     logits = toy.network(toy.examples.inputs[held]).detach()
     right = (logits.argmax(1) == toy.examples.labels[held]).sum()
     loss = cross_entropy(logits, toy.examples.labels[held], reduction="sum")
     wanted = torch.tensor([float(right), 4.0, float(loss), 4.0], dtype=torch.float64)
-    torch.testing.assert_close(reply.sums["counts"][0], wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(response.sums["counts"][0], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_representation_shows_rows_of_the_client_drawn_anew_each_round() -> None:
@@ -86,7 +86,7 @@ def test_a_representation_shows_rows_of_the_client_drawn_anew_each_round() -> No
     wanted = Observe("representation", options={"samples": 6})
 
     def shown(round: int, client: int) -> Tensor:
-        return OBSERVATIONS["representation"](wanted, Order("toy", round, client, "train"), toy.context)[1][
+        return OBSERVATIONS["representation"](wanted, Request("toy", round, client, "train"), toy.context)[1][
             "representation"
         ]
 

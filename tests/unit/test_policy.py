@@ -12,11 +12,11 @@ import pytest
 from tests.support.hostile import LIES
 from tests.support.tiny import Open, tiny
 
-from fedgraft.client.policy import Policy, count_order, implied, in_words, parse, to_toml
+from fedgraft.client.policy import Policy, count_request, implied, in_words, parse, to_toml
 from fedgraft.config.agreement import broken_rules, implied_by, safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy import audit
 from fedgraft.run.job import job_of
 
@@ -97,30 +97,34 @@ def test_every_rule_is_broken_by_some_order_or_config() -> None:
         "epsilon",
         "noise",
     }
-    orders = {lie.rule.partition(".")[0] for lie in LIES.values()}
-    assert {f.name for f in fields(Policy)} - orders - here == set()
+    requests = {lie.rule.partition(".")[0] for lie in LIES.values()}
+    assert {f.name for f in fields(Policy)} - requests - here == set()
 
 
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("secure = 1", "wrong kind"), ("cohort = 'many'", "wrong kind"), ("epsilon = inf", "wrong kind"),
-        ("hide = true", "does not know"), ("secure =", "not TOML"), ("ranges = 3", "wrong kind"),
+        ("secure = 1", "wrong kind"),
+        ("cohort = 'many'", "wrong kind"),
+        ("epsilon = inf", "wrong kind"),
+        ("hide = true", "does not know"),
+        ("secure =", "not TOML"),
+        ("ranges = 3", "wrong kind"),
         ("actions = 'train'", "wrong kind"),
     ],
-)  # fmt: skip
+)
 def test_a_policy_nobody_can_read_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(FedgraftError, match=sentence):
         parse(text)
 
 
 def test_a_day_ends_and_a_clock_that_is_set_back_gives_no_second_one() -> None:
-    policy, order, ledger = Policy(rounds_per_day=2), Order("r", 0, 0, "train"), b""
+    policy, request, ledger = Policy(rounds_per_day=2), Request("r", 0, 0, "train"), b""
     for day in ("2030-01-01", "2030-01-01", "2030-01-02", "2030-01-02"):
-        ledger = count_order(policy, order, ledger, lambda day=day: day)  # type: ignore[misc]
+        ledger = count_request(policy, request, ledger, lambda day=day: day)  # type: ignore[misc]
     for day in ("2030-01-02", "2030-01-01", "2029-01-01"):
         with pytest.raises(Refused, match="2 rounds a day"):
-            count_order(policy, order, ledger, lambda day=day: day)  # type: ignore[misc]
+            count_request(policy, request, ledger, lambda day=day: day)  # type: ignore[misc]
 
 
 def test_an_owner_agrees_to_a_fingerprint_and_not_to_its_beginning() -> None:
@@ -138,10 +142,10 @@ def test_under_privacy_a_client_answers_nothing_that_no_noise_covers() -> None:
     config = tiny("privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform")
     algorithm = build_algorithm(config)
     for policy in (implied_by(config, algorithm), implied(algorithm)):
-        policy.check_action(Order("", 0, 0, "train"))
+        policy.check_action(Request("", 0, 0, "train"))
         for action in ("statistics", "class_counts", "fisher_scores", "evaluate", "own_mask"):
             with pytest.raises(Refused, match="not among the allowed actions"):
-                policy.check_action(Order("", 0, 0, action))
+                policy.check_action(Request("", 0, 0, action))
 
 
 def test_the_audit_log_shows_a_changed_line(tmp_path: Path) -> None:
@@ -206,6 +210,6 @@ def test_a_run_in_this_process_keeps_the_policy_in_its_config(tmp_path: Path) ->
 
 def test_the_policy_of_a_config_is_asked_at_every_order() -> None:
     open_ = Open(tiny("policy.ranges.lr=[0.0, 0.1]"))
-    open_.context.policies[1].check(order := Order("", 0, 0, "train", settings={"lr": 0.05}), open_.algorithm)
+    open_.context.policies[1].check(request := Request("", 0, 0, "train", settings={"lr": 0.05}), open_.algorithm)
     with pytest.raises(Refused, match=r"lr is 0\.5"):
-        open_.context.policies[1].check(replace(order, settings={"lr": 0.5}), open_.algorithm)
+        open_.context.policies[1].check(replace(request, settings={"lr": 0.5}), open_.algorithm)

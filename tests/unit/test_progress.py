@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from fedgraft.core import progress
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.core.progress import Phase, asking, counted, open_phases, phase, shown_by, told, watching
 from fedgraft.engines.shared_memory import Workers
 from fedgraft.report.display import LiveProgress
@@ -133,14 +133,16 @@ def test_of_a_short_task_a_worker_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("action", "settings", "name"),
     [
-        ("train", {}, "round 3"), ("statistics", {}, "head initialisation: sums over the features"),
-        ("fisher_scores", {}, "mask calibration: scores"), ("evaluate", {}, "evaluation by the clients"),
+        ("train", {}, "round 3"),
+        ("statistics", {}, "head initialisation: sums over the features"),
+        ("fisher_scores", {}, "mask calibration: scores"),
+        ("evaluate", {}, "evaluation by the clients"),
         ("secure.masked", {"sums": "train"}, "round 3, secure sum: masked"),
         ("secure.keys", {"sums": "statistics"}, "head initialisation: sums over the features, secure sum: keys"),
     ],
-)  # fmt: skip
+)
 def test_phases_have_truthful_names(action: str, settings: dict[str, str], name: str) -> None:
-    with asking([Order("r", 2, k, action, settings=settings) for k in range(4)]) as one:
+    with asking([Request("r", 2, k, action, settings=settings) for k in range(4)]) as one:
         assert (one.what, one.total, one.unit) == (name, 4, "clients")
 
 

@@ -18,7 +18,7 @@ from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.handle import handle
 from fedgraft.client.secure import check_plan
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, secure
@@ -56,22 +56,22 @@ def test_secure_aggregation_gives_the_same_model_within_its_step(name: str) -> N
 
 def test_nothing_of_one_client_reaches_the_server_in_the_clear() -> None:
     """Everything that crosses the wire is kept and searched; the broken variant leaks its update as evidence."""
-    seen: list[Reply] = []
+    seen: list[Response] = []
 
     def watched(leak: bool) -> bool:
         toy = Toy(secure(zoo.fedavg()))
         inner = toy.engine.exchange
         seen.clear()
 
-        def exchange(orders: list[Order]) -> Any:
-            for reply in inner(orders):
-                if leak and "masked" in reply.evidence:
-                    order = next(o for o in orders if o.client == reply.client)
-                    plain, _ = handle(replace(order, action="train", auxiliary={}), zoo.fedavg(), toy.context, {})
+        def exchange(requests: list[Request]) -> Any:
+            for response in inner(requests):
+                if leak and "masked" in response.evidence:
+                    request = next(o for o in requests if o.client == response.client)
+                    plain, _ = handle(replace(request, action="train", auxiliary={}), zoo.fedavg(), toy.context, {})
                     assert plain.update is not None
-                    reply = replace(reply, evidence={**reply.evidence, "extra": plain.update.arrays["values"]})
-                seen.append(reply)
-                yield reply
+                    response = replace(response, evidence={**response.evidence, "extra": plain.update.arrays["values"]})
+                seen.append(response)
+                yield response
 
         toy.engine.exchange = exchange  # type: ignore[method-assign,assignment]
         toy.run(1)
@@ -87,14 +87,14 @@ def test_a_client_that_falls_silent_is_left_out_and_the_rest_is_summed() -> None
     toy = Toy(secure(vary(zoo.fedavg(), weighting=uniform())), per_round=5)
     inner = toy.engine.exchange
 
-    def exchange(orders: list[Order]) -> Any:
-        return [r for r in inner(orders) if not (r.client == 2 and orders[0].action != "secure.keys")]
+    def exchange(requests: list[Request]) -> Any:
+        return [r for r in inner(requests) if not (r.client == 2 and requests[0].action != "secure.keys")]
 
     toy.engine.exchange = exchange  # type: ignore[method-assign,assignment]
     toy.run(1)
     others = Toy(vary(zoo.fedavg(), weighting=uniform()), per_round=5)
     plain = others.engine.exchange
-    others.engine.exchange = lambda orders: [r for r in plain(orders) if r.client != 2]  # type: ignore[method-assign,assignment]
+    others.engine.exchange = lambda requests: [r for r in plain(requests) if r.client != 2]  # type: ignore[method-assign,assignment]
     others.run(1)
     assert [o.client for o in toy.summary.rejections] == [2]
     torch.testing.assert_close(toy.state.vector, others.state.vector, rtol=0, atol=1e-6)
@@ -103,7 +103,7 @@ def test_a_client_that_falls_silent_is_left_out_and_the_rest_is_summed() -> None
 def test_below_the_threshold_nothing_changes_and_the_run_goes_on() -> None:
     toy = Toy(secure(zoo.fedavg()), per_round=5)
     inner = toy.engine.exchange
-    toy.engine.exchange = lambda orders: [r for r in inner(orders) if r.client < 2]  # type: ignore[method-assign,assignment]
+    toy.engine.exchange = lambda requests: [r for r in inner(requests) if r.client < 2]  # type: ignore[method-assign,assignment]
     before = toy.state.vector.clone()
     toy.run(1)
     assert toy.summary.record["skipped"] and torch.equal(toy.state.vector, before) and toy.state.round == 1
@@ -121,26 +121,26 @@ def test_one_client_alone_is_not_asked() -> None:
 
 def test_a_plan_of_another_round_is_refused() -> None:
     toy = Toy(secure(zoo.fedavg()))
-    order = Order("toy", 3, 0, "secure.keys", toy.space.digest, settings={"sums": "train"})
+    request = Request("toy", 3, 0, "secure.keys", toy.space.digest, settings={"sums": "train"})
     good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
-    check_plan(good, order, toy.algorithm, toy.context)
+    check_plan(good, request, toy.algorithm, toy.context)
     for wrong in (
         replace(good, round=2),
         replace(good, run="other"),
         replace(good, segments=weighted_segments(toy.space.size, 9.0)),
     ):
         with pytest.raises(SecureRefusal, match="not that of round 3"):
-            check_plan(wrong, order, toy.algorithm, toy.context)
+            check_plan(wrong, request, toy.algorithm, toy.context)
 
 
 def test_a_client_gives_no_keys_to_a_plan_that_its_order_does_not_describe() -> None:
     toy = Toy(secure(zoo.fedavg()))
     good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
 
-    def keys(plan: Plan) -> Reply:
+    def keys(plan: Plan) -> Response:
         told = {"plan": as_tensor(plan.to_bytes())}
-        order = Order("toy", 3, 0, "secure.keys", toy.space.digest, None, told, {"sums": "train"})
-        return handle(order, toy.algorithm, toy.context, {})[0]
+        request = Request("toy", 3, 0, "secure.keys", toy.space.digest, None, told, {"sums": "train"})
+        return handle(request, toy.algorithm, toy.context, {})[0]
 
     assert set(keys(good).evidence) == {"advert", "drawn"}
     with pytest.raises(SecureRefusal, match="not that of round 3"):
@@ -152,8 +152,8 @@ def test_a_private_client_keeps_its_loss_to_itself() -> None:
     for algorithm, told in ((private(1.0), set()), (zoo.fedavg(), {"loss", "steps"})):
         toy = Toy(algorithm)
         settings = {"lr": 0.05, "clip": 1.0}
-        order = Order("toy", 0, 0, "train", toy.space.digest, toy.state.vector, {}, settings)
-        assert set(handle(order, algorithm, toy.context, {})[0].metrics) == told
+        request = Request("toy", 0, 0, "train", toy.space.digest, toy.state.vector, {}, settings)
+        assert set(handle(request, algorithm, toy.context, {})[0].metrics) == told
 
 
 def test_no_noise_and_a_wide_clip_is_uniform_fedavg() -> None:
@@ -184,11 +184,11 @@ def test_an_update_over_the_bound_is_clipped_by_the_server_too() -> None:
     before = toy.state.vector.clone()
     inner = toy.engine.exchange
 
-    def boosted(orders: list[Order]) -> Any:
-        for reply in inner(orders):
-            assert reply.update is not None
-            values = {"values": reply.update.arrays["values"] * 1000}
-            yield replace(reply, update=replace(reply.update, arrays=values))
+    def boosted(requests: list[Request]) -> Any:
+        for response in inner(requests):
+            assert response.update is not None
+            values = {"values": response.update.arrays["values"] * 1000}
+            yield replace(response, update=replace(response.update, arrays=values))
 
     toy.engine.exchange = boosted  # type: ignore[method-assign,assignment]
     toy.run(1)
@@ -218,9 +218,15 @@ def test_what_the_account_does_not_cover_is_refused(updates: dict[str, Any], sen
 
 
 OVERRIDES = [
-    "model.name=tiny", "data.image_size=16", "data.limit=200", "partition.clients=20", "model.head=random",
-    "algorithm.weighting=uniform", "rounds.total=6", "rounds.evaluate_every=0",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.image_size=16",
+    "data.limit=200",
+    "partition.clients=20",
+    "model.head=random",
+    "algorithm.weighting=uniform",
+    "rounds.total=6",
+    "rounds.evaluate_every=0",
+]
 
 
 @pytest.mark.slow

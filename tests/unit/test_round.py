@@ -17,7 +17,7 @@ from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, pack, pack_bits, wire_size
+from fedgraft.core.messages import Request, Response, pack, pack_bits, wire_size
 from fedgraft.core.rng import derive, numpy_stream, torch_stream
 from fedgraft.core.space import select
 from fedgraft.core.state import EVERYONE, Federation, ServerState
@@ -232,12 +232,14 @@ def test_weights_are_normalised_over_those_who_answered() -> None:
 def test_the_new_model_is_the_weighted_mean_of_the_changes() -> None:
     t = toy()
     before = t.state.vector.clone()
-    replies = list(InProcess(t.algorithm, toy().context).exchange(
-        instruct(t.algorithm, t.federation, t.state, sample(t.federation, 0), t.space.digest)
-    ))  # fmt: skip
-    total = sum(r.examples for r in replies)
+    responses = list(
+        InProcess(t.algorithm, toy().context).exchange(
+            instruct(t.algorithm, t.federation, t.state, sample(t.federation, 0), t.space.digest)
+        )
+    )
+    total = sum(r.examples for r in responses)
     mean = torch.zeros(t.space.size, dtype=torch.float64)
-    for r in replies:
+    for r in responses:
         assert r.update is not None
         mean += r.examples / total * r.update.arrays["values"]
     torch.testing.assert_close(t.run(1).vector, before + mean.float(), rtol=1e-6, atol=1e-8)
@@ -264,11 +266,11 @@ def test_the_record_counts_the_bytes_of_the_encoded_messages() -> None:
     class Counting(InProcess):
         down = up = 0
 
-        def exchange(self, asked: Sequence[Order]) -> Any:
+        def exchange(self, asked: Sequence[Request]) -> Any:
             self.down += sum(len(pack(o)) for o in asked)
-            for reply in super().exchange(asked):
-                self.up += len(pack(reply))
-                yield reply
+            for response in super().exchange(asked):
+                self.up += len(pack(response))
+                yield response
 
     t.engine = Counting(t.algorithm, t.context)
     t.run(1)
@@ -304,13 +306,13 @@ class Tampering(InProcess):
         super().__init__(t.algorithm, t.context)
         self.tamper = tamper
 
-    def exchange(self, asked: Sequence[Order]) -> Iterable[Any]:  # type: ignore[override]
+    def exchange(self, asked: Sequence[Request]) -> Iterable[Any]:  # type: ignore[override]
         return self.tamper(list(super().exchange(asked)))
 
 
-def with_values(reply: Reply, values: Tensor) -> Reply:
-    assert reply.update is not None
-    return replace(reply, update=replace(reply.update, arrays={"values": values}))
+def with_values(response: Response, values: Tensor) -> Response:
+    assert response.update is not None
+    return replace(response, update=replace(response.update, arrays={"values": values}))
 
 
 BAD = {
@@ -330,8 +332,8 @@ BAD = {
 def test_a_bad_reply_is_dropped_named_and_leaves_no_trace(fault: str) -> None:
     """The round's outcome is that of the round without the offender."""
     spoiled, clean = toy(), toy()
-    spoiled.engine = Tampering(spoiled, lambda replies: [BAD[fault](replies[0]), *replies[1:]])
-    clean.engine = Tampering(clean, lambda replies: replies[1:])
+    spoiled.engine = Tampering(spoiled, lambda responses: [BAD[fault](responses[0]), *responses[1:]])
+    clean.engine = Tampering(clean, lambda responses: responses[1:])
     spoiled.run(1)
     clean.run(1)
     assert torch.equal(spoiled.state.vector, clean.state.vector)
@@ -341,7 +343,7 @@ def test_a_bad_reply_is_dropped_named_and_leaves_no_trace(fault: str) -> None:
 
 def test_a_second_answer_does_not_count() -> None:
     doubled, clean = toy(), toy()
-    doubled.engine = Tampering(doubled, lambda replies: [*replies, *replies])
+    doubled.engine = Tampering(doubled, lambda responses: [*responses, *responses])
     doubled.run(1)
     clean.run(1)
     assert torch.equal(doubled.state.vector, clean.state.vector)
@@ -357,11 +359,11 @@ def test_a_change_over_the_bound_is_refused() -> None:
 
 def test_a_round_without_enough_answers_is_skipped() -> None:
     t = toy(minimum_answers=3)
-    t.engine = Tampering(t, lambda replies: replies[:2])
+    t.engine = Tampering(t, lambda responses: responses[:2])
     before = t.state.vector.clone()
     t.run(1)
     assert t.state.round == 1 and t.summary.record["skipped"] and torch.equal(t.state.vector, before)
-    t.engine = Tampering(t, lambda replies: [])
+    t.engine = Tampering(t, lambda responses: [])
     t.run(1)
     assert t.state.round == 2 and t.summary.record["bytes_up"] == 0
 
@@ -380,13 +382,13 @@ def test_an_empty_poisson_cohort_is_a_skipped_round() -> None:
 def test_an_unknown_action_names_the_known_ones() -> None:
     t = toy()
     with pytest.raises(FedgraftError, match=r"'dance'.*evaluate.*statistics.*train"):
-        handle(Order("toy", 0, 1, "dance"), t.algorithm, t.context, {})
+        handle(Request("toy", 0, 1, "dance"), t.algorithm, t.context, {})
 
 
 def test_an_order_without_a_model_names_client_and_round() -> None:
     t = toy()
     with pytest.raises(FedgraftError, match="client 3, round 4"):
-        handle(Order("toy", 4, 3, "train", settings={"lr": 0.1}), t.algorithm, t.context, {})
+        handle(Request("toy", 4, 3, "train", settings={"lr": 0.1}), t.algorithm, t.context, {})
 
 
 def test_evaluation_before_and_after_fine_tuning_does_not_change_what_follows() -> None:
@@ -397,20 +399,20 @@ def test_evaluation_before_and_after_fine_tuning_does_not_change_what_follows() 
         watched.run(1)
         settings: dict[str, Any] = {"finetune_epochs": 2, "finetune_part": "head", "finetune_lr": 0.05, "lr": 0.05}
         asked = [
-            Order("toy", watched.state.round, k, "evaluate", watched.space.digest, watched.state.vector, {}, settings)
+            Request("toy", watched.state.round, k, "evaluate", watched.space.digest, watched.state.vector, {}, settings)
             for k in range(5)
         ]
-        replies = list(watched.engine.exchange(asked))
-        assert all({"accuracy", "finetuned_accuracy", "count"} <= set(r.metrics) for r in replies)
+        responses = list(watched.engine.exchange(asked))
+        assert all({"accuracy", "finetuned_accuracy", "count"} <= set(r.metrics) for r in responses)
     assert torch.equal(plain.state.vector, watched.state.vector)
-    assert any(r.metrics["finetuned_loss"] < r.metrics["loss"] for r in replies)
+    assert any(r.metrics["finetuned_loss"] < r.metrics["loss"] for r in responses)
 
 
 def test_a_client_without_test_rows_says_so() -> None:
     t = toy()
     t.context.test_rows = None
     with pytest.raises(FedgraftError, match="client 2 has no test rows"):
-        handle(Order("toy", 0, 2, "evaluate", vector=t.state.vector), t.algorithm, t.context, {})
+        handle(Request("toy", 0, 2, "evaluate", vector=t.state.vector), t.algorithm, t.context, {})
 
 
 def test_comparing_representations_needs_a_probe() -> None:
@@ -431,5 +433,5 @@ def test_a_frozen_alignment_is_one() -> None:
 
 def test_the_size_of_a_message_is_known_without_building_it() -> None:
     t = toy("scaffold")
-    for order in instruct(t.algorithm, t.federation, t.state, [0, 1], t.space.digest):
-        assert wire_size(order) == len(pack(order))
+    for request in instruct(t.algorithm, t.federation, t.state, [0, 1], t.space.digest):
+        assert wire_size(request) == len(pack(request))

@@ -16,7 +16,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithms.algorithm import Algorithm, vary
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.engines.pool import Pool
 from fedgraft.privacy.protection import secure
 from fedgraft.privacy.secagg.ring import Ring
@@ -40,11 +40,11 @@ class Faulty:
     def __init__(self, toy: Toy, fault: Callable[[Arrivals, Arrivals], Arrivals]) -> None:
         self.inner, self.fault, self.before = toy.engine.exchange, fault, dict[str, Arrivals]()
 
-    def exchange(self, orders: Sequence[Order]) -> Arrivals:
-        good: Arrivals = list(self.inner(orders))
-        old = self.before.get(orders[0].action, [])
-        self.before[orders[0].action] = good
-        return self.fault(good, old) if orders[0].round else good
+    def exchange(self, requests: Sequence[Request]) -> Arrivals:
+        good: Arrivals = list(self.inner(requests))
+        old = self.before.get(requests[0].action, [])
+        self.before[requests[0].action] = good
+        return self.fault(good, old) if requests[0].round else good
 
 
 def own(arrivals: Arrivals, mine: bool = True) -> Arrivals:
@@ -133,7 +133,7 @@ def test_a_worker_that_hangs_is_killed_and_its_client_named() -> None:
         assert "within 3.0 s" in toy.summary.record["dropped"][0]["reason"]
     other = Toy(zoo.fedavg(), per_round=5)
     inner = other.engine.exchange
-    other.engine.exchange = lambda orders: [r for r in inner(orders) if r.client != BAD]  # type: ignore[method-assign,assignment]
+    other.engine.exchange = lambda requests: [r for r in inner(requests) if r.client != BAD]  # type: ignore[method-assign,assignment]
     other.run(2)
     assert torch.equal(toy.state.vector, other.state.vector)
 
@@ -142,9 +142,9 @@ def test_without_a_deadline_the_pool_waits() -> None:
     torch.set_num_threads(1)
     toy = Toy(zoo.fedavg(), per_round=5)
     with Pool(toy.algorithm, replace(toy.context, rows=slow_rows(0.2)), 2) as pool:
-        orders = [Order("toy", 0, k, "statistics") for k in range(5)]
-        replies = pool.exchange(orders)
-    assert [r.client for r in replies if isinstance(r, Reply)] == [0, 1, 2, 3, 4]
+        requests = [Request("toy", 0, k, "statistics") for k in range(5)]
+        responses = pool.exchange(requests)
+    assert [r.client for r in responses if isinstance(r, Response)] == [0, 1, 2, 3, 4]
 
 
 # ---- numbers that cannot be summed ----------------------------------------------------------------------------------

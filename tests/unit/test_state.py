@@ -11,8 +11,15 @@ from fedgraft.core.state import ServerState, from_tensors, to_tensors
 
 def test_state_and_memories_come_back_whole() -> None:
     state = ServerState(
-        4, torch.rand(3), {"control": torch.rand(3)}, {2: torch.rand(3)}, {}, (0.5, 0.25), 0.7, (2.0, 1.5),
-    )  # fmt: skip
+        4,
+        torch.rand(3),
+        {"control": torch.rand(3)},
+        {2: torch.rand(3)},
+        {},
+        (0.5, 0.25),
+        0.7,
+        (2.0, 1.5),
+    )
     memories = {0: {"control": torch.rand(3)}, 7: {"optimizer/0/velocity": torch.rand(2), "private": torch.rand(1)}}
     again, remembered = from_tensors(4, *to_tensors(state, memories))
     for field in fields(ServerState):

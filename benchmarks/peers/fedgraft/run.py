@@ -48,10 +48,14 @@ def write(folder: Path, run: Path, marks: list[float]) -> None:
     clock.evaluations = [(line["round"], line["accuracy"]) for line in lines if "accuracy" in line]
     clock.steps = sum(len(line["clients"]["ids"]) for line in lines) * clock.workload.steps
     clock.write(
-        folder, "fedgraft", ("torch", "transformers", "peft"), summary["test"]["accuracy"],
+        folder,
+        "fedgraft",
+        ("torch", "transformers", "peft"),
+        summary["test"]["accuracy"],
         bytes_up=lines[-1]["bytes_up"] / len(lines[-1]["clients"]["ids"]),
-        coordinates=summary["edited"], rounds_end=marks[-1] - BEGAN,
-    )  # fmt: skip
+        coordinates=summary["edited"],
+        rounds_end=marks[-1] - BEGAN,
+    )
 
 
 if __name__ == "__main__":

@@ -260,22 +260,22 @@ def prepared(rule: Rule, *steps: Prepare) -> Rule:
 
 
 AGGREGATORS |= {
-    "mean": lambda attackers, replies: mean(),
-    "median": lambda attackers, replies: median(),
-    "trimmed_mean": lambda attackers, replies: trimmed_against(attackers, replies),
-    "krum": lambda attackers, replies: krum(attackers),
-    "multi_krum": lambda attackers, replies: multi_krum(attackers),
-    "bulyan": lambda attackers, replies: bulyan(attackers),
-    "geometric_median": lambda attackers, replies: geometric_median(),
-    "norm_clip": lambda attackers, replies: prepared(mean(), clip_norms()),
+    "mean": lambda attackers, responses: mean(),
+    "median": lambda attackers, responses: median(),
+    "trimmed_mean": lambda attackers, responses: trimmed_against(attackers, responses),
+    "krum": lambda attackers, responses: krum(attackers),
+    "multi_krum": lambda attackers, responses: multi_krum(attackers),
+    "bulyan": lambda attackers, responses: bulyan(attackers),
+    "geometric_median": lambda attackers, responses: geometric_median(),
+    "norm_clip": lambda attackers, responses: prepared(mean(), clip_norms()),
 }
 """By name: `make(attackers, replies)` gives a rule against so many attackers among so many replies."""
 
 
-def trimmed_against(attackers: int, replies: int) -> Rule:
+def trimmed_against(attackers: int, responses: int) -> Rule:
     """The trimmed mean that cuts as many on each side as there may be attackers."""
-    need(replies, 2 * attackers + 1, "the trimmed mean", attackers)
-    return trimmed_mean(attackers / replies)
+    need(responses, 2 * attackers + 1, "the trimmed mean", attackers)
+    return trimmed_mean(attackers / responses)
 
 
 @in_range
@@ -290,7 +290,7 @@ def robust_aggregator(
         # Validation has caught some already: that many fewer are left among the replies.
         left = max(0, attackers - answers.dropped)
         steps = [*([] if clip is None else [clip_norms(clip)]), *([nearest_mixing(left)] if neighbours else [])]
-        rule: Rule = AGGREGATORS.build(name, {}, attackers=left, replies=len(stack))
+        rule: Rule = AGGREGATORS.build(name, {}, attackers=left, responses=len(stack))
         return prepared(rule, *steps)(stack, weights)
 
     label = "+".join([*([] if clip is None else ["clip"]), *(["nnm"] if neighbours else []), name])

@@ -216,6 +216,13 @@ def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
 
 
 SERVER_RULES: Mapping[str, Callable[..., ServerRule]] = {
-    "plain": plain, "momentum": momentum, "adam": adam, "yogi": yogi, "adagrad": adagrad,
-    "scaffold": scaffold, "feddyn": feddyn, "fednova": fednova, "fedgma": fedgma,
-}  # fmt: skip
+    "plain": plain,
+    "momentum": momentum,
+    "adam": adam,
+    "yogi": yogi,
+    "adagrad": adagrad,
+    "scaffold": scaffold,
+    "feddyn": feddyn,
+    "fednova": fednova,
+    "fedgma": fedgma,
+}

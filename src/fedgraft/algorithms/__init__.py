@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.algorithms.averaging import (  # fmt: skip
+from fedgraft.algorithms.averaging import (
     central,
     fedadagrad,
     fedadam,
@@ -26,7 +26,7 @@ from fedgraft.algorithms.averaging import (  # fmt: skip
 )
 from fedgraft.algorithms.closed_form_heads import fed3r, fedcof, fedncm, fedprobe
 from fedgraft.algorithms.low_rank import fedsa_lora, fedsb, flasc, flexlora
-from fedgraft.algorithms.personalized import (  # fmt: skip
+from fedgraft.algorithms.personalized import (
     ditto,
     fedala,
     fedavg_crsm,
@@ -42,12 +42,44 @@ from fedgraft.algorithms.weighted import fedalign, fedawa, feddare, fedfisher, f
 from fedgraft.core.registry import ALGORITHMS
 
 TABLE = (
-    fedavg, fedsgd, fedprox, scaffold, feddyn, fednova, fedgma, fedavgm, fedadam, fedyogi, fedadagrad,
-    fedlc, moon, fedalign, fedawa, fedties, feddare, fedfisher,
-    fedbabu, fedshibu, fedavg_crsm, local_only, fedper, fedrep, fedbn, fedala, ifca, ditto,
-    fedsa_lora, fedsb, flexlora, flasc,
-    fed3r, fedprobe, fedncm, fedcof, central,
-)  # fmt: skip
+    fedavg,
+    fedsgd,
+    fedprox,
+    scaffold,
+    feddyn,
+    fednova,
+    fedgma,
+    fedavgm,
+    fedadam,
+    fedyogi,
+    fedadagrad,
+    fedlc,
+    moon,
+    fedalign,
+    fedawa,
+    fedties,
+    feddare,
+    fedfisher,
+    fedbabu,
+    fedshibu,
+    fedavg_crsm,
+    local_only,
+    fedper,
+    fedrep,
+    fedbn,
+    fedala,
+    ifca,
+    ditto,
+    fedsa_lora,
+    fedsb,
+    flexlora,
+    flasc,
+    fed3r,
+    fedprobe,
+    fedncm,
+    fedcof,
+    central,
+)
 ALGORITHMS |= {make.__name__: make for make in TABLE}
 __all__ = ["ALGORITHMS", "TABLE", "named", *(make.__name__ for make in TABLE)]
 

@@ -28,9 +28,16 @@ def fedbabu(**slots: Any) -> Algorithm:
 
 
 def _mixed(
-    algorithm: Algorithm, similarity: str, constant: float, samples: int, absent: str, probe: int, noise: float,
-    self_weight: float | None, aside: float,
-) -> Algorithm:  # fmt: skip
+    algorithm: Algorithm,
+    similarity: str,
+    constant: float,
+    samples: int,
+    absent: str,
+    probe: int,
+    noise: float,
+    self_weight: float | None,
+    aside: float,
+) -> Algorithm:
     """The algorithm with one model per client, mixed by this similarity."""
     options = {"c": constant} if similarity == "constant" else {}
     labels = Observe("labels", (), {"labels": ("classes",)})
@@ -70,9 +77,16 @@ def _learned(fixed: float | None, aside: float) -> dict[str, Any]:
 
 @in_range
 def fedshibu(
-    similarity: str = "cka_linear", constant: Unit = 1.0, samples: Few = 64, absent: str = "keep", probe: Probe = 256,
-    noise: NotNegative = 0.0, self_weight: Unit | None = None, aside: Inner = 0.2, **slots: Any,
-) -> Algorithm:  # fmt: skip
+    similarity: str = "cka_linear",
+    constant: Unit = 1.0,
+    samples: Few = 64,
+    absent: str = "keep",
+    probe: Probe = 256,
+    noise: NotNegative = 0.0,
+    self_weight: Unit | None = None,
+    aside: Inner = 0.2,
+    **slots: Any,
+) -> Algorithm:
     """One body per client, mixed by representation similarity; the head stays at its start. Constant 1 is FedBABU."""
     made = vary(fedbabu(**slots), name="fedshibu")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
@@ -80,9 +94,16 @@ def fedshibu(
 
 @in_range
 def fedavg_crsm(
-    similarity: str = "cka_linear", constant: Unit = 1.0, samples: Few = 64, absent: str = "keep", probe: Probe = 256,
-    noise: NotNegative = 0.0, self_weight: Unit | None = None, aside: Inner = 0.2, **slots: Any,
-) -> Algorithm:  # fmt: skip
+    similarity: str = "cka_linear",
+    constant: Unit = 1.0,
+    samples: Few = 64,
+    absent: str = "keep",
+    probe: Probe = 256,
+    noise: NotNegative = 0.0,
+    self_weight: Unit | None = None,
+    aside: Inner = 0.2,
+    **slots: Any,
+) -> Algorithm:
     """The same mixing on whatever trains, head included. Constant 1 is FedAvg."""
     made = vary(fedavg(**slots), name="fedavg_crsm")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)

@@ -73,9 +73,15 @@ def fedalign(
     wants, judged = ((), names) if align == "server" else ((observe,), ())
     mine = own if align == "client" else None
     weighting = Weighting(
-        f"alignment:{align}", weights, wants, mine, judged, needs_moving_body=True, options=options,
+        f"alignment:{align}",
+        weights,
+        wants,
+        mine,
+        judged,
+        needs_moving_body=True,
+        options=options,
         instead="algorithm.align='client'",
-    )  # fmt: skip
+    )
     combined = layered(scores, weigh, freeze) if by_layer else mean()
     return vary(fedavg(**slots), name="fedalign", weighting=weighting, aggregate=combined)
 

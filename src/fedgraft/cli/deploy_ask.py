@@ -44,8 +44,11 @@ def preflight(
     asking.check_told(told)
     sites, shared = asking.named(told, found.names)
     silent = [Finding("silent", found.names[int(k)], f"it did not tell: {why}") for k, why in told["refused"].items()]
-    silent += [Finding("absent", name, "its node is not connected") for k, name in enumerate(found.names)
-               if not {str(k)} & {*told["facts"], *told["refused"]}]  # fmt: skip
+    silent += [
+        Finding("absent", name, "its node is not connected")
+        for k, name in enumerate(found.names)
+        if not {str(k)} & {*told["facts"], *told["refused"]}
+    ]
     show_preflight(out, sites, [*findings(sites, found.config.data.image_size, shared), *silent])
 
 

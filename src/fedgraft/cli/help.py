@@ -79,9 +79,11 @@ EXAMPLES: Mapping[str, str] = {
 
 MEANT: Mapping[str, str] = {
     "report": "every run leaves report.html in its folder, and `fedgraft show RUN` prints its numbers.",
-    "train": "did you mean 'run'?", "test": "did you mean 'evaluate'?", "forget": "did you mean 'unlearn'?",
+    "train": "did you mean 'run'?",
+    "test": "did you mean 'evaluate'?",
+    "forget": "did you mean 'unlearn'?",
     "help": "`fedgraft --help` lists all commands, `fedgraft run --help` explains one.",
-}  # fmt: skip
+}
 """What people type for something that has another name, or none."""
 
 

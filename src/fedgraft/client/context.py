@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.policy import Policy, implied
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.features import features as look_through
@@ -119,30 +119,30 @@ def give_stream(network: Network, generator: torch.Generator) -> None:
             module.generator = generator  # type: ignore[assignment]
 
 
-def answer(order: Order, context: ClientContext) -> Reply:
+def answer(request: Request, context: ClientContext) -> Response:
     """An empty reply to this order."""
-    return Reply(order.run, order.round, order.client, order.space, len(context.rows(order.client)))
+    return Response(request.run, request.round, request.client, request.space, len(context.rows(request.client)))
 
 
-def filled(order: Order, context: ClientContext) -> Order:
+def filled(request: Request, context: ClientContext) -> Request:
     """An order that carries what has moved, with the whole model: the rest is as the run began."""
-    if "moved/indices" not in order.auxiliary:
-        return order
-    where, values = order.auxiliary["moved/indices"].long().view(-1), order.auxiliary.get("moved/values")
+    if "moved/indices" not in request.auxiliary:
+        return request
+    where, values = request.auxiliary["moved/indices"].long().view(-1), request.auxiliary.get("moved/values")
     origin = context.origin
     if origin is None or values is None or values.dtype != origin.dtype or values.shape != where.shape:
         raise Refused("what has moved of the model cannot be put into it here")
     if len(where) and not 0 <= int(where.min()) <= int(where.max()) < len(origin):
         raise Refused("what has moved of the model lies outside it")
-    rest = {name: t for name, t in order.auxiliary.items() if not name.startswith("moved/")}
-    return replace(order, vector=origin.index_put((where,), values), auxiliary=rest)
+    rest = {name: t for name, t in request.auxiliary.items() if not name.startswith("moved/")}
+    return replace(request, vector=origin.index_put((where,), values), auxiliary=rest)
 
 
-def vector_of(order: Order) -> Tensor:
+def vector_of(request: Request) -> Tensor:
     """The model that the order carries."""
-    if order.vector is None:
-        raise Refused(f"client {order.client}, round {order.round}: the order carries no model")
-    return order.vector
+    if request.vector is None:
+        raise Refused(f"client {request.client}, round {request.round}: the order carries no model")
+    return request.vector
 
 
 def features(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:

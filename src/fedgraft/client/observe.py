@@ -16,7 +16,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext, ClientMemory, answer, features, vector_of
 from fedgraft.client.sums import scores_of
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound, select
@@ -28,37 +28,37 @@ from fedgraft.privacy.dp import bound_key, gaussian, simulation_key
 
 
 def own_mask(
-    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
-) -> tuple[Reply, ClientMemory]:
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Response, ClientMemory]:
     """A mask of the client's own, calibrated on its own examples; only its bits leave."""
     if not isinstance(algorithm.trainable, ChoosesMask):
-        raise FedgraftError(f"client {order.client} was asked for a mask, and {algorithm.trainable.kind} has none")
+        raise FedgraftError(f"client {request.client} was asked for a mask, and {algorithm.trainable.kind} has none")
     space = select(context.network, lambda name: True, buffers=False)
     before = space.gather(context.network)
-    space.scatter(vector_of(order), context.network)
+    space.scatter(vector_of(request), context.network)
 
     def score(round: int) -> Mapping[str, Tensor]:
-        again = replace(order, vector=space.gather(context.network), settings={**order.settings, "draw": round})
+        again = replace(request, vector=space.gather(context.network), settings={**request.settings, "draw": round})
         return scores_of(again, context).mean()
 
     mask = algorithm.trainable.calibrated(context.network, score).mask
     space.scatter(before, context.network)
-    return replace(answer(order, context), evidence={"mask": mask.bits()}), memory
+    return replace(answer(request, context), evidence={"mask": mask.bits()}), memory
 
 
 def _representation(
-    wanted: Observe, order: Order, context: ClientContext
+    wanted: Observe, request: Request, context: ClientContext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Pooled features of n of the client's own examples, after training."""
-    rows = context.rows(order.client)
-    stream = torch_stream(context.seed, "representation", order.round, order.client)
+    rows = context.rows(request.client)
+    stream = torch_stream(context.seed, "representation", request.round, request.client)
     n = int(wanted.options["samples"])
     picks = torch.cat([torch.randperm(len(rows), generator=stream) for _ in range(-(-n // len(rows)))])[:n]
     shown = torch.cat([z for z, _ in features(context, rows[picks])])
-    return {}, {"representation": _noised(shown, wanted, order, context)}
+    return {}, {"representation": _noised(shown, wanted, request, context)}
 
 
-def _noised(shown: Tensor, wanted: Observe, order: Order, context: ClientContext) -> Tensor:
+def _noised(shown: Tensor, wanted: Observe, request: Request, context: ClientContext) -> Tensor:
     """Rows of length one with Gaussian noise of the asked-for size in every entry; as they are without noise.
 
     Asked again for the same rows a client gives the same answer, not a second sample of its noise.
@@ -68,7 +68,7 @@ def _noised(shown: Tensor, wanted: Observe, order: Order, context: ClientContext
         return shown
     rows = torch.nn.functional.normalize(shown.cpu(), dim=1)
     key = bound_key(context.noise_key or simulation_key(context.seed), rows)
-    return rows + noise * gaussian(rows.numel(), key, f"shown by {order.client}", order.round).view_as(rows).float()
+    return rows + noise * gaussian(rows.numel(), key, f"shown by {request.client}", request.round).view_as(rows).float()
 
 
 def _probe(context: ClientContext) -> Examples:
@@ -77,15 +77,15 @@ def _probe(context: ClientContext) -> Examples:
     return context.probe
 
 
-def _alignment(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _alignment(wanted: Observe, request: Request, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """SVCCA of each layer after training with the same layer of the model the round began with; numbers only."""
     layers, keep, top = wanted.options["layers"], int(wanted.options["keep"]), int(wanted.options["top"])
     extra = int(wanted.options["sketch"])
     after = hidden(context.network, layers, _probe(context))
-    key = (order.round, layers, keep, extra)
+    key = (request.round, layers, keep, extra)
     if context.reference is None or context.reference[0] != key:  # the same for every client of the round
         values = context.space.gather(context.network)
-        context.space.scatter(vector_of(order), context.network)
+        context.space.scatter(vector_of(request), context.network)
         before = [basis_of(x, keep, extra) for x in hidden(context.network, layers, _probe(context))]
         context.space.scatter(values, context.network)
         context.reference = (key, before)
@@ -96,19 +96,19 @@ def _alignment(wanted: Observe, order: Order, context: ClientContext) -> tuple[d
 
 
 def _probe_representation(
-    wanted: Observe, order: Order, context: ClientContext
+    wanted: Observe, request: Request, context: ClientContext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Pooled features of the shared probe, after training."""
     probe = _probe(context)
     batches = look_through(context.network, probe, torch.arange(len(probe)), size=256)
     shown = torch.cat([z for _, z in batches])
-    return {}, {"probe_representation": _noised(shown, wanted, order, context)}
+    return {}, {"probe_representation": _noised(shown, wanted, request, context)}
 
 
-def _fisher(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _fisher(wanted: Observe, request: Request, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The mean squared gradient of single images at the trained model, by trained coordinate."""
-    rows, bound = context.rows(order.client), context.bind(context.space)
-    stream = torch_stream(context.seed, "fisher_merge", order.round, order.client)
+    rows, bound = context.rows(request.client), context.bind(context.space)
+    stream = torch_stream(context.seed, "fisher_merge", request.round, request.client)
     picked = rows[torch.randperm(len(rows), generator=stream)[: int(wanted.options["samples"])]]
     return {}, {"fisher": squared_gradients(context.network, bound, context.examples, picked)}
 
@@ -124,21 +124,23 @@ def squared_gradients(network: Network, bound: Bound, examples: Examples, rows: 
     return (total / max(1, len(rows))).float()
 
 
-def _self_weight(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _self_weight(
+    wanted: Observe, request: Request, context: ClientContext
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """How much this client's own model should count when it is mixed with the others' mean."""
-    common = order.auxiliary.get("common")
+    common = request.auxiliary.get("common")
     if common is None:
-        raise Refused("the order lacks the mean of all models, with which a self-weight is learned", "order")
-    rows = parted(context.rows(order.client), float(wanted.options["aside"]), context.seed, order.client)[1]
+        raise Refused("the order lacks the mean of all models, with which a self-weight is learned", "request")
+    rows = parted(context.rows(request.client), float(wanted.options["aside"]), context.seed, request.client)[1]
     space, network = context.space, context.network
     own = space.gather(network)
     weight = learned(network, lambda v: space.scatter(v, network), own, common, context.examples, rows)
     return {"self_weight": weight}, {}
 
 
-def _labels(wanted: Observe, order: Order, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _labels(wanted: Observe, request: Request, context: ClientContext) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The client's label histogram: an oracle that a private federation would not give away."""
-    labels = context.examples.labels[context.rows(order.client)]
+    labels = context.examples.labels[context.rows(request.client)]
     return {}, {"labels": torch.bincount(labels, minlength=context.network.classes).float()}
 
 
@@ -151,7 +153,7 @@ class ChoosesMask(Protocol):
         ...
 
 
-OBSERVATIONS: dict[str, Callable[[Observe, Order, ClientContext], tuple[dict[str, float], dict[str, Tensor]]]] = {
+OBSERVATIONS: dict[str, Callable[[Observe, Request, ClientContext], tuple[dict[str, float], dict[str, Tensor]]]] = {
     "alignment": _alignment,
     "representation": _representation,
     "probe_representation": _probe_representation,

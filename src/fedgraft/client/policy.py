@@ -18,7 +18,7 @@ from typing import Any
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.local.train import LARGEST_RATE
 from fedgraft.privacy.secagg.plan import MOST_CLIENTS, Plan
 from fedgraft.privacy.secagg.secure_sum import STAGES
@@ -27,11 +27,18 @@ HIDES = frozenset(f"secure.{stage}" for stage in STAGES)
 """Actions whose answers show nothing of one client."""
 SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
-        "lr": (0.0, LARGEST_RATE), "clip": (0.0, math.inf), "largest": (1.0, 2.0**53), "finetune_epochs": (0.0, 1e4),
-        "share": (0.0, 1.0), "batch": (1.0, 2.0**20), "draw": (0.0, 2.0**31), "head_lr": (0.0, 1e9),
-        "finetune_lr": (0.0, LARGEST_RATE), "finetune_batch": (1.0, 2.0**20),
+        "lr": (0.0, LARGEST_RATE),
+        "clip": (0.0, math.inf),
+        "largest": (1.0, 2.0**53),
+        "finetune_epochs": (0.0, 1e4),
+        "share": (0.0, 1.0),
+        "batch": (1.0, 2.0**20),
+        "draw": (0.0, 2.0**31),
+        "head_lr": (0.0, 1e9),
+        "finetune_lr": (0.0, LARGEST_RATE),
+        "finetune_batch": (1.0, 2.0**20),
     }
-)  # fmt: skip
+)
 """Ranges of an order's numbers that hold without any policy."""
 
 
@@ -72,22 +79,27 @@ class Policy:
 
     # ---- one order -------------------------------------------------------------------------------------------------
 
-    def check(self, order: Order, algorithm: Algorithm) -> None:
+    def check(self, request: Request, algorithm: Algorithm) -> None:
         """Refuse an order that breaks a rule; nothing has been computed yet."""
-        self.check_action(order)
+        self.check_action(request)
         self.check_protection(algorithm)
-        if not self.agrees(order.run):  # the whole fingerprint was asked when the config came
+        if not self.agrees(request.run):  # the whole fingerprint was asked when the config came
             raise Refused("the order belongs to a run that the owner did not agree to", "config")
-        for name, value in order.settings.items():
+        for name, value in request.settings.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._number(name, float(value))
-        if not -1 <= order.round < 2**31:
-            raise Refused(f"there is no round {order.round}", "rounds")
-        if self.rounds is not None and purpose(order) == "train" and order.round >= self.rounds:
-            raise Refused(f"round {order.round + 1} is asked for, and {self.rounds} are allowed", "rounds")
-        if self.sums is not None and order.action in HIDES and purpose(order) != "train" and order.round >= self.sums:
-            raise Refused(f"{order.round + 1} sums of {purpose(order)} are asked for, not {self.sums}", "sums")
-        heads = order.auxiliary.get("heads")
+        if not -1 <= request.round < 2**31:
+            raise Refused(f"there is no round {request.round}", "rounds")
+        if self.rounds is not None and purpose(request) == "train" and request.round >= self.rounds:
+            raise Refused(f"round {request.round + 1} is asked for, and {self.rounds} are allowed", "rounds")
+        if (
+            self.sums is not None
+            and request.action in HIDES
+            and purpose(request) != "train"
+            and request.round >= self.sums
+        ):
+            raise Refused(f"{request.round + 1} sums of {purpose(request)} are asked for, not {self.sums}", "sums")
+        heads = request.auxiliary.get("heads")
         if heads is not None and (heads.dim() != 3 or len(heads) > self.heads):
             raise Refused(f"a count may compare at most {self.heads} heads", "heads")
 
@@ -101,13 +113,14 @@ class Policy:
         if self.least_images and action in {"count", "evaluate"} and images() < self.least_images:
             raise Refused(f"it would be about fewer than {self.least_images} images", "least_images")
 
-    def check_action(self, order: Order) -> None:
+    def check_action(self, request: Request) -> None:
         """Refuse what is not among the allowed actions, and answers in the clear where hiding is required."""
-        if self.actions and purpose(order) not in self.actions:
-            raise Refused(f"{purpose(order)[:40]!r} is not among the allowed actions", "actions")
-        if self.secure and order.action not in HIDES and order.action not in self.in_the_clear:
+        if self.actions and purpose(request) not in self.actions:
+            raise Refused(f"{purpose(request)[:40]!r} is not among the allowed actions", "actions")
+        if self.secure and request.action not in HIDES and request.action not in self.in_the_clear:
             raise Refused(
-                f"the answer to {order.action[:40]!r} would show this client alone, and secure aggregation is required",
+                f"the answer to {request.action[:40]!r} would show this client alone, and secure aggregation "
+                "is required",
                 "secure",
             )
 
@@ -146,9 +159,9 @@ class Policy:
             raise Refused(f"client {plan.clients[-1]} is none of the {self.most_clients} clients", "most_clients")
 
 
-def purpose(order: Order) -> str:
+def purpose(request: Request) -> str:
     """What an order is for: its action, or what its secure sum adds up."""
-    return str(order.settings.get("sums", "")) if order.action in HIDES else order.action
+    return str(request.settings.get("sums", "")) if request.action in HIDES else request.action
 
 
 # ---- how often -------------------------------------------------------------------------------------------------------
@@ -165,11 +178,11 @@ def today() -> str:
     return time.strftime("%Y-%m-%d", time.gmtime())
 
 
-def count_order(policy: Policy, order: Order, ledger: bytes, day: Callable[[], str] = today) -> bytes:
+def count_request(policy: Policy, request: Request, ledger: bytes, day: Callable[[], str] = today) -> bytes:
     """The ledger with this order in it; refuses one too many. Days before the present one are kept as totals."""
-    if order.action in HIDES and order.action != "secure.keys":
+    if request.action in HIDES and request.action != "secure.keys":
         return ledger  # the sum was counted when it began
-    kind = "rounds" if purpose(order) == "train" else "queries"
+    kind = "rounds" if purpose(request) == "train" else "queries"
     most = policy.rounds_per_day if kind == "rounds" else policy.queries_per_day
     if most is None:
         return ledger

@@ -17,7 +17,7 @@ from fedgraft.client.context import ClientContext, ClientMemory, filled
 from fedgraft.client.sums import SUMS, sum_segments
 from fedgraft.client.train import outcome
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Order, Reply, as_bytes
+from fedgraft.core.messages import Request, Response, as_bytes
 from fedgraft.core.rng import torch_stream
 from fedgraft.privacy.secagg.client import as_tensor, digest_of
 from fedgraft.privacy.secagg.ring import Unfit
@@ -27,35 +27,35 @@ SECURE = "secure/"
 """Begins the names under which a client's memory holds sums that are under way."""
 
 
-def binding(order: Order) -> str:
+def binding(request: Request) -> str:
     """Digest of everything that an order of a sum asks for: action, space, all settings, the model, further vectors.
 
     Run, number and clients are in the plan itself. What a stage adds (`plan`, `data:...`) is not part of the order.
     """
-    plain = json.dumps([order.space, sorted(order.settings.items())], separators=(",", ":"))
-    own = {name: t for name, t in order.auxiliary.items() if name != "plan" and not name.startswith("data:")}
-    vectors = own if order.vector is None else {**own, "": order.vector}
+    plain = json.dumps([request.space, sorted(request.settings.items())], separators=(",", ":"))
+    own = {name: t for name, t in request.auxiliary.items() if name != "plan" and not name.startswith("data:")}
+    vectors = own if request.vector is None else {**own, "": request.vector}
     return hashlib.sha256(f"{plain}\x1e{digest_of(vectors)}".encode()).hexdigest()
 
 
 def secure_stage(
-    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
-) -> tuple[Reply, ClientMemory]:
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Response, ClientMemory]:
     """One stage of the secure sum. The work is done when it is time to mask; nothing of it leaves in the clear."""
-    stage, slot = order.action.partition(".")[2], f"{SECURE}{order.settings['sums']}/{order.round}/"
+    stage, slot = request.action.partition(".")[2], f"{SECURE}{request.settings['sums']}/{request.round}/"
     kept = dict(memory)
     try:
-        peer = _peer(stage, slot, order, algorithm, context, memory)
+        peer = _peer(stage, slot, request, algorithm, context, memory)
         if stage == "keys":  # what earlier sums left has done its work
             kept = {name: t for name, t in memory.items() if not _over(name, slot, context.replays)}
-        data = {key.removeprefix("data:"): t for key, t in order.auxiliary.items() if key.startswith("data:")}
+        data = {key.removeprefix("data:"): t for key, t in request.auxiliary.items() if key.startswith("data:")}
 
         def masked_words() -> np.ndarray:
-            if binding(order) != peer.plan.binds:
+            if binding(request) != peer.plan.binds:
                 raise SecureRefusal("the order is not the one that the plan of the secure sum binds", "binding")
-            values, after = _summand(filled(order, context), algorithm, context, memory)
+            values, after = _summand(filled(request, context), algorithm, context, memory)
             kept.update({name: t for name, t in after.items() if not name.startswith(SECURE)})
-            stream = torch_stream(context.seed, "secure rounding", order.round, order.client)
+            stream = torch_stream(context.seed, "secure rounding", request.round, request.client)
             return peer.plan.ring.encode(values, stream)
 
         try:
@@ -71,7 +71,7 @@ def secure_stage(
         refusal = error if isinstance(error, Refused) else SecureRefusal(str(error), "numbers")
         refusal.memory = kept
         raise refusal from error
-    return Reply(order.run, order.round, order.client, order.space, 0, evidence=evidence), kept
+    return Response(request.run, request.round, request.client, request.space, 0, evidence=evidence), kept
 
 
 def _over(name: str, slot: str, replays: bool) -> bool:
@@ -84,14 +84,14 @@ def _over(name: str, slot: str, replays: bool) -> bool:
 
 
 def _peer(
-    stage: str, slot: str, order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+    stage: str, slot: str, request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> SecureClient:
     """This client as it stands at the beginning of a stage."""
     identity = Identity.from_bytes(as_bytes(memory["identity"])) if "identity" in memory else Identity.fresh()
     most = min(policy.most_clients for policy in context.rules(algorithm))
     begun = slot + "state" in memory
     if stage == "keys":
-        data = as_bytes(order.auxiliary["plan"]) if "plan" in order.auxiliary else b""
+        data = as_bytes(request.auxiliary["plan"]) if "plan" in request.auxiliary else b""
         if not begun or data != as_bytes(memory[slot + "plan"]):
             try:
                 plan = Plan.from_bytes(data, most)
@@ -99,42 +99,42 @@ def _peer(
                 raise
             except FedgraftError as error:
                 raise SecureRefusal(str(error), "plan") from error
-            check_plan(plan, order, algorithm, context)
-            return SecureClient(plan, order.client, identity, ground=context.ground)
+            check_plan(plan, request, algorithm, context)
+            return SecureClient(plan, request.client, identity, ground=context.ground)
     elif not begun:
         raise SecureRefusal(f"the stage {stage!r} of a secure sum was asked for before it began")
     plan = Plan.from_bytes(as_bytes(memory[slot + "plan"]), most)
-    if plan.run != series(order.run, str(order.settings["sums"])):
+    if plan.run != series(request.run, str(request.settings["sums"])):
         raise SecureRefusal("the secure sum under way is another run's", "plan")
-    return SecureClient.resume(plan, order.client, identity, as_bytes(memory[slot + "state"]), context.ground)
+    return SecureClient.resume(plan, request.client, identity, as_bytes(memory[slot + "state"]), context.ground)
 
 
 def _summand(
-    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[dict[str, Tensor], ClientMemory]:
     """What this client adds to the secure sum: its weighted update, or the sums that the order asks for."""
-    action = str(order.settings["sums"])
+    action = str(request.settings["sums"])
     if action != "train":
-        return SUMS[action](order, context), memory
-    done = outcome(order, algorithm, context, memory)
+        return SUMS[action](request, context), memory
+    done = outcome(request, algorithm, context, memory)
     assert algorithm.weighting.own is not None
-    largest = float(order.settings["largest"])
-    held = min(largest, float(len(context.rows(order.client))))
+    largest = float(request.settings["largest"])
+    held = min(largest, float(len(context.rows(request.client))))
     weight = min(1.0, max(0.0, algorithm.weighting.own(held, done.scalars, largest)))
     sent = {name: done.scalars[name] for name in algorithm.reports}
     return weighted_input(done.update, weight, done.result.closing.sums, sent), done.memory
 
 
-def check_plan(plan: Plan, order: Order, algorithm: Algorithm, context: ClientContext) -> None:
+def check_plan(plan: Plan, request: Request, algorithm: Algorithm, context: ClientContext) -> None:
     """A client takes part only in the sum that its own order describes, and in none that is not made for hiding."""
-    action = str(order.settings["sums"])
+    action = str(request.settings["sums"])
     if action == "train":
         segments = secure_segments(algorithm, context.sent, context.space.trained)
     else:
-        segments = sum_segments(action, context.network, order.settings)
-    if (plan.run, plan.round, plan.segments) != (series(order.run, action), order.round, segments):
+        segments = sum_segments(action, context.network, request.settings)
+    if (plan.run, plan.round, plan.segments) != (series(request.run, action), request.round, segments):
         raise SecureRefusal(
-            f"client {order.client}: the plan of the secure sum is not that of round {order.round}", "plan"
+            f"client {request.client}: the plan of the secure sum is not that of round {request.round}", "plan"
         )
     dp = algorithm.privacy.dp if action == "train" else None
     if plan.room != (None if dp is None else dp.mechanism.population):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedgraft.client.context import ClientContext, features, vector_of
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, Scalar
+from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import select
@@ -66,9 +66,9 @@ def summands(action: str, network: Network, settings: Mapping[str, Scalar]) -> d
     raise FedgraftError(f"the answers to {action!r} are not sums")
 
 
-def sums_lie(action: str, reply: Reply) -> str:
+def sums_lie(action: str, response: Response) -> str:
     """What cannot be in sums over a client's examples, as far as they are no longer than it says; empty: nothing."""
-    s, n = reply.sums, reply.examples
+    s, n = response.sums, response.examples
     if action == "statistics":
         diagonal, last = s["gram"].diagonal(), s["cross"][-1]
         whole = float(diagonal[-1]) == n and float(last.sum()) == n and bool((last >= 0).all())
@@ -92,9 +92,9 @@ def sum_segments(action: str, network: Network, settings: Mapping[str, Scalar]) 
     )
 
 
-def statistics(order: Order, context: ClientContext) -> dict[str, Tensor]:
+def statistics(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """Head initialisation: the sums a closed-form head needs (ZᵀZ, ZᵀY, counts). No image and no feature leaves."""
-    rows = context.rows(order.client)
+    rows = context.rows(request.client)
     network, width, classes = context.network, context.network.width, context.network.classes
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64)
     cross = torch.zeros(width + 1, classes, dtype=torch.float64)
@@ -106,17 +106,17 @@ def statistics(order: Order, context: ClientContext) -> dict[str, Tensor]:
     return {"gram": gram, "cross": cross}
 
 
-def class_sums(order: Order, context: ClientContext) -> dict[str, Tensor]:
+def class_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """Summed features by class with their counts, (width+1, classes): what class means need, and nothing more."""
     cross = torch.zeros(context.network.width + 1, context.network.classes, dtype=torch.float64)
-    for z, labels in features(context, context.rows(order.client)):
+    for z, labels in features(context, context.rows(request.client)):
         cross.index_add_(1, labels, torch.cat([z.double(), torch.ones(len(z), 1, dtype=torch.float64)], 1).T)
     return {"cross": cross}
 
 
-def head_gradient(order: Order, context: ClientContext) -> dict[str, Tensor]:
+def head_gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """Head initialisation by probe: loss and gradient of a head (classes, width+1) summed over this client's rows."""
-    head, rows = order.auxiliary["head"], context.rows(order.client)
+    head, rows = request.auxiliary["head"], context.rows(request.client)
     gradient, loss = torch.zeros_like(head), torch.zeros(1, dtype=head.dtype)
     for z, labels in features(context, rows):
         z = torch.cat([z.to(head.dtype), torch.ones(len(z), 1, dtype=head.dtype)], 1)
@@ -129,44 +129,44 @@ def head_gradient(order: Order, context: ClientContext) -> dict[str, Tensor]:
     return {"gradient": gradient, "loss": loss, "count": count}
 
 
-def class_counts(order: Order, context: ClientContext) -> dict[str, Tensor]:
+def class_counts(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """How many training images of each class the client has."""
-    labels = context.examples.labels[context.rows(order.client)]
+    labels = context.examples.labels[context.rows(request.client)]
     counts = torch.bincount(labels, minlength=context.network.classes).double()
     return {"counts": counts}
 
 
-def count(order: Order, context: ClientContext) -> dict[str, Tensor]:
+def count(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """How models do on images the client holds out or tests on: right, among the first five, sum of losses, images.
 
     The models are the order's, or heads (n, classes, width+1) on the untouched backbone. Only these numbers leave,
     and the sums of `local.scores` where the order asks for `scores`.
     """
-    examples, rows = _held(order, context)
+    examples, rows = _held(request, context)
     more: dict[str, Tensor] = {}
-    if "heads" in order.auxiliary:
-        counts = _count_heads(order.auxiliary["heads"], context, rows)
+    if "heads" in request.auxiliary:
+        counts = _count_heads(request.auxiliary["heads"], context, rows)
     else:
-        context.show(vector_of(order))
-        found, more = counted(context.network, examples, rows, scores=bool(order.settings.get("scores")))
+        context.show(vector_of(request))
+        found, more = counted(context.network, examples, rows, scores=bool(request.settings.get("scores")))
         numbers = [found.accuracy, found.top5, found.loss, 1.0]
         counts = torch.tensor([numbers], dtype=torch.float64) * len(rows)
         counts[:, :2] = counts[:, :2].round()
     return {"counts": counts, **more}
 
 
-def _held(order: Order, context: ClientContext) -> tuple[Examples, Tensor]:
+def _held(request: Request, context: ClientContext) -> tuple[Examples, Tensor]:
     """The images that an order's split names, and which of them are this client's."""
-    test = order.settings.get("split") == "test"
+    test = request.settings.get("split") == "test"
     of, none = context.test_rows if test else context.held, torch.empty(0, dtype=torch.int64)
     examples = context.tests if test and context.tests is not None else context.examples
-    return examples, none if of is None else of(order.client)
+    return examples, none if of is None else of(request.client)
 
 
-def score_sums(order: Order, context: ClientContext) -> dict[str, Tensor]:
+def score_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """The sums of `local.scores` of the order's model on images the client holds out or tests on."""
-    context.show(vector_of(order))
-    _, sums = counted(context.network, *_held(order, context))
+    context.show(vector_of(request))
+    _, sums = counted(context.network, *_held(request, context))
     return sums
 
 
@@ -184,19 +184,19 @@ def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
     return counts
 
 
-def fisher_scores(order: Order, context: ClientContext) -> dict[str, Tensor]:
+def fisher_scores(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """The sums of squared gradients over a share of this client's examples, for the order's weights."""
-    return {"scores": scores_of(order, context).vector()}
+    return {"scores": scores_of(request, context).vector()}
 
 
-def gradient(order: Order, context: ClientContext) -> dict[str, Tensor]:
+def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """The summed gradient of the named weights over a share of this client's examples, at the order's weights."""
-    network, names = context.network, set(str(order.settings["names"]).split("\n"))
-    picked, _ = _share(order, context, "gradient")
+    network, names = context.network, set(str(request.settings["names"]).split("\n"))
+    picked, _ = _share(request, context, "gradient")
     whole = select(network, lambda name: True, buffers=False)
     before = whole.gather(network)
     context.release()
-    whole.scatter(vector_of(order), network)
+    whole.scatter(vector_of(request), network)
     bound = select(network, lambda name: name in names, buffers=False).bind(network)
     network.eval()
     total, device = torch.zeros(bound.trained), next(network.parameters()).device
@@ -209,22 +209,22 @@ def gradient(order: Order, context: ClientContext) -> dict[str, Tensor]:
     return {"gradient": total}
 
 
-def _share(order: Order, context: ClientContext, purpose: str) -> tuple[Tensor, torch.Generator]:
+def _share(request: Request, context: ClientContext, purpose: str) -> tuple[Tensor, torch.Generator]:
     """A drawn share of the client's rows, sorted, and the stream it was drawn from."""
-    rows = context.rows(order.client)
-    stream = torch_stream(context.seed, purpose, str(order.settings["draw"]), order.client)
-    count = max(1, round(float(order.settings["share"]) * len(rows)))
+    rows = context.rows(request.client)
+    stream = torch_stream(context.seed, purpose, str(request.settings["draw"]), request.client)
+    count = max(1, round(float(request.settings["share"]) * len(rows)))
     return rows[torch.randperm(len(rows), generator=stream)[:count]].sort().values, stream
 
 
-def scores_of(order: Order, context: ClientContext) -> Scores:
+def scores_of(request: Request, context: ClientContext) -> Scores:
     """Score with the order's weights; the network gets its own back, bit for bit."""
-    s = order.settings
-    picked, stream = _share(order, context, "fisher_scores")
+    s = request.settings
+    picked, stream = _share(request, context, "fisher_scores")
     space = select(context.network, lambda name: True, buffers=False)
     before = space.gather(context.network)
     context.release()
-    space.scatter(vector_of(order), context.network)
+    space.scatter(vector_of(request), context.network)
     device = next(context.network.parameters()).device
     estimator, labels = str(s["estimator"]), str(s["labels"])
     batches = [
@@ -238,7 +238,7 @@ def scores_of(order: Order, context: ClientContext) -> Scores:
     return found
 
 
-SUMS: dict[str, Callable[[Order, ClientContext], dict[str, Tensor]]] = {
+SUMS: dict[str, Callable[[Request, ClientContext], dict[str, Tensor]]] = {
     "statistics": statistics,
     "class_sums": class_sums,
     "head_gradient": head_gradient,

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext, ClientMemory, vector_of
 from fedgraft.client.observe import OBSERVATIONS
-from fedgraft.core.messages import Order, unpack_bits
+from fedgraft.core.messages import Request, unpack_bits
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.adaptive_start import AdaptiveStart
@@ -24,20 +24,29 @@ from fedgraft.metrics.evaluate import Evaluation, counted, evaluate
 
 
 def _fit(
-    order: Order, algorithm: Algorithm, context: ClientContext, bound: Bound, memory: ClientMemory, purpose: str
+    request: Request, algorithm: Algorithm, context: ClientContext, bound: Bound, memory: ClientMemory, purpose: str
 ) -> Trained:
     """Train what is bound on this client's rows, with generators that belong to (round, client, purpose)."""
-    where = (purpose, order.round, order.client)
-    lr, head = float(order.settings["lr"]), order.settings.get("head_lr")
-    rule = algorithm.local.of(order.client)
+    where = (purpose, request.round, request.client)
+    lr, head = float(request.settings["lr"]), request.settings.get("head_lr")
+    rule = algorithm.local.of(request.client)
     rule = rule if head is None else replace(rule, head_lr=float(head))
-    rows, _ = parted(context.rows(order.client), algorithm.client_state.aside, context.seed, order.client)
+    rows, _ = parted(context.rows(request.client), algorithm.client_state.aside, context.seed, request.client)
     return train(
-        context.network, bound, context.examples, rows, rule, lambda step: lr,
-        torch_stream(context.seed, "shuffle", *where), torch_stream(context.seed, "augment", *where),
-        algorithm.loss, order.auxiliary, memory, _optimizer_state(algorithm, memory),
+        context.network,
+        bound,
+        context.examples,
+        rows,
+        rule,
+        lambda step: lr,
+        torch_stream(context.seed, "shuffle", *where),
+        torch_stream(context.seed, "augment", *where),
+        algorithm.loss,
+        request.auxiliary,
+        memory,
+        _optimizer_state(algorithm, memory),
         context.class_counts,
-    )  # fmt: skip
+    )
 
 
 def _optimizer_state(algorithm: Algorithm, memory: ClientMemory) -> dict[str, Tensor] | None:
@@ -58,23 +67,23 @@ class Outcome:
     memory: dict[str, Tensor]
 
 
-def outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Outcome:
+def outcome(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Outcome:
     """Train locally from the order's vector and make the observations that were asked for."""
-    order, choice = with_chosen_model(order, algorithm, context)
-    start = vector_of(order)
+    request, choice = with_chosen_model(request, algorithm, context)
+    start = vector_of(request)
     kept = dict(memory)
     if context.private is not None:
-        values, result = _train_with_private_part(order, algorithm, context, kept)
+        values, result = _train_with_private_part(request, algorithm, context, kept)
         update = values - start
-    elif "active" in order.auxiliary:
-        update, result = _train_active(order, algorithm, context, memory)
+    elif "active" in request.auxiliary:
+        update, result = _train_active(request, algorithm, context, memory)
     else:
         bound = context.bind(context.space)
         bound.load(start)
         if algorithm.client_state.start is not None:
-            kept |= _adapt(order, algorithm.client_state.start, context, bound, memory)
+            kept |= _adapt(request, algorithm.client_state.start, context, bound, memory)
             bound.load(algorithm.client_state.start.blend(start, kept))
-        result = _fit(order, algorithm, context, bound, memory, "train")
+        result = _fit(request, algorithm, context, bound, memory, "train")
         update = (bound.values.cpu() - start)[: context.sent]
         kept |= {"previous_model": bound.values.clone().cpu()} if algorithm.client_state.start is not None else {}
     kept |= result.closing.memory
@@ -83,38 +92,42 @@ def outcome(order: Order, algorithm: Algorithm, context: ClientContext, memory: 
     scalars: dict[str, float] = {}
     evidence: dict[str, Tensor] = {}
     for wanted in algorithm.wants:
-        numbers, tensors = OBSERVATIONS[wanted.name](wanted, order, context)
+        numbers, tensors = OBSERVATIONS[wanted.name](wanted, request, context)
         scalars |= numbers
         evidence |= tensors
     if algorithm.client_state.second_model is not None:
-        kept["personal"] = _train_personal(order, algorithm, context, memory)
-    sending = Sending(result.effective_steps, order.settings, context.space.trained)
+        kept["personal"] = _train_personal(request, algorithm, context, memory)
+    sending = Sending(result.effective_steps, request.settings, context.space.trained)
     update, reported = run_chain(algorithm.update, update, sending)
     return Outcome(update, result, scalars | choice | reported, evidence, kept)
 
 
-def with_chosen_model(order: Order, algorithm: Algorithm, context: ClientContext) -> tuple[Order, dict[str, float]]:
+def with_chosen_model(
+    request: Request, algorithm: Algorithm, context: ClientContext
+) -> tuple[Request, dict[str, float]]:
     """Where there are several common models: the order with the one that fits this client's images best, and which.
 
     While all are still equal, the choice is drawn: clusters have to begin somewhere.
     """
     if not algorithm.aggregate.several:
-        return order, {}
-    if "clusters" not in order.auxiliary:
-        stream = torch_stream(context.seed, "cluster", order.client)
+        return request, {}
+    if "clusters" not in request.auxiliary:
+        stream = torch_stream(context.seed, "cluster", request.client)
         draw = torch.rand(1, generator=stream).item() * (algorithm.aggregate.reports["cluster"] + 1)
-        return order, {"cluster": float(int(draw))}
-    rows, vector, losses = context.rows(order.client), vector_of(order), []
-    for offset in order.auxiliary["clusters"]:
+        return request, {"cluster": float(int(draw))}
+    rows, vector, losses = context.rows(request.client), vector_of(request), []
+    for offset in request.auxiliary["clusters"]:
         context.show(vector + offset)
         losses.append(evaluate(context.network, context.examples, rows).loss)
     best = min(range(len(losses)), key=lambda c: (math.isnan(losses[c]), losses[c]))
-    rest = {name: t for name, t in order.auxiliary.items() if name != "clusters"}
-    return replace(order, vector=vector + order.auxiliary["clusters"][best], auxiliary=rest), {"cluster": float(best)}
+    rest = {name: t for name, t in request.auxiliary.items() if name != "clusters"}
+    return replace(request, vector=vector + request.auxiliary["clusters"][best], auxiliary=rest), {
+        "cluster": float(best)
+    }
 
 
 def _adapt(
-    order: Order, rule: AdaptiveStart, context: ClientContext, bound: Bound, memory: ClientMemory
+    request: Request, rule: AdaptiveStart, context: ClientContext, bound: Bound, memory: ClientMemory
 ) -> dict[str, Tensor]:
     """FedALA: how much of its last model this client keeps, coordinate by coordinate; nothing in its first round."""
     if "previous_model" not in memory:
@@ -122,42 +135,42 @@ def _adapt(
     network, where = context.network, torch.zeros(bound.trained, dtype=torch.bool)
     for part, begin, end in context.space.ranges[: len(context.space.parts)]:
         where[begin:end] = network.block_of(part.name) >= network.depth - rule.blocks
-    stream = torch_stream(context.seed, "adaptive_start", order.round, order.client)
-    rows = context.rows(order.client)
+    stream = torch_stream(context.seed, "adaptive_start", request.round, request.client)
+    rows = context.rows(request.client)
     keep = rule.learned(network, bound, where.to(bound.values.device), context.examples, rows, memory, stream)
     return {"keep": keep}
 
 
 def _train_active(
-    order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Tensor, Trained]:
     """Train only the coordinates that the order marks as active; the update covers just these."""
-    active = unpack_bits(order.auxiliary["active"], context.space.trained)
+    active = unpack_bits(request.auxiliary["active"], context.space.trained)
     context.release()
-    context.space.scatter(vector_of(order), context.network)
+    context.space.scatter(vector_of(request), context.network)
     bound = context.bind(context.space.restrict(active))
     start = bound.values.clone()
-    result = _fit(order, algorithm, context, bound, memory, "train")
+    result = _fit(request, algorithm, context, bound, memory, "train")
     return (bound.values - start).cpu(), result
 
 
 def _train_with_private_part(
-    order: Order, algorithm: Algorithm, context: ClientContext, kept: dict[str, Tensor]
+    request: Request, algorithm: Algorithm, context: ClientContext, kept: dict[str, Tensor]
 ) -> tuple[Tensor, Trained]:
     """FedPer trains the shared and the private part together; FedRep the private part first, then the shared one."""
     assert context.private is not None
-    context.space.scatter(vector_of(order), context.network)
+    context.space.scatter(vector_of(request), context.network)
     own = kept.get("private", context.private_start)
     assert own is not None
     context.private.scatter(own, context.network)
     if algorithm.client_state.alternate:
         bound = context.bind(context.private)
         bound.load(own)
-        _fit(order, algorithm, context, bound, {}, "private")
+        _fit(request, algorithm, context, bound, {}, "private")
         kept["private"] = bound.values.clone().cpu()
         bound = context.bind(context.space)
-        bound.load(vector_of(order))
-        result = _fit(order, algorithm, context, bound, kept, "train")
+        bound.load(vector_of(request))
+        result = _fit(request, algorithm, context, bound, kept, "train")
         return bound.values.cpu(), result
     joint = EditSpace(
         (*context.space.parts, *context.private.parts), (*context.space.buffers, *context.private.buffers)
@@ -165,20 +178,20 @@ def _train_with_private_part(
     values = joint.gather(context.network)
     bound = context.bind(joint)
     bound.load(values)
-    result = _fit(order, algorithm, context, bound, kept, "train")
+    result = _fit(request, algorithm, context, bound, kept, "train")
     kept["private"] = context.private.gather(context.network)
     return context.space.gather(context.network), result
 
 
-def _train_personal(order: Order, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Tensor:
+def _train_personal(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Tensor:
     """Ditto: a second model of one's own, pulled towards the common one with strength λ."""
-    common = vector_of(order)
+    common = vector_of(request)
     bound = context.bind(context.space)
     bound.load(memory.get("personal", common))
     rule = replace(
         algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.client_state.second_model or 0.0)
     )
-    _fit(order, replace(algorithm, local=rule), context, bound, {}, "personal")
+    _fit(request, replace(algorithm, local=rule), context, bound, {}, "personal")
     return bound.values.clone().cpu()
 
 
@@ -189,10 +202,10 @@ def proximal_to(anchor: Tensor, pull: float) -> Correction:
 
 
 def finetuned(
-    order: Order, algorithm: Algorithm, context: ClientContext, rows: Tensor
+    request: Request, algorithm: Algorithm, context: ClientContext, rows: Tensor
 ) -> tuple[Evaluation, dict[str, Tensor]]:
     """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
-    part = str(order.settings.get("finetune_part", "both"))
+    part = str(request.settings.get("finetune_part", "both"))
     network = context.network
     wanted = {
         "head": lambda name: network.block_of(name) > network.depth,
@@ -202,11 +215,13 @@ def finetuned(
     space = select(network, wanted[part])
     saved = space.gather(network)
     bound = context.bind(space)
-    epochs, batch = int(order.settings["finetune_epochs"]), int(order.settings.get("finetune_batch", 50))
+    epochs, batch = int(request.settings["finetune_epochs"]), int(request.settings.get("finetune_batch", 50))
     plain = Algorithm("finetune", loss=algorithm.loss, local=LocalTraining(epochs=epochs, batch_size=batch))
-    order = replace(order, settings={**order.settings, "lr": order.settings.get("finetune_lr", 1e-3)}, auxiliary={})
-    _fit(order, plain, context, bound, {}, "finetune")
+    request = replace(
+        request, settings={**request.settings, "lr": request.settings.get("finetune_lr", 1e-3)}, auxiliary={}
+    )
+    _fit(request, plain, context, bound, {}, "finetune")
     assert context.tests is not None
-    result = counted(network, context.tests, rows, scores=bool(order.settings.get("scores")))
+    result = counted(network, context.tests, rows, scores=bool(request.settings.get("scores")))
     space.scatter(saved, network)
     return result

@@ -10,12 +10,17 @@ from fedgraft.client.policy import Policy, from_table
 from fedgraft.config.build import budget, per_round
 from fedgraft.config.options import Config
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.privacy.secagg.plan import Plan
 from fedgraft.privacy.secagg.ring import Segment
 
-HEAD_ASKS = {"ridge": ("statistics",), "probe": ("statistics", "head_gradient"), "ncm": ("class_sums",),
-             "cof": ("class_sums",), "random": ()}  # fmt: skip
+HEAD_ASKS = {
+    "ridge": ("statistics",),
+    "probe": ("statistics", "head_gradient"),
+    "ncm": ("class_sums",),
+    "cof": ("class_sums",),
+    "random": (),
+}
 """What each way to start the head asks of clients."""
 
 
@@ -34,9 +39,12 @@ def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     summed = held and algorithm.privacy.hidden and (bool(config.metrics) or config.select != "accuracy")
     judged = config.data.validation > 0 and (algorithm.closed_form or config.head) != "random"
     asked = {
-        "train": config.rounds.total > 0, "class_counts": algorithm.federation_counts,
-        "count": judged or (held and not summed), "scores": summed, "evaluate": config.personal.evaluate != "never",
-    }  # fmt: skip
+        "train": config.rounds.total > 0,
+        "class_counts": algorithm.federation_counts,
+        "count": judged or (held and not summed),
+        "scores": summed,
+        "evaluate": config.personal.evaluate != "never",
+    }
     return (
         *(name for name, wanted in asked.items() if wanted),
         *HEAD_ASKS[algorithm.closed_form or config.head],
@@ -49,9 +57,11 @@ def implied_by(config: Config, algorithm: Algorithm) -> Policy:
     under differential privacy nobody answers what its account does not know of."""
     asked = needed(config, algorithm) if algorithm.privacy.dp is not None else ()  # no noise covers anything else
     return Policy(
-        secure=algorithm.privacy.hidden, in_the_clear=shown(config, algorithm), actions=asked,
+        secure=algorithm.privacy.hidden,
+        in_the_clear=shown(config, algorithm),
+        actions=asked,
         most_clients=max(config.partition.clients, 2),
-    )  # fmt: skip
+    )
 
 
 def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) -> tuple[Policy, ...]:
@@ -85,17 +95,26 @@ def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> 
     if dp is not None:
         ranges["clip"] = (0.0, dp.clip if dp.adaptive is None else 100 * dp.clip)
     return Policy(
-        config=config.fingerprint, secure=hidden, actions=tuple(dict.fromkeys((*wanted, *also))),
+        config=config.fingerprint,
+        secure=hidden,
+        actions=tuple(dict.fromkeys((*wanted, *also))),
         in_the_clear=tuple(dict.fromkeys((*(a for a in wanted if a in open_ones), *also))) if hidden else (),
-        epsilon=None if account is None else _up(account.epsilon), delta=None if account is None else account.delta,
+        epsilon=None if account is None else _up(account.epsilon),
+        delta=None if account is None else account.delta,
         noise=None if dp is None else dp.mechanism.noise,
         cohort=max(2, (2 * cohort + 2) // 3) if config.rounds.sampling == "fixed" and hidden else 2,
-        threshold=0.6 if algorithm.privacy.threshold is None else 0.5, degree=algorithm.privacy.degree or 2,
-        most_clients=max(config.partition.clients, 2), rounds=rounds, sums=sums, rounds_per_day=2 * rounds,
+        threshold=0.6 if algorithm.privacy.threshold is None else 0.5,
+        degree=algorithm.privacy.degree or 2,
+        most_clients=max(config.partition.clients, 2),
+        rounds=rounds,
+        sums=sums,
+        rounds_per_day=2 * rounds,
         queries_per_day=2 * (rounds // every + rounds * (config.personal.evaluate == "always") + sums + 8),
-        least_images=10, heads=64, ranges=ranges,
+        least_images=10,
+        heads=64,
+        ranges=ranges,
         steps=config.local.steps or max(config.local.client_steps, default=None),
-    )  # fmt: skip
+    )
 
 
 def _up(value: float) -> float:
@@ -130,11 +149,11 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
     note("ranges.clip", clip is not None and not low <= clip <= high, f"updates are clipped at {clip}")
     for action in needed(config, algorithm):
         hides = algorithm.privacy.hidden and action not in shown(config, algorithm)
-        order = Order(
+        request = Request(
             policy.config, 0, 0, "secure.keys" if hides else action, settings={"sums": action} if hides else {}
         )
         try:
-            policy.check_action(order)
+            policy.check_action(request)
         except Refused as refusal:
             note(refusal.rule, True, str(refusal))
     if algorithm.privacy.hidden:

@@ -140,9 +140,13 @@ def build_algorithm(config: Config) -> Algorithm:
     common = {"name", "weighting", "robust", "attackers", "neighbours", "clip_norm"}
     chosen = {key: getattr(a, key) for key in a.model_fields_set - common if getattr(a, key) is not None}
     build = partial(
-        ALGORITHMS.build, a.name, {**chosen, **(a.model_extra or {})},
-        local=build_local(config), loss=loss, seed=config.seed,
-    )  # fmt: skip
+        ALGORITHMS.build,
+        a.name,
+        {**chosen, **(a.model_extra or {})},
+        local=build_local(config),
+        loss=loss,
+        seed=config.seed,
+    )
     made: Algorithm = build()
     needs_body = made.weighting.needs_moving_body or made.loss.needs_moving_body
     brings_own = made.fixed_head or made.client_state.private is not None or made.own_kind or needs_body
@@ -197,17 +201,31 @@ def check_private(config: Config, algorithm: Algorithm) -> None:
         config.partition.clients,
     )
     for wrong, sentence in (
-        (config.head != "random", f"model.head={config.head!r} is made from sums of the clients' data, which no noise "
-         "covers; leave it out or set model.head='random'."),
-        (config.personal.evaluate != "never", "personal.evaluate shows numbers of single clients, which no noise "
-         "covers; set personal.evaluate='never'."),
-        (config.data.validation == 0, "without validation images the model would be measured on the clients' own, "
-         "which no noise covers; raise data.validation."),
-        (algorithm.trainable.scores_data, "the mask is chosen by scores of the clients' data, which no noise covers; "
-         "choose trainable.sparse.strategy='random' or a rule by weights."),
-        (bool(algorithm.closed_form), f"{algorithm.name} is made from sums of the clients' data, which no noise "
-         "covers; choose an algorithm that trains in rounds."),
-    ):  # fmt: skip
+        (
+            config.head != "random",
+            f"model.head={config.head!r} is made from sums of the clients' data, which no noise "
+            "covers; leave it out or set model.head='random'.",
+        ),
+        (
+            config.personal.evaluate != "never",
+            "personal.evaluate shows numbers of single clients, which no noise covers; set personal.evaluate='never'.",
+        ),
+        (
+            config.data.validation == 0,
+            "without validation images the model would be measured on the clients' own, "
+            "which no noise covers; raise data.validation.",
+        ),
+        (
+            algorithm.trainable.scores_data,
+            "the mask is chosen by scores of the clients' data, which no noise covers; "
+            "choose trainable.sparse.strategy='random' or a rule by weights.",
+        ),
+        (
+            bool(algorithm.closed_form),
+            f"{algorithm.name} is made from sums of the clients' data, which no noise "
+            "covers; choose an algorithm that trains in rounds.",
+        ),
+    ):
         if wrong:
             raise FedgraftError(f"under differential privacy {sentence}")
     if algorithm.privacy.dp is not None:  # made beside the config

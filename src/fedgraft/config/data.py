@@ -62,9 +62,9 @@ class Data(Section):
 class Partition(Section):
     """How the training images are divided among clients."""
 
-    kind: Literal[
-        "iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"
-    ] = Field("stratified", description="by_site: one client per owner, as the data's site column says")  # fmt: skip
+    kind: Literal["iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"] = (
+        Field("stratified", description="by_site: one client per owner, as the data's site column says")
+    )
     column: str = Field("site", description="kind=by_site: the column of the data that says whose each row is")
     clients: int = Field(10, ge=1, description="K, the number of clients")
     classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")

@@ -18,8 +18,15 @@ from fedgraft.config.options import Config
 from fedgraft.core.errors import FedgraftError
 
 __all__ = [
-    "Config", "describe_options", "from_folder", "known_keys", "load", "merge", "to_toml", "validate",
-]  # fmt: skip
+    "Config",
+    "describe_options",
+    "from_folder",
+    "known_keys",
+    "load",
+    "merge",
+    "to_toml",
+    "validate",
+]
 
 
 def load(path: Path | None = None, overrides: list[str] | None = None, base: dict[str, Any] | None = None) -> Config:

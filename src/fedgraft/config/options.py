@@ -110,9 +110,17 @@ class Track(Section):
 
 
 MetricName = Literal[
-    "accuracy", "top5", "balanced_accuracy", "sensitivity", "specificity", "f1", "auroc", "calibration_error",
-    "log_loss", "confusion",
-]  # fmt: skip
+    "accuracy",
+    "top5",
+    "balanced_accuracy",
+    "sensitivity",
+    "specificity",
+    "f1",
+    "auroc",
+    "calibration_error",
+    "log_loss",
+    "confusion",
+]
 
 
 class Config(Section):
@@ -216,10 +224,13 @@ class Config(Section):
         kept = self.model_dump(mode="json", exclude={"name", "track", "workers", "policy"})
         kept["rounds"].pop("personal_memory_mb")
         later = {
-            "": ("metrics", "select"), "local": ("sampling",), "loss": ("class_weights",),
-            "rounds": ("deadline", "keep_contributions"), "data": ("class_map", "grey_window"),
+            "": ("metrics", "select"),
+            "local": ("sampling",),
+            "loss": ("class_weights",),
+            "rounds": ("deadline", "keep_contributions"),
+            "data": ("class_map", "grey_window"),
             "partition": ("column", "without", "evaluate_only", "joins", "leaves"),
-        }  # fmt: skip
+        }
         for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
             options, table = (getattr(self, section), kept[section]) if section else (self, kept)
             for name in names:

@@ -188,12 +188,21 @@ class AlgorithmChoice(Section):
     hard: bool = Field(False, description="fedgma: AND mask instead of the soft one")
     pull: float = Field(0.1, ge=0, description="ditto")
     similarity: Literal[
-        "cka_linear", "cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "groups", "constant",
-        "rsa", "learned",
+        "cka_linear",
+        "cka_rbf",
+        "cka_debiased",
+        "covariance",
+        "probe_cka",
+        "label_histogram",
+        "groups",
+        "constant",
+        "rsa",
+        "learned",
     ] = Field(
-        "cka_linear", description="fedshibu, fedavg_crsm; groups: 1 with a class in common, else 0; learned: the "
+        "cka_linear",
+        description="fedshibu, fedavg_crsm; groups: 1 with a class in common, else 0; learned: the "
         "self-weight that does best on images each client sets aside",
-    )  # fmt: skip
+    )
     constant: float = Field(1.0, ge=0, le=1, description="similarity=constant: c")
     samples: int = Field(64, ge=4, description="similarity: images each client represents itself by")
     absent: Literal["keep", "mean"] = Field("keep", description="mixtures: model of clients outside the cohort")

@@ -203,9 +203,17 @@ def _judged(cell: Cell, config: Config, budget: float, why: str, more: float) ->
         whole = vary(whole, rounds={"total": fit})
     count = round(cell.config.data.limit * VALIDATION) if cell.config.data.limit else 1
     return Tried(
-        cell.label, whole, float(lines[0]["accuracy"]), float(summary["validation"]["accuracy"]), count,
-        each, wanted, fit, spent, said,
-    )  # fmt: skip
+        cell.label,
+        whole,
+        float(lines[0]["accuracy"]),
+        float(summary["validation"]["accuracy"]),
+        count,
+        each,
+        wanted,
+        fit,
+        spent,
+        said,
+    )
 
 
 def recommendation(advice: Advice) -> list[str]:

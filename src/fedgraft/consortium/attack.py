@@ -31,8 +31,11 @@ from fedgraft.report.html import write_tables
 RULES = (*AGGREGATORS, "nnm+median", "nnm+trimmed_mean")
 """Rules by name; `nnm+` before one means nearest-neighbour mixing first."""
 _NUMBERS = {
-    "classes": "classes_per_client", "shards": "shards_per_client", "dirichlet": "alpha", "dirichlet_balanced": "alpha",
-}  # fmt: skip
+    "classes": "classes_per_client",
+    "shards": "shards_per_client",
+    "dirichlet": "alpha",
+    "dirichlet_balanced": "alpha",
+}
 
 
 Known = Mapping[tuple[str, str], Path]
@@ -86,9 +89,11 @@ class AttackPlan:
     def cells(self, root: Path, known: Known | None = None) -> dict[Measured, Cell]:
         """Every run of the table, where it is known to be or below `root`."""
         wanted = itertools.product(
-            self.seeds or [self.config.seed], self.partitions or [self.config.partition.kind], self.rules,
+            self.seeds or [self.config.seed],
+            self.partitions or [self.config.partition.kind],
+            self.rules,
             [BENIGN, *self.attacks],
-        )  # fmt: skip
+        )
         found: dict[Measured, Cell] = {}
         for seed, partition, rule, attack in wanted:
             one, config = Measured(partition, rule, attack, seed), self._config(partition, rule, seed)
@@ -105,9 +110,12 @@ class AttackPlan:
         mixed, _, name = rule.rpartition("+")
         robust = {"robust": name, "attackers": expected if rule != "mean" else 0, "neighbours": bool(mixed)}
         return vary(
-            self.config, seed=seed, partition=partition_of(partition), algorithm={**robust, "clip_norm": None},
+            self.config,
+            seed=seed,
+            partition=partition_of(partition),
+            algorithm={**robust, "clip_norm": None},
             rounds={"evaluate_every": 0, "test": False},
-        )  # fmt: skip
+        )
 
 
 def partition_of(text: str) -> dict[str, object]:

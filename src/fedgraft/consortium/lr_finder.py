@@ -61,10 +61,14 @@ class Findings:
     def rows(self) -> list[dict[str, str]]:
         """The probes for people."""
         return [
-            {"rate": f"{one.rate:g}", "validation (%)": f"{100 * one.accuracy:.2f}", "loss": f"{one.loss:.4g}",
-             "status": "best" if one is self.best else one.ended or "finished"}
+            {
+                "rate": f"{one.rate:g}",
+                "validation (%)": f"{100 * one.accuracy:.2f}",
+                "loss": f"{one.loss:.4g}",
+                "status": "best" if one is self.best else one.ended or "finished",
+            }
             for one in self.probes
-        ]  # fmt: skip
+        ]
 
 
 def rate_plan(config: Config, rates: Sequence[float], rounds: int, central: bool = False, prune: int = 0) -> Plan:

@@ -76,18 +76,24 @@ def site_facts(
         "other": sum(owner in ("", site) for owner in dataset.other_files),
     }
     facts = {
-        "site": site, "images": len(seen), "test_images": sum(one["test"] for one in seen),
-        "classes": hidden(counts), "minimum": minimum, "faults": hidden({k: n for k, n in faults.items() if n}),
+        "site": site,
+        "images": len(seen),
+        "test_images": sum(one["test"] for one in seen),
+        "classes": hidden(counts),
+        "minimum": minimum,
+        "faults": hidden({k: n for k, n in faults.items() if n}),
         "unreadable": hidden(Counter(one["reason"] for one in seen if "reason" in one)),
-        "width": _spread([one["size"][0] for one in good]), "height": _spread([one["size"][1] for one in good]),
+        "width": _spread([one["size"][0] for one in good]),
+        "height": _spread([one["size"][1] for one in good]),
         "channels": hidden(Counter(str(one["channels"]) for one in good)),
         "bits": hidden(Counter(str(one["bits"]) for one in good)),
         "intensity": [round(float(level.mean()), 4), round(float(level.std()), 4)] if len(good) else [],
         "colours": [round(float(c), 4) for c in colours.mean(0)] if len(good) else [],
         "contrast": round(float(np.mean([one["std"] for one in good])), 4) if good else 0.0,
         "versions": {name: found for name in PACKAGES if (found := installed(name))},
-        "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1), "policy": policy,
-    }  # fmt: skip
+        "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1),
+        "policy": policy,
+    }
     return facts, sorted(digests)
 
 
@@ -102,8 +108,11 @@ def _looked_at(store: ImageStore, rows: Iterable[int], window: Window) -> Iterat
     for row in counted("looking at the images", rows, unit="images"):
         place = int(row) if store.rows is None else int(store.rows[row])
         label = store.classes[int(store.labels[row])]
-        source = store.originals.read(place, place + 1)[0] if not isinstance(store.content, np.ndarray) else (
-            store.content[place])  # fmt: skip
+        source = (
+            store.originals.read(place, place + 1)[0]
+            if not isinstance(store.content, np.ndarray)
+            else (store.content[place])
+        )
         try:
             raw, pixels = original(source), np.asarray(decode(source, window))
         except Unreadable as error:
@@ -111,12 +120,18 @@ def _looked_at(store: ImageStore, rows: Iterable[int], window: Window) -> Iterat
             continue
         grey = pixels.mean(2) / 255
         yield {
-            "transparent": raw.mode in ("RGBA", "LA", "PA") or "transparency" in raw.info, "cmyk": raw.mode == "CMYK",
-            "pages": _pages(source) > 1, "colours": pixels.mean((0, 1)) / 255,
-            "label": label, "size": raw.size, "channels": _CHANNELS.get(raw.mode, 1), "bits": _DEEP.get(raw.mode, 8),
-            "mean": float(grey.mean()), "std": float(grey.std()),
+            "transparent": raw.mode in ("RGBA", "LA", "PA") or "transparency" in raw.info,
+            "cmyk": raw.mode == "CMYK",
+            "pages": _pages(source) > 1,
+            "colours": pixels.mean((0, 1)) / 255,
+            "label": label,
+            "size": raw.size,
+            "channels": _CHANNELS.get(raw.mode, 1),
+            "bits": _DEEP.get(raw.mode, 8),
+            "mean": float(grey.mean()),
+            "std": float(grey.std()),
             "digest": hashlib.blake2b(repr(raw.size).encode() + pixels.tobytes(), digest_size=16).digest(),
-        }  # fmt: skip
+        }
 
 
 def _pages(source: Source) -> int:
@@ -189,11 +204,29 @@ def write(folder: Path, sites: Sequence[Facts], found: Sequence[Finding]) -> Pat
         "![images by class](preflight.png)",
         "",
     ]
-    lines += _table(["site", "images", "test", *classes], [
-        [f["site"], f["images"], f["test_images"], *(_count(f, name) for name in classes)] for f in sites])  # fmt: skip
-    lines += ["", *_table(["site", "width", "height", "channels", "bits", "mean intensity", "contrast", "free disk"], [
-        [f["site"], _three(f["width"]), _three(f["height"]), ", ".join(f["channels"]), ", ".join(f["bits"]),
-         " ± ".join(map(str, f["intensity"])), f["contrast"], f"{f['disk_gb']} GB"] for f in sites])]  # fmt: skip
+    lines += _table(
+        ["site", "images", "test", *classes],
+        [[f["site"], f["images"], f["test_images"], *(_count(f, name) for name in classes)] for f in sites],
+    )
+    lines += [
+        "",
+        *_table(
+            ["site", "width", "height", "channels", "bits", "mean intensity", "contrast", "free disk"],
+            [
+                [
+                    f["site"],
+                    _three(f["width"]),
+                    _three(f["height"]),
+                    ", ".join(f["channels"]),
+                    ", ".join(f["bits"]),
+                    " ± ".join(map(str, f["intensity"])),
+                    f["contrast"],
+                    f"{f['disk_gb']} GB",
+                ]
+                for f in sites
+            ],
+        ),
+    ]
     write_text(folder / "preflight.md", "\n".join(lines) + "\n")
     return folder / "preflight.md"
 

@@ -161,15 +161,19 @@ def draw(profile: Profile, path: Path) -> Path:
     phases = {row.name: row.seconds for row in profile.phases}
     least = {row.name: row.least for row in profile.phases if row.least}
     figures.bars(
-        path.with_name("profile_phases.png"), {"measured": phases, "least by the roofline": least}, ylabel="seconds",
+        path.with_name("profile_phases.png"),
+        {"measured": phases, "least by the roofline": least},
+        ylabel="seconds",
         title="Where the seconds went",
-    )  # fmt: skip
+    )
     layers = {row.name: 1e3 * row.seconds for row in profile.layers}
     ideal = {row.name: 1e3 * row.least for row in profile.layers}
     return figures.bars(
-        path, {"measured": layers, "least by the roofline": ideal}, ylabel="ms, one batch, one thread",
+        path,
+        {"measured": layers, "least by the roofline": ideal},
+        ylabel="ms, one batch, one thread",
         title="One training batch, layer by layer",
-    )  # fmt: skip
+    )
 
 
 def table(profile: Profile) -> list[list[str]]:

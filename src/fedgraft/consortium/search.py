@@ -75,8 +75,10 @@ class Plan:
         return optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(root / "optuna.journal"))),
             study_name=hashlib.blake2b(parts.encode(), digest_size=8).hexdigest(),
-            pruner=optuna.pruners.MedianPruner(_LEAST, warmup), direction="maximize", load_if_exists=True,
-        )  # fmt: skip
+            pruner=optuna.pruners.MedianPruner(_LEAST, warmup),
+            direction="maximize",
+            load_if_exists=True,
+        )
 
     def sampler(self, number: int, repeats: int) -> Any:
         """Who makes this proposal, at random after a repeat. A grid is queued: GridSampler ends only its own loop."""

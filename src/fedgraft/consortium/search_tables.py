@@ -63,10 +63,16 @@ def write_tables(trials: Sequence[Trial], root: Path) -> None:
 
 def _runs(trial: Trial) -> list[dict[str, object]]:
     return [
-        {**trial.setting, "seed": seed, "digest": trial.runs[seed].digest, "validation": s["validation"]["accuracy"],
-         "test": s.get("test", {}).get("accuracy", ""), **{key: s[key] for key in _RUN}}
+        {
+            **trial.setting,
+            "seed": seed,
+            "digest": trial.runs[seed].digest,
+            "validation": s["validation"]["accuracy"],
+            "test": s.get("test", {}).get("accuracy", ""),
+            **{key: s[key] for key in _RUN},
+        }
         for seed, s in sorted(trial.summaries.items())
-    ]  # fmt: skip
+    ]
 
 
 def _megabytes(trial: Trial) -> float:

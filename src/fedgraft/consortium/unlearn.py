@@ -95,8 +95,14 @@ def subtract(replay: Replay, source: Path, progress: Progress | None = None, con
     meta = {**old.meta, "config_digest": replay.config.digest, "best": best}
     record = _begun(replay, source, old.round, {**tensors, "vector": vector, "best/vector": vector}, meta)
     summary = run(replay.config, record.path, progress, console)
-    told = {"client": replay.client, "took_part": replay.took_part, "exact": False, "rounds": 0, "cannot": CANNOT,
-            **_distance(replay, source, vector, old.tensors["vector"])}  # fmt: skip
+    told = {
+        "client": replay.client,
+        "took_part": replay.took_part,
+        "exact": False,
+        "rounds": 0,
+        "cannot": CANNOT,
+        **_distance(replay, source, vector, old.tensors["vector"]),
+    }
     write_text(record.path / "unlearned.json", json.dumps(told, indent=2) + "\n")
     return summary | {"unlearned": told}
 
@@ -158,7 +164,14 @@ def unlearn(replay: Replay, source: Path, progress: Progress | None = None, cons
         _begun(replay, source, old.round, old.tensors, {**old.meta, "config_digest": replay.config.digest})
     log.info("forgetting client %d: %s; %s", replay.client, replay.why, CANNOT)
     summary = run(replay.config, replay.folder, progress, console)
-    told = {"client": replay.client, "from_round": replay.start, "rounds": replay.rounds - replay.start,
-            "took_part": replay.took_part, "exact": True, "why": replay.why, "cannot": CANNOT}  # fmt: skip
+    told = {
+        "client": replay.client,
+        "from_round": replay.start,
+        "rounds": replay.rounds - replay.start,
+        "took_part": replay.took_part,
+        "exact": True,
+        "why": replay.why,
+        "cannot": CANNOT,
+    }
     write_text(replay.folder / "unlearned.json", json.dumps(told, indent=2) + "\n")
     return summary

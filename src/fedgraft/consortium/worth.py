@@ -162,9 +162,15 @@ def write(folder: Path, found: Mapping[str, Sequence[Site]], title: str) -> Path
     for number, (metric, sites) in enumerate(found.items()):
         figure = _draw(folder / f"worth{f'-{number + 1}' * (number > 0)}.png", sites, models, metric)
         rows = [
-            {"site": s.name, "": s.verdict, "federated minus alone": _told(s.gain, "+"),
-             **{m: _told(s.models[m]) for m in models}, "test images": s.images} for s in sites
-        ]  # fmt: skip
+            {
+                "site": s.name,
+                "": s.verdict,
+                "federated minus alone": _told(s.gain, "+"),
+                **{m: _told(s.models[m]) for m in models},
+                "test images": s.images,
+            }
+            for s in sites
+        ]
         first = summary_line(sites, metric)
         lines += [first, "", f"![{label(metric)} by site and model]({figure.name})", ""]
         lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]

@@ -13,7 +13,7 @@ class FedgraftError(Exception):
 class Refused(FedgraftError):
     """A client does not carry out an order. `rule` names what it breaks; the sentence says nothing of the data."""
 
-    def __init__(self, sentence: str, rule: str = "order") -> None:
+    def __init__(self, sentence: str, rule: str = "request") -> None:
         super().__init__(sentence)
         self.rule = rule
         self.memory: Mapping[str, Any] | None = None

@@ -38,7 +38,7 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Order:
+class Request:
     """What the server asks of one client."""
 
     run: str
@@ -57,7 +57,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Response:
     """What one client answers. The server treats every field as hostile until it is screened."""
 
     run: str
@@ -78,18 +78,26 @@ class Reply:
 
 
 _DTYPES = {
-    "F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "I8": torch.int8, "U8": torch.uint8,
-    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U32": torch.uint32, "BOOL": torch.bool,
-}  # fmt: skip
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U32": torch.uint32,
+    "BOOL": torch.bool,
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAPS = {"auxiliary", "sums", "evidence"}
 _text = json.JSONEncoder(separators=(",", ":")).encode
-_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in (Order, Reply)}
+_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in (Request, Response)}
 
-M = TypeVar("M", Order, Reply)
+M = TypeVar("M", Request, Response)
 
 
-def _split(message: Order | Reply) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _split(message: Request | Response) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Separate the plain fields (for the JSON header) from the tensors."""
     plain: dict[str, Any] = {"kind": type(message).__name__}
     tensors: dict[str, Tensor] = {}
@@ -109,7 +117,7 @@ def _split(message: Order | Reply) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return plain, tensors
 
 
-def _header(message: Order | Reply) -> tuple[bytes, list[Tensor], int]:
+def _header(message: Request | Response) -> tuple[bytes, list[Tensor], int]:
     plain, tensors = _split(message)
     entries: dict[str, Any] = {"__metadata__": {"fedgraft": _text(plain)}}
     offset = 0
@@ -121,12 +129,12 @@ def _header(message: Order | Reply) -> tuple[bytes, list[Tensor], int]:
     return text + b" " * (-len(text) % 8), list(tensors.values()), offset
 
 
-def pack(message: Order | Reply) -> bytes:
+def pack(message: Request | Response) -> bytes:
     """The message as bytes."""
     return b"".join(_parts(message))
 
 
-def message_digest(message: Order | Reply) -> str:
+def message_digest(message: Request | Response) -> str:
     """Identity of the bytes that `pack` gives, which are not built for it."""
     found = hashlib.sha256()
     for part in _parts(message):
@@ -134,13 +142,13 @@ def message_digest(message: Order | Reply) -> str:
     return found.hexdigest()[:32]
 
 
-def _parts(message: Order | Reply) -> list[bytes | memoryview]:
+def _parts(message: Request | Response) -> list[bytes | memoryview]:
     header, tensors, _ = _header(message)
     flat = [t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors]
     return [len(header).to_bytes(8, "little"), header, *flat]
 
 
-def wire_size(message: Order | Reply) -> int:
+def wire_size(message: Request | Response) -> int:
     """Exactly `len(pack(message))`, without building it."""
     header, _, body = _header(message)
     return 8 + len(header) + body
@@ -206,15 +214,15 @@ def _join(kind: type[M], plain: dict[str, Any], tensors: dict[str, Tensor]) -> M
     return message
 
 
-def _check_types(message: Order | Reply) -> None:
+def _check_types(message: Request | Response) -> None:
     wanted: Sequence[tuple[str, type]] = [("run", str), ("round", int), ("client", int), ("space", str)]
-    wanted = [*wanted, ("examples", int)] if isinstance(message, Reply) else [*wanted, ("action", str)]
+    wanted = [*wanted, ("examples", int)] if isinstance(message, Response) else [*wanted, ("action", str)]
     for name, type_ in wanted:
         if type(getattr(message, name)) is not type_:
             raise BadMessage(f"message field {name!r} is not of type {type_.__name__}")
     tensors: list[Mapping[str, Tensor]]
     numbers: list[Mapping[str, Any]]
-    if isinstance(message, Reply):
+    if isinstance(message, Response):
         tensors, numbers, allowed = [message.sums, message.evidence], [message.scalars, message.metrics], int | float
     else:
         model = {} if message.vector is None else {"vector": message.vector}
@@ -223,7 +231,7 @@ def _check_types(message: Order | Reply) -> None:
         raise BadMessage("message carries a tensor that is not one")
     if not all(isinstance(v, allowed) for group in numbers for v in group.values()):
         raise BadMessage("message carries a number that is not one")
-    if isinstance(message, Reply) and message.update is not None:
+    if isinstance(message, Response) and message.update is not None:
         payload = message.update
         if type(payload.codec) is not str or type(payload.length) is not int or payload.length < 0:
             raise BadMessage("message carries a malformed payload")

@@ -266,9 +266,9 @@ _ASKED: Mapping[str, str] = {
 }
 
 
-def asking(orders: Sequence[Any]) -> Any:
+def asking(requests: Sequence[Any]) -> Any:
     """The phase in which these orders are carried out, counted in clients."""
-    first = orders[0] if orders else None
+    first = requests[0] if requests else None
     if first is None or first.action == "train":
         name = "round" if first is None else f"round {first.round + 1}"
     elif first.action.startswith("secure."):
@@ -277,4 +277,4 @@ def asking(orders: Sequence[Any]) -> Any:
         name = f"{of}, {first.action.replace('secure.', 'secure sum: ')}"
     else:
         name = _ASKED.get(first.action, first.action)
-    return phase(name, len(orders), "clients", minor=first is None or first.action == "train")
+    return phase(name, len(requests), "clients", minor=first is None or first.action == "train")

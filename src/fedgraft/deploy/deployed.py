@@ -126,7 +126,7 @@ def least_answers(config: Config) -> int:
     return config.rounds.minimum_answers or min(1 if simulated else 2, config.partition.clients)
 
 
-def _meant(job: Job) -> Job:
+def with_deployment_privacy(job: Job) -> Job:
     """The job as a deployment means it: its noise and cohorts are secret unless the config says otherwise."""
     p, privacy = job.config.privacy.dp, job.algorithm.privacy
     if p is None or privacy.dp is None or job.config.engine == "flower-sim":
@@ -140,7 +140,9 @@ def _meant(job: Job) -> Job:
     return replace(job, algorithm=vary(job.algorithm, privacy=bound))
 
 
-def gathered(config: Config, engine: Any, server_data: str = "", source: str = "", classes: Sequence[str] = ()) -> Job:
+def wait_for_clients(
+    config: Config, engine: Any, server_data: str = "", source: str = "", classes: Sequence[str] = ()
+) -> Job:
     """Wait for nodes, then the job of a config on their data, or on the config's own where they bring none."""
     engine.gather()
     facts: dict[int, Mapping[str, Any]] = engine.registry.facts
@@ -171,7 +173,7 @@ def run_deployed(
     """The server's part: wait for nodes, then the very run of `fedgraft run`, with clients on other machines."""
 
     def build() -> tuple[Job, Remote]:
-        job = _meant(gathered(config, engine, server_data, source))
+        job = with_deployment_privacy(wait_for_clients(config, engine, server_data, source))
         network = job.task.network
         limits.state(limits.reply_limit(sum(p.numel() for p in network.parameters()), network.width, network.classes))
         remote: Remote = engine

@@ -20,7 +20,7 @@ from fedgraft.config.load import Config, from_folder, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
 from fedgraft.core.state import ServerState, from_tensors
-from fedgraft.deploy.deployed import gathered
+from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.metrics import scores
 from fedgraft.report.values import cell
 from fedgraft.run import checkpoint
@@ -63,19 +63,25 @@ def own_run(config: Config, model: Path) -> bool:
 def measure(config: Config, folder: Path, engine: Any, model: str = "", metrics: Sequence[str] = ()) -> dict[str, Any]:
     """Ask every node that is there about a model; its metrics by client and over all of them, and who refused."""
     chosen = tuple(metrics) or config.metrics or USUAL
-    job, opening, state = _of_run(config, engine, Path(model)) if own_run(config, Path(model)) else (
-        _of_weights(config, engine, predictor(model)))  # fmt: skip
+    job, opening, state = (
+        _of_run(config, engine, Path(model))
+        if own_run(config, Path(model))
+        else (_of_weights(config, engine, predictor(model)))
+    )
     job = replace(job, config=job.config.model_copy(update={"metrics": chosen}))
     engine.open(job.federation.run, opening.message(not job.task.data.rows_known))
     asking = Measure(job, opening, engine)
-    replies, refused = asking.evaluated(state)
-    sums = scores.merge([checked(r, len(asking.classes)) for r in replies], len(asking.classes))
+    responses, refused = asking.evaluated(state)
+    sums = scores.merge([checked(r, len(asking.classes)) for r in responses], len(asking.classes))
     told = {
-        "model": Path(model).name, "metrics": list(chosen), "class_names": list(asking.classes),
-        "clients": {str(r.client): asking.each([r])[job.client_names[r.client]] for r in replies},
-        "pooled": report(sums, chosen, asking.classes) if replies else {}, **(tables(sums, chosen) if replies else {}),
+        "model": Path(model).name,
+        "metrics": list(chosen),
+        "class_names": list(asking.classes),
+        "clients": {str(r.client): asking.each([r])[job.client_names[r.client]] for r in responses},
+        "pooled": report(sums, chosen, asking.classes) if responses else {},
+        **(tables(sums, chosen) if responses else {}),
         "refused": {str(one.client): one.reason for one in refused},
-    }  # fmt: skip
+    }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "evaluation.json", json.dumps(told, indent=2) + "\n")
     return told
@@ -86,7 +92,7 @@ def _of_run(config: Config, engine: Any, model: Path) -> tuple[Job, Opening, Ser
     found = checkpoint.load_latest(model / "checkpoints", config.digest)
     if found is None or found.meta.get("personal"):
         raise FedgraftError(f"{model} has no checkpoint whose model can be sent to nodes; run it anew.")
-    job = gathered(config, engine, classes=found.meta["classes"])
+    job = wait_for_clients(config, engine, classes=found.meta["classes"])
     install(job.task.network, found.tensors["head"])
     opening = open_run(job, None, saved_edit(found.tensors))
     state, engine.memory = from_tensors(found.round, found.tensors, found.meta)
@@ -97,7 +103,7 @@ def _of_run(config: Config, engine: Any, model: Path) -> tuple[Job, Opening, Ser
 
 def _of_weights(config: Config, engine: Any, model: Predictor) -> tuple[Job, Opening, ServerState]:
     """Any model, all of its weights; one that nodes would see otherwise than it was trained is refused."""
-    job = gathered(config, engine, classes=model.classes)
+    job = wait_for_clients(config, engine, classes=model.classes)
     if tuple(job.task.data.dataset.classes) != tuple(model.classes):
         raise FedgraftError(
             f"the model's classes are {', '.join(model.classes)[:200]}, and the federation's "

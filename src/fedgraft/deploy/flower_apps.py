@@ -25,7 +25,7 @@ from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.deploy import limits
 from fedgraft.deploy.process import KEEPS
 from fedgraft.engines.flower.client import Slots, client_app
-from fedgraft.engines.flower.node_link import Answer, Request, ask_worker
+from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, ask_worker
 from fedgraft.engines.flower.wire import server_app
 
 if TYPE_CHECKING:
@@ -38,18 +38,20 @@ __all__ = ["client", "server", "simulate"]
 _nodes: Nodes | None = None
 
 
-def _serve(request: Request, slots: Slots) -> Answer:
+def _serve(worker_request: WorkerRequest, slots: Slots) -> WorkerResponse:
     """Let the node's worker do it; in a simulation this process is the worker."""
-    if KEEPS in os.environ or 'engine = "flower-sim"' not in request.config:  # a node with a key simulates nothing
-        return ask_worker(request)
-    if not request.order:
-        return Answer(facts={"client": request.client})
+    if (
+        KEEPS in os.environ or 'engine = "flower-sim"' not in worker_request.config
+    ):  # a node with a key simulates nothing
+        return ask_worker(worker_request)
+    if not worker_request.request:
+        return WorkerResponse(facts={"client": worker_request.client})
     global _nodes
     if _nodes is None:
         from fedgraft.deploy.node import Nodes
 
         _nodes = Nodes(keep=4)
-    return _nodes.carry_out(request, slots)
+    return _nodes.carry_out(worker_request, slots)
 
 
 def _main(grid: Any, context: Any) -> None:

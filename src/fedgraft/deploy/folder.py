@@ -168,7 +168,7 @@ def contributions(lines: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
         k: f"in {len(there.get(k, []))} of {lines[-1]['round']} rounds ({_spans(there.get(k, []))})"
         + (f"; left out last in {missed[k]}" if k in missed else "")
         for k in sorted({*there, *missed})
-    }  # fmt: skip
+    }
 
 
 def _spans(rounds: Sequence[int]) -> str:

@@ -33,7 +33,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.deploy import audit, limits
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.helper import COMMANDS, Pace, be, superexec
-from fedgraft.deploy.in_hand import InHand, answering
+from fedgraft.deploy.inflight import InFlightTracker, answering
 from fedgraft.deploy.limits import App, Scope
 from fedgraft.deploy.process import KEEPS, gate, live_with_parent
 
@@ -101,12 +101,12 @@ def superlink() -> None:
 
     command: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")  # its package has a function so named
     extensions.get_middleware = lambda: (Middleware(LocalControl), Middleware(limits.Bounded, paths=OPEN_PATHS))
-    hands = InHand()
+    hands = InFlightTracker()
     fleet_handlers.activate_node = naming_use(hands.connecting(fleet_handlers.activate_node))
     fleet_handlers.pull_messages = hands.giving(fleet_handlers.pull_messages)
     states: tuple[Any, ...] = (in_memory_linkstate.InMemoryLinkState, sql_linkstate.SqlLinkState)
     for state in states:
-        state.get_message_res = hands.replies(state.get_message_res)
+        state.get_message_res = hands.responses(state.get_message_res)
     fleet_handlers.push_messages = limits.bounded_replies(fleet_handlers.push_messages)
     command.subprocess = _OwnHelper
     command.flower_superlink()

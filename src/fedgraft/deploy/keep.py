@@ -22,7 +22,7 @@ from fedgraft.client.policy import Policy, parse
 from fedgraft.client.secure import SECURE
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_atomic
-from fedgraft.core.messages import BadMessage, Order, as_bytes, pack, unpack
+from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
 from fedgraft.deploy import audit
 from fedgraft.deploy.keys import identity_of, short
 from fedgraft.deploy.process import KEEPS
@@ -63,7 +63,7 @@ class Keep:
         found: dict[str, Tensor] = {}
         if path.is_file():
             try:
-                kept = unpack(Order, path.read_bytes())
+                kept = unpack(Request, path.read_bytes())
             except BadMessage:
                 raise FedgraftError(
                     f"the ledger {path} is damaged; restore it from a backup, or make a new key."
@@ -97,7 +97,7 @@ class Keep:
             umask = os.umask(0o077)
             try:
                 self.home.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, [pack(Order("", 0, client, "ledger", auxiliary=lasting))])
+                write_atomic(path, [pack(Request("", 0, client, "ledger", auxiliary=lasting))])
             finally:
                 os.umask(umask)
 
@@ -106,7 +106,7 @@ class Keep:
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         audit.append(self.home / "audit.jsonl", **entry)
 
-    def believed(self, order: Order, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    def believed(self, request: Request, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         """Say whose identity was believed at first use: nobody but the server vouched for it."""
         if after["identity"] is before["identity"]:
             return
@@ -116,7 +116,9 @@ class Keep:
                 why = (
                     f"the identity {short(identity)} of client {peer} is believed at first use; to pin it: deploy trust"
                 )
-                self.note(kind="believed", bytes=0, run=order.run, round=order.round, action=order.action, why=why)
+                self.note(
+                    kind="believed", bytes=0, run=request.run, round=request.round, action=request.action, why=why
+                )
 
     def left(self, kind: str, data: bytes, **entry: object) -> None:
         """Note what is about to leave."""

@@ -198,12 +198,16 @@ def _certificate(
     x509, hashes, _, _ = _crypto()
     begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)  # clocks differ a little
     builder = (
-        x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(owner.public_key())
+        x509.CertificateBuilder()
+        .issuer_name(issuer)
+        .subject_name(subject)
+        .public_key(owner.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(begin).not_valid_after(begin + datetime.timedelta(days=days))
+        .not_valid_before(begin)
+        .not_valid_after(begin + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(owner.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
-    )  # fmt: skip
+    )
     for extension, critical in more:
         builder = builder.add_extension(extension, critical=critical)
     return builder.sign(signer, hashes.SHA384())
@@ -212,9 +216,16 @@ def _certificate(
 def _usage(**used: bool) -> Any:
     x509 = _crypto()[0]
     names = (
-        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-        "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
-    )  # fmt: skip
+        "digital_signature",
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "key_cert_sign",
+        "crl_sign",
+        "encipher_only",
+        "decipher_only",
+    )
     return x509.KeyUsage(**{name: used.get(name, False) for name in names})
 
 
@@ -228,9 +239,11 @@ def _server_extensions(host: str) -> list[tuple[Any, bool]]:
     names = [_general_name(name) for name in dict.fromkeys([host, "localhost", "127.0.0.1", "::1"])]
     purpose = x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH])
     return [
-        (x509.SubjectAlternativeName(names), False), (x509.BasicConstraints(ca=False, path_length=None), True),
-        (_usage(digital_signature=True), True), (purpose, False),
-    ]  # fmt: skip
+        (x509.SubjectAlternativeName(names), False),
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (_usage(digital_signature=True), True),
+        (purpose, False),
+    ]
 
 
 def _general_name(name: str) -> Any:

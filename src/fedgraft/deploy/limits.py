@@ -126,12 +126,12 @@ def bounded_replies(push: Callable[..., Any]) -> Callable[..., Any]:
         if not request.messages_list or not too_large(request.message_object_trees[0], limit := stated()):
             return push(request=request, state=state)
         metadata = message_from_proto(request.messages_list[0]).metadata
-        reply = make_message(metadata, error=Error(0, f"its reply is larger than the limit of {limit >> 20} MB"))
-        metadata.__dict__["_message_id"] = reply.object_id
+        response = make_message(metadata, error=Error(0, f"its reply is larger than the limit of {limit >> 20} MB"))
+        metadata.__dict__["_message_id"] = response.object_id
         session = state.start_session(metadata.run_id)
-        state.store_message_and_object_tree(reply, get_object_tree(reply), session)
-        state.store_object(metadata.run_id, session, reply.object_id, reply.deflate())
-        return PushMessagesResponse(results={reply.object_id: 0}, session_id=session)
+        state.store_message_and_object_tree(response, get_object_tree(response), session)
+        state.store_object(metadata.run_id, session, response.object_id, response.deflate())
+        return PushMessagesResponse(results={response.object_id: 0}, session_id=session)
 
     return answer
 

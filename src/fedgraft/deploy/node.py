@@ -27,13 +27,13 @@ from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import BadMessage, Order, pack, unpack
+from fedgraft.core.messages import BadMessage, Request, pack, unpack
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.deploy import preflight
 from fedgraft.deploy.deployed import config_of, own_data
 from fedgraft.deploy.keep import Keep, lasts, noise_key
 from fedgraft.deploy.slots import DiskSlots, recall
-from fedgraft.engines.flower.node_link import Answer, Request, serve, without_path
+from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, serve, without_path
 from fedgraft.local.memory import keep_freed_memory
 from fedgraft.run.head_init import install
 from fedgraft.run.job import job_of
@@ -49,24 +49,29 @@ _CALIBRATION = frozenset({"fisher_scores", "gradient", "own_mask", "class_counts
 class Node:
     """One machine's part in one run."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, worker_request: WorkerRequest) -> None:
         torch.set_num_threads(1)
-        self.key = node_key(request)
-        self.client = request.client
-        self.config, self.task = config_of(request.config), request.task
+        self.key = node_key(worker_request)
+        self.client = worker_request.client
+        self.config, self.task = config_of(worker_request.config), worker_request.task
         config: Config = self.config.model_copy(update={"engine": "reference", "workers": 1})
-        if not 0 <= request.client < config.partition.clients:
+        if not 0 <= worker_request.client < config.partition.clients:
             raise FedgraftError(
-                f"this node is client {request.client}, and the run has clients 0 to {config.partition.clients - 1}."
+                f"this node is client {worker_request.client}, and the run has clients 0 to "
+                f"{config.partition.clients - 1}."
             )
         self.keep = Keep.here()
         self.owner = None if self.keep is None else self.keep.policy()
         self.policies = agreed(self.config, self.owner, self.task)
-        federated = own_data(config, request.source, request.data, request.classes) if request.data else None
+        federated = (
+            own_data(config, worker_request.source, worker_request.data, worker_request.classes)
+            if worker_request.data
+            else None
+        )
         self.job, self.run = job_of(config, federated), self.config.digest
         self.opening: Opening | None = None
         self.digest = ""
-        self.ground = ground_of(self.config, request.classes, b"")
+        self.ground = ground_of(self.config, worker_request.classes, b"")
 
     def _obey(self) -> None:
         """The owner's rules as they stand in the file now: a stricter one holds from the next order on."""
@@ -74,37 +79,37 @@ class Node:
         if owner != self.owner:
             self.owner, self.policies = owner, agreed(self.config, owner, self.task)
 
-    def answer(self, request: Request, slots: MutableMapping[str, bytes]) -> Answer:
+    def answer(self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes]) -> WorkerResponse:
         """Carry out one order; the memory is kept before the answer leaves."""
         self._obey()
-        order = replace(unpack(Order, request.order), client=self.client)
-        if request.digest != self.digest:
-            if not request.opened:
-                return Answer(need=True)
-            self._follow(request)
-        if order.run != self.run:
+        request = replace(unpack(Request, worker_request.request), client=self.client)
+        if worker_request.digest != self.digest:
+            if not worker_request.opened:
+                return WorkerResponse(need=True)
+            self._follow(worker_request)
+        if request.run != self.run:
             raise Refused("the order belongs to another run than its config", "config")
-        memory, slot = recall(slots, request.after, self.client)
+        memory, slot = recall(slots, worker_request.after, self.client)
         lasting = {} if self.keep is None else self.keep.load(self.client)
-        context = self._context(str(order.settings.get("sums", order.action)))
+        context = self._context(str(request.settings.get("sums", request.action)))
         context.policies, context.replays, context.ground = self.policies, self.keep is not None, self.ground
         context.noise_key = noise_key(lasting) if lasting else b""
         algorithm = self.job.algorithm if self.opening is None else self.opening.algorithm
-        reply, kept = carry_out(order, algorithm, context, {**memory, **lasting})
+        response, kept = carry_out(request, algorithm, context, {**memory, **lasting})
         if self.keep is not None:  # on the disk before anything leaves
             self.keep.store(self.client, {name: t for name, t in kept.items() if lasts(name)}, lasting)
-            self.keep.believed(order, lasting, kept)
+            self.keep.believed(request, lasting, kept)
             kept = {name: t for name, t in kept.items() if not lasts(name)}
-        step = request.after
+        step = worker_request.after
         if kept and (kept.keys() != memory.keys() or any(kept[name] is not memory[name] for name in kept)):
-            step = request.becomes
-            slots[slot] = pack(Order(order.run, step, self.client, "memory", auxiliary=kept))
-        return Answer(error=reply) if isinstance(reply, str) else Answer(pack(reply), step)
+            step = worker_request.becomes
+            slots[slot] = pack(Request(request.run, step, self.client, "memory", auxiliary=kept))
+        return WorkerResponse(error=response) if isinstance(response, str) else WorkerResponse(pack(response), step)
 
-    def _follow(self, request: Request) -> None:
-        if hashlib.blake2b(request.opened, digest_size=12).hexdigest() != request.digest:
+    def _follow(self, worker_request: WorkerRequest) -> None:
+        if hashlib.blake2b(worker_request.opened, digest_size=12).hexdigest() != worker_request.digest:
             raise FedgraftError("the edit space that was sent is not the one that was named.")
-        tensors = unpack(Order, request.opened).auxiliary
+        tensors = unpack(Request, worker_request.opened).auxiliary
         if self.digest:
             raise FedgraftError("a run cannot open a second edit space.")
         try:
@@ -114,8 +119,11 @@ class Node:
             self.opening = open_run(self.job, None, saved_edit(tensors), probe)
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
             log.warning("client %d was told a head or an edit space that does not fit: %r", self.client, error)
-            raise Refused("the head or the edit space that was sent does not fit this network", "order") from error
-        self.digest, self.ground = request.digest, ground_of(self.config, request.classes, request.opened)
+            raise Refused("the head or the edit space that was sent does not fit this network", "request") from error
+        self.digest, self.ground = (
+            worker_request.digest,
+            ground_of(self.config, worker_request.classes, worker_request.opened),
+        )
 
     def _context(self, action: str) -> ClientContext:
         if action in _HEAD_INIT or (action == "count" and self.opening is None):
@@ -132,9 +140,17 @@ def ground_of(config: Config, classes: Sequence[str], opened: bytes) -> str:
     return json.dumps([config.fingerprint, list(classes), hashlib.sha256(opened).hexdigest()])
 
 
-def node_key(request: Request) -> tuple[object, ...]:
+def node_key(worker_request: WorkerRequest) -> tuple[object, ...]:
     """What a node is built from; another key means another node."""
-    return request.config, request.run, request.client, request.data, request.source, request.classes, request.task
+    return (
+        worker_request.config,
+        worker_request.run,
+        worker_request.client,
+        worker_request.data,
+        worker_request.source,
+        worker_request.classes,
+        worker_request.task,
+    )
 
 
 def agreed(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy, ...]:
@@ -162,71 +178,82 @@ class Nodes:
         self.keep = keep
         self.nodes: dict[tuple[object, ...], Node] = {}
 
-    def carry_out(self, request: Request, slots: MutableMapping[str, bytes] | None = None) -> Answer:
+    def carry_out(
+        self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes] | None = None
+    ) -> WorkerResponse:
         """Answer a request with a node that is there, or with a new one; what leaves is in the audit log before."""
         try:
             try:
-                answer = self._answer(request, slots)
+                answer = self._answer(worker_request, slots)
             except Refused as refusal:
-                answer = Answer(error=refusal.told)
+                answer = WorkerResponse(error=refusal.told)
             except FedgraftError as error:
-                audited(request, Answer(error=str(error)))
+                audited(worker_request, WorkerResponse(error=str(error)))
                 raise
             except Exception as error:
-                audited(request, Answer(error=f"failed with {type(error).__name__}"))
+                audited(worker_request, WorkerResponse(error=f"failed with {type(error).__name__}"))
                 raise
-            audited(request, answer)
+            audited(worker_request, answer)
             return answer
         except OSError as error:  # a full disk, a folder that became read-only: what cannot be noted does not leave
             why = error.strerror or type(error).__name__
             raise FedgraftError(f"this node cannot write what it must keep ({why}), so nothing leaves it.") from error
 
-    def _answer(self, request: Request, slots: MutableMapping[str, bytes] | None) -> Answer:
-        if request.task == preflight.ACTION:  # before a policy agrees to a run, and of images that no run could read
-            asked = request.order and preflight.tell(request, unpack(Order, request.order))
-            return Answer(asked, facts={} if asked else {"client": request.client})
-        if not request.order:
+    def _answer(self, worker_request: WorkerRequest, slots: MutableMapping[str, bytes] | None) -> WorkerResponse:
+        if (
+            worker_request.task == preflight.ACTION
+        ):  # before a policy agrees to a run, and of images that no run could read
+            asked = worker_request.request and preflight.tell(worker_request, unpack(Request, worker_request.request))
+            return WorkerResponse(asked, facts={} if asked else {"client": worker_request.client})
+        if not worker_request.request:
             keep = Keep.here()
             if keep is not None:
-                agreed(config_of(request.config), keep.policy(), request.task)
-                keep.load(request.client)  # a key stays with its number
-            if not request.data:  # nothing more will be known, so the first order may find all ready
-                self._node(request)
-            return Answer(facts=who(request))
+                agreed(config_of(worker_request.config), keep.policy(), worker_request.task)
+                keep.load(worker_request.client)  # a key stays with its number
+            if not worker_request.data:  # nothing more will be known, so the first order may find all ready
+                self._node(worker_request)
+            return WorkerResponse(facts=who(worker_request))
         try:
-            return self._node(request).answer(request, DiskSlots(request) if slots is None else slots)
+            return self._node(worker_request).answer(
+                worker_request, DiskSlots(worker_request) if slots is None else slots
+            )
         except BaseException:
-            self.nodes.pop(node_key(request), None)  # half an order may have left the network in any state
+            self.nodes.pop(node_key(worker_request), None)  # half an order may have left the network in any state
             raise
 
-    def _node(self, request: Request) -> Node:
-        key = node_key(request)
+    def _node(self, worker_request: WorkerRequest) -> Node:
+        key = node_key(worker_request)
         if key not in self.nodes:
             while len(self.nodes) >= self.keep:
                 self.nodes.pop(next(iter(self.nodes)))
-            self.nodes[key] = Node(request)
+            self.nodes[key] = Node(worker_request)
         return self.nodes[key]
 
 
-def audited(request: Request, answer: Answer) -> None:
+def audited(worker_request: WorkerRequest, answer: WorkerResponse) -> None:
     """Note what is about to leave this node, or that nothing does and why."""
     keep = Keep.here()
     if keep is None or answer.need:
         return
-    about: dict[str, object] = {"client": request.client}
+    about: dict[str, object] = {"client": worker_request.client}
     try:
-        order = unpack(Order, request.order) if request.order else Order("", -1, 0, "greeting")
-        about |= {"run": order.run[:40], "round": order.round, "action": order.action[:40]}
-        about |= {"sums": str(order.settings["sums"])[:40]} if "sums" in order.settings else {}
+        request = unpack(Request, worker_request.request) if worker_request.request else Request("", -1, 0, "greeting")
+        about |= {"run": request.run[:40], "round": request.round, "action": request.action[:40]}
+        about |= {"sums": str(request.settings["sums"])[:40]} if "sums" in request.settings else {}
     except BadMessage:
         about |= {"action": "not a message"}
     if answer.error:
-        keep.left("refused", b"", **about, why=without_path(answer.error, request.data)[:300])
+        keep.left("refused", b"", **about, why=without_path(answer.error, worker_request.data)[:300])
         return
-    data = answer.reply or json.dumps(answer.facts).encode()
+    data = answer.response or json.dumps(answer.facts).encode()
     hides = str(about["action"]).startswith("secure.")
     kind = "hidden" if hides else "clear"
-    keep.left("facts" if not answer.reply else "reply", data, **about, protection=kind + protection_of(request.config))
+    keep.left(
+        "facts" if not answer.response else "response",
+        data,
+        **about,
+        protection=kind + protection_of(worker_request.config),
+    )
 
 
 def protection_of(config: str) -> str:
@@ -234,15 +261,17 @@ def protection_of(config: str) -> str:
     return "+noise" if config_of(config).privacy.dp is not None else ""
 
 
-def who(request: Request) -> dict[str, object]:
+def who(worker_request: WorkerRequest) -> dict[str, object]:
     """A node's answer to a greeting: its client number and, of data of its own, size, classes and digest."""
-    if not request.data:
-        return {"client": request.client}
-    federated = own_data(config_of(request.config), request.source, request.data, ())
+    if not worker_request.data:
+        return {"client": worker_request.client}
+    federated = own_data(config_of(worker_request.config), worker_request.source, worker_request.data, ())
     return {
-        "client": request.client, "examples": federated.total, "classes": list(federated.dataset.classes),
+        "client": worker_request.client,
+        "examples": federated.total,
+        "classes": list(federated.dataset.classes),
         "data": federated.dataset.train.digest,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.client.authorize import LEDGER
-from fedgraft.client.policy import Policy, count_order
+from fedgraft.client.policy import Policy, count_request
 from fedgraft.config.federate import federate
 from fedgraft.config.load import Config
 from fedgraft.consortium.preflight import MINIMUM, shared_images, site_facts
 from fedgraft.consortium.site_faults import FAULTS
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.files import write_text
-from fedgraft.core.messages import Order, as_bytes
+from fedgraft.core.messages import Request, as_bytes
 from fedgraft.data.sources import Dataset
 from fedgraft.data.sources.class_map import renamed
 from fedgraft.deploy.deployed import config_of, load_own
 from fedgraft.deploy.keep import Keep
-from fedgraft.engines.flower.node_link import Request
+from fedgraft.engines.flower.node_link import WorkerRequest
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity, agreement, context, derive_key, public_key, sign, verify
 
@@ -41,52 +41,54 @@ _KEY = 64 + 64 + 128  # letters of a public key, an identity and a signature
 # ---- a node ----------------------------------------------------------------------------------------------------------
 
 
-def tell(request: Request, order: Order) -> bytes:
+def tell(worker_request: WorkerRequest, request: Request) -> bytes:
     """A node's answer: its key, or with everybody's keys at hand its facts; refused where the owner says no."""
-    config, keep = config_of(request.config), Keep.here()
+    config, keep = config_of(worker_request.config), Keep.here()
     policy = None if keep is None else keep.policy()
-    lasting = {} if keep is None else keep.load(request.client)
-    ledger = _admitted(order, config, policy or Policy(), as_bytes(lasting[LEDGER]) if LEDGER in lasting else b"")
+    lasting = {} if keep is None else keep.load(worker_request.client)
+    ledger = _admitted(request, config, policy or Policy(), as_bytes(lasting[LEDGER]) if LEDGER in lasting else b"")
     identity = Identity.from_bytes(as_bytes(lasting["identity"])) if lasting else Identity.fresh()
     private = derive_key(identity.private, context(ACTION, config.digest))
     answer: dict[str, Any]
-    if "keys" not in order.settings:
+    if "keys" not in request.settings:
         public = public_key(private)
-        signed = sign(identity.private, context(ACTION, config.digest, request.client, public.hex()))
+        signed = sign(identity.private, context(ACTION, config.digest, worker_request.client, public.hex()))
         answer = {"key": (public + identity.public + signed).hex() if keep is not None else ""}
     else:
         minimum = max(MINIMUM, 0 if policy is None else policy.least_images)
-        facts, digests = site_facts("", *_own(config, request), minimum, policy is not None, config.data.grey_window)
+        facts, digests = site_facts(
+            "", *_own(config, worker_request), minimum, policy is not None, config.data.grey_window
+        )
         if facts["images"] < minimum:
             raise Refused(f"it would be about fewer than {minimum} images", "least_images")
-        keys = _peers(str(order.settings["keys"]), config, request.client, identity)
+        keys = _peers(str(request.settings["keys"]), config, worker_request.client, identity)
         agree = agreement(private)
         tags = {str(k): _tags(digests, agree(key, context(ACTION, config.digest))) for k, key in keys.items()}
         answer = {"facts": facts, "tags": tags}
     if keep is not None:
         new = {**lasting, "identity": as_tensor(identity.to_bytes())} | ({LEDGER: as_tensor(ledger)} if ledger else {})
-        keep.store(request.client, new, lasting)
-        keep.believed(order, lasting, new)
+        keep.store(worker_request.client, new, lasting)
+        keep.believed(request, lasting, new)
     return json.dumps(answer).encode()
 
 
-def _admitted(order: Order, config: Config, policy: Policy, ledger: bytes) -> bytes:
+def _admitted(request: Request, config: Config, policy: Policy, ledger: bytes) -> bytes:
     """The ledger with this question in it, if the owner's rules let it be answered."""
-    if order.action != ACTION:  # the rules are asked about what is told, not about what the order calls it
-        raise Refused(f"a preflight was asked for as {order.action[:40]!r}", "actions")
-    if order.run != config.digest or not policy.agrees(config.fingerprint):
+    if request.action != ACTION:  # the rules are asked about what is told, not about what the order calls it
+        raise Refused(f"a preflight was asked for as {request.action[:40]!r}", "actions")
+    if request.run != config.digest or not policy.agrees(config.fingerprint):
         raise Refused("the order belongs to a run that the owner did not agree to", "config")
-    policy.check_action(order)
-    return count_order(policy, order, ledger)
+    policy.check_action(request)
+    return count_request(policy, request, ledger)
 
 
-def _own(config: Config, request: Request) -> tuple[Dataset, list[Any]]:
+def _own(config: Config, worker_request: WorkerRequest) -> tuple[Dataset, list[Any]]:
     """The node's images and their rows for training and testing, whatever their names; or its part of the config's."""
-    if request.data:
-        data = renamed(load_own(request.source, request.data), config.data.class_map)
+    if worker_request.data:
+        data = renamed(load_own(worker_request.source, worker_request.data), config.data.class_map)
         return data, [range(len(data.train.labels)), range(len(data.test.labels))]
     dealt = federate(config)
-    return dealt.dataset, [dealt.rows(request.client).numpy(), dealt.test_rows(request.client).numpy()]
+    return dealt.dataset, [dealt.rows(worker_request.client).numpy(), dealt.test_rows(worker_request.client).numpy()]
 
 
 def _peers(keys: str, config: Config, client: int, identity: Identity) -> dict[int, bytes]:
@@ -94,7 +96,7 @@ def _peers(keys: str, config: Config, client: int, identity: Identity) -> dict[i
     try:
         told = {int(k): bytes.fromhex(text) for k, text in json.loads(keys).items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise Refused("what came as the keys of the others are no keys", "order") from None
+        raise Refused("what came as the keys of the others are no keys", "request") from None
     found = {}
     for k, key in told.items():
         if not 0 <= k < config.partition.clients:
@@ -124,7 +126,7 @@ def look(config: Config, folder: Path, engine: Any) -> dict[str, Any]:
 
     def asked(who: Sequence[int], wanted: str, **settings: str) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
-        for k, said in engine.exchange([Order(config.digest, 0, k, ACTION, settings=settings) for k in who]):
+        for k, said in engine.exchange([Request(config.digest, 0, k, ACTION, settings=settings) for k in who]):
             try:
                 found[k] = _checked(said, wanted) if isinstance(said, bytes) else {}
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -137,8 +139,10 @@ def look(config: Config, folder: Path, engine: Any) -> dict[str, Any]:
     answers = asked([k for k in clients if k not in refused], "facts", keys=json.dumps(keys))
     pairs = [
         (a, b, shared_images({"a": answers[a]["tags"].get(str(b), ()), "b": answers[b]["tags"].get(str(a), ())}))
-        for a in answers for b in answers if a < b
-    ]  # fmt: skip
+        for a in answers
+        for b in answers
+        if a < b
+    ]
     told = {
         "facts": {str(k): one["facts"] for k, one in answers.items()},
         "shared": [[a, b, n] for a, b, both in pairs for n in both.values()],
@@ -150,11 +154,24 @@ def look(config: Config, folder: Path, engine: Any) -> dict[str, Any]:
 
 
 _SHAPE: dict[str, Any] = {
-    "site": str, "images": int, "test_images": int, "classes": {str: int}, "minimum": int, "faults": {str: int},
-    "unreadable": {str: int}, "width": [int], "height": [int], "channels": {str: int}, "bits": {str: int},
-    "intensity": [float], "colours": [float], "contrast": float, "versions": {str: str}, "disk_gb": float,
+    "site": str,
+    "images": int,
+    "test_images": int,
+    "classes": {str: int},
+    "minimum": int,
+    "faults": {str: int},
+    "unreadable": {str: int},
+    "width": [int],
+    "height": [int],
+    "channels": {str: int},
+    "bits": {str: int},
+    "intensity": [float],
+    "colours": [float],
+    "contrast": float,
+    "versions": {str: str},
+    "disk_gb": float,
     "policy": bool,
-}  # fmt: skip
+}
 
 
 def _checked(data: bytes, wanted: str) -> dict[str, Any]:

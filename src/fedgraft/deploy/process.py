@@ -60,16 +60,21 @@ def write_text(path: Path, text: str) -> None:
 def environment(home: Path) -> dict[str, str]:
     """The environment of Flower's processes: a private home, no telemetry, no update checks."""
     kept = {
-        key: value for key, value in os.environ.items()
+        key: value
+        for key, value in os.environ.items()
         if not key.startswith(("FLWR_", "UVICORN_")) and key not in {"FORWARDED_ALLOW_IPS", "WEB_CONCURRENCY"}
-    }  # fmt: skip
+    }
     return kept | {
-        "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUNBUFFERED": "1",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONUNBUFFERED": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "3",  # at most; our helper looks often while there is work
         # Flower starts its helpers by name: they must be those of this installation.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-    }  # fmt: skip
+    }
 
 
 def gate(which: str, flags: Sequence[str]) -> list[str]:

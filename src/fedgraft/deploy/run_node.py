@@ -61,11 +61,23 @@ class NodeChoice:
             [f"data={json.dumps(str(self.data.absolute()), ensure_ascii=False)}"] if self.data is not None else []
         )
         settings += [f'source="{self.source}"'] if self.source is not None else []
-        return processes.gate("supernode", [
-            "--superlink", self.superlink, "--root-certificates", str(self.authority.absolute()),
-            "--auth-supernode-private-key", str(self.key.absolute()), "--node-config", " ".join(settings),
-            "--host", "127.0.0.1", "--port", str(processes.free_port()),
-        ])  # fmt: skip
+        return processes.gate(
+            "supernode",
+            [
+                "--superlink",
+                self.superlink,
+                "--root-certificates",
+                str(self.authority.absolute()),
+                "--auth-supernode-private-key",
+                str(self.key.absolute()),
+                "--node-config",
+                " ".join(settings),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(processes.free_port()),
+            ],
+        )
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the node, its words in the log of its home; it ends with this process."""

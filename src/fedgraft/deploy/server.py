@@ -69,11 +69,21 @@ def _end_lost_runs(fed: FederationFolder) -> None:
 def _flags(fed: FederationFolder, host: str, port: int) -> list[str]:
     made = fed.certificates
     return [
-        "--host", host, "--port", str(port), "--ssl-ca-certfile", str(fed.authority),
-        "--ssl-certfile", str(made / "server.crt"), "--ssl-keyfile", str(made / "server.key"),
-        "--enable-supernode-auth", "--disable-runtime-dependency-installation",
-        "--database", str(fed.home / "state.db"),
-    ]  # fmt: skip
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--ssl-ca-certfile",
+        str(fed.authority),
+        "--ssl-certfile",
+        str(made / "server.crt"),
+        "--ssl-keyfile",
+        str(made / "server.key"),
+        "--enable-supernode-auth",
+        "--disable-runtime-dependency-installation",
+        "--database",
+        str(fed.home / "state.db"),
+    ]
 
 
 def _await_answer(fed: FederationFolder, server: Server, begin: int) -> None:

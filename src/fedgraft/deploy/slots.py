@@ -16,19 +16,19 @@ from pathlib import Path
 from fedgraft.client.context import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_atomic
-from fedgraft.core.messages import BadMessage, Order, unpack
+from fedgraft.core.messages import BadMessage, Request, unpack
 from fedgraft.data.pixels.store import cache_dir
-from fedgraft.engines.flower.node_link import Request
+from fedgraft.engines.flower.node_link import WorkerRequest
 
 
 class DiskSlots(MutableMapping[str, bytes]):
     """A client's memory as files that only this user can read."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, worker_request: WorkerRequest) -> None:
         home = os.environ.get("FEDGRAFT_NODE_HOME")
         self.folder = (Path(home) if home else cache_dir() / "node") / "memory"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        identity = f"{request.config}\x1f{request.folder}\x1f{request.client}"
+        identity = f"{worker_request.config}\x1f{worker_request.folder}\x1f{worker_request.client}"
         self.name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
     def _path(self, slot: str) -> Path:
@@ -64,7 +64,7 @@ def recall(slots: MutableMapping[str, bytes], step: int, client: int) -> tuple[C
     found = {}
     for slot in ("a", "b"):
         with suppress(KeyError, BadMessage):  # a damaged slot is no slot
-            kept = unpack(Order, slots[slot])
+            kept = unpack(Request, slots[slot])
             found[kept.round] = slot
             if kept.round == step:
                 return kept.auxiliary, "b" if slot == "a" else "a"

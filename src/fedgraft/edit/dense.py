@@ -12,7 +12,7 @@ from fedgraft.core.protocols import Network
 from fedgraft.core.ranges import Count, Number, in_range
 from fedgraft.core.registry import TRAINABLES
 from fedgraft.core.space import select
-from fedgraft.edit.trainable import HEAD, Ask, Opened, Rates, check_blocks, frozen_early, is_head
+from fedgraft.edit.trainable import HEAD, Ask, Rates, TrainableSetup, check_blocks, frozen_early, is_head
 
 PLAIN, DEEP = Rates(), Rates(0.001, 0.0001)
 
@@ -47,7 +47,9 @@ class Dense:
         """The block of the first picked tensor."""
         return self.open(network).space.first_block(network)
 
-    def open(self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None) -> Opened:
+    def open(
+        self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None
+    ) -> TrainableSetup:
         """The space of the picked tensors; nobody is asked."""
         self.check(network)
 
@@ -55,7 +57,7 @@ class Dense:
             early = not is_head(network, name) and frozen_early(network, name, self.freeze_blocks)
             return not early and self.wanted(network, name)
 
-        return Opened(select(network, picked))
+        return TrainableSetup(select(network, picked))
 
 
 @in_range

@@ -36,10 +36,17 @@ def dumps(edit: Edit, half: bool = False) -> bytes:
     """The edit as bytes; the same edit gives the same bytes. `half` stores 11 significant bits per value."""
     values, exponent = _halved(edit.values) if half else (edit.values, 0)
     about = {
-        "seal": _BLANK, "format": FORMAT, "name": edit.name, "base": edit.base, "scope": edit.scope,
-        "scale": edit.scale, "exponent": exponent, "space": edit.space.digest,
-        "parts": [_describe(p) for p in edit.space.parts], "buffers": [_describe(p) for p in edit.space.buffers],
-    }  # fmt: skip
+        "seal": _BLANK,
+        "format": FORMAT,
+        "name": edit.name,
+        "base": edit.base,
+        "scope": edit.scope,
+        "scale": edit.scale,
+        "exponent": exponent,
+        "space": edit.space.digest,
+        "parts": [_describe(p) for p in edit.space.parts],
+        "buffers": [_describe(p) for p in edit.space.buffers],
+    }
     masks = [_bits(part) for part, _, _ in edit.space.ranges if part.index is not None]
     tensors = {"values": values.contiguous(), "masks": torch.cat(masks) if masks else torch.empty(0, dtype=torch.uint8)}
     # One metadata entry only: the library writes several in no fixed order.

@@ -92,9 +92,13 @@ def _batch_norm(module: nn.BatchNorm2d, x: Tensor, delta: Tensor, sums: Sums) ->
 
 
 _RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: _linear, nn.Conv2d: _conv2d, nn.LayerNorm: _layer_norm, nn.GroupNorm: _group_norm,
-    nn.BatchNorm1d: _batch_norm, nn.BatchNorm2d: _batch_norm,
-}  # fmt: skip
+    nn.Linear: _linear,
+    nn.Conv2d: _conv2d,
+    nn.LayerNorm: _layer_norm,
+    nn.GroupNorm: _group_norm,
+    nn.BatchNorm1d: _batch_norm,
+    nn.BatchNorm2d: _batch_norm,
+}
 # These use the weights of their children without calling them, so they are run again as a whole.
 OPAQUE = (nn.MultiheadAttention,)
 

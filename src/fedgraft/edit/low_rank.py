@@ -20,7 +20,7 @@ from fedgraft.core.state import EVERYONE, ServerState
 from fedgraft.edit.lora import attach, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
 from fedgraft.edit.lora_core import core_space, fix_factors, gradient_directions, weight_directions
-from fedgraft.edit.trainable import Ask, InTurn, Opened, Rates, affordable, check_blocks, is_head
+from fedgraft.edit.trainable import Ask, InTurn, Rates, TrainableSetup, affordable, check_blocks, is_head
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ class LowRank:
         names = target_layers(network, self.targets, self.freeze_blocks)
         return min(network.block_of(f"{name}.weight") for name in names)
 
-    def open(self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None) -> Opened:
+    def open(
+        self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None
+    ) -> TrainableSetup:
         """Attach the factors, drawn from the seed, and open their space."""
         self.check(network)
         if self.aggregate == "core":
@@ -122,14 +124,14 @@ class LowRank:
         dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else ()
         layout = lora_layout(network, self.aggregate, dense)
         self._ranks(layout)  # a budget that holds nothing is said before anybody works
-        return Opened(
+        return TrainableSetup(
             layout.space,
             active=(lambda state: self._active(layout, state)) if self.partial else None,
             aggregate=self._aggregator(layout) if layout.needs_each_client else None,
             sends_buffers=False,
         )
 
-    def _open_core(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None) -> Opened:
+    def _open_core(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None) -> TrainableSetup:
         """Fix the factors and open the space of the cores between them."""
         names = target_layers(network, self.targets, self.freeze_blocks)
         dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else []
@@ -145,7 +147,7 @@ class LowRank:
             )
         attach(network, self.rank, self.alpha, self.targets, self.seed, self.dropout, self.freeze_blocks)
         fix_factors(network, found)
-        return Opened(core_space(network, dense), found, sends_buffers=False)
+        return TrainableSetup(core_space(network, dense), found, sends_buffers=False)
 
     def _active(self, layout: LoraLayout, state: ServerState) -> Mapping[int, Tensor]:
         if ranks := self.ranks or self._ranks(layout):

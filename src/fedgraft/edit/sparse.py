@@ -30,7 +30,7 @@ from fedgraft.edit.choose import budget, choose, strategy_named
 from fedgraft.edit.fisher import Scores
 from fedgraft.edit.masks import Mask, union
 from fedgraft.edit.scope import Scope, resolve
-from fedgraft.edit.trainable import Ask, InTurn, Opened, Rates, affordable, check_blocks, frozen_early, is_head
+from fedgraft.edit.trainable import Ask, InTurn, Rates, TrainableSetup, affordable, check_blocks, frozen_early, is_head
 
 _BATCH_LABELS = {"batch_gradient": "batch_gradient", "single_batch": "single_batch_abs"}
 
@@ -113,7 +113,7 @@ class Sparse:
         check_blocks(network, freeze_blocks=self.freeze_blocks)
         strategy_named(self.strategy)
 
-    def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> Opened:
+    def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> TrainableSetup:
         """The space of the mask: as saved, as kept on this machine, or calibrated now."""
         self.check(network)
         stored: dict[str, Tensor] = dict(saved or {})
@@ -137,7 +137,7 @@ class Sparse:
             own = self._afforded(network, stored["scores"])
             active = lambda state: own  # noqa: E731
         rule = count_mean() if self.needs_each else None
-        return Opened(space, stored, active, rule, mask=mask, notes=notes)
+        return TrainableSetup(space, stored, active, rule, mask=mask, notes=notes)
 
     # ---- choosing -------------------------------------------------------------------------------------------------
 
@@ -208,9 +208,11 @@ class Sparse:
         return {
             "estimator": _BATCH_LABELS.get(self.labels, "per_sample"),
             "labels": "true" if self.labels in _BATCH_LABELS else self.labels,
-            "draw": draw, "share": min(1.0, self.samples / ask.examples), "batch": 16,
+            "draw": draw,
+            "share": min(1.0, self.samples / ask.examples),
+            "batch": 16,
             "names": "\n".join(self.scope_on(network).maskable),
-        }  # fmt: skip
+        }
 
     def _scores(self, network: Network, ask: Ask, draw: int) -> Mapping[str, Tensor]:
         """The clients' scores for the network's present (perhaps softened) weights, summed."""

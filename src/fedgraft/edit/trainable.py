@@ -49,7 +49,7 @@ class Ask(Protocol):
 
 
 @dataclass(frozen=True)
-class Opened:
+class TrainableSetup:
     """An open edit space."""
 
     space: EditSpace
@@ -159,7 +159,7 @@ class Trainable(Protocol):
         """The earliest block in which something may move, known before the space is open."""
         ...
 
-    def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> Opened:
+    def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> TrainableSetup:
         """Open the space; with `saved` exactly as it was stored, without asking anybody."""
         ...
 

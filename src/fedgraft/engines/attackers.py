@@ -18,7 +18,7 @@ from fedgraft.aggregate.codecs import BadPayload, decode
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.handle import ClientContext, ClientMemory
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, unpack_bits
+from fedgraft.core.messages import Request, Response, unpack_bits
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import numpy_stream, torch_stream
 from fedgraft.engines.attacks import ATTACKS, attack, flip_labels, stamp
@@ -36,7 +36,7 @@ class Carrier(Protocol):
     context: ClientContext
     memory: dict[int, ClientMemory]
 
-    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, str]]:
+    def exchange(self, requests: Sequence[Request]) -> Iterable[Response | tuple[int, str]]:
         """Carry out the orders; (client, sentence) says why a client did not answer."""
         ...
 
@@ -104,18 +104,18 @@ class Attacked:
     def _on_changes(self) -> str:
         return DATA_ATTACKS.get(self.attack, self.attack)
 
-    def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
+    def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
         """Carry out the orders; replies of attackers to training orders carry the attack."""
-        arrivals = list(self.engine.exchange(orders))
-        asked = {order.client: order for order in orders if order.action == "train"}
+        arrivals = list(self.engine.exchange(requests))
+        asked = {request.client: request for request in requests if request.action == "train"}
         if not self._on_changes or not asked:
             return arrivals
-        replies = {a.client: a for a in arrivals if isinstance(a, Reply) and a.client in asked}
-        trained = {client: self._read(reply, asked[client]) for client, reply in sorted(replies.items())}
+        responses = {a.client: a for a in arrivals if isinstance(a, Response) and a.client in asked}
+        trained = {client: self._read(response, asked[client]) for client, response in sorted(responses.items())}
         seen = {client: update for client, update in trained.items() if update is not None}
-        lies = self._lies(seen, orders[0].round) if self.attackers & seen.keys() else {}
-        false = {client: self._send(replies[client], asked[client], update) for client, update in lies.items()}
-        return [false.get(a.client, a) if isinstance(a, Reply) else a for a in arrivals]
+        lies = self._lies(seen, requests[0].round) if self.attackers & seen.keys() else {}
+        false = {client: self._send(responses[client], asked[client], update) for client, update in lies.items()}
+        return [false.get(a.client, a) if isinstance(a, Response) else a for a in arrivals]
 
     def _lies(self, updates: Mapping[int, Tensor], round: int) -> dict[int, Tensor]:
         """What the attackers among these clients send instead."""
@@ -129,26 +129,26 @@ class Attacked:
         sent = attack(self._on_changes, known, len(own), stream, own=own, **self.options)
         return dict(zip(lying, sent, strict=True))
 
-    def _send(self, reply: Reply, order: Order, update: Tensor) -> Reply:
+    def _send(self, response: Response, request: Request, update: Tensor) -> Response:
         """The reply with another update, encoded as the algorithm asks."""
-        active = self._active(order)
+        active = self._active(request)
         wanted = (update if active is None else update[active]).contiguous()
-        stream = torch_stream(self.seed, "encode attack", order.round, order.client)
-        return replace(reply, update=self.engine.algorithm.compression.encode(wanted, stream, None))
+        stream = torch_stream(self.seed, "encode attack", request.round, request.client)
+        return replace(response, update=self.engine.algorithm.compression.encode(wanted, stream, None))
 
-    def _active(self, order: Order) -> Tensor | None:
+    def _active(self, request: Request) -> Tensor | None:
         """Which coordinates this client may move; None: all of them."""
-        bits = order.auxiliary.get("active")
+        bits = request.auxiliary.get("active")
         return None if bits is None else unpack_bits(bits, self.engine.context.space.trained)
 
-    def _read(self, reply: Reply, order: Order) -> Tensor | None:
+    def _read(self, response: Response, request: Request) -> Tensor | None:
         """The update of a reply over the whole space; None for a client whose training diverged."""
-        assert reply.update is not None
+        assert response.update is not None
         try:
-            update = decode(reply.update, self.engine.algorithm.compression, reply.update.length)
+            update = decode(response.update, self.engine.algorithm.compression, response.update.length)
         except BadPayload:
             return None
-        active = self._active(order)
+        active = self._active(request)
         return update if active is None else spread(update, active)
 
 
@@ -233,7 +233,7 @@ def make_copies(context: ClientContext, client: int, attack: str, seed: int, tri
     labels, marked = context.examples.labels[rows].clone(), torch.zeros(len(rows), dtype=torch.bool)
     if attack == "label_flip":
         return Copies(rows, flip_labels(labels, context.network.classes), marked)
-    order = torch.randperm(len(rows), generator=torch_stream(seed, "poison", client))
-    marked[order[: round(trigger.share * len(rows))]] = True
+    request = torch.randperm(len(rows), generator=torch_stream(seed, "poison", client))
+    marked[request[: round(trigger.share * len(rows))]] = True
     labels[marked] = trigger.target
     return Copies(rows, labels, marked)

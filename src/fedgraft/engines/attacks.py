@@ -69,9 +69,16 @@ def constant(value: float) -> Attack:
 
 
 ATTACKS: Mapping[str, Attack] = {
-    "sign_flip": sign_flip, "scaling": scaling, "gaussian": gaussian, "ipm": inner_product, "alie": little_is_enough,
-    "mimic": mimic, "zero": constant(0.0), "nan": constant(math.nan), "inf": constant(math.inf),
-}  # fmt: skip
+    "sign_flip": sign_flip,
+    "scaling": scaling,
+    "gaussian": gaussian,
+    "ipm": inner_product,
+    "alie": little_is_enough,
+    "mimic": mimic,
+    "zero": constant(0.0),
+    "nan": constant(math.nan),
+    "inf": constant(math.inf),
+}
 
 
 def attack(

@@ -29,7 +29,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.authorize import admit
 from fedgraft.client.handle import ClientContext, ClientMemory, carry_out, trained
 from fedgraft.core.errors import Refused
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import Phase, asking
 from fedgraft.core.rng import torch_stream
 from fedgraft.engines.choice import cores
@@ -98,7 +98,7 @@ class _Job:
     """One client's order and its rows. How they fall into batches is drawn where the steps are taken."""
 
     place: int
-    order: Order
+    request: Request
     rows: Tensor
     rule: LocalTraining
     seed: int
@@ -114,7 +114,7 @@ class _Job:
     @cached_property
     def drawn(self) -> Tensor:
         """The rows of all steps, one step after the other."""
-        shuffle = torch_stream(self.seed, "shuffle", "train", self.order.round, self.order.client)
+        shuffle = torch_stream(self.seed, "shuffle", "train", self.request.round, self.request.client)
         return drawn(self.rows, self.rule, shuffle)
 
 
@@ -132,51 +132,53 @@ class Batched:
         self._buffers: list[dict[str, Tensor]] = []
         self._threads: ThreadPoolExecutor | None = None
 
-    def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
+    def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
         """Carry out the orders; replies in their order, (client, sentence) for one that was refused."""
         able = self.reason is None
-        together = [i for i, o in enumerate(orders) if able and o.action == "train" and not o.auxiliary]
-        together = [i for i in together if self._admitted(orders[i])]
-        found: dict[int, Reply | tuple[int, str]] = {}
-        with asking(orders) as asked:
-            found |= zip(together, self._train([orders[i] for i in together], asked), strict=True)
-            for i, order in enumerate(orders):
+        together = [i for i, o in enumerate(requests) if able and o.action == "train" and not o.auxiliary]
+        together = [i for i in together if self._admitted(requests[i])]
+        found: dict[int, Response | tuple[int, str]] = {}
+        with asking(requests) as asked:
+            found |= zip(together, self._train([requests[i] for i in together], asked), strict=True)
+            for i, request in enumerate(requests):
                 if i not in found:
-                    reply, kept = carry_out(order, self.algorithm, self.context, self.memory.get(order.client, {}))
-                    found[i] = (order.client, reply) if isinstance(reply, str) else reply
+                    response, kept = carry_out(
+                        request, self.algorithm, self.context, self.memory.get(request.client, {})
+                    )
+                    found[i] = (request.client, response) if isinstance(response, str) else response
                     asked.advance()
                     if kept:
-                        self.memory[order.client] = kept
-        return [found[i] for i in range(len(orders))]
+                        self.memory[request.client] = kept
+        return [found[i] for i in range(len(requests))]
 
-    def _admitted(self, order: Order) -> bool:
+    def _admitted(self, request: Request) -> bool:
         """Whether the client's rules let it train; one that they do not is refused by name when its turn comes."""
-        memory = self.memory.get(order.client, {})
+        memory = self.memory.get(request.client, {})
         try:
-            kept = admit(order, self.algorithm, self.context, memory)
+            kept = admit(request, self.algorithm, self.context, memory)
         except Refused:
             return False
         if kept is not memory:
-            self.memory[order.client] = kept
+            self.memory[request.client] = kept
         return True
 
-    def _train(self, orders: Sequence[Order], asked: Phase) -> list[Reply]:
+    def _train(self, requests: Sequence[Request], asked: Phase) -> list[Response]:
         """Replies in the order of the orders; clients of equal steps and about equal batches share a chunk."""
-        if not orders:
+        if not requests:
             return []
         rule, seed = self.algorithm.local, self.context.seed
         jobs = [
-            _Job(i, order, self.context.rows(order.client), rule.of(order.client), seed)
-            for i, order in enumerate(orders)
+            _Job(i, request, self.context.rows(request.client), rule.of(request.client), seed)
+            for i, request in enumerate(requests)
         ]
         if isinstance(self.context.examples, Preparable) and torch.get_num_threads() == 1:
             prepare_features(self.context.examples, torch.cat([job.drawn for job in jobs]), self.threads)
-        jobs.sort(key=lambda job: (len(job.sizes), float(job.order.settings["lr"]), job.sizes[0], job.place))
+        jobs.sort(key=lambda job: (len(job.sizes), float(job.request.settings["lr"]), job.sizes[0], job.place))
         chunks = []
-        for _, group in groupby(jobs, key=lambda job: (len(job.sizes), job.order.settings["lr"])):
+        for _, group in groupby(jobs, key=lambda job: (len(job.sizes), job.request.settings["lr"])):
             alike = list(group)
             chunks += [alike[i : i + CHUNK] for i in range(0, len(alike), CHUNK)]
-        found: list[list[Reply]] = [[] for _ in chunks]
+        found: list[list[Response]] = [[] for _ in chunks]
         waiting = iter(enumerate(chunks))
 
         def work() -> None:
@@ -190,12 +192,14 @@ class Batched:
         work()
         for helper in helping:
             helper.result()
-        replies = [reply for part in found for reply in part]
-        by_place = {job.place: reply for job, reply in zip([j for c in chunks for j in c], replies, strict=True)}
-        return [by_place[i] for i in range(len(orders))]
+        responses = [response for part in found for response in part]
+        by_place = {
+            job.place: response for job, response in zip([j for c in chunks for j in c], responses, strict=True)
+        }
+        return [by_place[i] for i in range(len(requests))]
 
     @torch.no_grad()
-    def _chunk(self, jobs: list[_Job]) -> list[Reply]:
+    def _chunk(self, jobs: list[_Job]) -> list[Response]:
         """Train the heads of these clients side by side."""
         rule, network = jobs[0].rule, self.context.network
         c, b, d, k = len(jobs), max(job.sizes[0] for job in jobs), network.width, network.classes
@@ -203,11 +207,11 @@ class Batched:
         values, gradient = (_buffer(buffers, name, c * k * (d + 1)) for name in ("values", "gradient"))
         stack = Stack(values, gradient, (c, k, d, b), rule.optimizer)
         for i, job in enumerate(jobs):
-            assert job.order.vector is not None
-            stack.weight[i] = job.order.vector[: k * d].view(k, d)
-            stack.bias[i] = job.order.vector[k * d :].view(k, 1)
-        rate = rule.rate(float(jobs[0].order.settings["lr"]), len(jobs[0].rows))
-        flips = [torch_stream(self.context.seed, "augment", "train", j.order.round, j.order.client) for j in jobs]
+            assert job.request.vector is not None
+            stack.weight[i] = job.request.vector[: k * d].view(k, d)
+            stack.bias[i] = job.request.vector[k * d :].view(k, 1)
+        rate = rule.rate(float(jobs[0].request.settings["lr"]), len(jobs[0].rows))
+        flips = [torch_stream(self.context.seed, "augment", "train", j.request.round, j.request.client) for j in jobs]
         room = _buffer(buffers, "logits", c * k * b).view(c, k, b)
         steps, likelihoods = len(jobs[0].sizes), []
         labels, weights = self._labels(jobs, b)
@@ -226,9 +230,9 @@ class Batched:
                 likelihoods.append(found)
         means = torch.stack(likelihoods).sum((2, 3)).mean(0).div_(-b if weights is None else -1).tolist()
         far = rate * rule.optimizer.effective_steps(steps) if rule.optimizer.effective_steps else math.nan
-        replies = [self._reply(job, stack.weight[i], stack.bias[i], means[i], far) for i, job in enumerate(jobs)]
+        responses = [self._reply(job, stack.weight[i], stack.bias[i], means[i], far) for i, job in enumerate(jobs)]
         self._buffers.append(buffers)
-        return replies
+        return responses
 
     def _labels(self, jobs: list[_Job], b: int) -> tuple[Tensor, Tensor | None]:
         """Labels and weights of all steps, (c, steps, 1, b) each; every example counts 1 / b where there are none.
@@ -267,12 +271,12 @@ class Batched:
         with self._reading:  # examples may compute what they have not kept yet, with the one network there is
             room.copy_(self.context.examples.batch(rows, flips))
 
-    def _reply(self, job: _Job, weight: Tensor, bias: Tensor, loss: float, effective_steps: float) -> Reply:
-        order, algorithm = job.order, self.algorithm
-        assert order.vector is not None
-        update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(order.vector)
-        update, scalars = run_chain(algorithm.update, update, Sending(effective_steps, order.settings, len(update)))
-        return trained(order, algorithm, self.context, update, scalars, (loss, len(job.sizes)), {})
+    def _reply(self, job: _Job, weight: Tensor, bias: Tensor, loss: float, effective_steps: float) -> Response:
+        request, algorithm = job.request, self.algorithm
+        assert request.vector is not None
+        update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(request.vector)
+        update, scalars = run_chain(algorithm.update, update, Sending(effective_steps, request.settings, len(update)))
+        return trained(request, algorithm, self.context, update, scalars, (loss, len(job.sizes)), {})
 
 
 def _error(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:

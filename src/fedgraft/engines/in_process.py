@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.handle import ClientContext, ClientMemory, carry_out
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import asking
 
 
@@ -18,12 +18,12 @@ class InProcess:
         self.context = context
         self.memory: dict[int, ClientMemory] = {}
 
-    def exchange(self, orders: Sequence[Order]) -> Iterator[Reply | tuple[int, str]]:
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Response | tuple[int, str]]:
         """Carry out the orders one by one; (client, sentence) stands for one that was refused."""
-        with asking(orders) as asked:
-            for order in orders:
-                reply, kept = carry_out(order, self.algorithm, self.context, self.memory.get(order.client, {}))
+        with asking(requests) as asked:
+            for request in requests:
+                response, kept = carry_out(request, self.algorithm, self.context, self.memory.get(request.client, {}))
                 if kept:
-                    self.memory[order.client] = kept
+                    self.memory[request.client] = kept
                 asked.advance()
-                yield (order.client, reply) if isinstance(reply, str) else reply
+                yield (request.client, response) if isinstance(response, str) else response

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.handle import ClientContext, ClientMemory, carry_out
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, pack, unpack
+from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.core.progress import EXTRACTION, asking, phase
 from fedgraft.engines.shared_memory import Parts, Work, Workers
 
@@ -42,24 +42,24 @@ class Pool:
         self._crew: Workers | None = None
         self._seen: object = None
 
-    def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
+    def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
         """Carry out the orders; replies in their order. Memories change only when none has failed.
 
         A client that takes longer than the deadline has not answered: its worker is killed, its memory stays as it was.
         """
-        if len({order.client for order in orders}) < len(orders):
+        if len({request.client for request in requests}) < len(requests):
             raise FedgraftError("a client can carry out only one order at a time; send its orders one after another.")
         name = lambda o: f"client {o.client} in round {o.round}"  # noqa: E731
         try:
-            with asking(orders) as asked:
-                answers = self._ready().map(orders, self._send, _receive, name, self.deadline, asked.advance)
+            with asking(requests) as asked:
+                answers = self._ready().map(requests, self._send, _receive, name, self.deadline, asked.advance)
         except BaseException:
             self.close()
             raise
-        pairs = zip(orders, answers, strict=True)
+        pairs = zip(requests, answers, strict=True)
         self.memory |= {o.client: found[1] for o, found in pairs if found is not None and found[1]}
         late = f"no answer within {self.deadline} s"
-        return [(o.client, late) if found is None else found[0] for o, found in zip(orders, answers, strict=True)]
+        return [(o.client, late) if found is None else found[0] for o, found in zip(requests, answers, strict=True)]
 
     def close(self) -> None:
         """End the workers; the next exchange starts new ones."""
@@ -80,28 +80,32 @@ class Pool:
             self._crew, self._seen = Workers(_work(self.algorithm, self.context), self.workers), present
         return self._crew
 
-    def _send(self, order: Order) -> list[bytes]:
-        memory = Order(order.run, order.round, order.client, "remember", auxiliary=self.memory.get(order.client, {}))
-        return [pack(order), pack(memory)]
+    def _send(self, request: Request) -> list[bytes]:
+        memory = Request(
+            request.run, request.round, request.client, "remember", auxiliary=self.memory.get(request.client, {})
+        )
+        return [pack(request), pack(memory)]
 
 
 def _work(algorithm: Algorithm, context: ClientContext) -> Work:
     """What a worker does with an order and a memory: the same `handle` as everywhere."""
 
     def work(parts: Parts) -> list[bytes]:
-        order, memory = unpack(Order, parts[0]), unpack(Order, parts[1]).auxiliary
-        reply, kept = carry_out(order, algorithm, context, memory)
-        remembers = [] if kept is memory else [pack(Reply(order.run, order.round, order.client, evidence=kept))]
-        return [_REFUSED + reply.encode() if isinstance(reply, str) else pack(reply), *remembers]
+        request, memory = unpack(Request, parts[0]), unpack(Request, parts[1]).auxiliary
+        response, kept = carry_out(request, algorithm, context, memory)
+        remembers = (
+            [] if kept is memory else [pack(Response(request.run, request.round, request.client, evidence=kept))]
+        )
+        return [_REFUSED + response.encode() if isinstance(response, str) else pack(response), *remembers]
 
     return work
 
 
-def _receive(order: Order, parts: Parts) -> tuple[Reply | tuple[int, str], ClientMemory]:
-    first, kept = bytes(parts[0][: len(_REFUSED)]), unpack(Reply, parts[1]).evidence if len(parts) > 1 else {}
+def _receive(request: Request, parts: Parts) -> tuple[Response | tuple[int, str], ClientMemory]:
+    first, kept = bytes(parts[0][: len(_REFUSED)]), unpack(Response, parts[1]).evidence if len(parts) > 1 else {}
     if first == _REFUSED:
-        return (order.client, bytes(parts[0][len(_REFUSED) :]).decode()), kept
-    return unpack(Reply, parts[0]), kept
+        return (request.client, bytes(parts[0][len(_REFUSED) :]).decode()), kept
+    return unpack(Response, parts[0]), kept
 
 
 @runtime_checkable

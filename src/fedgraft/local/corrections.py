@@ -69,11 +69,16 @@ def chain(*corrections: Correction) -> Correction:
         return Closing(memory, {name: tensor for end in ends for name, tensor in end.sums.items()})
 
     return Correction(
-        "+".join(c.name for c in corrections), prepare, adjust, finish,
-        any(c.needs_effective_steps for c in corrections), tuple(n for c in corrections for n in c.sends),
-        tuple(n for c in corrections for n in c.receives), any(c.remembers for c in corrections),
+        "+".join(c.name for c in corrections),
+        prepare,
+        adjust,
+        finish,
+        any(c.needs_effective_steps for c in corrections),
+        tuple(n for c in corrections for n in c.sends),
+        tuple(n for c in corrections for n in c.receives),
+        any(c.remembers for c in corrections),
         nothing=all(c.nothing for c in corrections),
-    )  # fmt: skip
+    )
 
 
 def proximal(mu: float) -> Correction:

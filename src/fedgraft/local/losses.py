@@ -151,9 +151,12 @@ def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_sm
         return value
 
     return Loss(
-        "contrastive", begin, lambda context: {"previous_model": context.values.clone()},
-        remembers=True, needs_moving_body=True,
-    )  # fmt: skip
+        "contrastive",
+        begin,
+        lambda context: {"previous_model": context.values.clone()},
+        remembers=True,
+        needs_moving_body=True,
+    )
 
 
 LOSSES |= {"cross_entropy": cross_entropy, "calibrated": calibrated, "contrastive": contrastive}

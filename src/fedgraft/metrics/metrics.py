@@ -236,9 +236,16 @@ def _check(confusion: Array, names: Sequence[str]) -> None:
 
 
 NAMES = (
-    "accuracy", "top5", "balanced_accuracy", "sensitivity", "specificity", "f1", "auroc", "calibration_error",
+    "accuracy",
+    "top5",
+    "balanced_accuracy",
+    "sensitivity",
+    "specificity",
+    "f1",
+    "auroc",
+    "calibration_error",
     "log_loss",
-)  # fmt: skip
+)
 """What `metrics = [...]` can name; sensitivity and specificity are of each class only."""
 ERRORS = ("calibration_error", "log_loss")
 """Metrics of which less is better."""

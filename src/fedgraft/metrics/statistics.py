@@ -12,8 +12,11 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import numpy_stream
 
 _LATEX = {sign: f"\\{sign}" for sign in "%_&#${}"} | {
-    "±": r"$\pm$", "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
-}  # fmt: skip
+    "±": r"$\pm$",
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
 
 
 @dataclass(frozen=True)

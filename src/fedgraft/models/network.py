@@ -27,9 +27,15 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 # Settings that change what a network computes without showing in its shapes.
 _SETTINGS = (
-    "model_type", "num_attention_heads", "num_heads", "layer_norm_eps", "hidden_act", "window_size", "norm",
+    "model_type",
+    "num_attention_heads",
+    "num_heads",
+    "layer_norm_eps",
+    "hidden_act",
+    "window_size",
+    "norm",
     "downsample_in_bottleneck",
-)  # fmt: skip
+)
 
 
 class Dropout(nn.Module):

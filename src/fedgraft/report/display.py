@@ -47,10 +47,15 @@ class LiveProgress:
     def __init__(self, console: Console) -> None:
         self.console = console
         columns = (
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
-            TextColumn("·"), TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)), TextColumn("left"),
-        )  # fmt: skip
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
+            TextColumn("·"),
+            TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
+            TextColumn("left"),
+        )
         self.live = console.is_terminal and not console.is_jupyter
         self.bar = Progress(*columns, console=console, transient=False, auto_refresh=False)
         self.bars: dict[Phase, TaskID] = {}

@@ -30,13 +30,32 @@ DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK = "#222222"
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans", "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11,
-    "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.fontsize": 10, "figure.titlesize": 13,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "text.color": INK,
-    "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.titlelocation": "left", "legend.frameon": False,
-    "savefig.dpi": 160, "svg.fonttype": "none", "svg.hashsalt": "fedgraft", "pdf.fonttype": 42,
-}  # fmt: skip
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.labelsize": 11,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10,
+    "figure.titlesize": 13,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "savefig.dpi": 160,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedgraft",
+    "pdf.fonttype": 42,
+}
 _UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}
 
 
@@ -105,9 +124,14 @@ def heatmap(path: Path | str, matrix: Any, **options: Any) -> Path:
 
 
 def scatter_front(
-    path: Path | str, points: Mapping[str, tuple[float, float]], *, xlabel: str = "", ylabel: str = "", title: str = "",
+    path: Path | str,
+    points: Mapping[str, tuple[float, float]],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
     levels: Levels = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Cost against gain, cost on a logarithmic axis, with the points nothing else beats joined by a line."""
     need(points, "points")
     front = pareto(points)
@@ -220,9 +244,13 @@ def need(data: Any, what: str) -> None:
 
 
 def _paint(
-    figure: Figure, grids: Mapping[str, np.ndarray], xlabel: str = "", ylabel: str = "", scale: str = "",
+    figure: Figure,
+    grids: Mapping[str, np.ndarray],
+    xlabel: str = "",
+    ylabel: str = "",
+    scale: str = "",
     labels: tuple[Sequence[object], Sequence[object]] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Every matrix in its panel, numbers in the cells where they fit, and one colour bar."""
     finite = np.concatenate([grid[np.isfinite(grid)].ravel() for grid in grids.values()])
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)

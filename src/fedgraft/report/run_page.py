@@ -70,9 +70,13 @@ def _about(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     trained = str(get("trainable.kind", "")).replace("last_blocks", f"last {get('trainable.blocks')} blocks")
     clients = (summary.get("data") or {}).get("clients") or get("partition.clients")  # the data may name its owners
     parts = {
-        "{}": get("algorithm.name"), "model {}": get("model.name"), "data {}": get("data.source"),
-        "{} clients": clients, "trains {}": trained.replace("_", " "), "seed {}": get("seed"),
-    }  # fmt: skip
+        "{}": get("algorithm.name"),
+        "model {}": get("model.name"),
+        "data {}": get("data.source"),
+        "{} clients": clients,
+        "trains {}": trained.replace("_", " "),
+        "seed {}": get("seed"),
+    }
     return " · ".join(text.format(Path(str(part)).name) for text, part in parts.items() if part not in (None, ""))
 
 

@@ -16,12 +16,22 @@ from fedgraft.core.files import plain
 _Z = 1.959963984540054  # of 95 %
 NONE = "–"
 LABELS = {
-    "validation.accuracy": "validation accuracy", "best_round": "best round", "test.accuracy": "test accuracy",
-    "test.top5": "test accuracy within five guesses", "test.loss": "test loss", "test.count": "test images",
-    "edited.coordinates": "weights trained", "edited.of": "weights of the model", "bytes_up": "sent up",
-    "bytes_down": "sent down", "seconds": "time", "exchange": "clients train and send",
-    "auroc": "AUROC", "f1": "F1", "top5": "accuracy within five guesses",
-}  # fmt: skip
+    "validation.accuracy": "validation accuracy",
+    "best_round": "best round",
+    "test.accuracy": "test accuracy",
+    "test.top5": "test accuracy within five guesses",
+    "test.loss": "test loss",
+    "test.count": "test images",
+    "edited.coordinates": "weights trained",
+    "edited.of": "weights of the model",
+    "bytes_up": "sent up",
+    "bytes_down": "sent down",
+    "seconds": "time",
+    "exchange": "clients train and send",
+    "auroc": "AUROC",
+    "f1": "F1",
+    "top5": "accuracy within five guesses",
+}
 """What keys of summary.json and metrics.jsonl are called, where their own words do not say it."""
 
 

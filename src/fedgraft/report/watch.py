@@ -48,9 +48,10 @@ def frame(run: RunRecord, width: int = 80) -> RenderableType:
     now = [_row("now", text) for text in present(run.path)] if status == "running" else []
     parts: list[RenderableType] = [*now, _progress(lines, ("epoch" if central else "round", total), status, width)]
     for key, label, colour, factor in (
-        ("accuracy", "validation %", "green", 100.0), ("loss", "validation loss", "magenta", 1.0),
+        ("accuracy", "validation %", "green", 100.0),
+        ("loss", "validation loss", "magenta", 1.0),
         ("train_loss", "training loss", "blue", 1.0),
-    ):  # fmt: skip
+    ):
         values = [factor * line[key] for line in lines if line.get(key) is not None]
         if values:
             parts.append(_curve(label, values, colour, width))

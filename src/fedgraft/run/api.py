@@ -111,15 +111,17 @@ class Result:
         start = self.curve()[0][1] if self.curve() else float("nan")
         best, up = self.summary["validation"]["accuracy"], self.summary["bytes_up"] / 1e6
         test = f", test {100 * self.accuracy:.1f} %" if "test" in self.summary else ""
-        return "\n".join([
-            *(f"{name}: {text}" for name, text in protection_rows(self.summary.get("privacy") or {}).items()),
-            *([self.summary["note"]] if "note" in self.summary else []),
-            f"Result({self.summary['rounds']} rounds, best after round {self.summary['best_round']})",
-            f"  validation {100 * start:.1f} % -> {100 * best:.1f} %{test}",
-            f"  {self.summary['edited']['coordinates']:,} of {self.summary['edited']['of']:,} weights trained, "
-            f"{up:.1f} MB up, {self.summary['bytes_down'] / 1e6:.1f} MB down, {self.summary['seconds']:.0f} s",
-            f"  folder {self.folder}",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                *(f"{name}: {text}" for name, text in protection_rows(self.summary.get("privacy") or {}).items()),
+                *([self.summary["note"]] if "note" in self.summary else []),
+                f"Result({self.summary['rounds']} rounds, best after round {self.summary['best_round']})",
+                f"  validation {100 * start:.1f} % -> {100 * best:.1f} %{test}",
+                f"  {self.summary['edited']['coordinates']:,} of {self.summary['edited']['of']:,} weights trained, "
+                f"{up:.1f} MB up, {self.summary['bytes_down'] / 1e6:.1f} MB down, {self.summary['seconds']:.0f} s",
+                f"  folder {self.folder}",
+            ]
+        )
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><td>{n}</td><td>{100 * value:.1f} %</td></tr>" for n, value in self.curve())
@@ -243,9 +245,13 @@ def _config(
     given = {"lr": algorithm.local.lr, "batch_size": algorithm.local.batch_size}
     local = {key: value for key, value in given.items() if value is not None}
     base = {
-        "seed": seed, "engine": engine, "workers": workers, "local": local,
-        "partition": {"clients": clients.clients}, "rounds": {"total": rounds},
-    }  # fmt: skip
+        "seed": seed,
+        "engine": engine,
+        "workers": workers,
+        "local": local,
+        "partition": {"clients": clients.clients},
+        "rounds": {"total": rounds},
+    }
     tables = {key.removesuffix("_"): dict(v) if isinstance(v, Mapping) else v for key, v in options.items()}
     for name in ("algorithm", "trainable", "local", "loss", "compression", "privacy", "partition"):
         if name in tables:
@@ -272,10 +278,12 @@ def _config(
 
 
 _OBJECTS = {
-    "data": ({"resize", "normalise", "cache_features", "grey_window"}, "the data's or the model's to say: give it to "
-             "fg.data..., fg.partition... or fg.model(..., image_size=112)"),
+    "data": (
+        {"resize", "normalise", "cache_features", "grey_window"},
+        "the data's or the model's to say: give it to fg.data..., fg.partition... or fg.model(..., image_size=112)",
+    ),
     "model": ({"head", "ridge", "probe_steps"}, "the model's to say: give it to fg.model(...)"),
-}  # fmt: skip
+}
 """Options that may be said beside objects, and who says the others."""
 
 

@@ -33,11 +33,15 @@ def as_central(config: Config) -> Config:
         "partition": {"kind": "iid", "clients": 1},
         "local": {"epochs": 1},
         "rounds": {
-            "fraction": 1.0, "total": 0 if c.kind == "ridge" else c.epochs, "patience": c.patience,
-            "min_delta": 0.0, "evaluate_every": 1, "checkpoint_every": 1,
+            "fraction": 1.0,
+            "total": 0 if c.kind == "ridge" else c.epochs,
+            "patience": c.patience,
+            "min_delta": 0.0,
+            "evaluate_every": 1,
+            "checkpoint_every": 1,
         },
         "centralized": {"active": True},
-    }  # fmt: skip
+    }
     if c.kind == "ridge":
         central["model"] = {"head": "ridge"}
     return validate(merge(table, central))

@@ -38,7 +38,7 @@ def unit(rows: Tensor) -> Tensor:
 def client_class_sums(sums: Sums) -> Tensor:
     """Every client's sums by class, (clients, width+1, classes)."""
     check_clear(sums.privacy.hidden)
-    return torch.stack([reply.sums["cross"] for reply in sums.each("class_sums")])
+    return torch.stack([response.sums["cross"] for response in sums.each("class_sums")])
 
 
 def check_clear(hidden: bool, instead: str = "model.head='ncm'") -> None:

@@ -66,10 +66,15 @@ def card_of(found: Adapted, summary: Summary) -> Card:
     task, config, algorithm = found.job.task, found.job.config, found.job.algorithm
     edited, data = summary.get("edited", {}), summary.get("data", {})
     training: dict[str, object] = {
-        "algorithm": algorithm.name, "rounds": summary.get("rounds"), "delivered": _delivered(summary),
-        "clients": config.partition.clients, "local rate": algorithm.local.lr, "batch": algorithm.local.batch_size,
-        "weights trained": f"{edited.get('coordinates', 0):,} of {edited.get('of', 0):,}", "seed": config.seed,
-    }  # fmt: skip
+        "algorithm": algorithm.name,
+        "rounds": summary.get("rounds"),
+        "delivered": _delivered(summary),
+        "clients": config.partition.clients,
+        "local rate": algorithm.local.lr,
+        "batch": algorithm.local.batch_size,
+        "weights trained": f"{edited.get('coordinates', 0):,} of {edited.get('of', 0):,}",
+        "seed": config.seed,
+    }
     told = data and f"{data['name']}: {data['images']:,} training images, {data['clients']} owners. "
     return Card(
         title=f"{config.name}, adapted with fedgraft",

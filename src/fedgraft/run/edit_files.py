@@ -111,8 +111,11 @@ def apply_to_folder(edit: Edit, base: Base, to: Path, scale: float = 1.0) -> Pat
 
 
 WAYS: Mapping[str, tuple[str, ...]] = {
-    "sum": (), "ties": ("share",), "dare": ("share", "seed"), "fisher": ("runs", "seed"),
-}  # fmt: skip
+    "sum": (),
+    "ties": ("share",),
+    "dare": ("share", "seed"),
+    "fisher": ("runs", "seed"),
+}
 """How edits become one, and which options that has."""
 SHARES: Mapping[str, tuple[Any, float]] = {"ties": (Share, 0.2), "dare": (Rest, 0.5)}
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext, ClientMemory
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.engines.batched import Batched, applies
 from fedgraft.engines.choice import Choice, Wanted, choose_engine
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
 from fedgraft.run.job import Job
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.secure_sum import Sums
 
 log = logging.getLogger("fedgraft")
@@ -33,7 +33,7 @@ class Remote(Protocol):
     """Bytes of all messages so far, whatever for."""
 
     def open(self, run: str, tensors: Mapping[str, Tensor]) -> None: ...
-    def exchange(self, orders: Sequence[Order]) -> Iterable[Reply | tuple[int, Reply | bytes | str]]: ...
+    def exchange(self, requests: Sequence[Request]) -> Iterable[Response | tuple[int, Response | bytes | str]]: ...
 
 
 AnyEngine = InProcess | Pool | Batched | Remote
@@ -92,7 +92,7 @@ class Engines:
         asking = Sums(
             exchange, f.run, f.founders if clients is None else clients, job.task.network, job.algorithm.privacy
         )
-        asking.claims = Claims(job.task.data.sizes_by_client(), dealt=job.task.data.rows_known)
+        asking.example_counts = ExampleCounts(job.task.data.sizes_by_client(), dealt=job.task.data.rows_known)
         return asking
 
     def close(self) -> None:

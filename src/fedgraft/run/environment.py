@@ -18,9 +18,21 @@ import fedgraft
 from fedgraft.engines.choice import cores
 
 PACKAGES = (
-    "fedgraft", "torch", "transformers", "safetensors", "numpy", "scipy", "scikit-learn", "pillow", "pyarrow", "peft",
-    "datasets", "cryptography", "dp-accounting", "flwr",
-)  # fmt: skip
+    "fedgraft",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "scipy",
+    "scikit-learn",
+    "pillow",
+    "pyarrow",
+    "peft",
+    "datasets",
+    "cryptography",
+    "dp-accounting",
+    "flwr",
+)
 """Packages whose version can change a result."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply
+from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import EditSpace
@@ -31,7 +31,7 @@ from fedgraft.run.job import Job
 from fedgraft.run.kept import kept_tensors
 from fedgraft.run.opening import claims_of
 from fedgraft.server.collect import Engine
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import counted, counts, replies_to
 from fedgraft.server.secure_sum import Sums
 
@@ -143,7 +143,7 @@ def probe_head(sums: Sums, steps: int, decay: float = 1e-3, damping: float = 1e-
     return raw(best.x)
 
 
-class Judgement:
+class LocalScorer:
     """Accuracy and loss of a head on these features, the server's own."""
 
     def __init__(self, features: Tensor, labels: Tensor) -> None:
@@ -160,32 +160,36 @@ class Judgement:
         return found
 
 
-class Elsewhere:
+class RemoteScorer:
     """Accuracy and loss of heads on images that the clients hold out; only counts and sums of losses come back."""
 
-    def __init__(self, engine: Engine, run: str, clients: Sequence[int], claims: Claims) -> None:
-        self.engine, self.run, self.clients, self.claims, self.count = engine, run, clients, claims, 1
+    def __init__(self, engine: Engine, run: str, clients: Sequence[int], example_counts: ExampleCounts) -> None:
+        self.engine, self.run, self.clients, self.example_counts, self.count = engine, run, clients, example_counts, 1
 
     def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
         """(accuracy, loss) of each, over the images of all clients."""
         models = {"heads": torch.stack(list(heads)).double()}
-        orders = [Order(self.run, -1, k, "count", auxiliary=models) for k in self.clients]
-        expected = counts(orders, len(heads), self.claims, "validation")
-        measured = summed_counts(replies_to(self.engine.exchange, orders, expected), self.claims, "validation")
+        requests = [Request(self.run, -1, k, "count", auxiliary=models) for k in self.clients]
+        expected = counts(requests, len(heads), self.example_counts, "validation")
+        measured = summed_counts(
+            replies_to(self.engine.exchange, requests, expected), self.example_counts, "validation"
+        )
         self.count = max(1, measured[0].count)
         return [(one.accuracy, one.loss) for one in measured]
 
 
-def summed_counts(replies: Sequence[Reply], claims: Claims, split: str) -> list[Evaluation]:
+def summed_counts(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> list[Evaluation]:
     """What clients counted, (models, 4) each: right, among the first five, sum of losses, images; summed over them."""
-    weights = counted(replies, claims, split)
-    total = sum((reply.sums["counts"] * weights[reply.client] for reply in replies), torch.zeros(1, 4).double())
+    weights = counted(responses, example_counts, split)
+    total = sum(
+        (response.sums["counts"] * weights[response.client] for response in responses), torch.zeros(1, 4).double()
+    )
     if not total[0, 3]:
         raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
     return [Evaluation(float(s / n), float(a / n), float(b / n), int(n)) for a, b, s, n in total]
 
 
-def tempered(head: Tensor, judge: Judge) -> Tensor:
+def calibrate_temperature(head: Tensor, judge: Judge) -> Tensor:
     """The head scaled so that its softmax is honest: least squares gives directions, not log-odds.
 
     The smallest scale within one standard error of the best: half a nat in the likelihood of all images (Wilks 1938).
@@ -261,9 +265,9 @@ def _judge(job: Job, engines: Engines) -> Judge:
     """On the server's images, or on those that clients hold out."""
     data, context = job.task.data, job.backbone_context
     if data.blind:
-        return Elsewhere(engines.preparing(context), job.federation.run, job.federation.founders, claims_of(data))
+        return RemoteScorer(engines.preparing(context), job.federation.run, job.federation.founders, claims_of(data))
     rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
-    return Judgement(features_of(job.task.network, context.examples, rows), job.task.train_images.labels[rows])
+    return LocalScorer(features_of(job.task.network, context.examples, rows), job.task.train_images.labels[rows])
 
 
 def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
@@ -271,11 +275,11 @@ def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
     if job.config.head == "probe":
         return probe_head(sums, m.probe_steps)
     if job.config.head == "ncm":
-        return tempered(ncm_head(sums), judge)
+        return calibrate_temperature(ncm_head(sums), judge)
     if job.config.head == "cof":
         head, penalty = strongest(cof_heads(client_class_sums(sums), GRID if m.ridge is None else (m.ridge,)), judge)
-        return tempered(head, judge)
+        return calibrate_temperature(head, judge)
     head, penalty = ridge_head(sums, m.ridge, judge)
     if len(sums.clients) > 1:  # a line for each client that starts alone would bury the others
         log.info("head initialisation: ridge penalty %g", penalty)
-    return tempered(head, judge)
+    return calibrate_temperature(head, judge)

@@ -203,8 +203,10 @@ def job_of(config: Config, data: FederatedData | None = None) -> Job:
 def members(config: Config, data: FederatedData) -> dict[str, Any]:
     """Who takes part and when, by number, as fields of a federation."""
     p = config.partition
-    joins, leaves = ({k: rounds[name] for name, k in numbers_of(rounds, option, data).items()}
-                     for rounds, option in ((p.joins, "joins"), (p.leaves, "leaves")))  # fmt: skip
+    joins, leaves = (
+        {k: rounds[name] for name, k in numbers_of(rounds, option, data).items()}
+        for rounds, option in ((p.joins, "joins"), (p.leaves, "leaves"))
+    )
     if early := [k for k in joins if leaves.get(k, joins[k]) < joins[k]]:
         raise FedgraftError(f"client {data.client_names[early[0]]} leaves before it joins; see partition.joins.")
     never = numbers_of(p.without, "without", data).values()

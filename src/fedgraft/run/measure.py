@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, Scalar
+from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples
 from fedgraft.core.state import ServerState
 from fedgraft.metrics import metrics, scores
@@ -25,11 +25,11 @@ from fedgraft.run.head_init import summed_counts
 from fedgraft.run.job import Job
 from fedgraft.run.opening import Opening
 from fedgraft.server.collect import Engine
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import counts, evaluation, replies_to
 from fedgraft.server.expected import name as name_all
 from fedgraft.server.secure_sum import Sums
-from fedgraft.server.validate import Field, Rejection, validate_replies
+from fedgraft.server.validate import Field, Rejection, validate_responses
 
 
 @dataclass(frozen=True)
@@ -132,29 +132,29 @@ class Measure:
                 raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
             self.summed.clear()
             return self.summed.setdefault(known, Found(evaluation_of(sums), sums))
-        orders = [Order(f.run, round, k, "count", space, vector, {}, settings) for k in asked]
+        requests = [Request(f.run, round, k, "count", space, vector, {}, settings) for k in asked]
         more, lie = self._score_fields(("",) if self.counting else ())
-        expected = counts(orders, 1, self.claims, split, more, lie)
-        replies = replies_to(self.engine.exchange, orders, expected)
-        plain = summed_counts(replies, self.claims, split)[0]
+        expected = counts(requests, 1, self.example_counts, split, more, lie)
+        responses = replies_to(self.engine.exchange, requests, expected)
+        plain = summed_counts(responses, self.example_counts, split)[0]
         if not self.counting:
             return Found(plain, {})
-        return Found(plain, scores.merge([checked(r, network.classes) for r in replies], network.classes))
+        return Found(plain, scores.merge([checked(r, network.classes) for r in responses], network.classes))
 
     @property
-    def claims(self) -> Claims:
+    def example_counts(self) -> ExampleCounts:
         """What clients said of themselves so far."""
-        return self.opening.server_context.claims
+        return self.opening.server_context.example_counts
 
-    def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Reply], str]]:
+    def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Response], str]]:
         """What the sums for metrics look like, and what is wrong with them in a reply."""
         size = len(self.classes)
 
-        def lie(reply: Reply) -> str:
+        def lie(response: Response) -> str:
             try:
                 for prefix in prefixes:
-                    own = {k.removeprefix(prefix): v for k, v in reply.sums.items() if k.startswith(prefix)}
-                    checked(replace(reply, sums=own), size)
+                    own = {k.removeprefix(prefix): v for k, v in response.sums.items() if k.startswith(prefix)}
+                    checked(replace(response, sums=own), size)
             except FedgraftError as error:
                 return str(error)
             return ""
@@ -164,41 +164,46 @@ class Measure:
 
     def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
         """Every client on its own test images: mean, spread, before and after fine-tuning; and each one's metrics."""
-        replies, _ = self.evaluated(state)
-        return _spread(replies), self.each(replies) if self.job.config.metrics else {}
+        responses, _ = self.evaluated(state)
+        return _spread(responses), self.each(responses) if self.job.config.metrics else {}
 
-    def evaluated(self, state: ServerState) -> tuple[list[Reply], list[Rejection]]:
+    def evaluated(self, state: ServerState) -> tuple[list[Response], list[Rejection]]:
         """What clients find on their own test images, and who did not tell and why."""
         p, f, space = self.job.config.personal, self.job.federation, self.opening.space.digest
         settings: dict[str, Scalar] = {
-            "finetune_epochs": p.finetune_epochs, "finetune_part": p.finetune_part,
-            "finetune_lr": p.finetune_lr, "finetune_batch": p.finetune_batch, "lr": p.finetune_lr,
-        }  # fmt: skip
+            "finetune_epochs": p.finetune_epochs,
+            "finetune_part": p.finetune_part,
+            "finetune_lr": p.finetune_lr,
+            "finetune_batch": p.finetune_batch,
+            "lr": p.finetune_lr,
+        }
         settings |= {"scores": True} if self.job.config.metrics else {}
         clients = [k for k in f.evaluated if f.there(k, state.round) and len(self.job.task.data.test_rows(k))]
         given = self.opening.algorithm.aggregate.gives(state)
-        orders = [Order(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients]
-        if not orders:
+        requests = [
+            Request(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients
+        ]
+        if not requests:
             return [], []
         for k in clients if self.job.task.data.rows_known else ():
-            self.claims.note(k, {"test images": len(self.job.task.data.test_rows(k))})
+            self.example_counts.note(k, {"test images": len(self.job.task.data.test_rows(k))})
         tuned = bool(p.finetune_epochs)
         more, lie = self._score_fields(("", *(("finetuned/",) if tuned else ())) if self.job.config.metrics else ())
-        expected = evaluation(orders, self.claims, tuned, more, lie)
-        accepted, rejections = validate_replies(self.engine.exchange(orders), expected)
+        expected = evaluation(requests, self.example_counts, tuned, more, lie)
+        accepted, rejections = validate_responses(self.engine.exchange(requests), expected)
         name_all(rejections, "evaluate")
-        return [one.reply for one in accepted if one.reply.metrics["count"]], rejections
+        return [one.response for one in accepted if one.response.metrics["count"]], rejections
 
-    def each(self, replies: Sequence[Reply]) -> dict[str, Any]:
+    def each(self, responses: Sequence[Response]) -> dict[str, Any]:
         """The metrics of each client by its name."""
         names, classes, found = self.job.client_names, self.classes, dict[str, Any]()
-        for reply in sorted(replies, key=lambda r: r.client):
-            cells = report(checked(reply, len(classes)), self.job.config.metrics, classes)
-            if any(name.startswith("finetuned/") for name in reply.sums):
-                own = {k.removeprefix("finetuned/"): v for k, v in reply.sums.items() if k.startswith("finetuned/")}
-                tuned = report(checked(replace(reply, sums=own), len(classes)), self.job.config.metrics, classes)
+        for response in sorted(responses, key=lambda r: r.client):
+            cells = report(checked(response, len(classes)), self.job.config.metrics, classes)
+            if any(name.startswith("finetuned/") for name in response.sums):
+                own = {k.removeprefix("finetuned/"): v for k, v in response.sums.items() if k.startswith("finetuned/")}
+                tuned = report(checked(replace(response, sums=own), len(classes)), self.job.config.metrics, classes)
                 cells |= {f"finetuned_{name}": value for name, value in tuned.items()}
-            found[names[reply.client]] = cells
+            found[names[response.client]] = cells
         return found
 
 
@@ -206,8 +211,9 @@ def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[
     """The chosen metrics as summary.json holds them: value, interval, images; None where there is nothing to tell."""
     found = metrics.compute(sums, classes)
     wanted = {name: m for name, m in found.items() if name.partition(":")[0] in chosen}
-    return {name: None if m is None else {k: v for k, v in asdict(m).items() if v is not None} for name, m in
-            wanted.items()}  # fmt: skip
+    return {
+        name: None if m is None else {k: v for k, v in asdict(m).items() if v is not None} for name, m in wanted.items()
+    }
 
 
 def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
@@ -222,29 +228,31 @@ def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
     return made
 
 
-def checked(reply: Reply, classes: int) -> dict[str, Tensor]:
+def checked(response: Response, classes: int) -> dict[str, Tensor]:
     """The sums that a client counted, if they can be: right shapes, nothing negative, all about the same images."""
-    found = {name: reply.sums.get(name) for name in scores.shapes(classes)}
+    found = {name: response.sums.get(name) for name in scores.shapes(classes)}
     if not all(scores.plausible(name, tensor, classes) for name, tensor in found.items()):
-        raise FedgraftError(f"client {reply.client} counted what cannot be: its node runs other software.")
+        raise FedgraftError(f"client {response.client} counted what cannot be: its node runs other software.")
     sums = {name: tensor for name, tensor in found.items() if tensor is not None}
     images = sums["confusion"].sum()
     if not (sums["histogram"].sum((0, 2)) == images).all() or sums["calibration"][0].sum() != images:
-        raise FedgraftError(f"client {reply.client} counted different images for different metrics.")
+        raise FedgraftError(f"client {response.client} counted different images for different metrics.")
     return sums
 
 
-def _spread(replies: Sequence[Reply]) -> dict[str, float]:
+def _spread(responses: Sequence[Response]) -> dict[str, float]:
     """Mean, extremes and spread of the clients' accuracies."""
     found: dict[str, float] = {}
     for key in ("accuracy", "finetuned_accuracy"):
-        values = torch.tensor([r.metrics[key] for r in replies if key in r.metrics], dtype=torch.float64)
+        values = torch.tensor([r.metrics[key] for r in responses if key in r.metrics], dtype=torch.float64)
         if len(values):
-            counts = torch.tensor([r.metrics["count"] for r in replies], dtype=torch.float64)
+            counts = torch.tensor([r.metrics["count"] for r in responses], dtype=torch.float64)
             prefix = "" if key == "accuracy" else "finetuned_"
             found |= {
-                f"{prefix}mean": float(values.mean()), f"{prefix}min": float(values.min()),
-                f"{prefix}max": float(values.max()), f"{prefix}std": float(values.std(correction=0)),
+                f"{prefix}mean": float(values.mean()),
+                f"{prefix}min": float(values.min()),
+                f"{prefix}max": float(values.max()),
+                f"{prefix}std": float(values.std(correction=0)),
                 f"{prefix}weighted": float((values * counts).sum() / counts.sum()),
-            }  # fmt: skip
+            }
     return found

@@ -21,14 +21,14 @@ from fedgraft.aggregate.slots import Answers
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.config.build import schedule
-from fedgraft.core.messages import Order, Scalar
+from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import EditSpace, select
 from fedgraft.core.state import Federation
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
-from fedgraft.edit.trainable import Opened, layer_ranges
+from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.local.features import block_of, hidden, layer_names
 from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
@@ -37,7 +37,7 @@ from fedgraft.run.job import Job
 from fedgraft.run.kept import PartialSum, kept_tensors
 from fedgraft.run.rates import head_curvature, settled
 from fedgraft.server.collect import ServerContext
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import mask, replies_to, same_share
 
 log = logging.getLogger("fedgraft")
@@ -51,7 +51,7 @@ class Opening:
     algorithm: Algorithm
     """As given, with what the opened space brings: its own aggregation, a plain mean for statistics behind it."""
     federation: Federation
-    opened: Opened
+    opened: TrainableSetup
     context: ClientContext
     server_context: ServerContext
     head: Tensor
@@ -106,24 +106,40 @@ def open_run(
     entry = task.entry_for(space.first_block(network), config)
     held = task.data.validation_rows
     context = ClientContext(
-        network, space, job.train_at(entry), task.data.rows, config.seed,
-        task.at_entry(task.test_images, entry), task.data.test_rows, private,
+        network,
+        space,
+        job.train_at(entry),
+        task.data.rows,
+        config.seed,
+        task.at_entry(task.test_images, entry),
+        task.data.test_rows,
+        private,
         None if private is None else private.gather(network),
         make_probe(job, entry) if probe is None else _placed(probe, probe_entry(job, entry)),
         origin=space.gather(network) if algorithm.download is not None else None,
-        sends_buffers=opened.sends_buffers, held=lambda client: held, class_counts=counts, policies=job.policies,
-    )  # fmt: skip
+        sends_buffers=opened.sends_buffers,
+        held=lambda client: held,
+        class_counts=counts,
+        policies=job.policies,
+    )
     server_context = ServerContext(
-        space.digest, context.sent, space.trained, network.width, network.classes, opened.active,
-        context.origin, lambda answers: align(job, context, answers, entry), claims_of(task.data),
+        space.digest,
+        context.sent,
+        space.trained,
+        network.width,
+        network.classes,
+        opened.active,
+        context.origin,
+        lambda answers: align(job, context, answers, entry),
+        claims_of(task.data),
         layer_ranges(network, space, algorithm.weighting.options.get("layers", ())),
-    )  # fmt: skip
+    )
     return Opening(algorithm, federation, opened, context, server_context, head, factor)
 
 
-def claims_of(data: FederatedData) -> Claims:
+def claims_of(data: FederatedData) -> ExampleCounts:
     """What the server knows or was told of the numbers of the clients' images."""
-    return Claims(data.sizes_by_client(), dealt=data.rows_known)
+    return ExampleCounts(data.sizes_by_client(), dealt=data.rows_known)
 
 
 def _class_counts(
@@ -164,9 +180,9 @@ class FederationAsk:
     ) -> Mapping[int, Mapping[str, Tensor]]:
         """The mask over so many coordinates that every client answers by itself."""
         asked = self._sums
-        orders = [Order(asked.run, -1, k, action, "", vector, {}, dict(settings)) for k in asked.clients]
-        expected = mask(orders, claims_of(self.job.task.data), coordinates)
-        return {r.client: r.evidence for r in same_share(replies_to(asked.exchange, orders, expected))}
+        requests = [Request(asked.run, -1, k, action, "", vector, {}, dict(settings)) for k in asked.clients]
+        expected = mask(requests, claims_of(self.job.task.data), coordinates)
+        return {r.client: r.evidence for r in same_share(replies_to(asked.exchange, requests, expected))}
 
     def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What this machine kept from making the same for the same network and data, else what `make` gives now."""

@@ -12,7 +12,7 @@ from fedgraft.client.sums import summands
 from fedgraft.config.agreement import HEAD_ASKS
 from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Payload, Reply, wire_size
+from fedgraft.core.messages import Payload, Response, wire_size
 from fedgraft.edit.sparse import Sparse
 from fedgraft.report.display import size
 from fedgraft.run.engines import Engines
@@ -44,11 +44,11 @@ def plan(config: Config) -> list[str]:
     opening = open_run(job, engines)
     data, federation, algorithm, space = job.task.data, job.federation, opening.algorithm, opening.space
     state = server.start(algorithm, space.gather(job.task.network), space.trained)
-    orders = server.instruct(algorithm, federation, state, [0], space.digest)
+    requests = server.instruct(algorithm, federation, state, [0], space.digest)
     layout = algorithm.compression.layout(opening.context.sent)
     arrays = {name: torch.empty(count, dtype=dtype, device="meta") for name, (dtype, count) in layout.items()}
     payload = Payload(algorithm.compression.name, opening.context.sent, arrays)
-    down, up = wire_size(orders[0]), wire_size(Reply(federation.run, 0, 0, space.digest, 1, payload))
+    down, up = wire_size(requests[0]), wire_size(Response(federation.run, 0, 0, space.digest, 1, payload))
     times, sizes = federation.per_round * config.rounds.total, data.partition.sizes()
     steps = sum(algorithm.local.steps_for(int(n)) for n in sizes) / len(sizes)
     return [

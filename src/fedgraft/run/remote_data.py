@@ -14,7 +14,7 @@ from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition import Partition
 from fedgraft.data.pixels.store import make_store
 from fedgraft.data.sources import Dataset
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class RemoteData(FederatedData):
     @property
     def largest(self) -> int:
         """Most training images that a client counts for: of the one with most, as far as its word is good."""
-        claims = Claims(self.sizes, dealt=False)
-        return max(1, *(int(claims.counted(size)) for size in self.sizes.values()))
+        example_counts = ExampleCounts(self.sizes, dealt=False)
+        return max(1, *(int(example_counts.counted(size)) for size in self.sizes.values()))
 
     def sizes_by_client(self) -> dict[int, int]:
         """What clients said when they were greeted."""

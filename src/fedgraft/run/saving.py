@@ -70,10 +70,16 @@ def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequenc
     if account is None or dp is None:
         return {}
     told: dict[str, Any] = {
-        "epsilon": account.epsilon, "epsilon_without_amplification": account.unamplified, "delta": account.delta,
-        "unit": "client", "noise": account.noise, "sampling": account.probability, "rounds": account.spent,
-        "not_covered": list(NOT_COVERED), "repeatable_noise": not (algorithm.privacy.dp and algorithm.privacy.dp.bound),
-    }  # fmt: skip
+        "epsilon": account.epsilon,
+        "epsilon_without_amplification": account.unamplified,
+        "delta": account.delta,
+        "unit": "client",
+        "noise": account.noise,
+        "sampling": account.probability,
+        "rounds": account.spent,
+        "not_covered": list(NOT_COVERED),
+        "repeatable_noise": not (algorithm.privacy.dp and algorithm.privacy.dp.bound),
+    }
     if algorithm.privacy.hidden:
         told["not_covered"] += HIDDEN_NOT_COVERED
         told["aborted"] = sum("aborted" in line for line in lines)

@@ -93,10 +93,15 @@ class Wandb:
         known = json.dumps([name, plain(config)], sort_keys=True).encode()
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "fedgraft"), name=name, dir=str(self.folder), config=plain(config),
-            id=hashlib.blake2b(known, digest_size=8).hexdigest(), resume="allow", mode=mode,
+            project=os.environ.get("WANDB_PROJECT", "fedgraft"),
+            name=name,
+            dir=str(self.folder),
+            config=plain(config),
+            id=hashlib.blake2b(known, digest_size=8).hexdigest(),
+            resume="allow",
+            mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
-        )  # fmt: skip
+        )
         # Rounds are the axis, not the number of calls: a resumed run repeats some of them.
         self.run.define_metric("*", step_metric="round")
 

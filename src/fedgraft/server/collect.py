@@ -17,19 +17,19 @@ from torch import Tensor
 from fedgraft.aggregate.mean import drift_report
 from fedgraft.aggregate.slots import Advanced, Answers, Weighting, weighted
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
-from fedgraft.core.messages import Order, Reply, unpack_bits, wire_size
+from fedgraft.core.messages import Request, Response, unpack_bits, wire_size
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.privacy.secagg.ring import Ring
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.secure_sum import HiddenSum, secure_sum
-from fedgraft.server.validate import (  # fmt: skip
+from fedgraft.server.validate import (
     Accepted,
     Arrival,
     Expectation,
     Field,
     Range,
     Rejection,
-    validate_replies,
+    validate_responses,
     without_outliers,
 )
 
@@ -42,7 +42,7 @@ EVIDENCE = 1e9
 class Engine(Protocol):
     """Where orders are carried out. Answers may be missing, late, doubled or hostile; their order does not matter."""
 
-    def exchange(self, orders: Sequence[Order]) -> Iterable[Arrival]:
+    def exchange(self, requests: Sequence[Request]) -> Iterable[Arrival]:
         """Deliver the orders and return what came back; (client, sentence) says why a client did not answer."""
         ...
 
@@ -62,7 +62,7 @@ class ServerContext:
     """The model the run began with, which every client can make again."""
     align: Callable[[Answers], Tensor] | None = None
     """With server-side alignment: scores (m, layers) of the submitted updates on the server's secret probe."""
-    claims: Claims = field(default_factory=Claims)
+    example_counts: ExampleCounts = field(default_factory=ExampleCounts)
     """What clients said of themselves; where the server dealt the data, what it knows of them."""
     layers: tuple[tuple[int, int, int], ...] = ()
     """(layer, begin, end): the observed layer in which a change of these coordinates shows first."""
@@ -107,7 +107,7 @@ class Collected:
     def private_sum(self, clip: float, length: int) -> tuple[list[Tensor], float, int, float | None]:
         """Summands, how many were within the bound, how many answered, the step of rounding if the sum was hidden."""
         if self.hidden is None:
-            within = sum(a.reply.scalars.get("within", 0.0) for a in self.accepted)
+            within = sum(a.response.scalars.get("within", 0.0) for a in self.accepted)
             return list(self.answers.updates), within, len(self.accepted), None
         # A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting
         # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
@@ -125,39 +125,42 @@ def collect(
     algorithm: Algorithm,
     federation: Federation,
     state: ServerState,
-    orders: list[Order],
+    requests: list[Request],
     engine: Engine,
     context: ServerContext,
 ) -> Collected:
     """Exchange the orders for what the run's protection lets the server see."""
     if algorithm.privacy.hidden:
-        return _collect_hidden(algorithm, federation, orders, engine, context)
-    replies = list(engine.exchange(orders)) if orders else []
-    cohort = [order.client for order in orders]
-    accepted, rejections = validate_replies(replies, expectation(algorithm, federation, state, cohort, context))
+        return _collect_hidden(algorithm, federation, requests, engine, context)
+    responses = list(engine.exchange(requests)) if requests else []
+    cohort = [request.client for request in requests]
+    accepted, rejections = validate_responses(responses, expectation(algorithm, federation, state, cohort, context))
     if algorithm.privacy.dp is None:  # there everything is clipped
         local = algorithm.local
         accepted, outliers = without_outliers(
-            accepted, federation, state, lambda r: local.of(r.client).steps_for(int(context.claims.counted(r.examples)))
+            accepted,
+            federation,
+            state,
+            lambda r: local.of(r.client).steps_for(int(context.example_counts.counted(r.examples))),
         )
         rejections += outliers
-    refused = {one.client for one in rejections if not one.silent} - {a.reply.client for a in accepted}
+    refused = {one.client for one in rejections if not one.silent} - {a.response.client for a in accepted}
     answers = replace(read(accepted, state, context), dropped=len(refused))
     return Collected(
         answers,
         accepted,
         rejections=tuple(rejections),
-        bytes_up=sum(map(size_of, replies)),
-        bytes_down=sum(map(wire_size, orders)),
+        bytes_up=sum(map(size_of, responses)),
+        bytes_down=sum(map(wire_size, requests)),
     )
 
 
 def _collect_hidden(
-    algorithm: Algorithm, federation: Federation, orders: list[Order], engine: Engine, context: ServerContext
+    algorithm: Algorithm, federation: Federation, requests: list[Request], engine: Engine, context: ServerContext
 ) -> Collected:
     """Five stages instead of one; the server sees only the sum over those who stay."""
-    parts = (engine.exchange, context.length, context.trained, context.claims)
-    done = secure_sum(algorithm, federation, orders, *parts) if orders else HiddenSum()
+    parts = (engine.exchange, context.length, context.trained, context.example_counts)
+    done = secure_sum(algorithm, federation, requests, *parts) if requests else HiddenSum()
     lost = tuple(Rejection(client, why) for client, why in done.lost.items())
     dp = algorithm.privacy.dp
     ring = Ring(secure_segments(algorithm, context.length, context.trained), dp.mechanism.population) if dp else None
@@ -195,46 +198,52 @@ def expectation(
         evidence=evidence,
         norm_bound=federation.norm_bound,
         # Under privacy every client counts once, so nobody needs to know; else as inside a secure sum.
-        max_examples=0 if private else federation.largest if federation.largest > 1 and context.claims.dealt else None,
+        max_examples=0
+        if private
+        else federation.largest
+        if federation.largest > 1 and context.example_counts.dealt
+        else None,
         ranges=ranges,
-        claims=None if private else context.claims,
-        check=lambda reply: _steps_lie(algorithm, reply, federation.rate(state)),
+        example_counts=None if private else context.example_counts,
+        check=lambda response: _steps_lie(algorithm, response, federation.rate(state)),
     )
 
 
-def _steps_lie(algorithm: Algorithm, reply: Reply, lr: float) -> str:
+def _steps_lie(algorithm: Algorithm, response: Response, lr: float) -> str:
     """Effective steps that these examples do not give; they scale everybody's step (FedNova)."""
     rule, told = (
-        algorithm.local.of(reply.client),
+        algorithm.local.of(response.client),
         [name for link in algorithm.update if link.needs_effective_steps for name in link.scalars],
     )
     if not told or rule.optimizer.effective_steps is None:
         return ""
-    steps = rule.steps_for(reply.examples)
-    most = rule.rate(lr, reply.examples) * rule.optimizer.effective_steps(steps) * (1 + 1e-6)
-    lies = [name for name in told if not 0 < reply.scalars[name] <= most]
+    steps = rule.steps_for(response.examples)
+    most = rule.rate(lr, response.examples) * rule.optimizer.effective_steps(steps) * (1 + 1e-6)
+    lies = [name for name in told if not 0 < response.scalars[name] <= most]
     return (
-        f"scalar {lies[0]!r} is {reply.scalars[lies[0]]:.4g}, and its examples give at most {most:.4g}" if lies else ""
+        f"scalar {lies[0]!r} is {response.scalars[lies[0]]:.4g}, and its examples give at most {most:.4g}"
+        if lies
+        else ""
     )
 
 
 def read(accepted: Sequence[Accepted], state: ServerState, context: ServerContext) -> Answers:
     """The accepted replies as the weighting and the aggregator see them, updates spread over the whole space."""
-    bits = [state.active_of(a.reply.client) for a in accepted]
+    bits = [state.active_of(a.response.client) for a in accepted]
     active = [unpack_bits(b, context.trained) for b in bits if b is not None]
     updates = [a.update for a in accepted if a.update is not None]
     if active:
         updates = [spread(update, where) for update, where in zip(updates, active, strict=True)]
     return Answers(
-        tuple(a.reply.client for a in accepted),
-        torch.tensor([context.claims.counted(a.reply.examples) for a in accepted], dtype=torch.float64),
+        tuple(a.response.client for a in accepted),
+        torch.tensor([context.example_counts.counted(a.response.examples) for a in accepted], dtype=torch.float64),
         updates,
-        [a.reply.scalars for a in accepted],
-        [a.reply.evidence for a in accepted],
+        [a.response.scalars for a in accepted],
+        [a.response.evidence for a in accepted],
         active,
         state.vector,
         state.round,
-        sums=[a.reply.sums for a in accepted],
+        sums=[a.response.sums for a in accepted],
         trained=context.trained,
         layers=context.layers,
     )
@@ -251,7 +260,7 @@ def describe(answers: Answers, collected: Collected, weights: Tensor, done: Adva
     """The numbers of a round by client: loss, update norm, drift, cosine to the mean."""
     share = weights / weights.sum()
     report = drift_report(answers.updates, done.update[: len(answers.updates[0])])
-    losses = [float(a.reply.metrics.get("loss", float("nan"))) for a in collected.accepted]
+    losses = [float(a.response.metrics.get("loss", float("nan"))) for a in collected.accepted]
     layers = [name for name in answers.scalars[0] if name.startswith("alignment:")]
     alignment = {name.partition(":")[2]: [s[name] for s in answers.scalars] for name in layers}
     return {
@@ -274,10 +283,10 @@ def relative_drift(clients: Mapping[str, list[float]]) -> float:
     return sum(d / n for d, n in pairs) / len(pairs) if pairs else 0.0
 
 
-def size_of(reply: Arrival) -> int:
+def size_of(response: Arrival) -> int:
     """Bytes of one answer on the wire."""
-    message = reply[1] if isinstance(reply, tuple) else reply
-    if not isinstance(message, Reply):
+    message = response[1] if isinstance(response, tuple) else response
+    if not isinstance(message, Response):
         return len(message) if isinstance(message, bytes | bytearray) else 0
     try:
         return wire_size(message)

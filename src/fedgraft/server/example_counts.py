@@ -13,7 +13,7 @@ FACTOR = 10.0
 """A client that says it has more than so many times the median number of images counts for that many."""
 
 
-class Claims:
+class ExampleCounts:
     """The first word of every client, by (client, name)."""
 
     def __init__(self, examples: Mapping[int, int] | None = None, dealt: bool = True) -> None:

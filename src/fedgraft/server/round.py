@@ -16,7 +16,7 @@ from fedgraft.aggregate.robust import TooFew
 from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.core.messages import Reply, message_digest
+from fedgraft.core.messages import Response, message_digest
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.server import sample as server
 from fedgraft.server.collect import Collected, Engine, ServerContext, collect, describe, relative_drift
@@ -39,9 +39,9 @@ class RoundSummary:
     """Digest of each accepted reply's bytes by client; none where who took part is hidden or private."""
 
 
-def digests_of(replies: Sequence[Reply]) -> dict[int, str]:
+def digests_of(responses: Sequence[Response]) -> dict[int, str]:
     """Digest of each reply's bytes by client."""
-    return {reply.client: message_digest(reply) for reply in replies}
+    return {response.client: message_digest(response) for response in responses}
 
 
 def run_round(
@@ -52,15 +52,15 @@ def run_round(
     if context.active is not None:
         state = replace(state, active=context.active(state))
     cohort = server.sample(federation, state.round)
-    orders = server.instruct(algorithm, federation, state, cohort, context.space, context.origin)
-    collected = collect(algorithm, federation, state, orders, engine, context)
+    requests = server.instruct(algorithm, federation, state, cohort, context.space, context.origin)
+    collected = collect(algorithm, federation, state, requests, engine, context)
     exchanged = time.perf_counter()
     # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
     rule = plain_tail(algorithm.server, context.trained) if len(state.vector) > context.trained else algorithm.server
     step = Step(federation, state, rule, server.rate(federation, state))
     seen = collected.accepted if algorithm.privacy.dp is None else ()
     with ThreadPoolExecutor(1) as beside:  # hashing holds no lock of Python's, and combining only reads the answers
-        digests = beside.submit(digests_of, [a.reply for a in seen])
+        digests = beside.submit(digests_of, [a.response for a in seen])
         new, record, extra = checked(step, advance(algorithm, step, collected, context), collected)
     if "skipped" not in record:
         record["update_norm"] = float((new.vector - state.vector).norm())
@@ -89,7 +89,7 @@ def checked(step: Step, outcome: Outcome, collected: Collected) -> Outcome:
     bad = not all(largest(model) <= LARGEST for model in models)  # also where it is not a number
     if not bad and all(bool(torch.isfinite(t).all()) for t in new.rule.values() if t.is_floating_point()):
         return outcome
-    norms = {a.reply.client: a.norm for a in collected.accepted}
+    norms = {a.response.client: a.norm for a in collected.accepted}
     longest = f"; the longest update is client {max(norms, key=lambda k: norms[k])}'s" if norms else ""
     why = f"the server's step would leave numbers that no model can hold{longest}"
     return server.skip(step.state), {**collected.notes(), "skipped": True, "refused": why}, {}

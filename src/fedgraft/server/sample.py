@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.core.messages import Order, Scalar
+from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.rng import numpy_stream
 from fedgraft.core.state import Federation, ServerState
 
@@ -52,7 +52,7 @@ def instruct(
     cohort: list[int],
     space: str,
     origin: Tensor | None = None,
-) -> list[Order]:
+) -> list[Request]:
     """One training order per client of the cohort; `origin` is the model the run began with."""
     settings: dict[str, Scalar] = {"lr": rate(federation, state)}
     if algorithm.local.head_lr is not None:
@@ -64,11 +64,11 @@ def instruct(
     made = []
     if algorithm.download is not None and origin is not None:
         common |= farthest(state.vector, origin, algorithm.download)
-        return [Order(federation.run, state.round, k, "train", space, None, common, settings) for k in cohort]
+        return [Request(federation.run, state.round, k, "train", space, None, common, settings) for k in cohort]
     for k in cohort:
         active = state.active_of(k)
         auxiliary = common if active is None else {**common, "active": active}
-        made.append(Order(federation.run, state.round, k, "train", space, state.model_of(k), auxiliary, settings))
+        made.append(Request(federation.run, state.round, k, "train", space, state.model_of(k), auxiliary, settings))
     return made
 
 

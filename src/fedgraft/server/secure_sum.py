@@ -21,7 +21,7 @@ from fedgraft.algorithms.algorithm import Algorithm, secure_segments
 from fedgraft.client.secure import binding
 from fedgraft.client.sums import sum_segments, summands, sums_lie
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import HEADER_BYTES, BadMessage, Order, Reply, Scalar, unpack, wire_size
+from fedgraft.core.messages import HEADER_BYTES, BadMessage, Request, Response, Scalar, unpack, wire_size
 from fedgraft.core.protocols import Network
 from fedgraft.core.state import Federation
 from fedgraft.privacy.protection import Protection
@@ -30,16 +30,19 @@ from fedgraft.privacy.secagg.plan import Data
 from fedgraft.privacy.secagg.ring import Segment
 from fedgraft.privacy.secagg.secure_sum import Plan, SecureAbort, SecureServer, SumResult, drive, series, weighted_mean
 from fedgraft.privacy.secagg.server import Outbox
-from fedgraft.server.example_counts import Claims
-from fedgraft.server.validate import Accepted, Expectation, Field, Rejection, validate_replies
+from fedgraft.server.example_counts import ExampleCounts
+from fedgraft.server.validate import Accepted, Expectation, Field, Rejection, validate_responses
 
 log = logging.getLogger("fedgraft")
 
-Exchange = Callable[[Sequence[Order]], Iterable[object]]
+Exchange = Callable[[Sequence[Request]], Iterable[object]]
 ANSWERS: Mapping[str, set[str]] = {
-    "keys": {"advert", "drawn"}, "shares": {"boxes", "commitment"}, "masked": {"masked"}, "consistency": {"signature"},
+    "keys": {"advert", "drawn"},
+    "shares": {"boxes", "commitment"},
+    "masked": {"masked"},
+    "consistency": {"signature"},
     "unmask": {"shares"},
-}  # fmt: skip
+}
 """The tensors of a reply by stage. No two are alike, so an answer to an earlier stage is not taken for one to this."""
 _CONTINUED = 8  # clients asked at once where the sum is kept as it grows
 _SENDER = re.compile(rf"\bshare box {OF}(\d+)\b")
@@ -65,18 +68,24 @@ class SecureSession:
     """Carries the stages of one secure sum over an engine, and counts the bytes."""
 
     def __init__(
-        self, privacy: Protection, orders: Sequence[Order], exchange: Exchange, claims: Claims | None = None
+        self,
+        privacy: Protection,
+        requests: Sequence[Request],
+        exchange: Exchange,
+        example_counts: ExampleCounts | None = None,
     ) -> None:
-        self.privacy, self.exchange, self.claims = privacy, exchange, claims or Claims()
-        self.orders = {order.client: order for order in orders if order.client not in self.claims.barred}
-        self.lost: dict[int, str] = {k: why for k, why in self.claims.barred.items() if k not in self.orders}
+        self.privacy, self.exchange, self.example_counts = privacy, exchange, example_counts or ExampleCounts()
+        self.requests = {
+            request.client: request for request in requests if request.client not in self.example_counts.barred
+        }
+        self.lost: dict[int, str] = {k: why for k, why in self.example_counts.barred.items() if k not in self.requests}
         self.said: dict[int, str] = {}
         """What clients say that do not answer a stage."""
         self.up = self.down = 0
 
     def total(self, segments: tuple[Segment, ...]) -> SumResult:
         """The sum of what the orders ask for; raises `SecureAbort` when too few clients are left."""
-        first, clients = next(iter(self.orders.values())), tuple(sorted(self.orders))
+        first, clients = next(iter(self.requests.values())), tuple(sorted(self.requests))
         degree = self.privacy.degree
         degree = None if degree is None or degree >= len(clients) - 1 else degree
         name = series(first.run, str(first.settings["sums"]))
@@ -85,7 +94,7 @@ class SecureSession:
         room = private.mechanism.population if private else None
         threshold, bound = self.privacy.threshold, binding(first)
         plan = Plan(name, first.round, clients, segments, degree, threshold, room, bound)
-        server = SecureServer(plan, self.claims.identities)
+        server = SecureServer(plan, self.example_counts.identities)
         try:
             return drive(server, partial(self._ask, server))
         finally:
@@ -101,63 +110,74 @@ class SecureSession:
         told = Counter(int(found[1]) for said in self.said.values() if (found := _SENDER.search(said)))
         for client, count in told.items():
             if client in peers and 2 * count > len(peers) - 1:
-                self.claims.barred[client] = f"{count} of {len(peers) - 1} peers could not open what it sent them"
-                log.warning("client %d is in no further secure sum: %s", client, self.claims.barred[client])
+                self.example_counts.barred[client] = (
+                    f"{count} of {len(peers) - 1} peers could not open what it sent them"
+                )
+                log.warning("client %d is in no further secure sum: %s", client, self.example_counts.barred[client])
 
     def _ask(self, server: SecureServer, stage: str, outbox: Outbox) -> Iterator[tuple[int, Data]]:
         """The first answer of each client to this stage, as they come."""
-        asked = [stage_order(self.orders[k], stage, data) for k, data in sorted(outbox.items())]
+        asked = [stage_request(self.requests[k], stage, data) for k, data in sorted(outbox.items())]
         self.down += sum(map(wire_size, asked))
         size, seen = server.largest(stage), set[int]()
         group = max(_GROUP, _HELD // size)  # an engine may hold all answers until the last is there
         for begin in range(0, len(asked), group):
             for arrival in self.exchange(asked[begin : begin + group]):
-                reply = self._read(stage, arrival, size + HEADER_BYTES)
-                if reply is not None and reply.client in outbox and reply.client not in seen:
-                    seen.add(reply.client)
-                    self.up += wire_size(reply)
-                    yield reply.client, dict(reply.evidence)
+                response = self._read(stage, arrival, size + HEADER_BYTES)
+                if response is not None and response.client in outbox and response.client not in seen:
+                    seen.add(response.client)
+                    self.up += wire_size(response)
+                    yield response.client, dict(response.evidence)
 
-    def _read(self, stage: str, arrival: object, limit: int) -> Reply | None:
+    def _read(self, stage: str, arrival: object, limit: int) -> Response | None:
         """An arrival as an answer to this stage of this sum; None for what is late, foreign, or not even a message."""
-        sender, reply = arrival if isinstance(arrival, tuple) else (None, arrival)
-        if isinstance(reply, str) and sender is not None:
-            self.said[sender] = reply
-        if isinstance(reply, bytes | bytearray):
+        sender, response = arrival if isinstance(arrival, tuple) else (None, arrival)
+        if isinstance(response, str) and sender is not None:
+            self.said[sender] = response
+        if isinstance(response, bytes | bytearray):
             try:
-                reply = unpack(Reply, reply, limit)
+                response = unpack(Response, response, limit)
             except BadMessage:
                 return None
-        order = self.orders.get(reply.client) if isinstance(reply, Reply) and type(reply.client) is int else None
-        if order is None or (sender is not None and sender != order.client):
+        request = (
+            self.requests.get(response.client)
+            if isinstance(response, Response) and type(response.client) is int
+            else None
+        )
+        if request is None or (sender is not None and sender != request.client):
             return None
-        same = (reply.run, reply.round, reply.space) == (order.run, order.round, order.space)
-        return reply if same and set(reply.evidence) == ANSWERS[stage] else None
+        same = (response.run, response.round, response.space) == (request.run, request.round, request.space)
+        return response if same and set(response.evidence) == ANSWERS[stage] else None
 
 
-def stage_order(order: Order, stage: str, data: Data) -> Order:
+def stage_request(request: Request, stage: str, data: Data) -> Request:
     """An order as one stage of a secure sum; the model travels only when it is time to work on it."""
-    own = dict(order.auxiliary) if stage == "masked" else {}
+    own = dict(request.auxiliary) if stage == "masked" else {}
     tensors: dict[str, Tensor] = {("plan" if key == "plan" else f"data:{key}"): t for key, t in data.items()}
-    vector = order.vector if stage == "masked" else None
-    return replace(order, action=f"secure.{stage}", vector=vector, auxiliary={**own, **tensors})
+    vector = request.vector if stage == "masked" else None
+    return replace(request, action=f"secure.{stage}", vector=vector, auxiliary={**own, **tensors})
 
 
 def secure_sum(
-    algorithm: Algorithm, federation: Federation, orders: Sequence[Order], exchange: Exchange, length: int,
-    trained: int, claims: Claims | None = None,
-) -> HiddenSum:  # fmt: skip
+    algorithm: Algorithm,
+    federation: Federation,
+    requests: Sequence[Request],
+    exchange: Exchange,
+    length: int,
+    trained: int,
+    example_counts: ExampleCounts | None = None,
+) -> HiddenSum:
     """Carry the training orders through the five stages; a round with too few clients gives no update."""
     told: dict[str, Scalar] = {"sums": "train", "largest": federation.largest}
-    asked = [replace(order, settings={**order.settings, **told}) for order in orders]
-    session = SecureSession(algorithm.privacy, asked, exchange, claims)
-    if len(session.orders) < 2:  # one client cannot hide in a sum of its own, so it is not asked
+    asked = [replace(request, settings={**request.settings, **told}) for request in requests]
+    session = SecureSession(algorithm.privacy, asked, exchange, example_counts)
+    if len(session.requests) < 2:  # one client cannot hide in a sum of its own, so it is not asked
         return HiddenSum(lost=session.lost)
     try:
         result = session.total(secure_segments(algorithm, length, trained))
         update, sums, scalars = weighted_mean(result)
     except SecureAbort as error:
-        log.warning("round %d: the secure sum was aborted, nothing of it is used: %s", orders[0].round, error)
+        log.warning("round %d: the secure sum was aborted, nothing of it is used: %s", requests[0].round, error)
         return HiddenSum(lost=session.lost, bytes_up=session.up, bytes_down=session.down, asked=True)
     return HiddenSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down, True)
 
@@ -183,7 +203,7 @@ class Sums:
     def __init__(self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, privacy: Protection):
         self.exchange, self.run, self.network, self.privacy = exchange, run, network, privacy
         self.clients = tuple(clients)
-        self.claims: Claims | None = None
+        self.example_counts: ExampleCounts | None = None
         self.lost: dict[int, str] = {}
         self.asked = self.up = self.down = 0
 
@@ -200,42 +220,42 @@ class Sums:
         told: dict[str, Scalar] = {**(settings or {}), **({"sums": action} if hidden else {})}
         # Sums outside the rounds are counted where they are hidden: clients serve each number once.
         number, space = (self.asked, action) if hidden else (-1, "")
-        orders = [Order(self.run, number, k, action, space, vector, auxiliary, told) for k in self.clients]
+        requests = [Request(self.run, number, k, action, space, vector, auxiliary, told) for k in self.clients]
         self.asked += 1
-        total, lost = self._hidden(action, orders) if hidden else self._clear(action, orders, begun)
+        total, lost = self._hidden(action, requests) if hidden else self._clear(action, requests, begun)
         self._leave_out(action, lost)
         return total
 
-    def _hidden(self, action: str, orders: Sequence[Order]) -> tuple[dict[str, Tensor], dict[int, str]]:
-        if len(orders) < 2:
-            raise FedgraftError(f"a secure sum of {action} needs at least two clients, and {len(orders)} is there.")
-        session = SecureSession(self.privacy, orders, self.exchange, self.claims)
+    def _hidden(self, action: str, requests: Sequence[Request]) -> tuple[dict[str, Tensor], dict[int, str]]:
+        if len(requests) < 2:
+            raise FedgraftError(f"a secure sum of {action} needs at least two clients, and {len(requests)} is there.")
+        session = SecureSession(self.privacy, requests, self.exchange, self.example_counts)
         try:
-            result = session.total(sum_segments(action, self.network, orders[0].settings))
+            result = session.total(sum_segments(action, self.network, requests[0].settings))
             self.up, self.down = self.up + session.up, self.down + session.down
         except SecureAbort as error:
             raise FedgraftError(f"the secure sum of {action} was aborted and nothing was revealed: {error}") from error
-        shapes = {name: s.shape for name, s in summands(action, self.network, orders[0].settings).items()}
+        shapes = {name: s.shape for name, s in summands(action, self.network, requests[0].settings).items()}
         # Whoever fell silent after its summand was in stays in the sum, and may be there again next time.
         lost = {k: why for k, why in session.lost.items() if k not in result.survivors}
         return {name: result.sums[name].view(shape) for name, shape in shapes.items()}, lost
 
     def _clear(
-        self, action: str, orders: Sequence[Order], begun: Begun | None
+        self, action: str, requests: Sequence[Request], begun: Begun | None
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        fields = self._fields(action, orders)
+        fields = self._fields(action, requests)
         total, there, reasons = dict[str, Tensor](), set[int](), dict[int, str]()
         group = max(_GROUP, _HELD // max(1, Expectation(self.run, -1, frozenset(), sums=fields).limit))
         first = 0
         if begun is not None and all(f.dtype == torch.float32 for f in fields.values()):  # added one by one
             (first, total), group = begun.load(), min(group, _CONTINUED)
-            there = {order.client for order in orders[:first]}
-        for begin in range(first, len(orders), group):
-            asked = orders[begin : begin + group]
+            there = {request.client for request in requests[:first]}
+        for begin in range(first, len(requests), group):
+            asked = requests[begin : begin + group]
             accepted, rejections = self._validated(action, asked, fields)
             for name in fields if accepted else ():
-                total[name] = _added([a.reply.sums[name] for a in accepted], total.get(name))
-            there |= {a.reply.client for a in accepted}
+                total[name] = _added([a.response.sums[name] for a in accepted], total.get(name))
+            there |= {a.response.client for a in accepted}
             reasons |= {o.client: o.reason for o in rejections}
             if begun is not None and len(there) == begin + len(asked):  # nobody is missing so far
                 begun.save(len(there), total)
@@ -243,28 +263,28 @@ class Sums:
             raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to sum.")
         return total, {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}
 
-    def each(self, action: str) -> list[Reply]:
+    def each(self, action: str) -> list[Response]:
         """Every client's own answer in the clear, in client order; who lies or is silent is named and left out."""
-        orders = [Order(self.run, -1, k, action) for k in self.clients]
-        accepted, rejections = self._validated(action, orders, self._fields(action, orders))
+        requests = [Request(self.run, -1, k, action) for k in self.clients]
+        accepted, rejections = self._validated(action, requests, self._fields(action, requests))
         self._leave_out(action, {r.client: r.reason for r in rejections})
         if not accepted:
             raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to make a head from.")
-        return [one.reply for one in accepted]
+        return [one.response for one in accepted]
 
-    def _fields(self, action: str, orders: Sequence[Order]) -> dict[str, Field]:
-        wanted = summands(action, self.network, orders[0].settings) if orders else {}
+    def _fields(self, action: str, requests: Sequence[Request]) -> dict[str, Field]:
+        wanted = summands(action, self.network, requests[0].settings) if requests else {}
         return {name: Field(s.shape, s.dtype, s.limit) for name, s in wanted.items()}
 
     def _validated(
-        self, action: str, asked: Sequence[Order], fields: Mapping[str, Field]
+        self, action: str, asked: Sequence[Request], fields: Mapping[str, Field]
     ) -> tuple[list[Accepted], list[Rejection]]:
-        clients, lie = frozenset(order.client for order in asked), partial(sums_lie, action)
-        expected = Expectation(self.run, -1, clients, sums=fields, claims=self.claims, check=lie)
+        clients, lie = frozenset(request.client for request in asked), partial(sums_lie, action)
+        expected = Expectation(self.run, -1, clients, sums=fields, example_counts=self.example_counts, check=lie)
         arrivals: Iterable[Any] = self.exchange(asked)
-        accepted, rejections = validate_replies(arrivals, expected)
+        accepted, rejections = validate_responses(arrivals, expected)
         self.down += sum(map(wire_size, asked))
-        self.up += sum(wire_size(one.reply) for one in accepted)
+        self.up += sum(wire_size(one.response) for one in accepted)
         return accepted, rejections
 
     def _leave_out(self, action: str, lost: Mapping[int, str]) -> None:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.codecs import BadPayload, Codec, body_bytes, check_tensor, decode, is_finite
-from fedgraft.core.messages import HEADER_BYTES, BadMessage, Payload, Reply, unpack
+from fedgraft.core.messages import HEADER_BYTES, BadMessage, Payload, Response, unpack
 from fedgraft.core.state import Federation, ServerState
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 
 MOST_METRICS = 256
 MOST_EXAMPLES = 1 << 40
 LARGEST = 1e18
 """Largest absolute value of a number in a reply: the square of a larger one is no float32, so no layer could use it."""
 
-Arrival = Reply | tuple[int, Reply | bytes | str]
+Arrival = Response | tuple[int, Response | bytes | str]
 """A reply, or (the client it was received from, the reply, its bytes, or a sentence why there is none)."""
 
 
@@ -76,11 +76,11 @@ class Expectation:
     """What the scalars may be; a plain finite number where nothing is said."""
     metrics: Mapping[str, Range] | None = None
     """Exactly these numbers for the record, within their ranges; None: any, because nothing uses them."""
-    claims: Claims | None = None
+    example_counts: ExampleCounts | None = None
     """What clients have said of themselves so far."""
-    told: Callable[[Reply], Mapping[str, float]] = lambda reply: {"examples": reply.examples}
+    told: Callable[[Response], Mapping[str, float]] = lambda response: {"examples": response.examples}
     """What a reply says of its sender that must stay as it was first said."""
-    check: Callable[[Reply], str] = lambda reply: ""
+    check: Callable[[Response], str] = lambda response: ""
     """What else is wrong with a reply whose fields are well formed; empty: nothing."""
 
     @property
@@ -95,7 +95,7 @@ class Expectation:
 class Accepted:
     """A reply that passed, with its update decoded once."""
 
-    reply: Reply
+    response: Response
     update: Tensor | None
     """float32 (length,)."""
     norm: float
@@ -117,53 +117,55 @@ class Refused(Exception):
     """The reason why one reply is dropped; it does not leave `validate_replies`."""
 
 
-def validate_replies(replies: Iterable[Arrival], expected: Expectation) -> tuple[list[Accepted], list[Rejection]]:
+def validate_responses(responses: Iterable[Arrival], expected: Expectation) -> tuple[list[Accepted], list[Rejection]]:
     """Well-formed replies in the order of client ids, and who was dropped for what.
 
     The first well-formed reply of a client counts; a further one is dropped and named.
     """
     accepted: dict[int, Accepted] = {}
     rejections: list[Rejection] = []
-    for arrival in replies:
-        sender, reply = arrival if isinstance(arrival, tuple) else (None, arrival)
-        if isinstance(reply, str):
-            rejections.append(Rejection(-1 if sender is None else sender, reply, silent=True))
+    for arrival in responses:
+        sender, response = arrival if isinstance(arrival, tuple) else (None, arrival)
+        if isinstance(response, str):
+            rejections.append(Rejection(-1 if sender is None else sender, response, silent=True))
             continue
         try:
-            passed = _judge(sender, reply, expected)
-            if passed.reply.client in accepted:
+            passed = _judge(sender, response, expected)
+            if passed.response.client in accepted:
                 raise Refused("answered more than once")
-            accepted[passed.reply.client] = passed
-            if expected.claims is not None:  # only now: what a dropped reply says binds nobody
-                expected.claims.note(passed.reply.client, expected.told(passed.reply))
+            accepted[passed.response.client] = passed
+            if expected.example_counts is not None:  # only now: what a dropped reply says binds nobody
+                expected.example_counts.note(passed.response.client, expected.told(passed.response))
         except (Refused, BadPayload, BadMessage) as error:
-            rejections.append(Rejection(_whose(sender, reply), str(error)[:200]))
+            rejections.append(Rejection(_whose(sender, response), str(error)[:200]))
     return [accepted[client] for client in sorted(accepted)], rejections
 
 
-def _whose(sender: int | None, reply: Reply | bytes) -> int:
-    claimed = reply.client if isinstance(reply, Reply) else -1
+def _whose(sender: int | None, response: Response | bytes) -> int:
+    claimed = response.client if isinstance(response, Response) else -1
     return sender if sender is not None else claimed if type(claimed) is int else -1
 
 
-def _judge(sender: int | None, reply: Reply | bytes, expected: Expectation) -> Accepted:
-    if not isinstance(reply, Reply | bytes | bytearray | memoryview):
+def _judge(sender: int | None, response: Response | bytes, expected: Expectation) -> Accepted:
+    if not isinstance(response, Response | bytes | bytearray | memoryview):
         raise Refused("is no message at all")
-    if not isinstance(reply, Reply):
-        reply = unpack(Reply, reply, limit=expected.limit)
-    _check_envelope(sender, reply, expected)
-    _check_numbers(reply, expected)
-    _check_fields(reply.sums, expected.sums, "sums")
-    _check_fields(reply.evidence, expected.evidence, "evidence")
-    update = _decode_change(reply.update, expected, expected.lengths.get(reply.client, expected.length))
+    if not isinstance(response, Response):
+        response = unpack(Response, response, limit=expected.limit)
+    _check_envelope(sender, response, expected)
+    _check_numbers(response, expected)
+    _check_fields(response.sums, expected.sums, "sums")
+    _check_fields(response.evidence, expected.evidence, "evidence")
+    update = _decode_change(response.update, expected, expected.lengths.get(response.client, expected.length))
     norm = 0.0 if update is None else _norm(update)
     if expected.norm_bound is not None and norm > expected.norm_bound:
         raise Refused(f"update has norm {norm:.4g}, over the bound {expected.norm_bound:.4g}")
-    if expected.claims is not None and (lie := expected.claims.contradiction(reply.client, expected.told(reply))):
+    if expected.example_counts is not None and (
+        lie := expected.example_counts.contradiction(response.client, expected.told(response))
+    ):
         raise Refused(lie)
-    if wrong := expected.check(reply):
+    if wrong := expected.check(response):
         raise Refused(wrong)
-    return Accepted(reply, update, norm)
+    return Accepted(response, update, norm)
 
 
 def _norm(update: Tensor) -> float:
@@ -173,38 +175,39 @@ def _norm(update: Tensor) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(room[: len(piece)].copy_(piece))) for piece in pieces))
 
 
-def _check_envelope(sender: int | None, reply: Reply, expected: Expectation) -> None:
+def _check_envelope(sender: int | None, response: Response, expected: Expectation) -> None:
     """Run, round, client and space are those of the order."""
-    if type(reply.client) is not int or reply.client not in expected.clients:
-        raise Refused(f"client {str(reply.client)[:40]} was not asked")
-    if sender is not None and sender != reply.client:
-        raise Refused(f"came from client {sender} and claims to be client {reply.client}")
-    if type(reply.run) is not str or reply.run != expected.run:
+    if type(response.client) is not int or response.client not in expected.clients:
+        raise Refused(f"client {str(response.client)[:40]} was not asked")
+    if sender is not None and sender != response.client:
+        raise Refused(f"came from client {sender} and claims to be client {response.client}")
+    if type(response.run) is not str or response.run != expected.run:
         raise Refused("answers another run")
-    if type(reply.round) is not int or reply.round != expected.round:
-        raise Refused(f"answers round {str(reply.round)[:40]}, not {expected.round}")
-    if type(reply.space) is not str or reply.space != expected.space:
+    if type(response.round) is not int or response.round != expected.round:
+        raise Refused(f"answers round {str(response.round)[:40]}, not {expected.round}")
+    if type(response.space) is not str or response.space != expected.space:
         raise Refused("was made on another edit space (the mask digest differs)")
 
 
-def _check_numbers(reply: Reply, expected: Expectation) -> None:
+def _check_numbers(response: Response, expected: Expectation) -> None:
     most = MOST_EXAMPLES if expected.max_examples is None else expected.max_examples
-    if type(reply.examples) is not int or not min(1, most) <= reply.examples <= most:
-        raise Refused(f"claims {str(reply.examples)[:40]} examples where {min(1, most)} to {most} are allowed")
-    for group, numbers in (("scalars", reply.scalars), ("metrics", reply.metrics)):
+    if type(response.examples) is not int or not min(1, most) <= response.examples <= most:
+        raise Refused(f"claims {str(response.examples)[:40]} examples where {min(1, most)} to {most} are allowed")
+    for group, numbers in (("scalars", response.scalars), ("metrics", response.metrics)):
         if not isinstance(numbers, Mapping) or not all(type(name) is str for name in numbers):
             raise Refused(f"{group} are not named numbers")
         if not all(_is_number(value) for value in numbers.values()):
             raise Refused(f"{group} hold something that is not a finite number")
-    if set(reply.scalars) != set(expected.scalars):
+    if set(response.scalars) != set(expected.scalars):
         raise Refused(f"scalars are not {sorted(expected.scalars)}")
-    if len(reply.metrics) > MOST_METRICS:
-        raise Refused(f"has {len(reply.metrics)} metrics; {MOST_METRICS} are allowed")
-    if expected.metrics is not None and set(reply.metrics) != set(expected.metrics):
+    if len(response.metrics) > MOST_METRICS:
+        raise Refused(f"has {len(response.metrics)} metrics; {MOST_METRICS} are allowed")
+    if expected.metrics is not None and set(response.metrics) != set(expected.metrics):
         raise Refused(f"metrics are not {sorted(expected.metrics)}")
     for group, numbers, ranges in (
-        ("scalar", reply.scalars, expected.ranges), ("metric", reply.metrics, expected.metrics or {}),
-    ):  # fmt: skip
+        ("scalar", response.scalars, expected.ranges),
+        ("metric", response.metrics, expected.metrics or {}),
+    ):
         for name, allowed in ranges.items():
             if numbers[name] not in allowed:
                 raise Refused(f"{group} {name!r} is {numbers[name]:.4g}, which cannot be")
@@ -265,7 +268,7 @@ def without_outliers(
     accepted: Sequence[Accepted],
     federation: Federation,
     state: ServerState,
-    steps: Callable[[Reply], int] = lambda reply: 1,
+    steps: Callable[[Response], int] = lambda response: 1,
 ) -> tuple[list[Accepted], list[Rejection]]:
     """The replies whose update, and whose auxiliary vectors, are not far longer than is usual.
 
@@ -277,14 +280,14 @@ def without_outliers(
         return list(accepted), []
     usual = federation.rate(state) * statistics.median(state.norms) if state.norms else 0.0
     least = HARMLESS * _norm(state.vector)
-    taken = {a.reply.client: steps(a.reply) for a in accepted}
+    taken = {a.response.client: steps(a.response) for a in accepted}
     middle = statistics.median(taken.values()) if taken else 1
-    norms = {a.reply.client: a.norm / max(1.0, taken[a.reply.client] / middle) for a in accepted}
+    norms = {a.response.client: a.norm / max(1.0, taken[a.response.client] / middle) for a in accepted}
     far = far_off(norms, factor, usual, least)
     reasons = {k: f"update has norm {norm:.4g}, over {factor:g} times the usual" for k, norm in far.items()}
-    for name in accepted[0].reply.sums if accepted else ():
-        norms = {a.reply.client: float(torch.linalg.vector_norm(a.reply.sums[name].double())) for a in accepted}
+    for name in accepted[0].response.sums if accepted else ():
+        norms = {a.response.client: float(torch.linalg.vector_norm(a.response.sums[name].double())) for a in accepted}
         for k, norm in far_off(norms, factor, least=least).items():
             reasons.setdefault(k, f"sums/{name} has norm {norm:.4g}, over {factor:g} times the others'")
-    kept = [a for a in accepted if a.reply.client not in reasons]
+    kept = [a for a in accepted if a.response.client not in reasons]
     return kept, [Rejection(client, reason) for client, reason in sorted(reasons.items())]

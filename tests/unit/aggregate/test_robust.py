@@ -120,8 +120,8 @@ def test_nearest_mixing_against_a_loop() -> None:
     updates = stack(7, 5)
     mixed = robust.nearest_mixing(2)(updates)
     for i in range(7):
-        order = sorted(range(7), key=lambda j: float((updates[i] - updates[j]).square().sum()))[:5]
-        torch.testing.assert_close(mixed[i], updates[order].mean(0))
+        request = sorted(range(7), key=lambda j: float((updates[i] - updates[j]).square().sum()))[:5]
+        torch.testing.assert_close(mixed[i], updates[request].mean(0))
 
 
 def test_clip_norms() -> None:
@@ -236,7 +236,7 @@ def test_other_refusals() -> None:
 
 def test_the_table_builds_every_rule() -> None:
     for name in robust.AGGREGATORS:
-        rule: robust.Rule = robust.AGGREGATORS.build(name, {}, attackers=1, replies=9)
+        rule: robust.Rule = robust.AGGREGATORS.build(name, {}, attackers=1, responses=9)
         assert rule(stack(9, 5), torch.ones(9)).shape == (5,)
 
 

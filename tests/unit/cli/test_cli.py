@@ -21,18 +21,29 @@ from PIL import Image
 
 from fedgraft.algorithms import ALGORITHMS
 from fedgraft.config import presets
+from fedgraft.core.files import read_metrics
 from fedgraft.report.values import size
-from fedgraft.run import folder as record
+from fedgraft.run.folder import RunFolder
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)
     from fedgraft.cli import main as cli
 
 TINY = [
-    "data.source=digits", "data.limit=120", "model.name=tiny", "partition.clients=4", "partition.kind=classes",
-    "partition.classes_per_client=5", "local.steps=2", "local.batch_size=8", "rounds.total=3",
-    "rounds.evaluate_every=1", "rounds.checkpoint_every=1", "name=tiny", "workers=1",
-]  # fmt: skip
+    "data.source=digits",
+    "data.limit=120",
+    "model.name=tiny",
+    "partition.clients=4",
+    "partition.kind=classes",
+    "partition.classes_per_client=5",
+    "local.steps=2",
+    "local.batch_size=8",
+    "rounds.total=3",
+    "rounds.evaluate_every=1",
+    "rounds.checkpoint_every=1",
+    "name=tiny",
+    "workers=1",
+]
 
 
 @dataclass
@@ -117,10 +128,8 @@ def refused(said: Said) -> str:
 def test_run_leaves_a_whole_run_folder(finished: Path) -> None:
     for name in ("config.toml", "metrics.jsonl", "log.txt", "summary.json", "environment.json", "report.html"):
         assert (finished / name).stat().st_size > 0, name
-    assert (
-        list((finished / "checkpoints").glob("*.safetensors")) and record.RunFolder.open(finished).status == "finished"
-    )
-    lines = record.read_metrics(finished)
+    assert list((finished / "checkpoints").glob("*.safetensors")) and RunFolder.open(finished).status == "finished"
+    lines = read_metrics(finished)
     wanted = {
         "round",
         "accuracy",
@@ -267,7 +276,7 @@ def test_dry_run_prints_bytes_and_steps_and_leaves_nothing(fedgraft: Command, tm
     assert said.code == 0 and not (tmp_path / "none").exists()
     assert "2 steps of 8 images" in said.text and "12 steps in all" in said.text
     down, up = re.search(r"bytes: ([\d.]+) kB down and ([\d.]+) kB up per client and round", said.text).groups()  # type: ignore[union-attr]
-    lines = record.read_metrics(finished)
+    lines = read_metrics(finished)
     assert float(down) == pytest.approx(lines[1]["bytes_down"] / 2000, rel=0.05)  # two clients a round
     assert float(up) == pytest.approx(lines[1]["bytes_up"] / 2000, rel=0.2)
 
@@ -285,7 +294,7 @@ def test_dry_run_plans_other_choices_too(fedgraft: Command, overrides: list[str]
 @pytest.mark.slow
 def test_fresh_runs_take_the_next_free_folder(fedgraft: Command, finished: Path) -> None:
     said = fedgraft("run", *TINY, "rounds.total=1", "-o", finished, "--fresh", "-q")
-    assert said.code == 0 and record.RunFolder.open(finished.with_name("tiny-2")).status == "finished"
+    assert said.code == 0 and RunFolder.open(finished.with_name("tiny-2")).status == "finished"
     shutil.rmtree(finished.with_name("tiny-2"))
 
 
@@ -392,7 +401,7 @@ def test_damaged_checkpoints_fall_back_and_damaged_notes_are_named(
 
 @pytest.mark.slow
 def test_a_folder_in_use_is_left_alone(fedgraft: Command, finished: Path) -> None:
-    folder = record.RunFolder.open(finished)
+    folder = RunFolder.open(finished)
     with folder._locked():
         assert "in use by process" in refused(fedgraft("run", *TINY, "-o", finished, "-q"))
 

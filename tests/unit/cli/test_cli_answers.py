@@ -24,9 +24,17 @@ from fedgraft.core.registry import ALGORITHMS
 NAME = "a-name-that-must-be-copied-whole-from-a-terminal-of-eighty-columns-0123456789abcdef"
 CLASSES = ["melanocytic-naevus-of-the-upper-left-arm-seen-from-above", "b"]
 BASE = [
-    "data.source=folder", "model.name=tiny", "data.image_size=16", "partition.kind=iid", "partition.clients=2",
-    "local.steps=1", "local.batch_size=4", "rounds.total=1", "rounds.fraction=1.0", "workers=1",
-]  # fmt: skip
+    "data.source=folder",
+    "model.name=tiny",
+    "data.image_size=16",
+    "partition.kind=iid",
+    "partition.clients=2",
+    "local.steps=1",
+    "local.batch_size=4",
+    "rounds.total=1",
+    "rounds.fraction=1.0",
+    "workers=1",
+]
 Ask = Callable[..., tuple[int, str, str]]
 
 

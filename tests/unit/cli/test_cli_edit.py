@@ -35,9 +35,13 @@ with warnings.catch_warnings():  # typer's own import of click warns with some p
     from fedgraft.cli import edit as cli_edit
 
 OVERRIDES = [
-    *tiny.OVERRIDES, "model.head=random", "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60",
-    "trainable.sparse.rounds=2", "trainable.head_too=false",
-]  # fmt: skip
+    *tiny.OVERRIDES,
+    "model.head=random",
+    "trainable.sparse.sparsity=0.9",
+    "trainable.sparse.samples=60",
+    "trainable.sparse.rounds=2",
+    "trainable.head_too=false",
+]
 KINDS = {
     "head": ["trainable.kind=head"],
     "body": ["trainable.kind=body", "local.lr=0.002"],
@@ -231,14 +235,22 @@ def test_fisher_refuses_a_run_that_is_not_the_edits_own(runs: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("ties --share 0", "greater than 0, not 0.0"), ("ties --share 1.1", "not 1.1"), ("ties --share nan", "finite"),
-        ("dare --share 1", "less than 1, not 1.0"), ("dare --share -0.1", "not -0.1"),
-        ("sum --share 0.3", "has no --share, which is for ties and dare"), ("fisher --share 0.3", "has no --share"),
-        ("sum --seed 0", "has no --seed"), ("ties --seed 1", "has no --seed"), ("dare --runs x", "has no --runs"),
-        ("slerp", "sum, ties, dare, fisher, not 'slerp'"), ("ties --scales -1,2", "none below 0"),
-        ("dare --scales 0,0", "not only 0"), ("fisher", "give --runs"),
+        ("ties --share 0", "greater than 0, not 0.0"),
+        ("ties --share 1.1", "not 1.1"),
+        ("ties --share nan", "finite"),
+        ("dare --share 1", "less than 1, not 1.0"),
+        ("dare --share -0.1", "not -0.1"),
+        ("sum --share 0.3", "has no --share, which is for ties and dare"),
+        ("fisher --share 0.3", "has no --share"),
+        ("sum --seed 0", "has no --seed"),
+        ("ties --seed 1", "has no --seed"),
+        ("dare --runs x", "has no --runs"),
+        ("slerp", "sum, ties, dare, fisher, not 'slerp'"),
+        ("ties --scales -1,2", "none below 0"),
+        ("dare --scales 0,0", "not only 0"),
+        ("fisher", "give --runs"),
     ],
-)  # fmt: skip
+)
 def test_ways_of_merging_refuse_what_they_do_not_have(words: str, told: str, runs: Path, tmp_path: Path) -> None:
     both = [runs / "body.edit", runs / "sparse.edit"]
     assert told in refused("edit", "add", *both, "--to", tmp_path / "x", "--how", *words.split())
@@ -280,9 +292,14 @@ def test_figures(runs: Path, tmp_path: Path) -> None:
     text = call("edit", "figures", *(runs / kind for kind in kinds), "--out", tmp_path / "figures")
     made = {Path(line).name for line in text.splitlines()}
     assert made == {
-        "density_by_layer.png", "density_by_kind.png", "overlap_of_runs.png", "overlap_of_clients_own.png",
-        "accuracy_by_round.png", "loss_by_round.png", "accuracy_by_traffic.png",
-    }  # fmt: skip
+        "density_by_layer.png",
+        "density_by_kind.png",
+        "overlap_of_runs.png",
+        "overlap_of_clients_own.png",
+        "accuracy_by_round.png",
+        "loss_by_round.png",
+        "accuracy_by_traffic.png",
+    }
     assert all((tmp_path / "figures" / name).stat().st_size > 5000 for name in made)
     alone = call("edit", "figures", runs / "lora", "--out", tmp_path / "one").split()
     assert {Path(line).name for line in alone} == {

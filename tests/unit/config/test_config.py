@@ -92,7 +92,7 @@ def test_the_file_of_a_config_builds_the_same_algorithm(words: list[str]) -> Non
     [
         ("data.validation=1", ("data.validation", "less than 1")),
         ("data.validation=-0.1", ("data.validation", "greater than or equal to 0")),
-        ("data.augment=[\"twist\"]", ("data.augment", "'twist'")),
+        ('data.augment=["twist"]', ("data.augment", "'twist'")),
         ("data.image_size=2", ("data.image_size", "4")),
         ("data.limit=0", ("data.limit", "1")),
         ("partition.clients=0", ("partition.clients", "1", "got 0")),
@@ -117,13 +117,13 @@ def test_the_file_of_a_config_builds_the_same_algorithm(words: list[str]) -> Non
         ("rounds.total=-1", ("rounds.total", "0")),
         ("compression.codec=zip", ("compression.codec", "'zip'")),
         ("privacy.aggregation=hidden", ("privacy.aggregation", "'hidden'")),
-        ("track.trackers=[\"paper\"]", ("track.trackers", "'paper'")),
+        ('track.trackers=["paper"]', ("track.trackers", "'paper'")),
         ("name=../up", ("name", "../up")),
         ("seed=-1", ("seed", "0")),
         ("workers=-1", ("workers", "0")),
         ("local=3", ("'local' is a table of options", "local.steps")),
     ],
-)  # fmt: skip
+)
 def test_every_limit_has_its_sentence(word: str, parts: tuple[str, ...]) -> None:
     text = sentence(word)
     assert all(part in text for part in parts), text
@@ -192,11 +192,22 @@ def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
 
 
 OVERRIDES = [
-    "seed=3", "name=x", "local.clip=1.5", "local.epochs=2", "data.augment=['flip','crop']", "data.limit=50",
-    "trainable.sparse.scope=['qk','norm']", "partition.groups=[[0,1],[2]]", "schedule.at=[0.1,0.9]",
-    "rounds.norm_bound=2.0", "algorithm.cap=0.5", "local.amp=bfloat16", "track.trackers=['wandb']", "model.ridge=0.01",
+    "seed=3",
+    "name=x",
+    "local.clip=1.5",
+    "local.epochs=2",
+    "data.augment=['flip','crop']",
+    "data.limit=50",
+    "trainable.sparse.scope=['qk','norm']",
+    "partition.groups=[[0,1],[2]]",
+    "schedule.at=[0.1,0.9]",
+    "rounds.norm_bound=2.0",
+    "algorithm.cap=0.5",
+    "local.amp=bfloat16",
+    "track.trackers=['wandb']",
+    "model.ridge=0.01",
     "local.lr=0.1234567890123",
-]  # fmt: skip
+]
 
 
 @settings(max_examples=30, deadline=None)

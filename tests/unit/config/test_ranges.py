@@ -27,16 +27,39 @@ from fedgraft.local.train import LocalTraining
 NEVER = (-1, nan, inf, -inf, "many")
 """No option of the zoo takes these."""
 ALSO: dict[str, tuple[Any, ...]] = {  # where zero, one or more is too much
-    "fedsb.rank": (0, 2.5), "flexlora.ranks": ((0,), (2, -1), ()), "fedawa.steps": (1.5,), "ifca.clusters": (0, 1.5),
-    "fedala.share": (0, 5), "fedala.blocks": (0,), "fedties.share": (0, 1.1), "feddare.drop": (1, 1.5),
-    "fedfisher.samples": (0,), "flasc.down": (0, 1.1), "flasc.up": (0, 1.1), "moon.temperature": (0,),
-    "fedgma.agreement": (1.1,), "fedavgm.beta1": (1,), "fedadam.beta1": (1,), "fedadam.beta2": (1,),
-    "fedadam.tau": (0,), "fedyogi.tau": (0,), "fedadagrad.tau": (0,),
+    "fedsb.rank": (0, 2.5),
+    "flexlora.ranks": ((0,), (2, -1), ()),
+    "fedawa.steps": (1.5,),
+    "ifca.clusters": (0, 1.5),
+    "fedala.share": (0, 5),
+    "fedala.blocks": (0,),
+    "fedties.share": (0, 1.1),
+    "feddare.drop": (1, 1.5),
+    "fedfisher.samples": (0,),
+    "flasc.down": (0, 1.1),
+    "flasc.up": (0, 1.1),
+    "moon.temperature": (0,),
+    "fedgma.agreement": (1.1,),
+    "fedavgm.beta1": (1,),
+    "fedadam.beta1": (1,),
+    "fedadam.beta2": (1,),
+    "fedadam.tau": (0,),
+    "fedyogi.tau": (0,),
+    "fedadagrad.tau": (0,),
     **{f"{name}.server_lr": (0,) for name in ("scaffold", "fednova", "fedgma", "fedavgm", "fedadam", "fedyogi")},
     **{f"fedalign.{name}": (0,) for name in ("cap", "keep", "top", "probe")},
-    **{f"{name}.{option}": bad for name in ("fedshibu", "fedavg_crsm") for option, bad in (
-        ("constant", (1.1,)), ("samples", (0, 3)), ("probe", (0, 15)), ("self_weight", (1.1,)), ("aside", (0, 1)))},
-}  # fmt: skip
+    **{
+        f"{name}.{option}": bad
+        for name in ("fedshibu", "fedavg_crsm")
+        for option, bad in (
+            ("constant", (1.1,)),
+            ("samples", (0, 3)),
+            ("probe", (0, 15)),
+            ("self_weight", (1.1,)),
+            ("aside", (0, 1)),
+        )
+    },
+}
 
 
 def numeric(make: Callable[..., Any]) -> list[str]:
@@ -80,20 +103,42 @@ def test_the_table_is_about_options_that_exist() -> None:
 @pytest.mark.parametrize(
     ("make", "option", "values"),
     [
-        (LowRank, "rank", (0,)), (LowRank, "alpha", (0,)), (LowRank, "dropout", (1,)), (LowRank, "ranks", ((0,),)),
-        (LowRank, "budgets", ((3,),)), (LowRank, "core_images", (0,)), (LowRank, "freeze_blocks", ()),
-        (Sparse, "sparsity", (1, 1.5)), (Sparse, "floor", (1,)), (Sparse, "samples", (0,)), (Sparse, "rounds", (0,)),
-        (Sparse, "soft", (1.1,)), (Sparse, "adaptive_start", (1,)), (Sparse, "adaptive_step", (0, 1)),
-        (Sparse, "adaptive_drift", (0,)), (Sparse, "adaptive_patience", (0,)), (Sparse, "budgets", ((0,),)),
-        (Sparse, "freeze_blocks", ()), (everything, "freeze_blocks", ()), (body, "freeze_blocks", ()),
-        (last_blocks, "blocks", (0,)), (cross_entropy, "label_smoothing", (1,)), (calibrated, "tau", ()),
-        (contrastive, "weight", ()), (contrastive, "temperature", (0,)),
-        (partial(robust_aggregator, "median"), "attackers", ()), (partial(robust_aggregator, "median"), "clip", (0,)),
-        (LocalTraining, "steps", (0, 1.5)), (LocalTraining, "epochs", (0,)), (LocalTraining, "batch_size", (0,)),
-        (LocalTraining, "lr", (0,)), (LocalTraining, "clip", (0,)), (LocalTraining, "head_lr", (0,)),
+        (LowRank, "rank", (0,)),
+        (LowRank, "alpha", (0,)),
+        (LowRank, "dropout", (1,)),
+        (LowRank, "ranks", ((0,),)),
+        (LowRank, "budgets", ((3,),)),
+        (LowRank, "core_images", (0,)),
+        (LowRank, "freeze_blocks", ()),
+        (Sparse, "sparsity", (1, 1.5)),
+        (Sparse, "floor", (1,)),
+        (Sparse, "samples", (0,)),
+        (Sparse, "rounds", (0,)),
+        (Sparse, "soft", (1.1,)),
+        (Sparse, "adaptive_start", (1,)),
+        (Sparse, "adaptive_step", (0, 1)),
+        (Sparse, "adaptive_drift", (0,)),
+        (Sparse, "adaptive_patience", (0,)),
+        (Sparse, "budgets", ((0,),)),
+        (Sparse, "freeze_blocks", ()),
+        (everything, "freeze_blocks", ()),
+        (body, "freeze_blocks", ()),
+        (last_blocks, "blocks", (0,)),
+        (cross_entropy, "label_smoothing", (1,)),
+        (calibrated, "tau", ()),
+        (contrastive, "weight", ()),
+        (contrastive, "temperature", (0,)),
+        (partial(robust_aggregator, "median"), "attackers", ()),
+        (partial(robust_aggregator, "median"), "clip", (0,)),
+        (LocalTraining, "steps", (0, 1.5)),
+        (LocalTraining, "epochs", (0,)),
+        (LocalTraining, "batch_size", (0,)),
+        (LocalTraining, "lr", (0,)),
+        (LocalTraining, "clip", (0,)),
+        (LocalTraining, "head_lr", (0,)),
         (LocalTraining, "client_steps", ((0,), (2, -1))),
     ],
-)  # fmt: skip
+)
 def test_so_does_every_other_part(make: Callable[..., Any], option: str, values: tuple[Any, ...]) -> None:
     for value in (*NEVER, *values):
         refused(lambda: make(**{option: value}), option)  # noqa: B023

@@ -176,10 +176,14 @@ def test_the_key_covers_everything_the_values_depend_on(network: Toy, tmp_path: 
     other_norm = Toy().eval()
     other_norm.norm.get_buffer("running_mean").add_(1)  # a buffer
     digests = [
-        digest(images(), network, 2), digest(images(), network, 1), digest(images(seed=1), network, 2),
-        digest(images(()), network, 2), digest(images(), Toy(1).eval(), 2), digest(images(), network, 2, "gelu"),
+        digest(images(), network, 2),
+        digest(images(), network, 1),
+        digest(images(seed=1), network, 2),
+        digest(images(()), network, 2),
+        digest(images(), Toy(1).eval(), 2),
+        digest(images(), network, 2, "gelu"),
         digest(images(), other_norm, 2),
-    ]  # fmt: skip
+    ]
     assert len(set(digests)) == 7
     assert prefix_digest(other_norm, 1) == prefix_digest(network, 1)  # the final norm lies behind entry 1
     with torch.no_grad():

@@ -150,9 +150,13 @@ def test_the_transport_agrees_with_linear_programming() -> None:
         by_class, by_client = np.eye(classes)[cls].T, np.eye(clients)[client].T
         low, high = supply.sum() // clients, -(-supply.sum() // clients)
         lp = linprog(
-            np.zeros(len(cls)), A_eq=by_class, b_eq=supply, bounds=(1, None),
-            A_ub=np.concatenate([by_client, -by_client]), b_ub=np.repeat([high, -low], clients),
-        )  # fmt: skip
+            np.zeros(len(cls)),
+            A_eq=by_class,
+            b_eq=supply,
+            bounds=(1, None),
+            A_ub=np.concatenate([by_client, -by_client]),
+            b_ub=np.repeat([high, -low], clients),
+        )
         assert (counts is not None) == lp.success
         feasible.append(lp.success)
         if counts is not None:
@@ -312,10 +316,14 @@ def test_bad_labels_are_refused(labels: Any) -> None:
 
 def build(**update: Any) -> Partition:
     fields: dict[str, Any] = {
-        "kind": "hand", "labels": np.array([0, 0, 1, 1]), "test_labels": np.array([0, 1]),
-        "offsets": np.array([0, 2, 4]), "rows": np.arange(4),
-        "test_offsets": np.array([0, 1, 2]), "tests": np.arange(2),
-    }  # fmt: skip
+        "kind": "hand",
+        "labels": np.array([0, 0, 1, 1]),
+        "test_labels": np.array([0, 1]),
+        "offsets": np.array([0, 2, 4]),
+        "rows": np.arange(4),
+        "test_offsets": np.array([0, 1, 2]),
+        "tests": np.arange(2),
+    }
     return Partition(**(fields | update))
 
 

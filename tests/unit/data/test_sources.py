@@ -401,9 +401,18 @@ def nothing(path: Path) -> str:
 
 
 DAMAGE = [
-    damage_parquet, damage_image, wrong_size, damage_tar, lacking_tar, wrong_labels, float_images, pickled_npz,
-    lacking_npz, other_pickle, nothing,
-]  # fmt: skip
+    damage_parquet,
+    damage_image,
+    wrong_size,
+    damage_tar,
+    lacking_tar,
+    wrong_labels,
+    float_images,
+    pickled_npz,
+    lacking_npz,
+    other_pickle,
+    nothing,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

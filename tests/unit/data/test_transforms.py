@@ -216,8 +216,11 @@ def test_digest_and_cacheability() -> None:
     variants = [make_transform(8), make_transform(9), make_transform(8, ("flip",)), make_transform(8, (), "half")]
     assert len({t.digest for t in variants}) == 4 and make_transform(8).digest == variants[0].digest
     assert [make_transform(8, ops).deterministic for ops in ((), ("flip",), ("crop",), ("flip", "jitter"))] == [
-        True, True, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_the_order_of_the_list_is_the_order_of_the_operations() -> None:

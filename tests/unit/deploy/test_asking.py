@@ -22,7 +22,7 @@ from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load
 from fedgraft.consortium.site_faults import findings
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy import evaluate, preflight
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.evaluate import lines, question
@@ -33,10 +33,20 @@ from fedgraft.run.predict import predictor
 
 NAMES = ("north", "south", "east")
 SMALL = [
-    "model.name=tiny", "rounds.total=1", "rounds.fraction=1.0", "local.steps=2", "local.batch_size=8", "seed=0",
-    "partition.clients=3", "trainable.kind=everything", "data.source=folder", "data.validation=0.2", "workers=1",
-    "data.image_size=16", "engine=reference",
-]  # fmt: skip
+    "model.name=tiny",
+    "rounds.total=1",
+    "rounds.fraction=1.0",
+    "local.steps=2",
+    "local.batch_size=8",
+    "seed=0",
+    "partition.clients=3",
+    "trainable.kind=everything",
+    "data.source=folder",
+    "data.validation=0.2",
+    "workers=1",
+    "data.image_size=16",
+    "engine=reference",
+]
 
 
 @pytest.fixture
@@ -100,8 +110,8 @@ def test_no_digest_of_an_image_can_be_tested_by_the_server(
     engine, seen = machines(config, sites, monkeypatch, task="preflight"), list[dict[str, Any]]()
     real = Machines.deliver
 
-    def deliver(self: Machines, order: Order) -> Any:
-        answer = real(self, order)
+    def deliver(self: Machines, request: Request) -> Any:
+        answer = real(self, request)
         seen.append(json.loads(answer[1]))
         return answer
 
@@ -111,8 +121,8 @@ def test_no_digest_of_an_image_can_be_tested_by_the_server(
     assert len(tags) == 3 and not set(tags[0]["1"]) & set(tags[0]["2"])  # the same images, under two keys
     assert not any(tag in json.dumps(told) for tag in tags[0]["1"])  # nothing of them is kept
     forged = {str(k): "00" * 32 + one["key"][64:] for k, one in enumerate(seen[:3])}  # a server's own key in between
-    order = Order(config.digest, 0, 0, "preflight", settings={"keys": json.dumps(forged)})
-    assert "is not signed by it" in real(engine, order)[1]
+    request = Request(config.digest, 0, 0, "preflight", settings={"keys": json.dumps(forged)})
+    assert "is not signed by it" in real(engine, request)[1]
 
 
 def test_the_owners_policy_decides_who_answers(sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +138,21 @@ def test_the_owners_policy_decides_who_answers(sites: dict[str, Path], monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lie", [
-    {"facts": {}}, {"facts": {"images": -1}}, {"classes": {"\x1b[31mred": 9}}, {"intensity": [float("nan")]},
-    {"faults": {"else": 3}}, {"bits": {"eight": 3}}, {"classes": ["a"]}, {"tags": ["a"]}, {"tags": {"0": [["a"]]}},
-    {"key": ""},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"facts": {}},
+        {"facts": {"images": -1}},
+        {"classes": {"\x1b[31mred": 9}},
+        {"intensity": [float("nan")]},
+        {"faults": {"else": 3}},
+        {"bits": {"eight": 3}},
+        {"classes": ["a"]},
+        {"tags": ["a"]},
+        {"tags": {"0": [["a"]]}},
+        {"key": ""},
+    ],
+)
 def test_a_lying_node_is_left_out_by_name(
     lie: dict[str, Any], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,8 +160,8 @@ def test_a_lying_node_is_left_out_by_name(
     engine = machines(config, sites, monkeypatch, task="preflight")
     real = Machines.deliver
 
-    def deliver(self: Machines, order: Any) -> Any:
-        client, data = real(self, order)
+    def deliver(self: Machines, request: Any) -> Any:
+        client, data = real(self, request)
         told = json.loads(data)
         if client == 1 and "facts" in told:
             whole = {"tags": {}, **lie} if "facts" in lie else lie if "key" in lie else {**told, **lie}
@@ -160,8 +180,8 @@ def test_a_node_that_tells_its_facts_as_its_key_is_left_out_by_name(
     engine = machines(config, sites, monkeypatch, task="preflight")
     real = Machines.deliver
 
-    def deliver(self: Machines, order: Order) -> Any:
-        return real(self, replace(order, settings={"keys": "{}"}) if order.client == 1 else order)
+    def deliver(self: Machines, request: Request) -> Any:
+        return real(self, replace(request, settings={"keys": "{}"}) if request.client == 1 else request)
 
     monkeypatch.setattr(Machines, "deliver", deliver)
     told = preflight.look(config, engine.root / "look", engine)
@@ -171,9 +191,15 @@ def test_a_node_that_tells_its_facts_as_its_key_is_left_out_by_name(
 ALLOWED = {"sums": "train", "keys": "{}"}
 
 
-@pytest.mark.parametrize("action, settings", [
-    ("secure.keys", ALLOWED), ("secure.masked", ALLOWED), ("train", {"keys": "{}"}), ("count", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "action, settings",
+    [
+        ("secure.keys", ALLOWED),
+        ("secure.masked", ALLOWED),
+        ("train", {"keys": "{}"}),
+        ("count", {}),
+    ],
+)
 def test_a_preflight_under_another_name_is_none(
     action: str, settings: dict[str, str], sites: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,11 +207,11 @@ def test_a_preflight_under_another_name_is_none(
     config = load(None, [*SMALL, "privacy.aggregation=secure"])
     engine = machines(config, sites, monkeypatch, task="preflight")
     allow(engine, 0, config)
-    order = Order(config.digest, 0, 0, action, settings=settings)
-    assert "rule 'actions'" in engine.deliver(order)[1] and engine.log(0)[-1]["bytes"] == 0
+    request = Request(config.digest, 0, 0, action, settings=settings)
+    assert "rule 'actions'" in engine.deliver(request)[1] and engine.log(0)[-1]["bytes"] == 0
     monkeypatch.setattr(preflight, "ACTION", action)  # as if its name were asked for
     if action.startswith("secure."):
-        assert b"facts" in preflight.tell(replace(engine.requests[0], order=b""), order)
+        assert b"facts" in preflight.tell(replace(engine.requests[0], request=b""), request)
 
 
 def stranger(number: int, run: str) -> str:
@@ -200,10 +226,10 @@ def test_keys_that_are_none_or_a_strangers_are_refused_by_name(
 ) -> None:
     config = load(None, SMALL)
     engine = machines(config, sites, monkeypatch, task="preflight")
-    rule, told = "order", keys
+    rule, told = "request", keys
     if keys == "stranger":  # it could test images of its own
         rule, told = "most_clients", json.dumps({"99": stranger(99, config.digest)})
-    said = engine.deliver(Order(config.digest, 0, 0, "preflight", settings={"keys": told}))[1]
+    said = engine.deliver(Request(config.digest, 0, 0, "preflight", settings={"keys": told}))[1]
     assert isinstance(said, str) and f"rule '{rule}'" in said
 
 

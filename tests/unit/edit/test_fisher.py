@@ -25,9 +25,15 @@ class TinyViT(nn.Module):
         from transformers import ViTConfig, ViTModel
 
         config = ViTConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-            image_size=16, patch_size=8, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )  # fmt: skip
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            image_size=16,
+            patch_size=8,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
         self.backbone = ViTModel(config, add_pooling_layer=False)
         self.head = nn.Linear(16, 5)
         self.resize = size != 16

@@ -37,9 +37,15 @@ class TinyViT(nn.Module):
 
         super().__init__()
         config = ViTConfig(
-            hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8,
-            patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=8,
+            patch_size=4,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
         self.backbone = ViTModel(config, add_pooling_layer=False)
         self.head = nn.Linear(WIDTH, CLASSES)
         self.depth, self.width, self.classes = 2, WIDTH, CLASSES
@@ -257,8 +263,10 @@ def test_bad_requests_are_refused_in_a_sentence(network: Any, update: dict[str, 
 
 
 WORDS = {
-    "factors": ["trainable.kind=lora"], "Fed-SB": ["algorithm.name=fedsb"], "FlexLoRA": ["algorithm.name=flexlora"],
-}  # fmt: skip
+    "factors": ["trainable.kind=lora"],
+    "Fed-SB": ["algorithm.name=fedsb"],
+    "FlexLoRA": ["algorithm.name=flexlora"],
+}
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgraft import algorithms as zoo
 from fedgraft.config.build import build_algorithm
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.edit.lora import adapted, attach
 from fedgraft.edit.lora_aggregate import LoraLayout, aggregate_lora, lora_layout
 from fedgraft.edit.lora_core import CORE_SUFFIX, directions, gradient_directions
@@ -88,12 +88,12 @@ def test_clients_of_unequal_rank_against_a_loop() -> None:
     layout = lora_layout(other.network, "svd", ["head.weight", "head.bias"])
     for k in range(5):
         mask: Any = bits.get(k)
-        order = Order("toy", 0, k, "train", toy.space.digest, toy.state.vector, {"active": mask}, {"lr": 0.05})
-        (reply,) = other.engine.exchange([order])
-        assert reply.update is not None
-        sizes.append(reply.update.length)
+        request = Request("toy", 0, k, "train", toy.space.digest, toy.state.vector, {"active": mask}, {"lr": 0.05})
+        (response,) = other.engine.exchange([request])
+        assert response.update is not None
+        sizes.append(response.update.length)
         moved = toy.state.vector.clone()
-        moved[layout.first_directions((1, 3)[k % 2])] += reply.update.arrays["values"]
+        moved[layout.first_directions((1, 3)[k % 2])] += response.update.arrays["values"]
         products.append(dense(layout, moved))
         weights.append(float(len(toy.context.rows(k))))
     assert sizes[0] < sizes[1] and sizes[0] == sizes[2] == sizes[4]
@@ -109,9 +109,9 @@ def test_a_reply_of_another_clients_length_is_refused() -> None:
     toy = Toy(zoo.flexlora((1, 3), trainable=LowRank(3, 6.0, ("1",)), local=LOCAL), per_round=5)
     real = toy.engine.exchange
 
-    def lying(orders: Sequence[Order]) -> Any:
-        swapped = {0: orders[1].auxiliary["active"]}
-        return real([replace(o, auxiliary={"active": swapped.get(o.client, o.auxiliary["active"])}) for o in orders])
+    def lying(requests: Sequence[Request]) -> Any:
+        swapped = {0: requests[1].auxiliary["active"]}
+        return real([replace(o, auxiliary={"active": swapped.get(o.client, o.auxiliary["active"])}) for o in requests])
 
     toy.engine.exchange = lying  # type: ignore[method-assign]
     toy.run(1)

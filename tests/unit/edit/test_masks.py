@@ -300,20 +300,27 @@ def short(names: tuple[str, ...]) -> list[str]:
 
 def test_words_mean_what_they_say() -> None:
     assert short(resolve(SHAPES, ["qk"]).maskable) == [
-        "layers.0.attention.q_proj.weight", "layers.0.attention.k_proj.bias",
-        "encoder.layer.11.attention.attention.query.weight", "blocks.1.attn.qkv.weight", "blocks.1.attn.qkv.bias",
-    ]  # fmt: skip
+        "layers.0.attention.q_proj.weight",
+        "layers.0.attention.k_proj.bias",
+        "encoder.layer.11.attention.attention.query.weight",
+        "blocks.1.attn.qkv.weight",
+        "blocks.1.attn.qkv.bias",
+    ]
     assert short(resolve(SHAPES, ["norm"]).maskable) == ["layers.0.layernorm_before.weight", "layernorm.weight"]
     assert short(resolve(SHAPES, ["mlp"]).maskable) == ["layers.0.mlp.fc1.weight", "layers.0.mlp.fc1.bias"]
     assert short(resolve(SHAPES, ["head"]).maskable) == ["head.weight", "head.bias"]
     assert len(resolve(SHAPES, ["attention"]).maskable) == 7
     assert short(resolve(SHAPES, ["*.layers.0.*bias"]).maskable) == [
-        "layers.0.attention.k_proj.bias", "layers.0.mlp.fc1.bias",
-    ]  # fmt: skip
+        "layers.0.attention.k_proj.bias",
+        "layers.0.mlp.fc1.bias",
+    ]
     default = resolve(SHAPES)
     assert short(default.frozen) == [
-        "embeddings.cls_token", "embeddings.patch_embeddings.projection.weight", "head.weight", "head.bias",
-    ]  # fmt: skip
+        "embeddings.cls_token",
+        "embeddings.patch_embeddings.projection.weight",
+        "head.weight",
+        "head.bias",
+    ]
     assert not default.rows
 
 
@@ -355,7 +362,21 @@ def test_scope_refusals() -> None:
 def test_kinds() -> None:
     kinds = [role(name) for name in SHAPES]
     assert kinds == [
-        "embed", "embed", "q", "k", "v", "proj", "norm", "fc1", "fc1", "q", "qkv", "qkv", "norm", "head", "head",
-    ]  # fmt: skip
+        "embed",
+        "embed",
+        "q",
+        "k",
+        "v",
+        "proj",
+        "norm",
+        "fc1",
+        "fc1",
+        "q",
+        "qkv",
+        "qkv",
+        "norm",
+        "head",
+        "head",
+    ]
     mask = Mask({"backbone.layers.0.mlp.fc1.weight": torch.ones(4).bool(), "head.bias": torch.zeros(2).bool()})
     assert density_by(mask, role) == {"fc1": 1.0, "head": 0.0}

@@ -16,7 +16,7 @@ from fedgraft.aggregate.codecs import codec, decode
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, pack, pack_bits
+from fedgraft.core.messages import Request, Response, pack, pack_bits
 from fedgraft.core.state import Federation
 from fedgraft.edit.sparse import Sparse
 from fedgraft.engines import attacks
@@ -37,7 +37,7 @@ from fedgraft.privacy.protection import Protection
 from fedgraft.server.collect import expectation
 from fedgraft.server.round import run_round
 from fedgraft.server.sample import instruct, sample
-from fedgraft.server.validate import validate_replies
+from fedgraft.server.validate import validate_responses
 
 LOCAL = LocalTraining(2, batch_size=6)
 LIARS = frozenset({1, 3})
@@ -50,9 +50,9 @@ class Late:
         self.inner, self.late = toy.engine, late
         self.algorithm, self.context, self.memory = toy.algorithm, toy.context, toy.engine.memory
 
-    def exchange(self, orders: Sequence[Order]) -> list[Reply | tuple[int, str]]:
-        replies = self.inner.exchange([order for order in orders if order.client != self.late])
-        return [(self.late, "no answer within 3 s"), *replies]
+    def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
+        responses = self.inner.exchange([request for request in requests if request.client != self.late])
+        return [(self.late, "no answer within 3 s"), *responses]
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["a liar", "an honest client"])
@@ -104,16 +104,16 @@ def federation(
     return toy
 
 
-def first_orders(toy: Toy) -> list[Order]:
+def first_orders(toy: Toy) -> list[Request]:
     return instruct(toy.algorithm, toy.federation, toy.state, list(range(5)), toy.server_context.space)
 
 
 def updates(toy: Toy) -> dict[int, Tensor]:
     """What each client sends in the first round, decoded."""
     found = {}
-    for reply in toy.engine.exchange(first_orders(toy)):
-        assert reply.update is not None
-        found[reply.client] = codec(reply.update.codec).expand(reply.update.arrays, reply.update.length)
+    for response in toy.engine.exchange(first_orders(toy)):
+        assert response.update is not None
+        found[response.client] = codec(response.update.codec).expand(response.update.arrays, response.update.length)
     return found
 
 
@@ -143,7 +143,7 @@ def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
 def test_another_round_is_another_draw() -> None:
     toy = federation("gaussian")
     asked = first_orders(toy)
-    later = [replace(order, round=1) for order in asked]
+    later = [replace(request, round=1) for request in asked]
     a, b = ({r.client: r.update for r in toy.engine.exchange(some)} for some in (asked, later))
     assert not torch.equal(a[1].arrays["values"], b[1].arrays["values"])  # type: ignore[union-attr]
 
@@ -153,7 +153,7 @@ def test_another_round_is_another_draw() -> None:
 def test_lies_pass_the_screening_whatever_the_codec(name: str, attack: str) -> None:
     toy = federation(attack, vary(zoo.fedavg(local=LOCAL), compression=codec(name)))
     expected = expectation(toy.algorithm, toy.federation, toy.state, range(5), toy.server_context)
-    accepted, rejections = validate_replies(toy.engine.exchange(first_orders(toy)), expected)
+    accepted, rejections = validate_responses(toy.engine.exchange(first_orders(toy)), expected)
     assert len(accepted) == 5 and not rejections
 
 
@@ -174,8 +174,8 @@ def test_raw_values_in_another_codec_would_be_refused() -> None:
     """The broken variant: a lie that is not encoded as the algorithm asks does not arrive."""
     toy = federation("sign_flip", vary(zoo.fedavg(local=LOCAL), compression=codec("int8")))
     hostile: Any = toy.engine
-    hostile._send = lambda reply, order, update: replace(
-        reply, update=codec("values").encode(update, torch.Generator(), None)
+    hostile._send = lambda response, request, update: replace(
+        response, update=codec("values").encode(update, torch.Generator(), None)
     )
     toy.run(1)
     assert {drop["client"] for drop in toy.summary.record["dropped"]} == LIARS
@@ -199,7 +199,7 @@ def test_a_client_that_diverged_is_left_to_the_screening() -> None:
     toy = federation("alie")
     benign = toy.engine.engine.exchange  # type: ignore[attr-defined]
 
-    def diverging(asked: Sequence[Order]) -> list[Reply]:
+    def diverging(asked: Sequence[Request]) -> list[Response]:
         broken = toy.algorithm.compression.encode(torch.full((toy.space.size,), torch.nan), torch.Generator(), None)
         return [replace(r, update=broken) if r.client in {0, 1} else r for r in benign(asked)]
 
@@ -232,9 +232,9 @@ def test_partly_active_spaces_are_compared_over_all_coordinates() -> None:
 
 def test_orders_that_do_not_train_are_answered_honestly() -> None:
     toy = federation("nan")
-    order = Order("toy", 0, 1, "evaluate", toy.space.digest, toy.state.vector)
-    (reply,) = toy.engine.exchange([order])
-    assert 0 <= reply.metrics["accuracy"] <= 1 and reply.update is None
+    request = Request("toy", 0, 1, "evaluate", toy.space.digest, toy.state.vector)
+    (response,) = toy.engine.exchange([request])
+    assert 0 <= response.metrics["accuracy"] <= 1 and response.update is None
 
 
 def test_memories_are_those_of_the_engine() -> None:

@@ -15,7 +15,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.codecs import codec, decode
 from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
-from fedgraft.core.messages import Order, Reply, pack
+from fedgraft.core.messages import Request, Response, pack
 from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head
@@ -202,14 +202,14 @@ def test_the_written_out_gradient_is_that_of_autograd(smoothing: float, scale: f
     torch.testing.assert_close(stack.gradient, values.grad)
 
 
-def many(toy: Toy, clients: int, round: int = 0) -> list[Order]:
+def many(toy: Toy, clients: int, round: int = 0) -> list[Request]:
     vector = toy.state.vector
-    return [Order("toy", round, k, "train", toy.space.digest, vector, {}, {"lr": 0.05}) for k in range(clients)]
+    return [Request("toy", round, k, "train", toy.space.digest, vector, {}, {"lr": 0.05}) for k in range(clients)]
 
 
-def bytes_of(replies: list[Reply]) -> list[object]:
+def bytes_of(responses: list[Response]) -> list[object]:
     """Replies as bytes; what a client refused stays (client, sentence)."""
-    return [reply if isinstance(reply, tuple) else pack(reply) for reply in replies]
+    return [response if isinstance(response, tuple) else pack(response) for response in responses]
 
 
 def test_same_bytes_every_time_and_with_any_number_of_threads() -> None:
@@ -228,10 +228,10 @@ def test_a_rounds_digests_are_those_of_the_bytes_that_came() -> None:
     toy, came = with_batched(head_toy(fedavg()), threads=2), dict[int, str]()
     exchange = toy.engine.exchange
 
-    def seen(orders: Any) -> Any:
-        replies = exchange(orders)
-        came.update({reply.client: sha256(pack(reply)).hexdigest()[:32] for reply in replies})
-        return replies
+    def seen(requests: Any) -> Any:
+        responses = exchange(requests)
+        came.update({response.client: sha256(pack(response)).hexdigest()[:32] for response in responses})
+        return responses
 
     toy.engine.exchange = seen  # type: ignore[method-assign]
     toy.run(1)
@@ -241,9 +241,9 @@ def test_a_rounds_digests_are_those_of_the_bytes_that_came() -> None:
 def test_replies_are_like_the_references_and_in_the_order_of_the_orders() -> None:
     algorithm = fedavg(epochs=1, steps=None)
     toy = head_toy(algorithm)
-    orders = [many(toy, 5)[k] for k in (3, 0, 4, 1)]
-    ours = Batched(algorithm, toy.context).exchange(orders)
-    theirs = list(InProcess(algorithm, toy.context).exchange(orders))
+    requests = [many(toy, 5)[k] for k in (3, 0, 4, 1)]
+    ours = Batched(algorithm, toy.context).exchange(requests)
+    theirs = list(InProcess(algorithm, toy.context).exchange(requests))
     for one, two in zip(ours, theirs, strict=True):
         assert replace(one, update=None, metrics={}) == replace(two, update=None, metrics={})
         assert one.metrics["steps"] == two.metrics["steps"] and one.update is not None and two.update is not None
@@ -265,14 +265,16 @@ LINKS: dict[str, Algorithm] = {
 def sent(algorithm: Algorithm) -> list[tuple[float, float, float]]:
     """By client: how far its update and what goes with it are from the reference's, and its norm; some are cut."""
     toy, found = head_toy(algorithm), []
-    orders = [replace(order, settings={"lr": 0.05, "clip": 0.05}) for order in many(toy, 5)]
+    requests = [replace(request, settings={"lr": 0.05, "clip": 0.05}) for request in many(toy, 5)]
     engine = Batched(algorithm, toy.context, 1)
     assert engine.reason is None
-    for one, two in zip(engine.exchange(orders), InProcess(algorithm, toy.context).exchange(orders), strict=True):
-        assert isinstance(one, Reply) and isinstance(two, Reply) and one.update and two.update
+    for one, two in zip(engine.exchange(requests), InProcess(algorithm, toy.context).exchange(requests), strict=True):
+        assert isinstance(one, Response) and isinstance(two, Response) and one.update and two.update
         assert (one.examples, one.metrics.keys(), one.scalars.keys()) == (
-            two.examples, two.metrics.keys(), two.scalars.keys(),
-        )  # fmt: skip
+            two.examples,
+            two.metrics.keys(),
+            two.scalars.keys(),
+        )
         ours, theirs = (decode(r.update, algorithm.compression, toy.space.size) for r in (one, two))
         apart = max([0.0, *(abs(one.scalars[name] - two.scalars[name]) for name in two.scalars)])
         found.append((float((ours - theirs).abs().max()), apart, float(ours.norm())))
@@ -309,8 +311,8 @@ def test_a_bad_feature_of_one_client_does_not_reach_the_others() -> None:
 def test_other_actions_are_carried_out_one_by_one() -> None:
     algorithm = fedavg()
     toy, context = head_toy(algorithm), head_toy(algorithm).context
-    orders = [replace(order, action="statistics") for order in many(toy, 3)]
-    assert bytes_of(Batched(algorithm, context).exchange(orders)) == bytes_of(list(toy.engine.exchange(orders)))
+    requests = [replace(request, action="statistics") for request in many(toy, 3)]
+    assert bytes_of(Batched(algorithm, context).exchange(requests)) == bytes_of(list(toy.engine.exchange(requests)))
 
 
 LOCAL = LocalTraining(steps=2, batch_size=8)
@@ -340,8 +342,8 @@ def test_where_it_does_not_apply_it_says_why_and_gives_the_references_bytes(name
     assert engine.reason == applies(algorithm, other.context) and why in str(engine.reason)
     auxiliary = {key: toy.state.rule[key] for key in algorithm.local.correction.receives}
     for round in range(2):
-        orders = [replace(order, auxiliary=auxiliary) for order in many(toy, 3, round)]
-        assert bytes_of(engine.exchange(orders)) == bytes_of(list(toy.engine.exchange(orders)))
+        requests = [replace(request, auxiliary=auxiliary) for request in many(toy, 3, round)]
+        assert bytes_of(engine.exchange(requests)) == bytes_of(list(toy.engine.exchange(requests)))
     assert engine.memory.keys() == toy.engine.memory.keys()
 
 
@@ -372,5 +374,7 @@ def test_orders_that_activate_a_part_go_to_the_reference_client() -> None:
     algorithm = fedavg()
     toy, other = head_toy(algorithm), head_toy(algorithm)
     active = torch.arange((WIDTH + 1) * CLASSES) % 2 == 0
-    orders = [replace(order, auxiliary={"active": pack_bits(active)}) for order in many(toy, 2)]
-    assert bytes_of(Batched(algorithm, other.context).exchange(orders)) == bytes_of(list(toy.engine.exchange(orders)))
+    requests = [replace(request, auxiliary={"active": pack_bits(active)}) for request in many(toy, 2)]
+    assert bytes_of(Batched(algorithm, other.context).exchange(requests)) == bytes_of(
+        list(toy.engine.exchange(requests))
+    )

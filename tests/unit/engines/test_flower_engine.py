@@ -22,9 +22,9 @@ from fedgraft import algorithms as zoo
 from fedgraft.client.handle import handle
 from fedgraft.config.load import load
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, pack, unpack
+from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.data.sources.class_map import check_names, odd_names
-from fedgraft.engines.flower.node_link import Answer, Request
+from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
@@ -34,13 +34,13 @@ pytest.importorskip("flwr", reason="needs the extra 'flower'")
 from flwr.app import Context, Error, Message, RecordDict
 
 from fedgraft.deploy import flower_apps
-from fedgraft.deploy.deployed import gathered
+from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.deploy.process import KEEPS
 from fedgraft.deploy.slots import recall
 from fedgraft.engines.flower.client import StateSlots, client_app
 from fedgraft.engines.flower.registry import Registry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
-from fedgraft.server.example_counts import Claims
+from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import evaluation, replies_to
 
 LOCAL = LocalTraining(steps=2, batch_size=8, optimizer=sgdm(0.0))
@@ -74,7 +74,7 @@ class FakeNode:
     def __init__(self, toy: Toy, client: int) -> None:
         self.toy, self.client = toy, client
         self.digest = ""
-        self.spoil: Callable[[Answer], Answer] = lambda answer: answer
+        self.spoil: Callable[[WorkerResponse], WorkerResponse] = lambda answer: answer
         self.lost = False
         """Answers are made and never arrive."""
         self.silent = False
@@ -83,21 +83,21 @@ class FakeNode:
         self.context = Context(1, 1, config, RecordDict(), {"config": "", "folder": "f"})
         self.app = client_app(self.serve)
 
-    def serve(self, request: Request, slots: Any) -> Answer:
-        if not request.order:
-            return self.spoil(Answer(facts={"client": self.client}))
-        if request.digest != self.digest:
-            if not request.opened:
-                return Answer(need=True)
-            self.digest = request.digest
-        order = replace(unpack(Order, request.order), client=self.client)
-        memory, slot = recall(slots, request.after, self.client)
-        reply, kept = handle(order, self.toy.algorithm, self.toy.context, memory)
-        step = request.after
+    def serve(self, worker_request: WorkerRequest, slots: Any) -> WorkerResponse:
+        if not worker_request.request:
+            return self.spoil(WorkerResponse(facts={"client": self.client}))
+        if worker_request.digest != self.digest:
+            if not worker_request.opened:
+                return WorkerResponse(need=True)
+            self.digest = worker_request.digest
+        request = replace(unpack(Request, worker_request.request), client=self.client)
+        memory, slot = recall(slots, worker_request.after, self.client)
+        response, kept = handle(request, self.toy.algorithm, self.toy.context, memory)
+        step = worker_request.after
         if kept is not memory and kept:
-            step = request.becomes
-            slots[slot] = pack(Order("toy", step, self.client, "memory", auxiliary=kept))
-        return self.spoil(Answer(pack(reply), step))
+            step = worker_request.becomes
+            slots[slot] = pack(Request("toy", step, self.client, "memory", auxiliary=kept))
+        return self.spoil(WorkerResponse(pack(response), step))
 
     def forget(self) -> None:
         """Lose everything, as a node does whose disk was replaced."""
@@ -111,7 +111,7 @@ class FakeGrid:
 
     def __init__(self, nodes: dict[int, FakeNode], clock: Clock, seed: int = 0) -> None:
         self.nodes, self.clock, self.random = nodes, clock, random.Random(seed)
-        self.replies: dict[str, tuple[float, Message]] = {}
+        self.responses: dict[str, tuple[float, Message]] = {}
         self.count = 0
         self.pushed: list[Message] = []
 
@@ -130,17 +130,17 @@ class FakeGrid:
             if node.silent and not hello:
                 continue
             try:
-                reply = node.app(message, node.context)
+                response = node.app(message, node.context)
             except Exception as error:
-                reply = Message(Error(1, f"{error}"), reply_to=message)
+                response = Message(Error(1, f"{error}"), reply_to=message)
             if not (node.lost and not hello):
-                self.replies[f"m{self.count}"] = (self.clock() + node.delay, reply)
+                self.responses[f"m{self.count}"] = (self.clock() + node.delay, response)
         return identities
 
     def pull_messages(self, identities: Iterable[str]) -> Iterable[Message]:
-        due = [i for i in identities if i in self.replies and self.replies[i][0] <= self.clock()]
+        due = [i for i in identities if i in self.responses and self.responses[i][0] <= self.clock()]
         self.random.shuffle(due)
-        return [self.replies.pop(i)[1] for i in due]
+        return [self.responses.pop(i)[1] for i in due]
 
 
 def deploy(toy: Toy, clients: int = 5, patience: Patience | None = None) -> tuple[FlowerEngine, FakeGrid]:
@@ -160,8 +160,8 @@ class Without(InProcess):
         super().__init__(toy.algorithm, toy.context)
         self.missing = missing
 
-    def exchange(self, orders: Sequence[Order]) -> Any:
-        return super().exchange([o for o in orders if not self.missing(o.round, o.client)])
+    def exchange(self, requests: Sequence[Request]) -> Any:
+        return super().exchange([o for o in requests if not self.missing(o.round, o.client)])
 
 
 def algorithm(name: str) -> Any:
@@ -181,8 +181,8 @@ def test_agrees_with_the_reference_whatever_arrives_first(name: str) -> None:
 
 
 def in_client_order(engine: FlowerEngine, toy: Toy) -> bool:
-    orders = [Order("toy", 0, k, "train", toy.space.digest, toy.state.vector, {}, {"lr": 0.1}) for k in range(5)]
-    arrivals = [a[0] if isinstance(a, tuple) else a.client for a in engine.exchange(orders)]
+    requests = [Request("toy", 0, k, "train", toy.space.digest, toy.state.vector, {}, {"lr": 0.1}) for k in range(5)]
+    arrivals = [a[0] if isinstance(a, tuple) else a.client for a in engine.exchange(requests)]
     return arrivals == sorted(arrivals)
 
 
@@ -193,9 +193,9 @@ def test_arrivals_are_in_client_order_and_a_broken_engine_is_noticed() -> None:
             self.seen = [*getattr(self, "seen", []), arrival]
             return arrival
 
-        def exchange(self, orders: Sequence[Order]) -> Any:
+        def exchange(self, requests: Sequence[Request]) -> Any:
             self.seen: list[Any] = []
-            super().exchange(orders)
+            super().exchange(requests)
             return self.seen
 
     toy = Toy(algorithm("fedavg"))
@@ -243,10 +243,10 @@ def test_an_error_on_a_node_is_a_named_drop_with_its_sentence() -> None:
     toy = Toy(algorithm("fedavg"), per_round=5)
     engine, grid = deploy(toy)
     bad = grid.nodes[engine.registry.nodes[1]]
-    bad.spoil = lambda answer: Answer(error="its data is gone") if answer.reply else answer
+    bad.spoil = lambda answer: WorkerResponse(error="its data is gone") if answer.response else answer
     crash = grid.nodes[engine.registry.nodes[3]]
 
-    def fail(answer: Answer) -> Answer:
+    def fail(answer: WorkerResponse) -> WorkerResponse:
         raise RuntimeError("no memory")
 
     crash.spoil = fail
@@ -322,8 +322,8 @@ def test_what_a_node_says_begins_no_line_and_moves_no_cursor() -> None:
 def test_a_node_with_a_key_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that says it is a simulation would have orders carried out where errors and memories are Flower's."""
     asked: list[Any] = []
-    monkeypatch.setattr(flower_apps, "ask_worker", lambda request: asked.append(request) or Answer())
-    request = Request('engine = "flower-sim"', "", 0, 1)
+    monkeypatch.setattr(flower_apps, "ask_worker", lambda request: asked.append(request) or WorkerResponse())
+    request = WorkerRequest('engine = "flower-sim"', "", 0, 1)
     flower_apps._serve(request, {})
     assert not asked
     monkeypatch.setenv(KEEPS, "/nowhere/node.home")
@@ -333,9 +333,15 @@ def test_a_node_with_a_key_simulates_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     "lie",
-    [{"classes": ("a", "a")}, {"classes": ("a" * 201,)}, {"classes": tuple(map(str, range(50_001)))},
-     {"examples": -1}, {"examples": 1 << 41}, {"classes": ("",)}],
-)  # fmt: skip
+    [
+        {"classes": ("a", "a")},
+        {"classes": ("a" * 201,)},
+        {"classes": tuple(map(str, range(50_001)))},
+        {"examples": -1},
+        {"examples": 1 << 41},
+        {"classes": ("",)},
+    ],
+)
 def test_what_a_node_tells_when_it_is_greeted_must_be_possible(lie: dict[str, Any]) -> None:
     from fedgraft.engines.flower import registry
 
@@ -348,7 +354,7 @@ def test_a_memory_that_is_not_rolled_back_would_be_noticed(monkeypatch: pytest.M
     module = sys.modules[__name__]
 
     def newest(slots: Any, step: int, client: int) -> Any:
-        found = [unpack(Order, slots[slot]) for slot in slots]
+        found = [unpack(Request, slots[slot]) for slot in slots]
         best = max(found, key=lambda kept: kept.round, default=None)
         return (best.auxiliary if best else {}), "a"
 
@@ -367,21 +373,23 @@ def test_a_memory_that_is_not_rolled_back_would_be_noticed(monkeypatch: pytest.M
 def test_oversized_and_malformed_replies_are_dropped_before_they_are_parsed() -> None:
     toy = Toy(algorithm("fedavg"), per_round=5)
     engine, grid = deploy(toy)
-    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, reply=b"\x00" * 10_000_000) if a.reply else a
-    grid.nodes[engine.registry.nodes[4]].spoil = lambda a: replace(a, reply=b"nonsense") if a.reply else a
+    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: (
+        replace(a, response=b"\x00" * 10_000_000) if a.response else a
+    )
+    grid.nodes[engine.registry.nodes[4]].spoil = lambda a: replace(a, response=b"nonsense") if a.response else a
     toy.run(1)
     reasons = {o.client: o.reason for o in toy.summary.rejections}
     assert "over the limit" in reasons[0] and "shorter than it says" in reasons[4]
-    orders = [Order("toy", 1, 0, "evaluate", toy.space.digest, toy.state.vector, {}, {"lr": 0.1})]
-    assert replies_to(engine.exchange, orders, evaluation(orders, Claims(), finetuned=False)) == []
+    requests = [Request("toy", 1, 0, "evaluate", toy.space.digest, toy.state.vector, {}, {"lr": 0.1})]
+    assert replies_to(engine.exchange, requests, evaluation(requests, ExampleCounts(), finetuned=False)) == []
 
 
 def test_an_answer_to_another_order_or_with_another_step_is_refused() -> None:
     toy = Toy(algorithm("scaffold"), per_round=5)
     engine, grid = deploy(toy)
-    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, step=7) if a.reply else a
-    stranger = pack(Reply("other", 0, 2))
-    grid.nodes[engine.registry.nodes[2]].spoil = lambda a: replace(a, reply=stranger) if a.reply else a
+    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, step=7) if a.response else a
+    stranger = pack(Response("other", 0, 2))
+    grid.nodes[engine.registry.nodes[2]].spoil = lambda a: replace(a, response=stranger) if a.response else a
     toy.run(1)
     reasons = {o.client: o.reason for o in toy.summary.rejections}
     assert "step 7" in reasons[0] and 2 in reasons
@@ -463,15 +471,15 @@ def test_orders_of_equal_content_share_one_array() -> None:
     _, grid = deploy(toy)
     grid.pushed.clear()
     toy.run(1)
-    arrays = {id(message.content["order"]) for message in grid.pushed}
+    arrays = {id(message.content["request"]) for message in grid.pushed}
     assert len(grid.pushed) == 5 and len(arrays) == 1
 
 
 def test_before_round_zero_a_node_that_comes_back_is_asked_again_and_one_that_does_not_is_left_out() -> None:
     toy = Toy(algorithm("fedavg"))
     engine, grid = deploy(toy, patience=Patience(deadline=5.0))
-    orders = [Order("toy", -1, k, "statistics") for k in range(5)]
-    whole = engine.exchange(orders)
+    requests = [Request("toy", -1, k, "statistics") for k in range(5)]
+    whole = engine.exchange(requests)
     node = grid.nodes[engine.registry.nodes[3]]
     node.silent, pushed = True, len(grid.pushed)
     rest, grid.clock.sleep = (
@@ -479,12 +487,12 @@ def test_before_round_zero_a_node_that_comes_back_is_asked_again_and_one_that_do
         lambda s: (rest(s), setattr(node, "silent", len(grid.pushed) < pushed + 6)),
     )  # type: ignore[assignment, return-value, func-returns-value]
     engine.sleep = grid.clock.sleep
-    assert engine.exchange(orders) == whole
+    assert engine.exchange(requests) == whole
     engine.sleep, node.silent = rest, True
-    assert [isinstance(said, bytes) for _, said in engine.exchange(orders)] == [True, True, True, False, True]
+    assert [isinstance(said, bytes) for _, said in engine.exchange(requests)] == [True, True, True, False, True]
     engine.patience = Patience(deadline=5.0, least=5)
     with pytest.raises(FedgraftError, match=r"only 4 clients did their part \(statistics"):
-        engine.exchange(orders)
+        engine.exchange(requests)
 
 
 def test_a_node_that_was_restarted_with_the_greeting_in_its_hands_is_greeted_again() -> None:
@@ -544,9 +552,9 @@ def test_a_node_whose_class_name_looks_like_that_of_others_is_left_out_by_name(j
     if not judged:
         registry.leave_out = lambda rule: None  # type: ignore[method-assign]
         with pytest.raises(FedgraftError, match=r"look like one.*Client 2 alone tells of one of them"):
-            gathered(config, engine)
+            wait_for_clients(config, engine)
         return
-    assert gathered(config, engine).task.data.dataset.classes == ("cat", "dog")
+    assert wait_for_clients(config, engine).task.data.dataset.classes == ("cat", "dog")
     assert sorted(registry.nodes) == sorted(registry.facts) == [0, 1]
     assert "its class 'Cat ' looks like 'cat', as 2 others call it" in registry.refused[3]
     clock.now += 1000
@@ -599,7 +607,7 @@ def test_a_nodes_words_are_read_as_hostile() -> None:
     toy = Toy(algorithm("fedavg"))
     engine, grid = deploy(toy)
     attacker = FakeNode(toy, 0)
-    attacker.spoil = lambda a: Answer(facts={"client": "0", "examples": 1.5}) if not a.reply else a
+    attacker.spoil = lambda a: WorkerResponse(facts={"client": "0", "examples": 1.5}) if not a.response else a
     grid.nodes[31] = attacker
     engine.registry.refresh()
     engine.registry.refresh()
@@ -611,7 +619,7 @@ def test_memory_slots_keep_the_present_and_the_one_before() -> None:
     assert recall(slots, 0, 1) == ({}, "a")
     for step in (1, 2, 3):
         _, slot = recall(slots, step - 1, 1)
-        slots[slot] = pack(Order("r", step, 1, "memory", auxiliary={"x": torch.tensor([step])}))
+        slots[slot] = pack(Request("r", step, 1, "memory", auxiliary={"x": torch.tensor([step])}))
     assert int(recall(slots, 3, 1)[0]["x"]) == 3 and int(recall(slots, 2, 1)[0]["x"]) == 2
     with pytest.raises(FedgraftError, match="holds step 3 of its memory and the server goes on from step 1"):
         recall(slots, 1, 1)
@@ -652,10 +660,18 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
     monkeypatch.setattr(flower_wire, "simulate", play)
     pretend_ray(monkeypatch, True)
     overrides = [
-        "model.name=tiny", "data.limit=60", "partition.clients=2", "rounds.total=2", "rounds.fraction=1.0",
-        "local.steps=1", "local.momentum=0", "algorithm.name=scaffold", "model.head=random",
-        "trainable.kind=everything", "rounds.evaluate_every=0",
-    ]  # fmt: skip
+        "model.name=tiny",
+        "data.limit=60",
+        "partition.clients=2",
+        "rounds.total=2",
+        "rounds.fraction=1.0",
+        "local.steps=1",
+        "local.momentum=0",
+        "algorithm.name=scaffold",
+        "model.head=random",
+        "trainable.kind=everything",
+        "rounds.evaluate_every=0",
+    ]
     flower_apps.simulate(load(None, [*overrides, "engine=flower-sim"]), tmp_path / "there")
     run(load(None, [*overrides, "engine=reference", "workers=1"]), tmp_path / "here", console=False)
     found = [load_latest(tmp_path / where / "checkpoints").tensors for where in ("here", "there")]  # type: ignore[union-attr]
@@ -696,9 +712,11 @@ def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: 
 
     toy = Toy(algorithm("fedavg"))
     engine, grid = deploy(toy)
-    spoilt = {1: b"nonsense", 3: pack(Reply("toy", -1, 3, sums={"gram": torch.ones(2)})), 4: bytes(10_000_000)}
+    spoilt = {1: b"nonsense", 3: pack(Response("toy", -1, 3, sums={"gram": torch.ones(2)})), 4: bytes(10_000_000)}
     for client, data in spoilt.items() if kind == "clear" else [(1, b"nonsense")]:
-        grid.nodes[engine.registry.nodes[client]].spoil = lambda a, data=data: replace(a, reply=data) if a.reply else a  # type: ignore[misc]
+        grid.nodes[engine.registry.nodes[client]].spoil = lambda a, data=data: (
+            replace(a, response=data) if a.response else a
+        )  # type: ignore[misc]
     sums = Sums(engine.exchange, "toy", range(5), toy.network, Protection(hidden=kind == "secure"))
     found = sums.ask("statistics")
     benign = Sums(InProcess(toy.algorithm, toy.context).exchange, "toy", [0, 2], toy.network, Protection())
@@ -710,11 +728,11 @@ def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: 
 def test_answers_of_a_secure_sum_are_measured_by_its_plan_and_not_by_the_engine() -> None:
     toy = Toy(algorithm("fedavg"))
     engine, grid = deploy(toy)
-    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, reply=b"x" * 50) if a.reply else a
-    grid.nodes[engine.registry.nodes[1]].spoil = lambda a: replace(a, reply=b"x" * 50) if a.reply else a
-    orders = [Order("toy", 0, 0, "train"), Order("toy", 0, 1, "train")]
-    orders = [replace(o, space=toy.space.digest, vector=toy.state.vector, settings={"lr": 0.1}) for o in orders]
-    assert engine.exchange(orders) == [(0, b"x" * 50), (1, b"x" * 50)]
+    grid.nodes[engine.registry.nodes[0]].spoil = lambda a: replace(a, response=b"x" * 50) if a.response else a
+    grid.nodes[engine.registry.nodes[1]].spoil = lambda a: replace(a, response=b"x" * 50) if a.response else a
+    requests = [Request("toy", 0, 0, "train"), Request("toy", 0, 1, "train")]
+    requests = [replace(o, space=toy.space.digest, vector=toy.state.vector, settings={"lr": 0.1}) for o in requests]
+    assert engine.exchange(requests) == [(0, b"x" * 50), (1, b"x" * 50)]
 
 
 def test_a_node_that_answers_two_greetings_at_once_is_entered_once() -> None:

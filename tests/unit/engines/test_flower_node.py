@@ -25,18 +25,26 @@ from PIL import Image
 from fedgraft.config.load import Config, load, to_toml
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
-from fedgraft.core.messages import Order, Reply, pack, unpack
+from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.deploy.deployed import own_data, remote_data, run_deployed
 from fedgraft.deploy.node import Nodes
 from fedgraft.deploy.slots import DiskSlots
-from fedgraft.engines.flower.node_link import Answer, Request, _alive, ask_worker, private_folder, serve
+from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, _alive, ask_worker, private_folder, serve
 from fedgraft.run.checkpoint import load_latest
 from fedgraft.run.loop import run
 
 SMALL = [
-    "model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=2", "local.batch_size=8",
-    "rounds.evaluate_every=1", "partition.clients=3", "trainable.kind=everything", "engine=reference", "workers=1",
-]  # fmt: skip
+    "model.name=tiny",
+    "rounds.total=2",
+    "rounds.fraction=1.0",
+    "local.steps=2",
+    "local.batch_size=8",
+    "rounds.evaluate_every=1",
+    "partition.clients=3",
+    "trainable.kind=everything",
+    "engine=reference",
+    "workers=1",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +61,9 @@ class Direct:
         self.limit, self.classes = 0, ()
         self.nodes = [Nodes() for _ in range(config.partition.clients)]
         text = to_toml(config)
-        self.requests = [Request(text, str(folder), k, 1, data=data[k] if data else "") for k in range(len(self.nodes))]
+        self.requests = [
+            WorkerRequest(text, str(folder), k, 1, data=data[k] if data else "") for k in range(len(self.nodes))
+        ]
         self.registry = SimpleNamespace(facts={}, need_images=lambda: None, leave_out=lambda rule: None)
         self.digest, self.opened, self.told = "", b"", set[int]()
         self.actions: list[str] = []
@@ -65,27 +75,31 @@ class Direct:
             self.registry.facts[k] = {"classes": (), "examples": 0, "data": "", **found}
 
     def open(self, run: str, tensors: Any) -> None:
-        self.opened = pack(Order(run, -1, 0, "open", auxiliary=tensors))
+        self.opened = pack(Request(run, -1, 0, "open", auxiliary=tensors))
         self.digest = hashlib.blake2b(self.opened, digest_size=12).hexdigest()
 
-    def exchange(self, orders: Sequence[Order]) -> list[Any]:
-        return [self.deliver(order) for order in orders]
+    def exchange(self, requests: Sequence[Request]) -> list[Any]:
+        return [self.deliver(request) for request in requests]
 
-    def deliver(self, order: Order) -> Any:
-        k, after = order.client, int(self.memory[order.client]["step"]) if order.client in self.memory else 0
-        self.actions.append(order.action)
+    def deliver(self, request: Request) -> Any:
+        k, after = request.client, int(self.memory[request.client]["step"]) if request.client in self.memory else 0
+        self.actions.append(request.action)
         request = replace(
-            self.requests[k], after=after, becomes=after + 1, digest=self.digest, classes=tuple(self.classes),
-            order=pack(replace(order, client=0)),
-        )  # fmt: skip
+            self.requests[k],
+            after=after,
+            becomes=after + 1,
+            digest=self.digest,
+            classes=tuple(self.classes),
+            request=pack(replace(request, client=0)),
+        )
         answer = self.nodes[k].carry_out(request)
         if answer.need:
             answer = self.nodes[k].carry_out(replace(request, opened=self.opened))
             self.sent += len(self.opened)
-        self.sent, self.received = self.sent + len(request.order), self.received + len(answer.reply)
+        self.sent, self.received = self.sent + len(request.request), self.received + len(answer.response)
         if answer.step:
             self.memory[k] = {"step": torch.tensor([answer.step])}
-        return (k, answer.reply) if order.action == "train" else unpack(Reply, answer.reply)
+        return (k, answer.response) if request.action == "train" else unpack(Response, answer.response)
 
 
 def paint(folder: Path, classes: Sequence[str], count: int = 12, seed: int = 0) -> str:
@@ -178,7 +192,7 @@ def test_a_server_with_images_measures_by_itself(tmp_path: Path) -> None:
 def test_the_server_learns_only_size_classes_and_digest(tmp_path: Path) -> None:
     config = load(None, SMALL)
     path = paint(tmp_path / "secret place", ("a", "b"))
-    facts = Nodes().carry_out(Request(to_toml(config), "f", 0, 1, data=path)).facts
+    facts = Nodes().carry_out(WorkerRequest(to_toml(config), "f", 0, 1, data=path)).facts
     assert set(facts) == {"client", "examples", "classes", "data"} and "secret" not in str(facts)
 
 
@@ -231,9 +245,9 @@ def test_a_killed_server_resumes_with_memories_on_the_nodes_disks(tmp_path: Path
     config = load(None, [*overrides, "rounds.total=4", "rounds.evaluate_every=0"])
 
     class Dies(Direct):
-        def exchange(self, orders: Sequence[Order]) -> list[Any]:
-            found = super().exchange(orders)
-            if orders[0].round == 2:
+        def exchange(self, requests: Sequence[Request]) -> list[Any]:
+            found = super().exchange(requests)
+            if requests[0].round == 2:
                 raise RuntimeError("the server is gone")
             return found
 
@@ -247,11 +261,11 @@ def test_a_killed_server_resumes_with_memories_on_the_nodes_disks(tmp_path: Path
 
 
 def test_memories_are_files_that_only_this_user_can_read(tmp_path: Path) -> None:
-    slots = DiskSlots(Request("c", "f", 0, 1))
+    slots = DiskSlots(WorkerRequest("c", "f", 0, 1))
     slots["a"] = b"secret"
     (path,) = slots.folder.iterdir()
     assert path.stat().st_mode & 0o077 == 0 and slots["a"] == b"secret" and list(slots) == ["a"]
-    assert DiskSlots(Request("c", "another run", 0, 1)).get("a") is None
+    assert DiskSlots(WorkerRequest("c", "another run", 0, 1)).get("a") is None
     del slots["a"]
     assert not len(slots)
 
@@ -274,13 +288,13 @@ def test_a_nodes_error_does_not_tell_its_path(tmp_path: Path) -> None:
         from fedgraft.engines.flower.node_link import receive, send
 
         end = time.monotonic() + 60
-        answers: list[Answer] = []
+        answers: list[WorkerResponse] = []
         while len(answers) < 2 and time.monotonic() < end:
             client = len(answers)
             time.sleep(0.05)
             with suppress(FileNotFoundError, ConnectionError), Client(str(address), "AF_UNIX") as pipe:
-                send(pipe, Request("c", "f", client, 1, data=secret))
-                answers.append(receive(pipe, Answer))
+                send(pipe, WorkerRequest("c", "f", client, 1, data=secret))
+                answers.append(receive(pipe, WorkerResponse))
     finally:
         process.terminate()
         process.wait(20)
@@ -293,7 +307,7 @@ def test_the_worker_stays_warm_and_ends_with_its_owner(tmp_path: Path) -> None:
     config = load(None, [*SMALL, "data.limit=120"])
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     data = paint(tmp_path / "d", ("a", "b"))
-    request = Request(to_toml(config), "f", 0, 1, data=data)
+    request = WorkerRequest(to_toml(config), "f", 0, 1, data=data)
     try:
         first = ask_worker(request, owner.pid)
         began = time.monotonic()
@@ -309,7 +323,7 @@ def test_the_worker_stays_warm_and_ends_with_its_owner(tmp_path: Path) -> None:
     assert not address.exists()
 
 
-def _belongs(path: Path, owner: int, request: Request) -> bool:
+def _belongs(path: Path, owner: int, request: WorkerRequest) -> bool:
     name = hashlib.blake2b(f"{owner} {request.client} {request.data}".encode(), digest_size=8).hexdigest()
     return path.name == name
 
@@ -326,5 +340,5 @@ def test_a_process_that_ended_is_not_alive_even_before_it_is_waited_for() -> Non
 
 def test_a_worker_without_work_ends(tmp_path: Path) -> None:
     address = private_folder() / f"i{os.getpid()}"
-    serve(address, os.getpid(), lambda request: Answer(), idle=0.5)
+    serve(address, os.getpid(), lambda request: WorkerResponse(), idle=0.5)
     assert not address.exists()

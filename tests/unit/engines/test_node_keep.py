@@ -19,7 +19,7 @@ from fedgraft.config.agreement import safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, load, to_toml
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.keep import Keep
 from fedgraft.deploy.keys import announced_identity, identity_of, make_node_key, public_identity
@@ -28,11 +28,24 @@ from fedgraft.run.checkpoint import load_latest
 from fedgraft.run.loop import run
 
 SMALL = [
-    "model.name=tiny", "rounds.total=2", "rounds.fraction=1.0", "local.steps=1", "local.batch_size=8",
-    "rounds.evaluate_every=0", "partition.clients=3", "trainable.kind=head", "engine=reference", "workers=1",
-    "data.source=synthetic", "data.count=60", "data.classes=3", "model.head=ridge", "privacy.aggregation=secure",
-    "rounds.checkpoint_every=1", "rounds.test=false",
-]  # fmt: skip
+    "model.name=tiny",
+    "rounds.total=2",
+    "rounds.fraction=1.0",
+    "local.steps=1",
+    "local.batch_size=8",
+    "rounds.evaluate_every=0",
+    "partition.clients=3",
+    "trainable.kind=head",
+    "engine=reference",
+    "workers=1",
+    "data.source=synthetic",
+    "data.count=60",
+    "data.classes=3",
+    "model.head=ridge",
+    "privacy.aggregation=secure",
+    "rounds.checkpoint_every=1",
+    "rounds.test=false",
+]
 
 
 @pytest.fixture
@@ -69,21 +82,21 @@ def test_nodes_with_ledgers_give_the_bytes_of_one_process_and_a_rollback_resets_
     assert [line["action"] for line in lines].count("secure.masked") == 3  # statistics and two rounds
     believed = [line["why"] for line in lines if line["kind"] == "believed"]
     assert len(believed) == 2 and "of client 0 is believed at first use" in believed[0]  # once each
-    assert all(line["protection"] == "hidden" for line in lines if line["kind"] == "reply")
+    assert all(line["protection"] == "hidden" for line in lines if line["kind"] == "response")
     assert (machines.home(1) / "ledger").stat().st_mode & 0o077 == 0
 
     # a server that names step 0 and begins round 0 again over two clients; one that asks in the clear; another run
     before = len(lines)
-    orders = {
+    requests = {
         "repeat": ("secure.keys", config.digest),
         "secure": ("train", config.digest),
         "config": ("train", "other"),
     }
-    for rule, (action, name) in orders.items():
+    for rule, (action, name) in requests.items():
         settings = {"sums": "train", "largest": 20, "lr": 0.01} if action == "secure.keys" else {"lr": 0.01}
         plan = as_plan(machines.nodes[1], name) if action == "secure.keys" else {}
-        told = machines.ask(1, machines.request(Order(name, 0, 1, action, auxiliary=plan, settings=settings), 0))
-        assert not told.reply and told.error.startswith(f"refused by the rule '{rule}'"), told.error
+        told = machines.ask(1, machines.request(Request(name, 0, 1, action, auxiliary=plan, settings=settings), 0))
+        assert not told.response and told.error.startswith(f"refused by the rule '{rule}'"), told.error
     added = machines.log(1)[before:]
     assert [(line["kind"], line["bytes"]) for line in added] == [("refused", 0)] * 3
 
@@ -109,7 +122,7 @@ def test_a_config_that_the_owner_did_not_agree_to_gets_not_even_a_greeting(world
     (machines.home(0).parent / "policy.toml").write_text(policy_toml(policy))
     other = load(None, [*SMALL, "privacy.aggregation=clear"])
     answer = machines.ask(0, replace(machines.requests[0], config=to_toml(other)))
-    assert not answer.facts and not answer.reply and answer.error.startswith("refused by the rule 'secure'")
+    assert not answer.facts and not answer.response and answer.error.startswith("refused by the rule 'secure'")
     assert [(line["kind"], line["bytes"]) for line in machines.log(0)] == [("refused", 0)]
 
 
@@ -123,10 +136,10 @@ def test_a_stricter_policy_holds_from_the_next_order_on(
         monkeypatch.setattr(Node, "_obey", lambda self: None)
     deliver = machines.deliver
 
-    def told(order: Order) -> Any:
-        if (order.client, order.round) == (0, 1):
+    def told(request: Request) -> Any:
+        if (request.client, request.round) == (0, 1):
             (machines.home(1).parent / "policy.toml").write_text('actions = ["count"]\n')
-        return deliver(order)
+        return deliver(request)
 
     monkeypatch.setattr(machines, "deliver", told)
     run_deployed(config, tmp_path / "there", machines)
@@ -135,9 +148,11 @@ def test_a_stricter_policy_holds_from_the_next_order_on(
 
 
 HOSTILE: dict[str, Any] = {
-    "no head": {}, "a head of another size": {"head": torch.zeros(2, 2)}, "words": {"head": torch.zeros(0)},
+    "no head": {},
+    "a head of another size": {"head": torch.zeros(2, 2)},
+    "words": {"head": torch.zeros(0)},
     "half a probe": {"head": "own", "probe/inputs": torch.zeros(2, 3)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -149,8 +164,8 @@ def test_an_opening_that_does_not_fit_is_refused_by_name_and_noted(name: str, wo
     fitting = torch.zeros(network.classes, network.width + 1)
     told = {n: fitting if isinstance(t, str) else t for n, t in HOSTILE[name].items()}
     machines.open(config.digest, told)
-    said = machines.deliver(Order(config.digest, 0, 1, "train", settings={"lr": 0.01}))[1]
-    assert isinstance(said, str) and said.startswith("refused by the rule 'order'"), said
+    said = machines.deliver(Request(config.digest, 0, 1, "train", settings={"lr": 0.01}))[1]
+    assert isinstance(said, str) and said.startswith("refused by the rule 'request'"), said
     assert machines.log(1)[-1]["kind"] == "refused" and machines.log(1)[-1]["bytes"] == 0
 
 
@@ -159,7 +174,7 @@ def test_an_order_that_breaks_a_node_is_in_its_log(world: Any, monkeypatch: pyte
     machines.gather()
     monkeypatch.setattr(Node, "answer", lambda *parts: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        machines.deliver(Order(config.digest, 0, 1, "train"))
+        machines.deliver(Request(config.digest, 0, 1, "train"))
     assert machines.log(1)[-1]["why"] == "failed with ZeroDivisionError"
 
 
@@ -205,5 +220,5 @@ def test_a_node_that_wants_pinned_peers_sums_with_no_other(pinned: bool, world: 
             run_deployed(config, tmp_path / "there", machines)
         refused = [line for line in machines.log(1) if line["kind"] == "refused"]
         assert refused and "is not among the registered clients" in refused[0]["why"] and refused[0]["bytes"] == 0
-    left = {line["action"] for line in machines.log(1) if line["kind"] == "reply"}
+    left = {line["action"] for line in machines.log(1) if line["kind"] == "response"}
     assert ("secure.masked" in left) == (not pinned)

@@ -26,7 +26,7 @@ from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, Reply, pack
+from fedgraft.core.messages import Request, Response, pack
 from fedgraft.data.examples import ImageExamples
 from fedgraft.data.feature_cache import CachedExamples
 from fedgraft.data.pixels.transforms import Transform
@@ -117,9 +117,9 @@ def test_the_comparison_sees_a_lost_memory(monkeypatch: pytest.MonkeyPatch) -> N
     reference.run(3)
     send = Pool._send
 
-    def forgetful(self: Pool, order: Order) -> list[bytes]:
-        self.memory.pop(order.client, None)
-        return send(self, order)
+    def forgetful(self: Pool, request: Request) -> list[bytes]:
+        self.memory.pop(request.client, None)
+        return send(self, request)
 
     monkeypatch.setattr(Pool, "_send", forgetful)
     with toy.engine:  # type: ignore[attr-defined]
@@ -127,24 +127,24 @@ def test_the_comparison_sees_a_lost_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert not same(everything(toy), everything(reference))
 
 
-def orders_of(toy: Toy, clients: range | list[int], action: str = "train") -> list[Order]:
+def orders_of(toy: Toy, clients: range | list[int], action: str = "train") -> list[Request]:
     vector = toy.space.gather(toy.network)
-    return [Order("toy", 0, k, action, toy.space.digest, vector, {}, {"lr": 0.05}) for k in clients]
+    return [Request("toy", 0, k, action, toy.space.digest, vector, {}, {"lr": 0.05}) for k in clients]
 
 
 def test_replies_come_in_the_order_of_the_orders_though_clients_finish_out_of_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def slow_first(order: Order, *rest: Any) -> tuple[Reply, dict[str, Tensor]]:
-        time.sleep(0.2 if order.client == 4 else 0.0)
-        return handle(order, *rest)  # type: ignore[return-value]
+    def slow_first(request: Request, *rest: Any) -> tuple[Response, dict[str, Tensor]]:
+        time.sleep(0.2 if request.client == 4 else 0.0)
+        return handle(request, *rest)  # type: ignore[return-value]
 
     toy = Toy(ALGORITHMS["fedavg"])
-    orders = orders_of(toy, [4, 0, 3, 1])
-    expected = [pack(reply) for reply in toy.engine.exchange(orders)]
+    requests = orders_of(toy, [4, 0, 3, 1])
+    expected = [pack(response) for response in toy.engine.exchange(requests)]
     monkeypatch.setattr(pool_module, "carry_out", slow_first)
     with Pool(toy.algorithm, toy.context, 2) as pool:
-        assert [pack(reply) for reply in pool.exchange(orders)] == expected
+        assert [pack(response) for response in pool.exchange(requests)] == expected
 
 
 def test_evaluation_leaves_memories_alone() -> None:
@@ -152,18 +152,18 @@ def test_evaluation_leaves_memories_alone() -> None:
     with toy.engine:  # type: ignore[attr-defined]
         toy.run(1)
         before = dict(toy.engine.memory)
-        replies = list(toy.engine.exchange(orders_of(toy, range(5), "evaluate")))
-    assert all("accuracy" in reply.metrics for reply in replies)
+        responses = list(toy.engine.exchange(orders_of(toy, range(5), "evaluate")))
+    assert all("accuracy" in response.metrics for response in responses)
     assert all(toy.engine.memory[k] is before[k] for k in before)
 
 
 def failing(kind: str, client: int) -> Any:
-    def broken(order: Order, algorithm: Algorithm, context: ClientContext, memory: Any) -> Any:
-        if order.client == client:
+    def broken(request: Request, algorithm: Algorithm, context: ClientContext, memory: Any) -> Any:
+        if request.client == client:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise FedgraftError("no such thing.") if kind == "refuses" else ValueError("a bug")
-        return handle(order, algorithm, context, memory)
+        return handle(request, algorithm, context, memory)
 
     return broken
 
@@ -177,19 +177,19 @@ def test_a_failing_worker_is_one_sentence_and_the_pool_can_go_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, overrides: str
 ) -> None:
     toy = Toy(ALGORITHMS["scaffold"])
-    orders = [
-        Order("toy", 0, k, "train", toy.space.digest, toy.state.vector, dict(toy.state.rule), {"lr": 0.05})
+    requests = [
+        Request("toy", 0, k, "train", toy.space.digest, toy.state.vector, dict(toy.state.rule), {"lr": 0.05})
         for k in range(4)
     ]
     with Pool(toy.algorithm, toy.context, 2) as pool:
         with monkeypatch.context() as patch:
             patch.setattr(pool_module, "carry_out", failing(kind, 2))
             with pytest.raises(FedgraftError, match=overrides) as error:
-                pool.exchange(orders)
+                pool.exchange(requests)
         if kind == "breaks":
             assert "a bug" in str(error.value) and "Traceback" in str(error.value.__cause__)
         assert pool.memory == {}  # half a round leaves no traces
-        assert [pack(r) for r in pool.exchange(orders)] == [pack(r) for r in toy.engine.exchange(orders)]
+        assert [pack(r) for r in pool.exchange(requests)] == [pack(r) for r in toy.engine.exchange(requests)]
 
 
 def test_two_orders_for_one_client_are_refused() -> None:
@@ -217,9 +217,9 @@ def test_workers_start_late_and_again_after_close() -> None:
             with torch.no_grad():
                 toy.network.head.weight.mul_(factor)
             pool.close()
-            orders = orders_of(toy, range(3))
-            expected = [pack(reply) for reply in toy.engine.exchange(orders)]
-            assert [pack(reply) for reply in pool.exchange(orders)] == expected
+            requests = orders_of(toy, range(3))
+            expected = [pack(response) for response in toy.engine.exchange(requests)]
+            assert [pack(response) for response in pool.exchange(requests)] == expected
 
 
 def pids(team: Workers) -> list[int]:
@@ -370,11 +370,19 @@ def test_a_run_is_the_same_with_two_workers_and_none_is_left(tmp_path: Path, mon
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     overrides = [
-        "data.source=digits", "data.limit=160", "partition.clients=4", "rounds.fraction=0.5", "rounds.total=2",
-        "local.steps=2", "local.batch_size=8", "trainable.kind=last_blocks", "trainable.blocks=1",
+        "data.source=digits",
+        "data.limit=160",
+        "partition.clients=4",
+        "rounds.fraction=0.5",
+        "rounds.total=2",
+        "local.steps=2",
+        "local.batch_size=8",
+        "trainable.kind=last_blocks",
+        "trainable.blocks=1",
         "trainable.head_too=true",
-        "algorithm.name=scaffold", "personal.evaluate=end",
-    ]  # fmt: skip
+        "algorithm.name=scaffold",
+        "personal.evaluate=end",
+    ]
     found = []
     for workers in (1, 2):
         folder = tmp_path / str(workers)
@@ -419,8 +427,10 @@ def test_a_run_is_the_same_by_spawn_from_a_script_without_a_guard(tmp_path: Path
     told = subprocess.run(
         [sys.executable, str(script), str(tmp_path)],
         env=os.environ | {"FEDGRAFT_START": "spawn", "FEDGRAFT_CACHE": str(tmp_path / "cache")},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert told.returncode == 0, told.stderr
     assert told.stdout.count("script runs") == 1
     folders = [tmp_path / workers / "checkpoints" for workers in ("1", "2")]

@@ -73,8 +73,18 @@ def test_moon_is_the_papers_loss_and_leaves_the_model_alone(make: type[ToyNetwor
 
     rule = LocalTraining(steps=1, batch_size=12, optimizer=sgdm(0.0))
     bound = space.bind(network)
-    train(network, bound, examples, rows, rule, lambda s: 0.1, stream(), stream(), replace(loss, begin=spying),
-          memory={"previous_model": before})  # fmt: skip
+    train(
+        network,
+        bound,
+        examples,
+        rows,
+        rule,
+        lambda s: 0.1,
+        stream(),
+        stream(),
+        replace(loss, begin=spying),
+        memory={"previous_model": before},
+    )
     nets = [make(), make(), make()]
     for net, vector in zip(nets, (common, common, before), strict=True):
         space.scatter(vector, net)

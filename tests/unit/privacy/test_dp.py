@@ -17,7 +17,7 @@ from fedgraft.core.state import Federation
 from fedgraft.local.schedules import constant
 from fedgraft.privacy import accounting
 from fedgraft.privacy.accounting import Budget, epsilon, epsilon_rdp, gaussian_epsilon, noise_for
-from fedgraft.privacy.dp import (  # fmt: skip
+from fedgraft.privacy.dp import (
     AdaptiveClip,
     Mechanism,
     bound_key,
@@ -245,8 +245,14 @@ def test_wrong_combinations_are_refused_and_right_ones_pass() -> None:
 
 # ---- account --------------------------------------------------------------------------------------------------------
 
-TABLE = {0.5: (27.0, 91.4, 220), 0.8: (7.25, 12.9, 24.0), 1.0: (4.08, 8.84, 14.0), 2.0: (1.24, 2.65, 4.55),
-         4.0: (0.49, 1.08, 1.83), 8.0: (0.21, 0.47, 0.79)}  # fmt: skip
+TABLE = {
+    0.5: (27.0, 91.4, 220),
+    0.8: (7.25, 12.9, 24.0),
+    1.0: (4.08, 8.84, 14.0),
+    2.0: (1.24, 2.65, 4.55),
+    4.0: (0.49, 1.08, 1.83),
+    8.0: (0.21, 0.47, 0.79),
+}
 
 
 def rdp_by_hand(q: float, z: float, rounds: int, delta: float) -> float:
@@ -254,10 +260,14 @@ def rdp_by_hand(q: float, z: float, rounds: int, delta: float) -> float:
     best = math.inf
     for a in range(2, 257):
         terms = [
-            math.lgamma(a + 1) - math.lgamma(k + 1) - math.lgamma(a - k + 1)
-            + (a - k) * math.log1p(-q) + k * math.log(q) + k * (k - 1) / (2 * z * z)
+            math.lgamma(a + 1)
+            - math.lgamma(k + 1)
+            - math.lgamma(a - k + 1)
+            + (a - k) * math.log1p(-q)
+            + k * math.log(q)
+            + k * (k - 1) / (2 * z * z)
             for k in range(a + 1)
-        ]  # fmt: skip
+        ]
         rdp = float(np.logaddexp.reduce(terms)) / (a - 1)
         best = min(best, rounds * rdp + math.log((a - 1) / a) - (math.log(delta) + math.log(a)) / (a - 1))
     return best

@@ -27,8 +27,10 @@ def test_cohorts_from_a_secret_cannot_be_predicted_and_those_of_the_seed_can() -
     known = Federation("r", 3, 20, 10, 100, constant(0.1), "poisson")
     secret = replace(known, secret=os.urandom(32))
     guesses = [set(server.sample(known, t)) for t in range(400)]
-    hits = sum(len(guess & set(server.sample(secret, t))) + len(set(range(20)) - guess - set(server.sample(secret, t)))
-               for t, guess in enumerate(guesses))  # fmt: skip
+    hits = sum(
+        len(guess & set(server.sample(secret, t))) + len(set(range(20)) - guess - set(server.sample(secret, t)))
+        for t, guess in enumerate(guesses)
+    )
     assert abs(hits / 8000 - 0.5) < 5 * math.sqrt(0.25 / 8000)  # five standard errors around chance
     assert all(guess == set(server.sample(known, t)) for t, guess in enumerate(guesses))  # the broken variant
 

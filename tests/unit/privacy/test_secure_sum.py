@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.core.messages import Order, Reply, pack, unpack
+from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.privacy.secagg import client as secure_client
 from fedgraft.privacy.secagg import keys as secure_keys
 from fedgraft.privacy.secagg.plan import Data
-from fedgraft.privacy.secagg.secure_sum import (  # fmt: skip
+from fedgraft.privacy.secagg.secure_sum import (
     STAGES,
     Identity,
     Plan,
@@ -319,9 +319,12 @@ def test_the_server_never_holds_an_input_or_both_secrets_of_a_client() -> None:
     # Only the declared fields ever came.
     fields = {stage: set(data) for stage, _, data in local.seen}
     assert fields == {
-        "keys": {"advert", "drawn"}, "shares": {"boxes", "commitment"}, "masked": {"masked"},
-        "consistency": {"signature"}, "unmask": {"shares"},
-    }  # fmt: skip
+        "keys": {"advert", "drawn"},
+        "shares": {"boxes", "commitment"},
+        "masked": {"masked"},
+        "consistency": {"signature"},
+        "unmask": {"shares"},
+    }
 
 
 def held_at_once(whole: bool) -> int:
@@ -363,7 +366,8 @@ def test_it_costs_four_bytes_per_coordinate_plus_a_constant() -> None:
     local = Local(plan, inputs, drop={"masked": {11, 15}})
     drive(SecureServer(plan), local)
     sent = [
-        sum(len(pack(Reply("run", 1, u, evidence=data))) for _, v, data in local.seen if v == u) for u in plan.clients
+        sum(len(pack(Response("run", 1, u, evidence=data))) for _, v, data in local.seen if v == u)
+        for u in plan.clients
     ]
     assert max(sent) < 4 * 20_000 + 6_000
 
@@ -397,8 +401,8 @@ def hostile(victim: int, other: int) -> dict[str, Tamper]:
         return lambda stage, u, data: update(dict(data)) if stage == when and u == victim else data
 
     def swap_two(data: dict[str, Tensor]) -> dict[str, Tensor]:
-        order = [1, 0, *range(2, len(data["ids"]))]
-        return {**data, "adverts": data["adverts"][order]}
+        request = [1, 0, *range(2, len(data["ids"]))]
+        return {**data, "adverts": data["adverts"][request]}
 
     def flip(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
         def update(data: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -453,7 +457,7 @@ def hostile(victim: int, other: int) -> dict[str, Tamper]:
         "changed signature": at("unmask", flip("signatures")),
         "signatures of others": at("unmask", lambda d: {**d, "signatures": d["signatures"].flip(0)}),
         "floats for ids": at("consistency", lambda d: {**d, "alive": d["alive"].float()}),
-    }  # fmt: skip
+    }
 
 
 class Hostile(SecureServer):
@@ -595,19 +599,19 @@ def test_stages_cross_the_wire_and_clients_rest_between_them() -> None:
     def ask(stage: str, outbox: Outbox) -> dict[int, Data]:
         answers: dict[int, Data] = {}
         for u, data in outbox.items():
-            order = unpack(Order, pack(Order("run", 1, u, f"secure.{stage}", auxiliary=data)))
+            request = unpack(Request, pack(Request("run", 1, u, f"secure.{stage}", auxiliary=data)))
             identity = Identity.from_bytes(identities[u])
             if stage == "keys":
-                sent = Plan.from_bytes(order.auxiliary["plan"].numpy().tobytes())
+                sent = Plan.from_bytes(request.auxiliary["plan"].numpy().tobytes())
                 assert sent == plan
                 client = SecureClient(sent, u, identity)
             else:
                 client = SecureClient.resume(plan, u, identity, memory[u])
             words = plan.ring.encode(inputs[u], rounding(0, plan, u))
-            answer = client.answer(order.action.removeprefix("secure."), order.auxiliary, partial(np.copy, words))
+            answer = client.answer(request.action.removeprefix("secure."), request.auxiliary, partial(np.copy, words))
             memory[u], identities[u] = client.state(), identity.to_bytes()
             if u != 13 or stage != "masked":
-                answers[u] = unpack(Reply, pack(Reply("run", 1, u, evidence=answer))).evidence
+                answers[u] = unpack(Response, pack(Response("run", 1, u, evidence=answer))).evidence
         return answers
 
     result = drive(SecureServer(plan), ask)

@@ -33,10 +33,17 @@ def test_a_name_is_never_cut(width: int) -> None:
 @pytest.mark.parametrize("width", [40, 80])
 def test_the_final_table_says_of_how_many(width: int) -> None:
     summary = {
-        "test": {"accuracy": 13 / 19, "count": 19, "loss": 1.25, "top5": 1.0}, "validation": {"accuracy": 0.7},
-        "best_round": 3, "rounds": 8, "bytes_up": 1000, "bytes_down": 2000, "seconds": 4.0, "start": 0.1,
-        "edited": {"coordinates": 10, "of": 2000}, "personal": {"mean": 0.5, "min": 0.25, "max": 0.75},
-    }  # fmt: skip
+        "test": {"accuracy": 13 / 19, "count": 19, "loss": 1.25, "top5": 1.0},
+        "validation": {"accuracy": 0.7},
+        "best_round": 3,
+        "rounds": 8,
+        "bytes_up": 1000,
+        "bytes_down": 2000,
+        "seconds": 4.0,
+        "start": 0.1,
+        "edited": {"coordinates": 10, "of": 2000},
+        "personal": {"mean": 0.5, "min": 0.25, "max": 0.75},
+    }
     text = shown(width, "a [b]", summary)
     wanted = [
         "68 % - 13 of 19 images, 95 % interval 46 to 85 %",

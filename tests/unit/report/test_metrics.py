@@ -230,8 +230,10 @@ def test_reliability_curve_by_hand() -> None:
     logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.52, 0.48], [1.0, 0.0]]).log()
     curve = metrics.reliability(scores.count(logits, torch.tensor([0, 1, 1, 0]), 2))
     assert [(round(b.confidence, 6), b.accuracy.hits, b.accuracy.n) for b in curve] == [
-        (0.52, 0, 1), (0.9, 1, 2), (1.0, 1, 1),
-    ]  # fmt: skip
+        (0.52, 0, 1),
+        (0.9, 1, 2),
+        (1.0, 1, 1),
+    ]
 
 
 def test_a_confidence_on_an_edge_belongs_below_it() -> None:

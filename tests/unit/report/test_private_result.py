@@ -12,13 +12,24 @@ from fedgraft.report.display import results
 from fedgraft.run.api import Result
 
 TOLD = {
-    "epsilon": 5.84, "delta": 1e-5, "unit": "client", "epsilon_without_amplification": 8.39, "repeatable_noise": True,
+    "epsilon": 5.84,
+    "delta": 1e-5,
+    "unit": "client",
+    "epsilon_without_amplification": 8.39,
+    "repeatable_noise": True,
     "not_covered": ["who takes part", "claims", "choices"],
-}  # fmt: skip
+}
 SUMMARY = {
-    "note": "no round beat the start.", "validation": {"accuracy": 0.5}, "best_round": 3, "rounds": 3, "bytes_up": 1,
-    "bytes_down": 1, "seconds": 1.0, "edited": {"coordinates": 1, "of": 2}, "start": 0.5,
-}  # fmt: skip
+    "note": "no round beat the start.",
+    "validation": {"accuracy": 0.5},
+    "best_round": 3,
+    "rounds": 3,
+    "bytes_up": 1,
+    "bytes_down": 1,
+    "seconds": 1.0,
+    "edited": {"coordinates": 1, "of": 2},
+    "start": 0.5,
+}
 FIRST = ["epsilon 5.84 at delta 1e-05 for each client", "epsilon 8.39", "protect nobody", "who takes part"]
 
 

@@ -32,9 +32,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One page of each kind, from real runs."""
     root = tmp_path_factory.mktemp("pages")
     table = {
-        "data": {"source": "digits", "limit": 300, "image_size": 16, "validation": 0.3}, "model": {"name": "tiny"},
+        "data": {"source": "digits", "limit": 300, "image_size": 16, "validation": 0.3},
+        "model": {"name": "tiny"},
         "rounds": {"total": 3, "evaluate_every": 1},
-    }  # fmt: skip
+    }
     for seed in (0, 1):
         run(validate({**table, "seed": seed}), root / f"run-{seed}", console=False)
     compare_runs([root / "run-0", root / "run-1"], root / "both")
@@ -71,9 +72,7 @@ def complaints(page: Any) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("kind", ["run", "comparison", "tables"])
-def test_a_page_renders_and_answers(
-    pages: dict[str, Path], browser: Any, kind: str, width: int, scheme: Any
-) -> None:  # fmt: skip
+def test_a_page_renders_and_answers(pages: dict[str, Path], browser: Any, kind: str, width: int, scheme: Any) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     said = complaints(page)
     page.goto(pages[kind].as_uri())

@@ -18,10 +18,18 @@ from fedgraft.run.loop import run
 from fedgraft.server.round import RoundSummary
 
 TINY = [
-    "data.source=synthetic", "data.count=200", "data.classes=4", "model.name=tiny", "partition.clients=4",
-    "local.steps=1", "local.batch_size=8", "rounds.total=3", "rounds.evaluate_every=0", "model.head=random",
+    "data.source=synthetic",
+    "data.count=200",
+    "data.classes=4",
+    "model.name=tiny",
+    "partition.clients=4",
+    "local.steps=1",
+    "local.batch_size=8",
+    "rounds.total=3",
+    "rounds.evaluate_every=0",
+    "model.head=random",
     "trainable.kind=body",
-]  # fmt: skip
+]
 
 
 def line(round: int, ids: list[int], **scores: list[float]) -> dict[str, Any]:

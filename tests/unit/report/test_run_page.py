@@ -67,8 +67,9 @@ def test_what_a_run_knows_of_classes_and_clients(tmp_path: Path) -> None:
     area = {"value": 0.912, "low": 0.88, "high": 0.94, "n": 300, "unit": ""}
     found = {
         "metrics": {"auroc": area, "sensitivity:rare": share},
-        "clients": {"north": {"accuracy": share}}, "select": "auroc",
-    }  # fmt: skip
+        "clients": {"north": {"accuracy": share}},
+        "select": "auroc",
+    }
     page = Page(
         write_report(finished(tmp_path / "a", summary=found), partition=[[3, 1], [0, 2]], clients=["north", "s"])
     )

@@ -170,9 +170,15 @@ def test_markdown_table() -> None:
 def test_latex_table() -> None:
     lines = latex(["local.lr", "test (%)"], [["0.1", "70.00 ± 1.00"], ["a_b & c", r"x\y"]]).splitlines()
     assert lines == [
-        r"\begin{tabular}{lr}", r"\toprule", r"local.lr & test (\%) \\", r"\midrule",
-        r"0.1 & 70.00 $\pm$ 1.00 \\", r"a\_b \& c & x\textbackslash{}y \\", r"\bottomrule", r"\end{tabular}",
-    ]  # fmt: skip
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"local.lr & test (\%) \\",
+        r"\midrule",
+        r"0.1 & 70.00 $\pm$ 1.00 \\",
+        r"a\_b \& c & x\textbackslash{}y \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
 
 
 @given(st.text("ab%_&#${}~^\\±", max_size=12))

@@ -25,9 +25,13 @@ OVERRIDES = ["model.name=tiny", "data.image_size=16", "rounds.total=8", "name=se
 def line(number: int, **more: Any) -> dict[str, Any]:
     """One round of a made-up run."""
     return {
-        "round": number, "train_loss": 2.0 / number, "bytes_up": 1000, "bytes_down": 3000,
-        "seconds": {"exchange": 1.5, "combine": 0.5}, **more,
-    }  # fmt: skip
+        "round": number,
+        "train_loss": 2.0 / number,
+        "bytes_up": 1000,
+        "bytes_down": 3000,
+        "seconds": {"exchange": 1.5, "combine": 0.5},
+        **more,
+    }
 
 
 def made(path: Path, lines: list[dict[str, Any]], **state: Any) -> RunFolder:
@@ -117,9 +121,21 @@ def test_a_finished_run_shows_curves_clients_bytes_and_result(tmp_path: Path) ->
     summary = {"validation": {"accuracy": 0.8}, "test": {"accuracy": 0.7512}, "best_round": 8}
     text = shown(made(tmp_path / "r", lines, status="finished", summary=summary))
     for expected in (
-        "seen", "fedavg", "finished", "round 8/8", "validation %", "80", "10", "validation loss", "training loss",
-        "#7 █ 0.5", "#0 ▅ 0.25", "8.0 kB up, 24.0 kB down, 4.0 kB a round", "test 75.12 %", "(round 8)",
-    ):  # fmt: skip
+        "seen",
+        "fedavg",
+        "finished",
+        "round 8/8",
+        "validation %",
+        "80",
+        "10",
+        "validation loss",
+        "training loss",
+        "#7 █ 0.5",
+        "#0 ▅ 0.25",
+        "8.0 kB up, 24.0 kB down, 4.0 kB a round",
+        "test 75.12 %",
+        "(round 8)",
+    ):
         assert expected in text, expected
     assert "left" not in text
     assert max(map(len, text.splitlines())) <= 80

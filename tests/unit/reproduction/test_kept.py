@@ -104,9 +104,13 @@ def test_reading_an_attack_table_runs_nothing_and_finds_what_is_finished(tmp_pat
     assert not reproduce(work).measured_at_all
     for seed in (TUNING_SEED, 1):
         plan = AttackPlan(
-            work.cells[0].config(seed=seed), ("scaling", "backdoor_boosted"), ("mean", "median"), 0.2,
-            ("stratified", "dirichlet:0.5"), (seed,),
-        )  # fmt: skip
+            work.cells[0].config(seed=seed),
+            ("scaling", "backdoor_boosted"),
+            ("mean", "median"),
+            0.2,
+            ("stratified", "dirichlet:0.5"),
+            (seed,),
+        )
         for one, cell in plan.cells(tmp_path / f"attack-{seed}").items():
             run = RunFolder.create(cell.folder, to_toml(cell.config), "1")
             with run.writing(console=False):

@@ -13,9 +13,16 @@ from fedgraft.config.load import load
 from reproduction import merge_test
 
 TINY = (
-    "model.name=tiny", "data.source=digits", "data.limit=200", "data.image_size=16", "rounds.total=2", "local.steps=4",
-    "trainable.sparse.samples=16", "trainable.sparse.rounds=1", "trainable.sparse.sparsity=0.5",
-)  # fmt: skip
+    "model.name=tiny",
+    "data.source=digits",
+    "data.limit=200",
+    "data.image_size=16",
+    "rounds.total=2",
+    "local.steps=4",
+    "trainable.sparse.samples=16",
+    "trainable.sparse.rounds=1",
+    "trainable.sparse.sparsity=0.5",
+)
 
 
 @pytest.mark.slow

@@ -33,8 +33,10 @@ def _draw(out: Path, rng: np.random.Generator) -> None:
                 sizes = dict.fromkeys(seeds, float(rng.choice([100.0, 150.0, 1000.0])))
                 measures = dict.fromkeys(("test", "last", "best", "personal", "finetuned", "balanced"), series)
                 kept[part]["cells"][cell.label] = {
-                    "evaluations": int(rng.choice([7, 8, 20], p=[0.02, 0.49, 0.49])), "megabytes": sizes, **measures
-                }  # fmt: skip
+                    "evaluations": int(rng.choice([7, 8, 20], p=[0.02, 0.49, 0.49])),
+                    "megabytes": sizes,
+                    **measures,
+                }
         (out / name).mkdir(parents=True, exist_ok=True)
         (out / name / "numbers.json").write_text(json.dumps(kept))
 

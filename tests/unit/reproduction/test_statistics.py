@@ -115,9 +115,15 @@ def test_bca_plain_covers_too_little_with_few_seeds_and_widened_enough_from_eigh
     def coverage(n: int, level: float) -> float:
         data = stream.normal(0, 1, (1000, n))
         found = stats.bootstrap(
-            (data,), np.mean, axis=-1, method="BCa", n_resamples=999, batch=50, confidence_level=level,
+            (data,),
+            np.mean,
+            axis=-1,
+            method="BCa",
+            n_resamples=999,
+            batch=50,
+            confidence_level=level,
             rng=np.random.default_rng(3),
-        ).confidence_interval  # fmt: skip
+        ).confidence_interval
         return float(np.mean((found.low <= 0) & (found.high >= 0)))
 
     assert coverage(3, 0.95) < 0.8 and coverage(5, 0.95) < 0.88
@@ -189,10 +195,12 @@ def test_interval_p_and_verdict_never_contradict() -> None:
         claims = {
             str(i): Claim(
                 of(*stream.normal(stream.choice([0, 0.3, 1, 3, -3]), stream.choice([0.3, 1]), 5), against=0.1),
-                ("more", "less", "same")[i % 3], 1.0, primary=i < 6,
+                ("more", "less", "same")[i % 3],
+                1.0,
+                primary=i < 6,
             )
             for i in range(9)
-        }  # fmt: skip
+        }
         for name, found in judge(claims).items():
             claim = claims[name]
             assert found.word == rule(claim, found), (claim, found)
@@ -251,11 +259,14 @@ def test_only_primary_endpoints_are_corrected_and_facts_do_not_count() -> None:
 
 def test_facts_get_no_p() -> None:
     cases = [
-        (Fact(10.2, 10.0), "same", 0.5, "supported"), (Fact(11.0, 10.0), "same", 0.5, "contradicted"),
-        (Fact(1.2, 1.0), "more", 0.1, "supported"), (Fact(1.2, 1.0), "less", 0.1, "contradicted"),
+        (Fact(10.2, 10.0), "same", 0.5, "supported"),
+        (Fact(11.0, 10.0), "same", 0.5, "contradicted"),
+        (Fact(1.2, 1.0), "more", 0.1, "supported"),
+        (Fact(1.2, 1.0), "less", 0.1, "contradicted"),
         (Fact(1.2, 1.0), "more", 0.3, "supported, but less than 0.3"),
-        (Fact(0.0), "more", 0.3, "equivalent within 0.3"), (Fact(0.0), "same", 0.3, "supported"),
-    ]  # fmt: skip
+        (Fact(0.0), "more", 0.3, "equivalent within 0.3"),
+        (Fact(0.0), "same", 0.3, "supported"),
+    ]
     for fact, expect, margin, word in cases:
         found = judge({"a": Claim(fact, expect, margin, primary=True)})["a"]  # type: ignore[arg-type]
         assert (found.word, found.p, found.low) == (word, None, None) and "does not vary" in found.why
@@ -264,10 +275,12 @@ def test_facts_get_no_p() -> None:
 def test_what_cannot_be_judged_is_undecided_and_spoils_nothing_else() -> None:
     good = Claim(of(3.0, 3.1, 2.9), "more", 1.0)
     claims = {
-        "none": Claim(None, "more", 1.0), "one": Claim(of(5.0), "more", 1.0),
-        "flat": Claim(of(0.0, 0.0, 0.0), "same", 1.0), "good": good,
+        "none": Claim(None, "more", 1.0),
+        "one": Claim(of(5.0), "more", 1.0),
+        "flat": Claim(of(0.0, 0.0, 0.0), "same", 1.0),
+        "good": good,
         "gap": Claim(paired({0: 1.0, 1: 2.0, 2: None, 3: 1.5}, series([0, 0, 0, 0])), "more", 1.0),
-    }  # fmt: skip
+    }
     found = judge(claims)
     assert [found[name].word for name in ("none", "one", "flat")] == ["not measured", "undecided", "undecided"]
     assert found["flat"].p is None and "said to be a fact" in found["flat"].why

@@ -36,10 +36,17 @@ from fedgraft.run.opening import FederationAsk
 EAGER = ["trainable.sparse.adaptive_drift=1e9", "trainable.sparse.adaptive_patience=1"]
 """Every round counts as calm, so adaptive sparsity rises each time."""
 OVERRIDES = [
-    *tiny.OVERRIDES, "rounds.total=4", "rounds.evaluate_every=2", "local.weight_decay=0.01", "trainable.kind=sparse",
-    "trainable.sparse.sparsity=0.9", "trainable.sparse.samples=60", "trainable.sparse.rounds=2",
-    "rounds.checkpoint_every=1", "trainable.head_too=false",
-]  # fmt: skip
+    *tiny.OVERRIDES,
+    "rounds.total=4",
+    "rounds.evaluate_every=2",
+    "local.weight_decay=0.01",
+    "trainable.kind=sparse",
+    "trainable.sparse.sparsity=0.9",
+    "trainable.sparse.samples=60",
+    "trainable.sparse.rounds=2",
+    "rounds.checkpoint_every=1",
+    "trainable.head_too=false",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -197,23 +204,23 @@ def test_own_masks_are_averaged_as_asked(fill: str) -> None:
     k = round(0.1 * setup.mask.total)
     assert all(int(mask.sum()) == k for mask in masks.values()) and setup.space.trained > k
     assert torch.stack(list(masks.values())).any(0).all()  # the space is exactly the union
-    replies = []
+    responses = []
     exchange = InProcess.exchange
 
-    def listening(self: InProcess, orders: Any) -> Any:
-        replies.extend(exchange(self, orders))
-        return list(replies)
+    def listening(self: InProcess, requests: Any) -> Any:
+        responses.extend(exchange(self, requests))
+        return list(responses)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InProcess, "exchange", listening)
         before, after = setup.rounds(1)
     total, weight = torch.zeros(2, setup.space.trained, dtype=torch.float64)
-    for reply in replies:
-        assert reply.update is not None and reply.update.length == k  # only its own coordinates travel
-        update = decode(reply.update, setup.algorithm.compression, k).double()
-        total[masks[reply.client]] += reply.examples * update
-        weight[masks[reply.client]] += reply.examples
-    everyone = sum(reply.examples for reply in replies)
+    for response in responses:
+        assert response.update is not None and response.update.length == k  # only its own coordinates travel
+        update = decode(response.update, setup.algorithm.compression, k).double()
+        total[masks[response.client]] += response.examples * update
+        weight[masks[response.client]] += response.examples
+    everyone = sum(response.examples for response in responses)
     step = total / (weight if fill == "count" else everyone)
     torch.testing.assert_close(after.vector.double(), before.vector.double() + step, rtol=1e-6, atol=1e-8)
     other = total / (everyone if fill == "count" else weight)  # the planted mistake: the other rule

@@ -13,7 +13,16 @@ import torch
 from tests.support.toy import CLASSES, WIDTH, Toy
 from tests.support.toy_heads import CLIENTS, setting
 
-from fedgraft.run.head_init import GRID, Judgement, install, probe_head, ridge_head, solve, strongest, tempered
+from fedgraft.run.head_init import (
+    GRID,
+    LocalScorer,
+    calibrate_temperature,
+    install,
+    probe_head,
+    ridge_head,
+    solve,
+    strongest,
+)
 from fedgraft.server.secure_sum import Sums
 
 ALL = torch.arange(120)
@@ -112,7 +121,7 @@ def test_the_summed_gradient_is_autograds() -> None:
 def test_tempering_scales_and_never_worsens_the_loss() -> None:
     toy, _, _, judge = setting()
     head, _ = ridge_head(sums(toy), 0.01, judge)
-    warm = tempered(head, judge)
+    warm = calibrate_temperature(head, judge)
     ratio = warm / head
     assert torch.allclose(ratio, ratio[0, 0].expand_as(ratio)) and float(ratio[0, 0]) >= 1
     (right, loss), (right_before, loss_before) = judge([warm, head])
@@ -122,17 +131,19 @@ def test_tempering_scales_and_never_worsens_the_loss() -> None:
 def test_few_images_that_are_all_right_do_not_make_a_head_sure_of_everything() -> None:
     """Their likelihood rises without end; the scale stops half a nat short of it, and many images move it nowhere."""
     labels = torch.arange(3).repeat(4)
-    few = Judgement(torch.eye(3)[labels], labels)
+    few = LocalScorer(torch.eye(3)[labels], labels)
     head = torch.cat([torch.eye(3, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64)], 1)
-    (right, loss), (_, endless) = few([tempered(head, few), head * 10**2.5])
+    (right, loss), (_, endless) = few([calibrate_temperature(head, few), head * 10**2.5])
     assert right == 1 and endless < 1e-9
     assert 0.25 / len(labels) < loss <= 0.5 / len(labels)  # the next smaller scale of the grid would be beyond
 
     draws = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(20_000, 3, generator=draws, dtype=torch.float64)
     drawn = torch.multinomial(logits.softmax(1), 1, generator=draws)[:, 0]
-    many = Judgement(logits / 3, drawn)  # the head that is right has the scale 3
-    assert float(tempered(head, many)[0, 0]) == pytest.approx(10**0.5, rel=1e-9)  # the grid's nearest to it
+    many = LocalScorer(logits / 3, drawn)  # the head that is right has the scale 3
+    assert float(calibrate_temperature(head, many)[0, 0]) == pytest.approx(
+        10**0.5, rel=1e-9
+    )  # the grid's nearest to it
 
 
 def test_the_installed_head_classifies_and_the_backbone_keeps_its_bits() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.tiny import tiny
 
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.data.pixels.store import cache_dir
 from fedgraft.engines.in_process import InProcess
 from fedgraft.run import opening
@@ -20,9 +20,13 @@ from fedgraft.run.kept import PartialSum
 from fedgraft.run.opening import open_run
 
 SPARSE = (
-    "trainable.kind=sparse", "trainable.samples=24", "trainable.calibration=progressive", "trainable.rounds=2",
-    "model.head=random", "partition.clients=12",
-)  # fmt: skip
+    "trainable.kind=sparse",
+    "trainable.samples=24",
+    "trainable.calibration=progressive",
+    "trainable.rounds=2",
+    "model.head=random",
+    "partition.clients=12",
+)
 
 
 @pytest.fixture
@@ -37,12 +41,12 @@ def calibrated(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -
     asked: list[int] = []
     exchange = InProcess.exchange
 
-    def counting(self: InProcess, orders: Sequence[Order]) -> Any:
-        for reply in exchange(self, orders):
+    def counting(self: InProcess, requests: Sequence[Request]) -> Any:
+        for response in exchange(self, requests):
             if stop_after is not None and len(asked) == stop_after:
                 raise KeyboardInterrupt
-            asked.append(reply.client)
-            yield reply
+            asked.append(response.client)
+            yield response
 
     with monkeypatch.context() as patch:
         patch.setattr(InProcess, "exchange", counting)

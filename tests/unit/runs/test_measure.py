@@ -13,7 +13,7 @@ from tests.support.tiny import Open, tiny, without_pictures
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedgraft.core.messages import Order
+from fedgraft.core.messages import Request
 from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.run import head_init
 from fedgraft.run.loop import run
@@ -44,27 +44,27 @@ def test_validation_is_measured_on_rows_that_no_client_trains_on() -> None:
 def test_a_clients_own_accuracy_is_that_of_its_own_model() -> None:
     found = Open(tiny())
     state = found.begin()
-    own, asked = state.vector + 1, list[Order]()
+    own, asked = state.vector + 1, list[Request]()
 
     class Noting:
-        def exchange(self, orders: Sequence[Order]) -> list[Any]:
-            asked.extend(orders)
+        def exchange(self, requests: Sequence[Request]) -> list[Any]:
+            asked.extend(requests)
             return []
 
     Measure(found.job, found.opening, Noting()).personal(replace(state, personal={1: own}))  # type: ignore[arg-type]
-    carried = {order.client: order.vector for order in asked}
+    carried = {request.client: request.vector for request in asked}
     assert torch.equal(carried[1], own) and torch.equal(carried[0], state.vector)
 
 
 def test_the_head_is_chosen_on_validation_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
 
-    class Noting(head_init.Judgement):
+    class Noting(head_init.LocalScorer):
         def __init__(self, features: Tensor, labels: Tensor) -> None:
             seen.append(labels)
             super().__init__(features, labels)
 
-    monkeypatch.setattr(head_init, "Judgement", Noting)
+    monkeypatch.setattr(head_init, "LocalScorer", Noting)
     found = Open(tiny())
     assert torch.equal(seen[0], found.task.train_images.labels[found.data.validation_rows])
 

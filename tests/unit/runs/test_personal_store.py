@@ -25,11 +25,23 @@ from fedgraft.run.personal_store import PersonalStore
 
 LOCAL = LocalTraining(2, batch_size=6)
 TINY = [
-    "data.source=synthetic", "data.count=120", "data.classes=4", "model.name=tiny", "partition.clients=4",
-    "rounds.fraction=0.5", "local.steps=1", "local.batch_size=8", "rounds.total=6", "rounds.checkpoint_every=1",
-    "rounds.evaluate_every=0", "model.head=random", "algorithm.name=fedshibu", "algorithm.samples=8",
-    "personal.evaluate=end", "trainable.kind=body",
-]  # fmt: skip
+    "data.source=synthetic",
+    "data.count=120",
+    "data.classes=4",
+    "model.name=tiny",
+    "partition.clients=4",
+    "rounds.fraction=0.5",
+    "local.steps=1",
+    "local.batch_size=8",
+    "rounds.total=6",
+    "rounds.checkpoint_every=1",
+    "rounds.evaluate_every=0",
+    "model.head=random",
+    "algorithm.name=fedshibu",
+    "algorithm.samples=8",
+    "personal.evaluate=end",
+    "trainable.kind=body",
+]
 ON_DISK = "rounds.personal_memory_mb=0"
 
 

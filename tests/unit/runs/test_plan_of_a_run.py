@@ -13,9 +13,15 @@ from fedgraft.run.loop import run
 from fedgraft.run.plan import plan
 
 BASE = [
-    "model.name=tiny", "data.source=digits", "data.limit=200", "data.image_size=16", "partition.clients=8",
-    "rounds.total=1", "local.steps=1", "workers=1",
-]  # fmt: skip
+    "model.name=tiny",
+    "data.source=digits",
+    "data.limit=200",
+    "data.image_size=16",
+    "partition.clients=8",
+    "rounds.total=1",
+    "local.steps=1",
+    "workers=1",
+]
 PRIVATE = ["rounds.sampling=poisson", "algorithm.weighting=uniform"]
 
 

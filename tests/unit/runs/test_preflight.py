@@ -43,8 +43,17 @@ def sites(root: Path) -> Path:
 
 
 def config(root: Path, *more: str) -> Config:
-    return load(None, ["data.source=owners", f"data.path={root}", "partition.kind=by_site", "partition.clients=3",
-                       "data.image_size=32", *more])  # fmt: skip
+    return load(
+        None,
+        [
+            "data.source=owners",
+            f"data.path={root}",
+            "partition.kind=by_site",
+            "partition.clients=3",
+            "data.image_size=32",
+            *more,
+        ],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +138,16 @@ def test_a_planted_fault_is_found_by_its_name(kind: str, data: Path) -> None:
     assert kind.strip() in found
 
 
-@pytest.mark.parametrize("field, value, kind", [
-    ("disk_gb", 0.5, "disk"), ("policy", False, "no_policy"), ("test_images", 0, "no_test_images"),
-    ("images", 0, "no_images"), ("versions", {"fedgraft": "0.0.1"}, "versions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, value, kind",
+    [
+        ("disk_gb", 0.5, "disk"),
+        ("policy", False, "no_policy"),
+        ("test_images", 0, "no_test_images"),
+        ("images", 0, "no_images"),
+        ("versions", {"fedgraft": "0.0.1"}, "versions"),
+    ],
+)
 def test_what_only_a_node_can_lack_is_found_too(field: str, value: object, kind: str, clean: Path) -> None:
     facts = preflight(config(clean))[0]
     found = findings([{**facts[0], field: value}, *facts[1:]])

@@ -35,8 +35,11 @@ def test_phases_sum_over_rounds_and_only_modelled_ones_have_a_distance() -> None
     lines = [{"seconds": {"exchange": 1.0, "aggregate": 0.5}}, {"seconds": {"exchange": 3.0, "evaluate": 2.0}}]
     rows = {r.name: r for r in phase_rows(lines, {"head initialisation": 7.0}, {"exchange": (100.0, 0.0)}, PEAK)}
     assert {name: row.seconds for name, row in rows.items()} == {
-        "exchange": 4.0, "aggregate": 0.5, "evaluate": 2.0, "head initialisation": 7.0,
-    }  # fmt: skip
+        "exchange": 4.0,
+        "aggregate": 0.5,
+        "evaluate": 2.0,
+        "head initialisation": 7.0,
+    }
     assert rows["exchange"].least == 2.0 and rows["exchange"].distance == 2.0
     assert rows["evaluate"].distance is None and rows["head initialisation"].distance is None
     assert Row("x", 1.0).distance is None

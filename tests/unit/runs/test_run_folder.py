@@ -56,9 +56,16 @@ def test_layout_and_reading_back(run: RunFolder) -> None:
     assert again.summary()["test"]["accuracy"] == 0.5 and [m["round"] for m in again.metrics()] == list(range(1, 11))
     names = {path.name for path in run.path.iterdir()}
     assert names == {
-        ".lock", "run.json", "config.toml", "metrics.jsonl", "log.txt", "environment.json", "summary.json",
-        "checkpoints", "figures",
-    }  # fmt: skip
+        ".lock",
+        "run.json",
+        "config.toml",
+        "metrics.jsonl",
+        "log.txt",
+        "environment.json",
+        "summary.json",
+        "checkpoints",
+        "figures",
+    }
     last = load_latest(again.checkpoints, again.config_digest)
     assert last is not None and last.round == 9 and last.meta["config_digest"] == "digest"
 
@@ -172,8 +179,12 @@ def test_numbers_become_plain_json(run: RunFolder) -> None:
         )
     text = run.metrics_path.read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == {
-        "round": 1, "loss": None, "t": [1.0, None], "ids": [1, 2], "p": "x",
-    }  # fmt: skip
+        "round": 1,
+        "loss": None,
+        "t": [1.0, None],
+        "ids": [1, 2],
+        "p": "x",
+    }
     assert plain({3: True, "n": None}) == {"3": True, "n": None}
 
 

@@ -17,9 +17,15 @@ from fedgraft.run.trackers import TRACKERS, Careful, NoTracker, numbers, tracker
 
 CONFIG = {"algorithm": {"name": "fedavg", "lr": 0.1}, "rounds": 3}
 LINE = {
-    "round": 2, "accuracy": 0.5, "loss": None, "bytes_up": 10, "seconds": {"exchange": 0.25},
-    "clients": {"ids": [1, 2], "loss": [1.0, 2.0]}, "dropped": [{"client": 1, "reason": "late"}], "bad": float("nan"),
-}  # fmt: skip
+    "round": 2,
+    "accuracy": 0.5,
+    "loss": None,
+    "bytes_up": 10,
+    "seconds": {"exchange": 0.25},
+    "clients": {"ids": [1, 2], "loss": [1.0, 2.0]},
+    "dropped": [{"client": 1, "reason": "late"}],
+    "bad": float("nan"),
+}
 SUMMARY = {"test": {"accuracy": 0.625}, "best_round": 2, "note": "text"}
 
 
@@ -59,8 +65,12 @@ def follow(it: Any) -> None:
 
 def test_numbers_of_a_line() -> None:
     assert numbers(LINE) == {
-        "accuracy": 0.5, "bytes_up": 10.0, "seconds.exchange": 0.25, "clients.loss.mean": 1.5, "dropped": 1.0,
-    }  # fmt: skip
+        "accuracy": 0.5,
+        "bytes_up": 10.0,
+        "seconds.exchange": 0.25,
+        "clients.loss.mean": 1.5,
+        "dropped": 1.0,
+    }
 
 
 def test_by_name(tmp_path: Path) -> None:

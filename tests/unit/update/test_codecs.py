@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgraft.aggregate import codecs
 from fedgraft.aggregate.codecs import HALF, INT8, VALUES, BadPayload, Codec, TopK, body_bytes, codec, decode
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Payload, Reply, pack, unpack, wire_size
+from fedgraft.core.messages import Payload, Response, pack, unpack, wire_size
 
 ALL: list[Codec] = [VALUES, HALF, INT8, TopK(0.25), TopK(1.0)]
 BY_NAME = pytest.mark.parametrize("kind", ALL, ids=lambda c: c.name)
@@ -35,18 +35,18 @@ def test_roundtrip_has_the_stated_layout_and_crosses_the_wire(kind: Codec, lengt
     v = vector(length)
     payload = kind.encode(v, stream(), {})
     assert {n: (a.dtype, a.numel()) for n, a in payload.arrays.items()} == dict(kind.layout(length))
-    reply = Reply("run", 1, 0, update=payload)
-    back = unpack(Reply, pack(reply))
+    response = Response("run", 1, 0, update=payload)
+    back = unpack(Response, pack(response))
     assert back.update is not None
     assert torch.equal(decode(back.update, kind, length), decode(payload, kind, length))
     # What the message weighs is the codec's arrays and a header that does not grow with the vector.
-    assert body_bytes(kind, length) < wire_size(reply) < body_bytes(kind, length) + 600
+    assert body_bytes(kind, length) < wire_size(response) < body_bytes(kind, length) + 600
 
 
 @BY_NAME
 def test_same_seed_same_bytes_and_global_generator_untouched(kind: Codec) -> None:
     before = torch.random.get_rng_state()
-    one, two = (pack(Reply("r", 0, 0, update=kind.encode(vector(3000), stream(5), {}))) for _ in range(2))
+    one, two = (pack(Response("r", 0, 0, update=kind.encode(vector(3000), stream(5), {}))) for _ in range(2))
     assert one == two
     assert torch.equal(before, torch.random.get_rng_state())
 
@@ -124,9 +124,9 @@ def test_int8_of_subnormal_values_is_finite() -> None:
 def test_top_k_sends_the_largest_exactly() -> None:
     v = vector(1000)
     back = decode(TopK(0.1).encode(v, stream()), TopK(0.1), 1000)
-    order = np.argsort(-v.abs().numpy())
-    assert torch.equal(back[order[:100]], v[order[:100]])
-    assert not back[order[100:]].any()
+    request = np.argsort(-v.abs().numpy())
+    assert torch.equal(back[request[:100]], v[request[:100]])
+    assert not back[request[100:]].any()
 
 
 def test_error_feedback_loses_nothing() -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.codecs import HALF, INT8, VALUES, Codec, TopK
-from fedgraft.core.messages import Payload, Reply, pack
+from fedgraft.core.messages import Payload, Response, pack
 from fedgraft.server import validate as screening
-from fedgraft.server.validate import Accepted, Expectation, Field, Rejection, validate_replies
+from fedgraft.server.validate import Accepted, Expectation, Field, Rejection, validate_responses
 
 LENGTH = 300
 BEYOND = 1 << 30
@@ -32,37 +32,42 @@ EXPECTED = Expectation(
     norm_bound=5.0,
     max_examples=1000,
 )
-Arrived = Reply | bytes
-Spoiler = Callable[[Reply, np.random.Generator], Arrived]
+Arrived = Response | bytes
+Spoiler = Callable[[Response, np.random.Generator], Arrived]
 
 
-def benign(client: int, codec: Codec = VALUES) -> Reply:
+def benign(client: int, codec: Codec = VALUES) -> Response:
     generator = torch.Generator().manual_seed(client)
     update = torch.randn(LENGTH, generator=generator) * 0.1
-    return Reply(
-        run="run-a", round=7, client=client, space="mask-a", examples=10 + client,
+    return Response(
+        run="run-a",
+        round=7,
+        client=client,
+        space="mask-a",
+        examples=10 + client,
         update=codec.encode(update, generator, {}),
         sums={"control": torch.randn(LENGTH, generator=generator)},
-        scalars={"loss": 0.5 + client}, metrics={"seconds": 1},
+        scalars={"loss": 0.5 + client},
+        metrics={"seconds": 1},
         evidence={"features": torch.randn(8, 4, generator=generator), "rows": torch.arange(3)},
-    )  # fmt: skip
+    )
 
 
-def put(reply: Reply, group: str, name: str, value: Any) -> Reply:
-    return replace(reply, **{group: {**getattr(reply, group), name: value}})  # type: ignore[arg-type]
+def put(response: Response, group: str, name: str, value: Any) -> Response:
+    return replace(response, **{group: {**getattr(response, group), name: value}})  # type: ignore[arg-type]
 
 
-def payload(reply: Reply, **updates: Any) -> Reply:
-    assert reply.update is not None
-    return replace(reply, update=replace(reply.update, **updates))
+def payload(response: Response, **updates: Any) -> Response:
+    assert response.update is not None
+    return replace(response, update=replace(response.update, **updates))
 
 
 def values(update: Any) -> Spoiler:
     """Put something else where the values were."""
 
-    def spoil(reply: Reply, rng: np.random.Generator) -> Reply:
-        assert reply.update is not None
-        return payload(reply, arrays={"values": update(reply.update.arrays["values"].clone(), rng)})
+    def spoil(response: Response, rng: np.random.Generator) -> Response:
+        assert response.update is not None
+        return payload(response, arrays={"values": update(response.update.arrays["values"].clone(), rng)})
 
     return spoil
 
@@ -76,14 +81,14 @@ def poke(value: float) -> Callable[[Tensor, np.random.Generator], Tensor]:
 
 
 def field(**fields: Any) -> Spoiler:
-    return lambda reply, rng: replace(reply, **fields)
+    return lambda response, rng: replace(response, **fields)
 
 
 def header(edit: Callable[[dict[str, Any]], None], body: bytes | None = None) -> Spoiler:
     """Rewrite the header of the packed reply."""
 
-    def spoil(reply: Reply, rng: np.random.Generator) -> bytes:
-        data = pack(reply)
+    def spoil(response: Response, rng: np.random.Generator) -> bytes:
+        data = pack(response)
         length = int.from_bytes(data[:8], "little")
         entries = json.loads(data[8 : 8 + length])
         edit(entries)
@@ -103,8 +108,8 @@ def meta(**fields: Any) -> Spoiler:
     return header(edit)
 
 
-def flip_length(reply: Reply, rng: np.random.Generator) -> bytes:
-    return int(rng.integers(1 << 20, 1 << 62)).to_bytes(8, "little") + pack(reply)[8:]
+def flip_length(response: Response, rng: np.random.Generator) -> bytes:
+    return int(rng.integers(1 << 20, 1 << 62)).to_bytes(8, "little") + pack(response)[8:]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -125,13 +130,15 @@ MALFORMED: dict[str, Spoiler] = {
     "boolean": values(lambda t, rng: t > 0),
     "no change": field(update=None),
     "bare tensor": field(update=torch.zeros(LENGTH)),
-    "no arrays": lambda reply, rng: payload(reply, arrays={}),
-    "extra array": lambda reply, rng: payload(reply, arrays={"values": torch.zeros(LENGTH), "b": torch.zeros(1)}),
-    "declared length": lambda reply, rng: payload(reply, length=int(rng.integers(1 << 40, 1 << 60))),
-    "negative length": lambda reply, rng: payload(reply, length=-LENGTH),
-    "unknown codec": lambda reply, rng: payload(reply, codec="pickle"),
-    "codec not asked for": lambda reply, rng: replace(reply, update=HALF.encode(torch.zeros(LENGTH), _stream())),
-    "top-k not asked for": lambda reply, rng: replace(reply, update=TopK(0.1).encode(torch.zeros(LENGTH), _stream())),
+    "no arrays": lambda response, rng: payload(response, arrays={}),
+    "extra array": lambda response, rng: payload(response, arrays={"values": torch.zeros(LENGTH), "b": torch.zeros(1)}),
+    "declared length": lambda response, rng: payload(response, length=int(rng.integers(1 << 40, 1 << 60))),
+    "negative length": lambda response, rng: payload(response, length=-LENGTH),
+    "unknown codec": lambda response, rng: payload(response, codec="pickle"),
+    "codec not asked for": lambda response, rng: replace(response, update=HALF.encode(torch.zeros(LENGTH), _stream())),
+    "top-k not asked for": lambda response, rng: replace(
+        response, update=TopK(0.1).encode(torch.zeros(LENGTH), _stream())
+    ),
     "another run": field(run="run-b"),
     "run not a text": field(run=5),
     "last round": field(round=6),
@@ -139,7 +146,7 @@ MALFORMED: dict[str, Spoiler] = {
     "round a truth": field(round=True),
     "another mask": field(space="mask-b"),
     "no mask": field(space=""),
-    "client not asked": lambda reply, rng: replace(reply, client=int(rng.integers(6, 1 << 30))),
+    "client not asked": lambda response, rng: replace(response, client=int(rng.integers(6, 1 << 30))),
     "client negative": field(client=-1),
     "client a text": field(client="3"),
     "no examples": field(examples=0),
@@ -150,35 +157,35 @@ MALFORMED: dict[str, Spoiler] = {
     "examples not a number": field(examples=NAN),
     "examples a truth": field(examples=True),
     "sum missing": field(sums={}),
-    "sum unknown": lambda reply, rng: put(reply, "sums", "more", torch.zeros(2)),
-    "sum not finite": lambda reply, rng: put(reply, "sums", "control", poke(NAN)(torch.zeros(LENGTH), rng)),
-    "sum too long": lambda reply, rng: put(reply, "sums", "control", torch.zeros(LENGTH + 1)),
-    "sum float64": lambda reply, rng: put(reply, "sums", "control", torch.zeros(LENGTH).double()),
+    "sum unknown": lambda response, rng: put(response, "sums", "more", torch.zeros(2)),
+    "sum not finite": lambda response, rng: put(response, "sums", "control", poke(NAN)(torch.zeros(LENGTH), rng)),
+    "sum too long": lambda response, rng: put(response, "sums", "control", torch.zeros(LENGTH + 1)),
+    "sum float64": lambda response, rng: put(response, "sums", "control", torch.zeros(LENGTH).double()),
     "sums a number": field(sums=5),
     "scalar missing": field(scalars={}),
-    "scalar unknown": lambda reply, rng: put(reply, "scalars", "more", 1.0),
-    "scalar nan": lambda reply, rng: put(reply, "scalars", "loss", NAN),
-    "scalar endless": lambda reply, rng: put(reply, "scalars", "loss", 10**400),
-    "scalar a text": lambda reply, rng: put(reply, "scalars", "loss", "0"),
-    "scalar a truth": lambda reply, rng: put(reply, "scalars", "loss", True),
+    "scalar unknown": lambda response, rng: put(response, "scalars", "more", 1.0),
+    "scalar nan": lambda response, rng: put(response, "scalars", "loss", NAN),
+    "scalar endless": lambda response, rng: put(response, "scalars", "loss", 10**400),
+    "scalar a text": lambda response, rng: put(response, "scalars", "loss", "0"),
+    "scalar a truth": lambda response, rng: put(response, "scalars", "loss", True),
     "scalars a list": field(scalars=[("loss", 1.0)]),
-    "metric infinite": lambda reply, rng: put(reply, "metrics", "seconds", INF),
+    "metric infinite": lambda response, rng: put(response, "metrics", "seconds", INF),
     "metrics without end": field(metrics={str(i): 0.0 for i in range(1000)}),
     "evidence missing": field(evidence={}),
-    "evidence nan": lambda reply, rng: put(reply, "evidence", "features", torch.full((8, 4), NAN)),
-    "evidence shape": lambda reply, rng: put(reply, "evidence", "features", torch.zeros(4, 8)),
-    "evidence dtype": lambda reply, rng: put(reply, "evidence", "rows", torch.zeros(3)),
+    "evidence nan": lambda response, rng: put(response, "evidence", "features", torch.full((8, 4), NAN)),
+    "evidence shape": lambda response, rng: put(response, "evidence", "features", torch.zeros(4, 8)),
+    "evidence dtype": lambda response, rng: put(response, "evidence", "rows", torch.zeros(3)),
     "evidence a text": field(evidence="abc"),
-    "bytes: none": lambda reply, rng: b"",
-    "bytes: noise": lambda reply, rng: rng.bytes(int(rng.integers(1, 4000))),
-    "bytes: cut": lambda reply, rng: (data := pack(reply))[: int(rng.integers(len(data)))],
+    "bytes: none": lambda response, rng: b"",
+    "bytes: noise": lambda response, rng: rng.bytes(int(rng.integers(1, 4000))),
+    "bytes: cut": lambda response, rng: (data := pack(response))[: int(rng.integers(len(data)))],
     "bytes: header length": flip_length,
-    "bytes: too many": lambda reply, rng: pack(reply) + b"\0" * EXPECTED.limit,
-    "bytes: other kind": meta(kind="Order"),
+    "bytes: too many": lambda response, rng: pack(response) + b"\0" * EXPECTED.limit,
+    "bytes: other kind": meta(kind="Request"),
     "bytes: unknown field": meta(command="rm"),
-    "bytes: nested": lambda reply, rng: (8000).to_bytes(8, "little") + b"[" * 8000,
+    "bytes: nested": lambda response, rng: (8000).to_bytes(8, "little") + b"[" * 8000,
     "bytes: scalars a list": meta(scalars=[["loss", 1.0]]),
-    "bytes: evidence a number": lambda reply, rng: meta(evidence=5)(replace(reply, evidence={}), rng),
+    "bytes: evidence a number": lambda response, rng: meta(evidence=5)(replace(response, evidence={}), rng),
     "bytes: nan scalar": meta(scalars={"loss": NAN}),
     "bytes: change a list": meta(update=[1]),
     "bytes: declared shape": header(lambda entries: entries["update/values"].update(shape=[1 << 40])),
@@ -191,7 +198,7 @@ MALFORMED: dict[str, Spoiler] = {
         lambda entries: entries.update({f"sums/{i}": entries["update/values"] for i in "ab"})
     ),
     "bytes: endless nothing": header(lambda entries: entries.update({"sums/b": NOTHING})),
-    "bytes: left over": lambda reply, rng: pack(reply) + rng.bytes(8),
+    "bytes: left over": lambda response, rng: pack(response) + rng.bytes(8),
     "bytes: dtype unknown": header(lambda entries: entries["update/values"].update(dtype="PY")),
     "bytes: dtype other": header(lambda entries: entries["update/values"].update(dtype="I32")),
     "bytes: no body": header(lambda entries: None, b""),
@@ -205,7 +212,7 @@ def _stream() -> torch.Generator:
 def digest(accepted: list[Accepted]) -> list[bytes]:
     """Everything that was let through, as bytes."""
     updates = [a.update.numpy().tobytes() for a in accepted if a.update is not None]
-    return [pack(a.reply) for a in accepted] + updates
+    return [pack(a.response) for a in accepted] + updates
 
 
 def spoiled_round(kind: str, seed: int) -> tuple[list[Accepted], list[Rejection], list[Accepted], int]:
@@ -213,10 +220,10 @@ def spoiled_round(kind: str, seed: int) -> tuple[list[Accepted], list[Rejection]
     rng = np.random.default_rng(seed)
     attacker = int(rng.integers(6))
     arrivals: list[Any] = [(c, benign(c)) for c in range(6) if c != attacker]
-    without, none = validate_replies(arrivals, EXPECTED)
+    without, none = validate_responses(arrivals, EXPECTED)
     assert not none
     arrivals.insert(int(rng.integers(6)), (attacker, MALFORMED[kind](benign(attacker), rng)))
-    accepted, rejections = validate_replies(arrivals, EXPECTED)
+    accepted, rejections = validate_responses(arrivals, EXPECTED)
     return accepted, rejections, without, attacker
 
 
@@ -251,7 +258,7 @@ def test_bytes_with_random_damage_are_dropped_or_change_nothing_that_was_checked
     for _ in range(400):
         damaged = bytearray(data)
         damaged[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
-        accepted, rejections = validate_replies([(2, bytes(damaged))], EXPECTED)
+        accepted, rejections = validate_responses([(2, bytes(damaged))], EXPECTED)
         assert len(accepted) + len(rejections) == 1
         for a in accepted:
             assert a.update is not None and torch.isfinite(a.update).all() and a.norm <= 5.0
@@ -259,11 +266,11 @@ def test_bytes_with_random_damage_are_dropped_or_change_nothing_that_was_checked
 
 def test_honest_replies_come_back_in_client_order_whatever_the_arrival() -> None:
     arrivals: list[Any] = [benign(4), (1, benign(1)), (3, pack(benign(3))), benign(0)]
-    accepted, rejections = validate_replies(arrivals, EXPECTED)
+    accepted, rejections = validate_responses(arrivals, EXPECTED)
     assert not rejections
-    assert [a.reply.client for a in accepted] == [0, 1, 3, 4]
+    assert [a.response.client for a in accepted] == [0, 1, 3, 4]
     for a in accepted:
-        sent = benign(a.reply.client).update
+        sent = benign(a.response.client).update
         assert sent is not None and a.update is not None
         assert torch.equal(a.update, sent.arrays["values"])
         assert a.norm == pytest.approx(np.linalg.norm(a.update.double().numpy()))
@@ -272,16 +279,16 @@ def test_honest_replies_come_back_in_client_order_whatever_the_arrival() -> None
 def test_the_first_well_formed_answer_counts() -> None:
     bad = MALFORMED["nan"](benign(2), np.random.default_rng(0))
     second = replace(benign(2), examples=999)
-    accepted, rejections = validate_replies([bad, benign(2), second, benign(1)], EXPECTED)  # type: ignore[list-item]
-    assert [a.reply.client for a in accepted] == [1, 2]
-    assert accepted[1].reply.examples == 12
+    accepted, rejections = validate_responses([bad, benign(2), second, benign(1)], EXPECTED)  # type: ignore[list-item]
+    assert [a.response.client for a in accepted] == [1, 2]
+    assert accepted[1].response.examples == 12
     assert [(o.client, o.reason) for o in rejections] == [(2, "values are not finite"), (2, "answered more than once")]
 
 
 def test_a_client_cannot_answer_for_another() -> None:
     """The transport's word counts: otherwise a liar that answers first silences the client it names."""
-    accepted, rejections = validate_replies([(5, benign(2)), (2, benign(2))], EXPECTED)
-    assert [a.reply.client for a in accepted] == [2]
+    accepted, rejections = validate_responses([(5, benign(2)), (2, benign(2))], EXPECTED)
+    assert [a.response.client for a in accepted] == [2]
     assert rejections == [Rejection(5, "came from client 5 and claims to be client 2")]
 
 
@@ -290,16 +297,16 @@ def test_every_codec_passes_within_the_limit(codec: Codec) -> None:
     expected = replace(EXPECTED, codec=codec)
     data = pack(benign(1, codec))
     assert len(data) <= expected.limit
-    accepted, rejections = validate_replies([(1, data)], expected)
+    accepted, rejections = validate_responses([(1, data)], expected)
     assert not rejections and accepted[0].update is not None
 
 
 def test_rounds_without_a_change_and_secret_examples() -> None:
     expected = Expectation("r", 1, frozenset([0]), evidence={"score": Field((2,), torch.float64)}, max_examples=0)
-    good = Reply("r", 1, 0, evidence={"score": torch.zeros(2, dtype=torch.float64)})
-    assert validate_replies([good], expected)[0][0].update is None
-    assert validate_replies([replace(good, update=Payload("values", 0, {}))], expected)[1]
-    assert validate_replies([replace(good, examples=3)], expected)[1]
+    good = Response("r", 1, 0, evidence={"score": torch.zeros(2, dtype=torch.float64)})
+    assert validate_responses([good], expected)[0][0].update is None
+    assert validate_responses([replace(good, update=Payload("values", 0, {}))], expected)[1]
+    assert validate_responses([replace(good, examples=3)], expected)[1]
 
 
 GUARDS = {
@@ -319,28 +326,28 @@ def test_without_a_guard_its_offenders_get_in(guard: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(screening, guard, absent)
     for kind in GUARDS[guard]:
-        reply = MALFORMED[kind](benign(1), np.random.default_rng(0))
-        accepted, rejections = validate_replies([reply], EXPECTED)  # type: ignore[list-item]
+        response = MALFORMED[kind](benign(1), np.random.default_rng(0))
+        accepted, rejections = validate_responses([response], EXPECTED)  # type: ignore[list-item]
         assert len(accepted) == 1 and not rejections, kind
 
 
 def test_without_the_norm_bound_a_large_change_gets_in() -> None:
-    reply = MALFORMED["over the norm bound"](benign(1), np.random.default_rng(0))
-    assert validate_replies([reply], EXPECTED)[1]  # type: ignore[list-item]
-    assert not validate_replies([reply], replace(EXPECTED, norm_bound=None))[1]  # type: ignore[list-item]
+    response = MALFORMED["over the norm bound"](benign(1), np.random.default_rng(0))
+    assert validate_responses([response], EXPECTED)[1]  # type: ignore[list-item]
+    assert not validate_responses([response], replace(EXPECTED, norm_bound=None))[1]  # type: ignore[list-item]
 
 
 def test_the_norm_bound_is_the_largest_norm_that_passes() -> None:
     along = torch.zeros(LENGTH)
     for norm, refused in ((4.999, False), (5.001, True)):
         along[0] = norm
-        reply = replace(benign(1), update=VALUES.encode(along, torch.Generator()))
-        assert bool(validate_replies([reply], EXPECTED)[1]) == refused
+        response = replace(benign(1), update=VALUES.encode(along, torch.Generator()))
+        assert bool(validate_responses([response], EXPECTED)[1]) == refused
 
 
 def test_an_oversized_message_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     monkeypatch.setattr(json, "loads", lambda text: read.append(text))
-    _, rejections = validate_replies([(1, pack(benign(1)) + b"\0" * EXPECTED.limit)], EXPECTED)
+    _, rejections = validate_responses([(1, pack(benign(1)) + b"\0" * EXPECTED.limit)], EXPECTED)
     assert "over the limit" in rejections[0].reason
     assert not read

@@ -268,5 +268,8 @@ def _check_same_classes(partition: Partition) -> None:
 
 def _summary(values: np.ndarray) -> dict[str, float]:
     return {
-        "mean": float(values.mean()), "std": float(values.std()), "min": int(values.min()), "max": int(values.max()),
-    }  # fmt: skip
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "min": int(values.min()),
+        "max": int(values.max()),
+    }

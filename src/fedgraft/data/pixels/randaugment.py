@@ -105,10 +105,20 @@ def _signed(update: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "identity": lambda images, sign: images,
-    "rotate": rotate, "shear_x": shear_x, "shear_y": shear_y, "translate_x": translate_x, "translate_y": translate_y,
-    "brightness": _signed(brightness), "contrast": _signed(contrast), "colour": _signed(saturation), "sharpen": sharpen,
-    "posterize": posterize, "solarize": solarize, "autocontrast": autocontrast, "equalize": equalize,
-}  # fmt: skip
+    "rotate": rotate,
+    "shear_x": shear_x,
+    "shear_y": shear_y,
+    "translate_x": translate_x,
+    "translate_y": translate_y,
+    "brightness": _signed(brightness),
+    "contrast": _signed(contrast),
+    "colour": _signed(saturation),
+    "sharpen": sharpen,
+    "posterize": posterize,
+    "solarize": solarize,
+    "autocontrast": autocontrast,
+    "equalize": equalize,
+}
 
 
 def randaugment(images: Tensor, generator: Generator) -> Tensor:

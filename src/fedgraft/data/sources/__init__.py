@@ -24,9 +24,25 @@ from fedgraft.data.sources.objects import arrays, dataset
 from fedgraft.data.sources.parquet import parquet
 
 __all__ = [
-    "SOURCES", "Dataset", "Store", "arrays", "cifar10", "cifar100", "dataset", "digits", "features", "folder",
-    "kind_of", "load_dataset", "npz", "open_path", "options_of", "owners", "parquet", "synthetic",
-]  # fmt: skip
+    "SOURCES",
+    "Dataset",
+    "Store",
+    "arrays",
+    "cifar10",
+    "cifar100",
+    "dataset",
+    "digits",
+    "features",
+    "folder",
+    "kind_of",
+    "load_dataset",
+    "npz",
+    "open_path",
+    "options_of",
+    "owners",
+    "parquet",
+    "synthetic",
+]
 
 SOURCES |= {
     "digits": digits,

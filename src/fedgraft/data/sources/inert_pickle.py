@@ -41,15 +41,38 @@ _ALLOWED: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
     ("_codecs", "encode"): _encode,
 }
 _PLAIN = {
-    "BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "NONE", "NEWTRUE", "NEWFALSE", "BINBYTES", "SHORT_BINBYTES",
-    "BINUNICODE", "SHORT_BINUNICODE", "UNICODE", "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES8",
-}  # fmt: skip
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "INT",
+    "LONG",
+    "LONG1",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "UNICODE",
+    "STRING",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "BINBYTES8",
+}
 _MADE: dict[str, Callable[[list[Any]], Any]] = {
-    "EMPTY_DICT": lambda _: {}, "EMPTY_LIST": lambda _: [], "EMPTY_TUPLE": lambda _: (),
-    "TUPLE1": lambda s: _pop(s, 1), "TUPLE2": lambda s: _pop(s, 2), "TUPLE3": lambda s: _pop(s, 3),
-    "TUPLE": lambda s: tuple(_marked(s)), "LIST": lambda s: _marked(s), "DICT": lambda s: _items({}, _marked(s)),
-    "STACK_GLOBAL": lambda s: _name(*_pop(s, 2)), "REDUCE": lambda s: _call(*_pop(s, 2)),
-}  # fmt: skip
+    "EMPTY_DICT": lambda _: {},
+    "EMPTY_LIST": lambda _: [],
+    "EMPTY_TUPLE": lambda _: (),
+    "TUPLE1": lambda s: _pop(s, 1),
+    "TUPLE2": lambda s: _pop(s, 2),
+    "TUPLE3": lambda s: _pop(s, 3),
+    "TUPLE": lambda s: tuple(_marked(s)),
+    "LIST": lambda s: _marked(s),
+    "DICT": lambda s: _items({}, _marked(s)),
+    "STACK_GLOBAL": lambda s: _name(*_pop(s, 2)),
+    "REDUCE": lambda s: _call(*_pop(s, 2)),
+}
 _MARK = object()
 _MOST_STEPS, _MOST_MADE = 500_000, 1000  # the largest file of CIFAR has some 250,000 and 30
 

@@ -13,12 +13,12 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.engines.flower.node_link import Answer, Request
+from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
 from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, put, take, text, whole_number
 
 Slots = MutableMapping[str, bytes]
 """Two places for a client's memory: its present one and the one before."""
-Serve = Callable[[Request, Slots], Answer]
+Serve = Callable[[WorkerRequest, Slots], WorkerResponse]
 
 
 class StateSlots(MutableMapping[str, bytes]):
@@ -45,13 +45,13 @@ class StateSlots(MutableMapping[str, bytes]):
         return len(self.state)
 
 
-def request_of(message: Message, context: Context, settings: Mapping[str, Any]) -> Request:
+def request_of(message: Message, context: Context, settings: Mapping[str, Any]) -> WorkerRequest:
     """What a message asks of this node, in a run with these settings."""
     arrays, told = take(message.content)
     client = context.node_config.get("partition-id")
     if type(client) is not int or client < 0:
         raise FedgraftError("a node needs to know which client it is: start it with --node-config 'partition-id=0'.")
-    return Request(
+    return WorkerRequest(
         config=str(settings.get("config", "")),
         folder=str(settings.get("folder", "")),
         client=client,
@@ -62,7 +62,7 @@ def request_of(message: Message, context: Context, settings: Mapping[str, Any]) 
         becomes=whole_number(told, "becomes", 0),
         digest=text(told, "digest"),
         classes=names(told, "classes"),
-        order=arrays.get("order", b""),
+        request=arrays.get("request", b""),
         opened=arrays.get("opened", b""),
         task=str(settings.get("task", "")),
     )
@@ -76,9 +76,9 @@ def client_app(serve: Serve, settings: Mapping[str, Any] | None = None) -> Clien
         try:
             found = serve(request_of(message, context, settings or context.run_config), StateSlots(context))
         except FedgraftError as error:
-            found = Answer(error=str(error))
+            found = WorkerResponse(error=str(error))
         told = {"step": found.step, "need": found.need, "error": found.error[:500], **found.facts}
-        arrays = {"reply": as_record(found.reply)} if found.reply else {}
+        arrays = {"response": as_record(found.response)} if found.response else {}
         return Message(put(arrays, told), reply_to=message)
 
     app.query(HELLO.partition(".")[2])(answer)

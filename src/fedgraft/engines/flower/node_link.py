@@ -27,11 +27,11 @@ from fedgraft.core.errors import FedgraftError
 
 IDLE = 1800.0
 _START = 180.0
-_BYTES = ("order", "opened", "reply")
+_BYTES = ("request", "opened", "response")
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkerRequest:
     """One order for a client, with what its node must know to carry it out. Without an order it asks who is there."""
 
     config: str
@@ -52,7 +52,7 @@ class Request:
     """Identity of the opened edit space; empty before there is one."""
     classes: tuple[str, ...] = ()
     """The federation's classes, where nodes bring data of their own."""
-    order: bytes = b""
+    request: bytes = b""
     opened: bytes = b""
     """The opened edit space, where the server thinks that the node lacks it."""
     task: str = ""
@@ -60,10 +60,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerResponse:
     """What became of a request: a reply, or a sentence why there is none."""
 
-    reply: bytes = b""
+    response: bytes = b""
     step: int = 0
     """The step of the memory that the client now has."""
     need: bool = False
@@ -73,7 +73,7 @@ class Answer:
     """Who is there: number of examples, classes, digest of the data."""
 
 
-def send(pipe: Connection, message: Request | Answer) -> None:
+def send(pipe: Connection, message: WorkerRequest | WorkerResponse) -> None:
     """Write a request or an answer to a socket: one line of JSON, then the byte strings."""
     plain = asdict(message)
     parts = [plain.pop(name) for name in _BYTES if name in plain]
@@ -82,7 +82,7 @@ def send(pipe: Connection, message: Request | Answer) -> None:
         pipe.send_bytes(part)
 
 
-def receive(pipe: Connection, kind: type[Request] | type[Answer]) -> Any:
+def receive(pipe: Connection, kind: type[WorkerRequest] | type[WorkerResponse]) -> Any:
     """Read what `send` wrote."""
     plain = json.loads(pipe.recv_bytes())
     if "classes" in plain:
@@ -101,17 +101,17 @@ def private_folder() -> Path:
     return folder
 
 
-def ask_worker(request: Request, owner: int | None = None) -> Answer:
+def ask_worker(worker_request: WorkerRequest, owner: int | None = None) -> WorkerResponse:
     """Let the node's worker carry out a request; `owner` is the process it lives for (default: our parent)."""
     owner = os.getppid() if owner is None else owner
-    name = hashlib.blake2b(f"{owner} {request.client} {request.data}".encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b(f"{owner} {worker_request.client} {worker_request.data}".encode(), digest_size=8).hexdigest()
     address = private_folder() / name
     try:
         with _connect(address, owner) as pipe:
-            send(pipe, request)
-            answer: Answer = receive(pipe, Answer)
+            send(pipe, worker_request)
+            answer: WorkerResponse = receive(pipe, WorkerResponse)
     except (EOFError, ConnectionError):
-        return Answer(error="its worker process died, probably for lack of memory")
+        return WorkerResponse(error="its worker process died, probably for lack of memory")
     return answer
 
 
@@ -134,7 +134,7 @@ def _connect(address: Path, owner: int) -> Connection:
     raise FedgraftError("the node's worker process could not be started; see the node's log.")
 
 
-def serve(address: Path, owner: int, carry_out: Callable[[Request], Answer], idle: float = IDLE) -> None:
+def serve(address: Path, owner: int, carry_out: Callable[[WorkerRequest], WorkerResponse], idle: float = IDLE) -> None:
     """A worker's life: one request after another until its owner is gone or nothing came for `idle` seconds."""
     with Listener(str(address), "AF_UNIX") as listener:
         socket = listener._listener._socket  # type: ignore[attr-defined]  # the only way to wait with a limit
@@ -146,14 +146,14 @@ def serve(address: Path, owner: int, carry_out: Callable[[Request], Answer], idl
             except TimeoutError:
                 continue
             with pipe, suppress(EOFError, ConnectionError):
-                request = receive(pipe, Request)
+                worker_request = receive(pipe, WorkerRequest)
                 try:
-                    answer = carry_out(request)
+                    answer = carry_out(worker_request)
                 except FedgraftError as error:
-                    answer = Answer(error=without_path(str(error), request.data))
+                    answer = WorkerResponse(error=without_path(str(error), worker_request.data))
                 except Exception as error:  # a node's error may quote its data: only its kind leaves
-                    answer = Answer(error=f"failed with {type(error).__name__}; its log says more")
-                    _log_failure(request)
+                    answer = WorkerResponse(error=f"failed with {type(error).__name__}; its log says more")
+                    _log_failure(worker_request)
                 send(pipe, answer)
             last = time.monotonic()
 
@@ -163,10 +163,10 @@ def without_path(sentence: str, data: str) -> str:
     return sentence.replace(data, "its data") if data else sentence
 
 
-def _log_failure(request: Request) -> None:
+def _log_failure(worker_request: WorkerRequest) -> None:
     import logging
 
-    logging.getLogger("fedgraft").exception("client %d could not carry out an order", request.client)
+    logging.getLogger("fedgraft").exception("client %d could not carry out an order", worker_request.client)
 
 
 def _alive(process: int) -> bool:

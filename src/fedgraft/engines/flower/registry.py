@@ -72,8 +72,11 @@ class Registry:
         if gone:  # whoever was refused as a double may be the successor
             self.refused.clear()
         self._asked = {question: node for question, node in self._asked.items() if node in present}
-        self._next = {node: when for node, when in self._next.items() if node in present and (not gone or node in
-                      self._asked.values())}  # fmt: skip
+        self._next = {
+            node: when
+            for node, when in self._next.items()
+            if node in present and (not gone or node in self._asked.values())
+        }
         now, serving = self.clock(), set(self.nodes.values())
         due = sorted(node for node in present - serving if self._next.get(node, (0.0, 0.0))[0] <= now)
         if due:

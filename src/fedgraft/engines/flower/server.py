@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedgraft.client.context import ClientMemory
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Order, pack
+from fedgraft.core.messages import Request, pack
 from fedgraft.core.progress import asking
 from fedgraft.engines.flower.registry import ASK_AGAIN, Registry
 from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, plain, put, take, text, whole_number
@@ -96,7 +96,7 @@ def failure_of(message: Message) -> str:
 
 @dataclass(frozen=True)
 class _Message:
-    order: Order
+    request: Request
     node: int
     content: ArrayRecord
     data: bytes
@@ -135,47 +135,47 @@ class FlowerEngine:
 
     def open(self, run: str, tensors: Mapping[str, Tensor]) -> None:
         """From now on orders belong to this edit space; every node gets it once, and again when it lost it."""
-        data = pack(Order(run, -1, 0, "open", auxiliary=tensors))
+        data = pack(Request(run, -1, 0, "open", auxiliary=tensors))
         self._opened, self._digest = as_record(data), hashlib.blake2b(data, digest_size=12).hexdigest()
         self._told = set()
 
-    def exchange(self, orders: Sequence[Order]) -> list[Arrival]:
+    def exchange(self, requests: Sequence[Request]) -> list[Arrival]:
         """Deliver the orders and return what came back, by client; a sentence stands for a missing answer.
 
         Before round 0 everyone counts: a head or a mask from some clients would be another one. So what a node owes
         that was restarted is asked for again.
         """
-        arrivals = self._once(orders)
+        arrivals = self._once(requests)
         missing: dict[int, str] = {}
-        for left in range(_RETRIES if orders and orders[0].round < 0 else 0, -1, -1):
+        for left in range(_RETRIES if requests and requests[0].round < 0 else 0, -1, -1):
             missing = {client: said for client, said in arrivals.values() if isinstance(said, str)}
             if not missing or not left or not self._await(missing):
                 break
-            arrivals |= self._once([order for order in orders if order.client in missing])
+            arrivals |= self._once([request for request in requests if request.client in missing])
         for client, said in missing.items():
             log.warning("client %d is missing: %s", client, said)
-        if missing and orders[0].round < 0 and len(arrivals) - len(missing) < self.patience.least:
+        if missing and requests[0].round < 0 and len(arrivals) - len(missing) < self.patience.least:
             client, said = next(iter(missing.items()))
             raise FedgraftError(
-                f"only {len(arrivals) - len(missing)} clients did their part ({orders[0].action}) before the first "
+                f"only {len(arrivals) - len(missing)} clients did their part ({requests[0].action}) before the first "
                 f"round and {self.patience.least} are needed; client {client}: {said}; mend its node and resume."
             )
         return [arrivals[client] for client in sorted(arrivals)]
 
-    def _once(self, orders: Sequence[Order]) -> dict[int, Arrival]:
+    def _once(self, requests: Sequence[Request]) -> dict[int, Arrival]:
         """Deliver the orders to the nodes that are there."""
         self.registry.refresh()
         arrivals: dict[int, Arrival] = {}
         letters: list[_Message] = []
-        for order in orders:
-            node = self.registry.nodes.get(order.client)
+        for request in requests:
+            node = self.registry.nodes.get(request.client)
             if node is None:
-                arrivals[order.client] = (order.client, "no node serves it at present")
+                arrivals[request.client] = (request.client, "no node serves it at present")
                 continue
-            data = pack(replace(order, client=0))  # the same bytes for all who get the same
+            data = pack(replace(request, client=0))  # the same bytes for all who get the same
             same = bool(letters) and letters[-1].data == data
             content, data = (letters[-1].content, letters[-1].data) if same else (as_record(data), data)
-            letters.append(_Message(order, node, content, data, self._step(order.client) + 1))
+            letters.append(_Message(request, node, content, data, self._step(request.client) + 1))
         self._carry(letters, arrivals)
         return arrivals
 
@@ -196,7 +196,7 @@ class FlowerEngine:
 
     def _carry(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> None:
         """Send the letters and collect answers until all are there or the deadline is over."""
-        with asking([letter.order for letter in letters]) as asked:
+        with asking([letter.request for letter in letters]) as asked:
             self._wait(letters, arrivals, asked.advance)
 
     def _wait(self, letters: Sequence[_Message], arrivals: dict[int, Arrival], done: Callable[[], None]) -> None:
@@ -213,7 +213,7 @@ class FlowerEngine:
                 if arrival is None:
                     again.append(letter)
                 else:
-                    arrivals[letter.order.client], last = arrival, self.clock() - began
+                    arrivals[letter.request.client], last = arrival, self.clock() - began
                     done()
             waiting |= self._send(again, arrivals)
             now = self.clock()
@@ -224,7 +224,7 @@ class FlowerEngine:
             if waiting:  # quick while answers may be near, calm when they take long
                 self.sleep(min(0.5, max(0.02, 0.02 * (now - began))))
         for letter in waiting.values():
-            arrivals[letter.order.client] = (letter.order.client, f"no answer within {limit:g} s")
+            arrivals[letter.request.client] = (letter.request.client, f"no answer within {limit:g} s")
         self.waited += self.clock() - began
 
     def _send(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> dict[str, _Message]:
@@ -232,43 +232,45 @@ class FlowerEngine:
         sent = {}
         for letter, identity in zip(letters, identities, strict=True):
             if identity is None:
-                arrivals[letter.order.client] = (letter.order.client, "Flower did not take the order")
+                arrivals[letter.request.client] = (letter.request.client, "Flower did not take the order")
             else:
                 sent[identity] = letter
         return sent
 
     def _message(self, letter: _Message) -> Message:
-        order, arrays = letter.order, {"order": letter.content}
+        request, arrays = letter.request, {"request": letter.content}
         self.sent += len(letter.data)
         if self._opened is not None and letter.node not in self._told:
             arrays["opened"] = self._opened
             self.sent += len(self._opened["bytes"].data)
         # Nothing here names the client: what is equal for all, Flower stores and hands on once.
         settings = {
-            "after": letter.becomes - 1, "becomes": letter.becomes, "digest": self._digest,
+            "after": letter.becomes - 1,
+            "becomes": letter.becomes,
+            "digest": self._digest,
             "classes": list(self.classes),
-        }  # fmt: skip
+        }
         return Message(
-            put(arrays, settings), letter.node, ORDER, ttl=self.patience.deadline, group_id=str(order.round + 1)
+            put(arrays, settings), letter.node, ORDER, ttl=self.patience.deadline, group_id=str(request.round + 1)
         )
 
     def _read(self, message: Message, letter: _Message) -> Arrival | None:
         """A reply, its bytes, or why there is none; None: the node must be told the edit space again."""
-        client = letter.order.client
+        client = letter.request.client
         if message.has_error():
             late = message.error.code in _EXPIRED and self.patience.deadline is not None
             return client, f"no answer within {self.patience.deadline:g} s" if late else failure_of(message)
         if message.metadata.src_node_id != letter.node:
             return client, "the answer came from another node"
         arrays, settings = take(message.content)
-        self.received += len(arrays.get("reply", b""))
+        self.received += len(arrays.get("response", b""))
         if settings.get("need") is True and letter.node in self._told:
             self._told.discard(letter.node)
             return None
         if sentence := text(settings, "error"):
             return client, sentence
         self._told.add(letter.node)
-        data, step = arrays.get("reply", b""), whole_number(settings, "step")
+        data, step = arrays.get("response", b""), whole_number(settings, "step")
         if step not in (letter.becomes - 1, letter.becomes):
             return client, f"it answered with step {step} of its memory instead of {letter.becomes}"
         if step:

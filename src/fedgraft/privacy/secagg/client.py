@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.messages import Reply, pack, unpack
+from fedgraft.core.messages import Response, pack, unpack
 from fedgraft.privacy.secagg import keys as crypto
 from fedgraft.privacy.secagg import shamir
 from fedgraft.privacy.secagg.adverts import ADVERT_BYTES, advert_text, genuine, lists_text, part_of
@@ -119,10 +119,13 @@ class SecureClient:
         if stage in self.progress.told:
             return self._again(stage, question, data, words)
         answers: dict[str, Callable[[Data], dict[str, Tensor]]] = {
-            "keys": self.keys, "shares": self.shares, "consistency": self.consistency, "unmask": self.unmask
-        }  # fmt: skip
+            "keys": self.keys,
+            "shares": self.shares,
+            "consistency": self.consistency,
+            "unmask": self.unmask,
+        }
         found = self.masked(data, words()) if words is not None and stage == "masked" else answers[stage](data)
-        small = "" if stage == "masked" else pack(Reply("", 0, 0, evidence=found)).hex()
+        small = "" if stage == "masked" else pack(Response("", 0, 0, evidence=found)).hex()
         self.progress.told[stage] = [question, digest_of(found), small]
         return found
 
@@ -134,7 +137,7 @@ class SecureClient:
         if asked != question:
             raise SecureRefusal(f"the stage {stage!r} of this secure sum was answered to another question", "repeat")
         if small:
-            return dict(unpack(Reply, bytes.fromhex(small)).evidence)
+            return dict(unpack(Response, bytes.fromhex(small)).evidence)
         assert words is not None
         found = self._hide(words(), self.progress.masked)  # made anew: it is as long as the model
         if digest_of(found) != given:  # under the same masks even the difference of two inputs would show

@@ -28,10 +28,23 @@ from fedgraft.privacy.secagg.ring import Ring, Segment
 from fedgraft.privacy.secagg.server import Answers, Outbox, SecureServer, SumResult
 
 __all__ = [
-    "STAGES", "Identity", "Plan", "Ring", "SecureAbort", "SecureClient", "SecureRefusal", "SecureServer", "Segment",
-    "SumResult", "drive", "run_locally", "series", "weighted_input", "weighted_mean",
+    "STAGES",
+    "Identity",
+    "Plan",
+    "Ring",
+    "SecureAbort",
+    "SecureClient",
+    "SecureRefusal",
+    "SecureServer",
+    "Segment",
+    "SumResult",
+    "drive",
+    "run_locally",
+    "series",
+    "weighted_input",
+    "weighted_mean",
     "weighted_segments",
-]  # fmt: skip
+]
 
 Ask = Callable[[str, Outbox], Answers]
 """A transport: (stage, what goes to whom) -> the answers that came back in time, all at once or one by one."""

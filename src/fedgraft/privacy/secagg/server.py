@@ -75,23 +75,31 @@ class SecureServer:
         if stage == "masked":
             return self.masked(pairs)
         steps: dict[str, Callable[[Mapping[int, Data]], Outbox]] = {
-            "keys": self.keys, "shares": self.shares, "consistency": self.consistency, "unmask": self.unmask
-        }  # fmt: skip
+            "keys": self.keys,
+            "shares": self.shares,
+            "consistency": self.consistency,
+            "unmask": self.unmask,
+        }
         return steps[stage](dict(pairs))
 
     def largest(self, stage: str) -> int:
         """Most bytes of tensors that an answer to a stage can have."""
         boxes, shares = (self.plan.holders - 1) * BOX_BYTES, len(self.plan.clients) * shamir.SHARE_BYTES
         return {
-            "keys": ADVERT_BYTES + 8 * self.plan.draws, "shares": boxes + KEY_BYTES,
-            "masked": 4 * self.plan.ring.length, "consistency": SIGNATURE_BYTES, "unmask": shares,
-        }[stage]  # fmt: skip
+            "keys": ADVERT_BYTES + 8 * self.plan.draws,
+            "shares": boxes + KEY_BYTES,
+            "masked": 4 * self.plan.ring.length,
+            "consistency": SIGNATURE_BYTES,
+            "unmask": shares,
+        }[stage]
 
     def keys(self, answers: Mapping[int, Data]) -> Outbox:
         """Route the public keys, and who drew whom, along the ties."""
         fields = {"advert": (torch.uint8, (ADVERT_BYTES,)), "drawn": (torch.int64, (self.plan.draws,))}
-        found = {u: (as_rows(data["advert"][None])[0], tuple(data["drawn"].tolist())) for u, data in
-                 self._valid("keys", answers, self.plan.clients, fields)}  # fmt: skip
+        found = {
+            u: (as_rows(data["advert"][None])[0], tuple(data["drawn"].tolist()))
+            for u, data in self._valid("keys", answers, self.plan.clients, fields)
+        }
         grounds = Counter(part_of(advert, "ground") for advert, _ in found.values())
         for u, (advert, drawn) in found.items():  # its peers would refuse such a one, and with it the round
             identity = part_of(advert, "identity")

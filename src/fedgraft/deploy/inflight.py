@@ -17,7 +17,7 @@ from typing import Any
 LOST = "the node went on without answering this order"
 
 
-class InHand:
+class InFlightTracker:
     """The link's view: which order each node was given, and which of them it is done with."""
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class InHand:
         if (before := self.latest.pop(node, None)) in self.given:
             self.over.add(str(before))
 
-    def gets(self, node: int, order: Any) -> None:
+    def gets(self, node: int, request: Any) -> None:
         """A node is given an order; this is its metadata."""
-        self.given[order.message_id], self.latest[node] = order, order.message_id
+        self.given[request.message_id], self.latest[node] = request, request.message_id
 
-    def answered(self, order: str) -> None:
+    def answered(self, request: str) -> None:
         """The run has its answer."""
-        self.given.pop(order, None)
-        self.over.discard(order)
+        self.given.pop(request, None)
+        self.over.discard(request)
 
     def connecting(self, activate: Callable[..., Any]) -> Callable[..., Any]:
         """Flower's letting a node in, with the note that what it had before died with its process."""
@@ -64,7 +64,7 @@ class InHand:
 
         return answer
 
-    def replies(self, look: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def responses(self, look: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """Flower's look for the answers to a run's orders, in which a lost order has an error as its answer."""
 
         def answer(state: Any, message_ids: set[str], run_id: int) -> list[Any]:
@@ -81,17 +81,17 @@ class InHand:
         return answer
 
 
-def lost(order: Any) -> Any:
+def lost(request: Any) -> Any:
     """The answer to an order that nobody will answer."""
     from flwr.app import Error
     from flwr.app.message import make_message
     from flwr.common.constant import ErrorCode
     from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 
-    like = create_message_error_unavailable_res_message(order, "node_unavail").metadata
-    reply = make_message(like, error=Error(ErrorCode.NODE_UNAVAILABLE, LOST))
-    reply.metadata.__dict__["_message_id"] = reply.object_id
-    return reply
+    like = create_message_error_unavailable_res_message(request, "node_unavail").metadata
+    response = make_message(like, error=Error(ErrorCode.NODE_UNAVAILABLE, LOST))
+    response.metadata.__dict__["_message_id"] = response.object_id
+    return response
 
 
 def answering(push: Callable[..., None], rest: Callable[[float], None] = time.sleep) -> Callable[..., None]:

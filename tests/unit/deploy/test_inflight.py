@@ -16,12 +16,12 @@ from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from fedgraft.deploy.in_hand import LOST, InHand, answering
+from fedgraft.deploy.inflight import LOST, InFlightTracker, answering
 
 NODE, RUN = 7, 1
 
 
-def order(name: str) -> Message:
+def request(name: str) -> Message:
     return make_message(Metadata(RUN, name, 1, NODE, "", "", 0.0, 6e10, "train"), RecordDict())
 
 
@@ -29,12 +29,12 @@ class Link:
     """Flower's link for one node: orders wait, are given once, and have answers or not."""
 
     def __init__(self, guarded: bool) -> None:
-        hands = InHand() if guarded else Blind()
+        hands = InFlightTracker() if guarded else Blind()
         self.waiting, self.stored = list[Message](), dict[str, Any]()
         self.hands, self._store_generated_message = hands, lambda message: None
         self.pull = hands.giving(lambda request, state, store: SimpleNamespace(messages_list=self._next()))
         self.activate = hands.connecting(lambda request, state: SimpleNamespace(node_id=NODE))
-        self._look = hands.replies(lambda state, message_ids, run_id: self._found(message_ids))
+        self._look = hands.responses(lambda state, message_ids, run_id: self._found(message_ids))
 
     def _next(self) -> list[Any]:
         return [message_to_proto(self.waiting.pop(0))] if self.waiting else []
@@ -54,7 +54,7 @@ class Link:
         return {one.metadata.reply_to_message_id: one.error.reason if one.has_error() else "" for one in found}
 
 
-class Blind(InHand):
+class Blind(InFlightTracker):
     """The broken variant: nobody notes who asks."""
 
     def asks(self, node: int) -> None:
@@ -65,7 +65,7 @@ class Blind(InHand):
 @pytest.mark.parametrize("again", ["asks", "starts"])
 def test_an_order_whose_node_went_on_is_lost_at_once(again: str, guarded: bool) -> None:
     link = Link(guarded)
-    link.waiting += [order("one"), order("two")]
+    link.waiting += [request("one"), request("two")]
     link.ask()
     assert link.look("one", "two") == {}  # it works on it
     link.ask() if again == "asks" else link.activate(request=None, state=None)
@@ -76,7 +76,7 @@ def test_an_order_whose_node_went_on_is_lost_at_once(again: str, guarded: bool) 
 @pytest.mark.parametrize("again", ["asks", "starts"])
 def test_an_answer_that_came_counts_whatever_its_node_did_since(again: str) -> None:
     link = Link(True)
-    link.waiting.append(order("one"))
+    link.waiting.append(request("one"))
     link.ask()
     link.push("one")
     link.ask() if again == "asks" else link.activate(request=None, state=None)
@@ -86,7 +86,7 @@ def test_an_answer_that_came_counts_whatever_its_node_did_since(again: str) -> N
 def test_nothing_is_kept_of_orders_that_are_answered() -> None:
     link = Link(True)
     for number in range(50):
-        link.waiting.append(order(f"{number}"))
+        link.waiting.append(request(f"{number}"))
         link.ask()
         link.push(f"{number}")
         if number % 2:  # the run looks before the node asks again, or after it
@@ -102,7 +102,7 @@ class Worker:
     def __init__(self) -> None:
         self.store = InMemoryObjectStore()
         self.state, self.sent = InMemoryNodeState(self.store), list[str]()
-        message = order("one")
+        message = request("one")
         self.store.preregister(RUN, get_object_tree(message))
         self.state.store_message(message)
         task = self.state.create_task(task_type="flwr-clientapp", run_id=RUN, fab_hash="")
@@ -115,11 +115,11 @@ class Worker:
     def answer(self, pieces: bool) -> None:
         from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-        reply = Message(RecordDict(), reply_to=self.message)
-        reply.metadata.__dict__["_message_id"] = reply.object_id
+        response = Message(RecordDict(), reply_to=self.message)
+        response.metadata.__dict__["_message_id"] = response.object_id
         session = self.state.start_session(RUN)
-        self.state.store_message_and_object_tree(reply, get_object_tree(reply), session)
-        for name, one in get_all_nested_objects(reply).items() if pieces else ():
+        self.state.store_message_and_object_tree(response, get_object_tree(response), session)
+        for name, one in get_all_nested_objects(response).items() if pieces else ():
             self.state.store_object(RUN, session, name, one.deflate())
 
     def end(self, how: str) -> None:
