@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fedgraft.client.sums import scores_of
 from torch import Tensor
 
-from fedgraft.client.sums import scores_of
 from fedgraft.config.load import load
 from fedgraft.core.messages import Request
 from fedgraft.core.space import select

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fedgraft.client.sums import summands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiny import Open, tiny, without_pictures
@@ -22,7 +23,6 @@ from torch import Tensor
 from fedgraft import algorithms as zoo
 from fedgraft.algorithms.algorithm import vary
 from fedgraft.client.handle import handle
-from fedgraft.client.sums import summands
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.data.federated import FederatedData

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from fedgraft.client.sums import sum_segments
 from tests.support.toy import CLASSES, WIDTH, Toy
 
 from fedgraft import algorithms as zoo
@@ -19,7 +20,6 @@ from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments, vary
 from fedgraft.client.handle import carry_out
 from fedgraft.client.policy import Policy
-from fedgraft.client.sums import sum_segments
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, Scalar, wire_size
 from fedgraft.privacy.dp import Mechanism, simulation_key

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.policy import Policy, implied
+from fedgraft.client.policy import Policy
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.protocols import Examples, Network
@@ -47,11 +47,11 @@ class ClientContext:
     held: Callable[[int], Tensor] | None = None
     """Rows of `examples` that a client trains on never: those it measures the common model on."""
     policies: tuple[Policy, ...] = ()
-    """Rules that every order must keep; none: those that the algorithm implies."""
+    """Rules that every request must keep; none: those that the algorithm implies."""
     replays: bool = False
-    """Whether clients keep what they answered in secure sums, so that a server that lost it may ask again."""
-    ground: str = ""
-    """Identity of what this machine was told of the run besides orders; all clients of a secure sum share it."""
+    """Whether clients store what they answered in secure sums, so that a server that lost it may ask again."""
+    run_fingerprint: str = ""
+    """Identity of what this machine was told of the run besides requests; all clients of a secure sum share it."""
     noise_key: bytes = b""
     """A secret of this machine from which noise on shown representations comes; none: from the seed, repeatable."""
     class_counts: Tensor | None = None
@@ -68,10 +68,6 @@ class ClientContext:
         """Coordinates of an update."""
         return self.space.size if self.sends_buffers else self.space.trained
 
-    def rules(self, algorithm: Algorithm) -> tuple[Policy, ...]:
-        """The policies that hold here."""
-        return self.policies or (implied(algorithm),)
-
     def release(self) -> None:
         """Forget what is bound, because the network is about to be written from outside."""
         self._bound, self._active = {}, ""
@@ -83,69 +79,75 @@ class ClientContext:
             self._active = space.digest
         return self._bound[space.digest]
 
-    def show(self, vector: Tensor, own: Tensor | None = None) -> None:
-        """Put a model into the network; a private part stands at its start unless the client's own is given."""
+    def load_model(self, vector: Tensor, own_part: Tensor | None = None) -> None:
+        """Write a model into the network; the private part starts where all clients start unless one is given."""
         self.release()
         if self.private is not None and self.private_start is not None:
-            self.private.scatter(self.private_start if own is None else own, self.network)
+            private_values = self.private_start if own_part is None else own_part
+            self.private.scatter(private_values, self.network)
         self.space.scatter(vector, self.network)
 
 
 def shared_and_private(algorithm: Algorithm, network: Network, space: EditSpace) -> tuple[EditSpace, EditSpace | None]:
-    """The opened space without what clients keep to themselves, and the space of what they keep."""
-    picks = algorithm.client_state.private
-    if picks is None:
+    """Split the opened space into what clients share and what each keeps to itself (None: nothing)."""
+    is_private = algorithm.client_state.private
+    if is_private is None:
         return space, None
-    kept = EditSpace(
-        *(tuple(part for part in parts if picks(network, part.name)) for parts in (space.parts, space.buffers))
-    )
-    if algorithm.client_state.within and not kept.parts:  # FedBN without normalisation layers is FedAvg
+    private_parts = tuple(part for part in space.parts if is_private(network, part.name))
+    private_buffers = tuple(buffer for buffer in space.buffers if is_private(network, buffer.name))
+    if algorithm.client_state.within and not private_parts:  # FedBN without normalisation layers is FedAvg
         return space, None
-    shared = space.without(lambda name: picks(network, name))
+    shared = space.without(lambda name: is_private(network, name))
     if not shared.parts:
         raise FedgraftError(
             f"{algorithm.name}: everything that trains would stay with the clients and nothing be shared; "
             "let the body train too (trainable.kind='everything')."
         )
-    if not any(picks(network, name) for name, _ in network.named_parameters()):
+    if not any(is_private(network, name) for name, _ in network.named_parameters()):
         return space, None
-    return shared, kept if algorithm.client_state.within else select(network, lambda name: picks(network, name))
+    if algorithm.client_state.within:
+        return shared, EditSpace(private_parts, private_buffers)
+    return shared, select(network, lambda name: is_private(network, name))
 
 
-def give_stream(network: Network, generator: torch.Generator) -> None:
+def seed_random_layers(network: Network, generator: torch.Generator) -> None:
     """Let every layer that draws at random (dropout) draw from this generator, never from the global one."""
     for module in network.modules():
         if hasattr(module, "generator"):
             module.generator = generator  # type: ignore[assignment]
 
 
-def answer(request: Request, context: ClientContext) -> Response:
-    """An empty reply to this order."""
+def empty_response(request: Request, context: ClientContext) -> Response:
+    """Return a response to this request that holds nothing but the number of examples."""
     return Response(request.run, request.round, request.client, request.space, len(context.rows(request.client)))
 
 
-def filled(request: Request, context: ClientContext) -> Request:
-    """An order that carries what has moved, with the whole model: the rest is as the run began."""
+def with_full_model(request: Request, context: ClientContext) -> Request:
+    """Return a request that carries only moved coordinates with the whole model: the rest is as the run began."""
     if "moved/indices" not in request.auxiliary:
         return request
-    where, values = request.auxiliary["moved/indices"].long().view(-1), request.auxiliary.get("moved/values")
+    indices = request.auxiliary["moved/indices"].long().view(-1)
+    values = request.auxiliary.get("moved/values")
     origin = context.origin
-    if origin is None or values is None or values.dtype != origin.dtype or values.shape != where.shape:
-        raise Refused("what has moved of the model cannot be put into it here")
-    if len(where) and not 0 <= int(where.min()) <= int(where.max()) < len(origin):
-        raise Refused("what has moved of the model lies outside it")
-    rest = {name: t for name, t in request.auxiliary.items() if not name.startswith("moved/")}
-    return replace(request, vector=origin.index_put((where,), values), auxiliary=rest)
+    if origin is None or values is None or values.dtype != origin.dtype or values.shape != indices.shape:
+        raise Refused("the moved coordinates of the request do not fit this model")
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(origin):
+        raise Refused("the request moves coordinates that this model does not have")
+    model = origin.index_put((indices,), values)
+    other_tensors = {name: t for name, t in request.auxiliary.items() if not name.startswith("moved/")}
+    return replace(request, vector=model, auxiliary=other_tensors)
 
 
-def vector_of(request: Request) -> Tensor:
-    """The model that the order carries."""
+def model_vector(request: Request) -> Tensor:
+    """Return the model that the request carries."""
     if request.vector is None:
-        raise Refused(f"client {request.client}, round {request.round}: the order carries no model")
+        raise Refused(f"client {request.client}, round {request.round}: the request carries no model")
     return request.vector
 
 
 def features(context: ClientContext, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pooled features and labels of these rows, in batches."""
-    batches = look_through(context.network, context.examples, rows)
-    return [(z, context.examples.labels[picked]) for picked, z in batches]
+    """Return pooled features and labels of these rows, in batches."""
+    batches = []
+    for batch_rows, pooled in look_through(context.network, context.examples, rows):
+        batches.append((pooled, context.examples.labels[batch_rows]))
+    return batches

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,38 +10,16 @@ from torch import Tensor
 from fedgraft.aggregate.similarity import svcca_of_bases
 from fedgraft.aggregate.sketch import basis_of
 from fedgraft.aggregate.slots import Observe
-from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.context import ClientContext, ClientMemory, answer, features, vector_of
-from fedgraft.client.sums import scores_of
+from fedgraft.client.context import ClientContext, features, model_vector
 from fedgraft.core.errors import FedgraftError, Refused
-from fedgraft.core.messages import Request, Response
+from fedgraft.core.messages import Request
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.rng import torch_stream
-from fedgraft.core.space import Bound, select
-from fedgraft.edit.calibrate import Calibration
+from fedgraft.core.space import Bound
 from fedgraft.local.features import features as look_through
 from fedgraft.local.features import hidden
 from fedgraft.local.self_weight import learned, parted
 from fedgraft.privacy.dp import bound_key, gaussian, simulation_key
-
-
-def own_mask(
-    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
-) -> tuple[Response, ClientMemory]:
-    """A mask of the client's own, calibrated on its own examples; only its bits leave."""
-    if not isinstance(algorithm.trainable, ChoosesMask):
-        raise FedgraftError(f"client {request.client} was asked for a mask, and {algorithm.trainable.kind} has none")
-    space = select(context.network, lambda name: True, buffers=False)
-    before = space.gather(context.network)
-    space.scatter(vector_of(request), context.network)
-
-    def score(round: int) -> Mapping[str, Tensor]:
-        again = replace(request, vector=space.gather(context.network), settings={**request.settings, "draw": round})
-        return scores_of(again, context).mean()
-
-    mask = algorithm.trainable.calibrated(context.network, score).mask
-    space.scatter(before, context.network)
-    return replace(answer(request, context), evidence={"mask": mask.bits()}), memory
 
 
 def _representation(
@@ -85,7 +61,7 @@ def _alignment(wanted: Observe, request: Request, context: ClientContext) -> tup
     key = (request.round, layers, keep, extra)
     if context.reference is None or context.reference[0] != key:  # the same for every client of the round
         values = context.space.gather(context.network)
-        context.space.scatter(vector_of(request), context.network)
+        context.space.scatter(model_vector(request), context.network)
         before = [basis_of(x, keep, extra) for x in hidden(context.network, layers, _probe(context))]
         context.space.scatter(values, context.network)
         context.reference = (key, before)
@@ -142,15 +118,6 @@ def _labels(wanted: Observe, request: Request, context: ClientContext) -> tuple[
     """The client's label histogram: an oracle that a private federation would not give away."""
     labels = context.examples.labels[context.rows(request.client)]
     return {}, {"labels": torch.bincount(labels, minlength=context.network.classes).float()}
-
-
-@runtime_checkable
-class ChoosesMask(Protocol):
-    """A trainable kind whose clients can choose coordinates by scores of their own."""
-
-    def calibrated(self, network: Network, scores: Callable[[int], Mapping[str, Tensor]]) -> Calibration:
-        """The mask that these scores give."""
-        ...
 
 
 OBSERVATIONS: dict[str, Callable[[Observe, Request, ClientContext], tuple[dict[str, float], dict[str, Tensor]]]] = {

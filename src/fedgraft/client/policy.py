@@ -17,14 +17,12 @@ from types import MappingProxyType
 from typing import Any
 
 from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.request_checks import is_secure_stage, requested_name
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request
 from fedgraft.local.train import LARGEST_RATE
 from fedgraft.privacy.secagg.plan import MOST_CLIENTS, Plan
-from fedgraft.privacy.secagg.secure_sum import STAGES
 
-HIDES = frozenset(f"secure.{stage}" for stage in STAGES)
-"""Actions whose answers show nothing of one client."""
 SANE: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "lr": (0.0, LARGEST_RATE),
@@ -90,15 +88,17 @@ class Policy:
                 self._number(name, float(value))
         if not -1 <= request.round < 2**31:
             raise Refused(f"there is no round {request.round}", "rounds")
-        if self.rounds is not None and purpose(request) == "train" and request.round >= self.rounds:
+        if self.rounds is not None and requested_name(request) == "train" and request.round >= self.rounds:
             raise Refused(f"round {request.round + 1} is asked for, and {self.rounds} are allowed", "rounds")
         if (
             self.sums is not None
-            and request.action in HIDES
-            and purpose(request) != "train"
+            and is_secure_stage(request)
+            and requested_name(request) != "train"
             and request.round >= self.sums
         ):
-            raise Refused(f"{request.round + 1} sums of {purpose(request)} are asked for, not {self.sums}", "sums")
+            raise Refused(
+                f"{request.round + 1} sums of {requested_name(request)} are asked for, not {self.sums}", "sums"
+            )
         heads = request.auxiliary.get("heads")
         if heads is not None and (heads.dim() != 3 or len(heads) > self.heads):
             raise Refused(f"a count may compare at most {self.heads} heads", "heads")
@@ -108,16 +108,16 @@ class Policy:
         told = self.config.split()
         return not told or any(run in (one, one[:16]) for one in told)
 
-    def check_images(self, action: str, images: Callable[[], int]) -> None:
+    def check_images(self, images: int) -> None:
         """Refuse numbers about so few images that they are about single ones."""
-        if self.least_images and action in {"count", "evaluate"} and images() < self.least_images:
+        if self.least_images and images < self.least_images:
             raise Refused(f"it would be about fewer than {self.least_images} images", "least_images")
 
     def check_action(self, request: Request) -> None:
         """Refuse what is not among the allowed actions, and answers in the clear where hiding is required."""
-        if self.actions and purpose(request) not in self.actions:
-            raise Refused(f"{purpose(request)[:40]!r} is not among the allowed actions", "actions")
-        if self.secure and request.action not in HIDES and request.action not in self.in_the_clear:
+        if self.actions and requested_name(request) not in self.actions:
+            raise Refused(f"{requested_name(request)[:40]!r} is not among the allowed actions", "actions")
+        if self.secure and not is_secure_stage(request) and request.action not in self.in_the_clear:
             raise Refused(
                 f"the answer to {request.action[:40]!r} would show this client alone, and secure aggregation "
                 "is required",
@@ -159,18 +159,7 @@ class Policy:
             raise Refused(f"client {plan.clients[-1]} is none of the {self.most_clients} clients", "most_clients")
 
 
-def purpose(request: Request) -> str:
-    """What an order is for: its action, or what its secure sum adds up."""
-    return str(request.settings.get("sums", "")) if request.action in HIDES else request.action
-
-
 # ---- how often -------------------------------------------------------------------------------------------------------
-
-
-def implied(algorithm: Algorithm) -> Policy:
-    """What an algorithm promises without anybody asking: sums that can be hidden are, where it hides."""
-    asked = ("train",) if algorithm.privacy.dp is not None else ()  # what no noise covers is not answered
-    return Policy(secure=algorithm.privacy.hidden, in_the_clear=("count", "evaluate", "own_mask"), actions=asked)
 
 
 def today() -> str:
@@ -180,9 +169,9 @@ def today() -> str:
 
 def count_request(policy: Policy, request: Request, ledger: bytes, day: Callable[[], str] = today) -> bytes:
     """The ledger with this order in it; refuses one too many. Days before the present one are kept as totals."""
-    if request.action in HIDES and request.action != "secure.keys":
+    if is_secure_stage(request) and request.action != "secure.keys":
         return ledger  # the sum was counted when it began
-    kind = "rounds" if purpose(request) == "train" else "queries"
+    kind = "rounds" if requested_name(request) == "train" else "queries"
     most = policy.rounds_per_day if kind == "rounds" else policy.queries_per_day
     if most is None:
         return ledger

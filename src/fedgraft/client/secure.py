@@ -1,143 +1,134 @@
-"""A client's side of secure aggregation: one stage an order, and nothing of its work leaves in the clear.
+"""A client's side of secure aggregation: one stage per request, and nothing of its work leaves in the clear.
 
-The plan binds what is summed: every client signs the plan's digest, the plan holds the digest of the order (`binding`),
-and a client works only on the order that the plan holds. So all clients of a sum have the same model and settings.
+The plan binds what is summed: every client signs the plan's digest, the plan holds the digest of the request
+(`request_digest`), and a client works only on the request that the plan holds. So all clients of a sum have the same
+model and settings.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import numpy as np
-from torch import Tensor
 
-from fedgraft.algorithms.algorithm import Algorithm, secure_segments
-from fedgraft.client.context import ClientContext, ClientMemory, filled
-from fedgraft.client.sums import SUMS, sum_segments
-from fedgraft.client.train import outcome
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.action import SumScope
+from fedgraft.client.actions import action_named
+from fedgraft.client.authorize import policies_in_force
+from fedgraft.client.context import ClientContext, ClientMemory, with_full_model
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, as_bytes
 from fedgraft.core.rng import torch_stream
-from fedgraft.privacy.secagg.client import as_tensor, digest_of
+from fedgraft.privacy.secagg.binding import request_digest
+from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.ring import Unfit
-from fedgraft.privacy.secagg.secure_sum import Identity, Plan, SecureClient, SecureRefusal, series, weighted_input
+from fedgraft.privacy.secagg.secure_sum import Identity, Plan, SecureClient, SecureRefusal, series
 
 SECURE = "secure/"
 """Begins the names under which a client's memory holds sums that are under way."""
 
 
-def binding(request: Request) -> str:
-    """Digest of everything that an order of a sum asks for: action, space, all settings, the model, further vectors.
-
-    Run, number and clients are in the plan itself. What a stage adds (`plan`, `data:...`) is not part of the order.
-    """
-    plain = json.dumps([request.space, sorted(request.settings.items())], separators=(",", ":"))
-    own = {name: t for name, t in request.auxiliary.items() if name != "plan" and not name.startswith("data:")}
-    vectors = own if request.vector is None else {**own, "": request.vector}
-    return hashlib.sha256(f"{plain}\x1e{digest_of(vectors)}".encode()).hexdigest()
-
-
 def secure_stage(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Response, ClientMemory]:
-    """One stage of the secure sum. The work is done when it is time to mask; nothing of it leaves in the clear."""
-    stage, slot = request.action.partition(".")[2], f"{SECURE}{request.settings['sums']}/{request.round}/"
-    kept = dict(memory)
+    """Answer one stage of the secure sum. The work is done when it is time to mask."""
+    stage = request.action.partition(".")[2]
+    slot = f"{SECURE}{request.settings['sums']}/{request.round}/"
+    new_memory = dict(memory)
     try:
-        peer = _peer(stage, slot, request, algorithm, context, memory)
+        secure_client = _client_at_stage(stage, slot, request, algorithm, context, memory)
         if stage == "keys":  # what earlier sums left has done its work
-            kept = {name: t for name, t in memory.items() if not _over(name, slot, context.replays)}
-        data = {key.removeprefix("data:"): t for key, t in request.auxiliary.items() if key.startswith("data:")}
+            for name in memory:
+                if _is_outdated(name, slot, context.replays):
+                    del new_memory[name]
+        data = {}
+        for key, tensor in request.auxiliary.items():
+            if key.startswith("data:"):
+                data[key.removeprefix("data:")] = tensor
 
         def masked_words() -> np.ndarray:
-            if binding(request) != peer.plan.binds:
-                raise SecureRefusal("the order is not the one that the plan of the secure sum binds", "binding")
-            values, after = _summand(filled(request, context), algorithm, context, memory)
-            kept.update({name: t for name, t in after.items() if not name.startswith(SECURE)})
-            stream = torch_stream(context.seed, "secure rounding", request.round, request.client)
-            return peer.plan.ring.encode(values, stream)
+            """Do the work that is summed and return it as words of the ring."""
+            if request_digest(request) != secure_client.plan.binds:
+                raise SecureRefusal("the request is not the one that the plan of the secure sum binds", "binding")
+            action = action_named(str(request.settings["sums"]))
+            assert action.summed is not None
+            full_request = with_full_model(request, context)
+            values, memory_after = action.summed(full_request, algorithm, context, memory)
+            for name, tensor in memory_after.items():
+                if not name.startswith(SECURE):
+                    new_memory[name] = tensor
+            generator = torch_stream(context.seed, "secure rounding", request.round, request.client)
+            return secure_client.plan.ring.encode(values, generator)
 
         try:
-            evidence = peer.answer(stage, data, masked_words if stage == "masked" else None)
+            evidence = secure_client.answer(stage, data, masked_words if stage == "masked" else None)
         finally:  # whoever refuses remembers it, and stays out of this sum
-            kept["identity"] = as_tensor(peer.identity.to_bytes())
+            new_memory["identity"] = as_tensor(secure_client.identity.to_bytes())
             if stage != "unmask" or context.replays:
-                found = {"state": peer.state(), "plan": peer.plan.to_bytes()}
-                kept |= {slot + name: as_tensor(data) for name, data in found.items()}
+                new_memory[slot + "state"] = as_tensor(secure_client.state())
+                new_memory[slot + "plan"] = as_tensor(secure_client.plan.to_bytes())
             else:  # the keys have done their work
-                kept = {name: t for name, t in kept.items() if not name.startswith(slot)}
+                for name in [name for name in new_memory if name.startswith(slot)]:
+                    del new_memory[name]
     except (Refused, Unfit) as error:
         refusal = error if isinstance(error, Refused) else SecureRefusal(str(error), "numbers")
-        refusal.memory = kept
+        refusal.memory = new_memory
         raise refusal from error
-    return Response(request.run, request.round, request.client, request.space, 0, evidence=evidence), kept
+    return Response(request.run, request.round, request.client, request.space, 0, evidence=evidence), new_memory
 
 
-def _over(name: str, slot: str, replays: bool) -> bool:
-    """Whether what a sum left can go when the sum of this slot begins: a resumed server may ask for all of those
-    before the first round again, and for the latest round."""
+def _is_outdated(name: str, slot: str, replays: bool) -> bool:
+    """Return whether what a sum left can go when the sum of this slot begins.
+
+    A resumed server may ask again for all sums before the first round, and for the latest round.
+    """
     if not name.startswith(SECURE) or name.startswith(slot):
         return False
     training = f"{SECURE}train/"
     return not replays or slot.startswith(training) or name.startswith(training)
 
 
-def _peer(
+def _client_at_stage(
     stage: str, slot: str, request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> SecureClient:
-    """This client as it stands at the beginning of a stage."""
-    identity = Identity.from_bytes(as_bytes(memory["identity"])) if "identity" in memory else Identity.fresh()
-    most = min(policy.most_clients for policy in context.rules(algorithm))
-    begun = slot + "state" in memory
+    """Return this client's side of the protocol as it stands at the beginning of a stage."""
+    if "identity" in memory:
+        identity = Identity.from_bytes(as_bytes(memory["identity"]))
+    else:
+        identity = Identity.fresh()
+    most_clients = min(policy.most_clients for policy in policies_in_force(algorithm, context))
+    has_begun = slot + "state" in memory
     if stage == "keys":
-        data = as_bytes(request.auxiliary["plan"]) if "plan" in request.auxiliary else b""
-        if not begun or data != as_bytes(memory[slot + "plan"]):
+        plan_bytes = as_bytes(request.auxiliary["plan"]) if "plan" in request.auxiliary else b""
+        if not has_begun or plan_bytes != as_bytes(memory[slot + "plan"]):
             try:
-                plan = Plan.from_bytes(data, most)
+                plan = Plan.from_bytes(plan_bytes, most_clients)
             except Refused:
                 raise
             except FedgraftError as error:
                 raise SecureRefusal(str(error), "plan") from error
             check_plan(plan, request, algorithm, context)
-            return SecureClient(plan, request.client, identity, ground=context.ground)
-    elif not begun:
+            return SecureClient(plan, request.client, identity, run_fingerprint=context.run_fingerprint)
+    elif not has_begun:
         raise SecureRefusal(f"the stage {stage!r} of a secure sum was asked for before it began")
-    plan = Plan.from_bytes(as_bytes(memory[slot + "plan"]), most)
+    plan = Plan.from_bytes(as_bytes(memory[slot + "plan"]), most_clients)
     if plan.run != series(request.run, str(request.settings["sums"])):
         raise SecureRefusal("the secure sum under way is another run's", "plan")
-    return SecureClient.resume(plan, request.client, identity, as_bytes(memory[slot + "state"]), context.ground)
-
-
-def _summand(
-    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
-) -> tuple[dict[str, Tensor], ClientMemory]:
-    """What this client adds to the secure sum: its weighted update, or the sums that the order asks for."""
-    action = str(request.settings["sums"])
-    if action != "train":
-        return SUMS[action](request, context), memory
-    done = outcome(request, algorithm, context, memory)
-    assert algorithm.weighting.own is not None
-    largest = float(request.settings["largest"])
-    held = min(largest, float(len(context.rows(request.client))))
-    weight = min(1.0, max(0.0, algorithm.weighting.own(held, done.scalars, largest)))
-    sent = {name: done.scalars[name] for name in algorithm.reports}
-    return weighted_input(done.update, weight, done.result.closing.sums, sent), done.memory
+    state = as_bytes(memory[slot + "state"])
+    return SecureClient.resume(plan, request.client, identity, state, context.run_fingerprint)
 
 
 def check_plan(plan: Plan, request: Request, algorithm: Algorithm, context: ClientContext) -> None:
-    """A client takes part only in the sum that its own order describes, and in none that is not made for hiding."""
-    action = str(request.settings["sums"])
-    if action == "train":
-        segments = secure_segments(algorithm, context.sent, context.space.trained)
-    else:
-        segments = sum_segments(action, context.network, request.settings)
-    if (plan.run, plan.round, plan.segments) != (series(request.run, action), request.round, segments):
+    """Refuse a plan that is not the one of this client's own request, or that hides too little."""
+    action = action_named(str(request.settings["sums"]))
+    assert action.layout is not None
+    scope = SumScope(request.settings, context.network, algorithm, context.sent, context.space.trained)
+    expected = (series(request.run, action.name), request.round, action.layout(scope))
+    if (plan.run, plan.round, plan.segments) != expected:
         raise SecureRefusal(
             f"client {request.client}: the plan of the secure sum is not that of round {request.round}", "plan"
         )
-    dp = algorithm.privacy.dp if action == "train" else None
-    if plan.room != (None if dp is None else dp.mechanism.population):
+    dp = algorithm.privacy.dp if action.in_rounds else None
+    expected_room = None if dp is None else dp.mechanism.population
+    if plan.room != expected_room:
         raise SecureRefusal("the plan of the secure sum has room for another number of clients", "plan")
-    for policy in context.rules(algorithm):
+    for policy in policies_in_force(algorithm, context):
         policy.check_plan(plan)

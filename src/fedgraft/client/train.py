@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.context import ClientContext, ClientMemory, vector_of
+from fedgraft.client.context import ClientContext, ClientMemory, model_vector
 from fedgraft.client.observe import OBSERVATIONS
 from fedgraft.core.messages import Request, unpack_bits
 from fedgraft.core.rng import torch_stream
@@ -23,24 +23,90 @@ from fedgraft.local.update_links import Sending, run_chain
 from fedgraft.metrics.evaluate import Evaluation, counted, evaluate
 
 
+@dataclass(frozen=True)
+class LocalOutcome:
+    """What local training gives, before it is encoded or added to a secure sum."""
+
+    update: Tensor
+    trained: Trained
+    scalars: Mapping[str, float]
+    evidence: Mapping[str, Tensor]
+    memory: dict[str, Tensor]
+    """The client's memory after the round."""
+
+
+def train_locally(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> LocalOutcome:
+    """Train from the request's model, make the observations that were asked for, and return the update."""
+    request, cluster_choice = choose_cluster_model(request, algorithm, context)
+    start = model_vector(request)
+    new_memory = dict(memory)
+    if context.private is not None:
+        values, trained = _train_with_private_part(request, algorithm, context, new_memory)
+        update = values - start
+    elif "active" in request.auxiliary:
+        update, trained = _train_active_coordinates(request, algorithm, context, memory)
+    else:
+        update, trained = _train_shared_part(request, algorithm, context, memory, new_memory)
+    new_memory |= trained.closing.memory
+    if algorithm.client_state.optimizer:
+        for name, tensor in trained.state.items():
+            new_memory[f"optimizer/{name}"] = tensor.cpu()
+    scalars: dict[str, float] = {}
+    evidence: dict[str, Tensor] = {}
+    for wanted in algorithm.wants:
+        numbers, tensors = OBSERVATIONS[wanted.name](wanted, request, context)
+        scalars |= numbers
+        evidence |= tensors
+    if algorithm.client_state.second_model is not None:
+        new_memory["personal"] = _train_second_model(request, algorithm, context, memory)
+    sending = Sending(trained.effective_steps, request.settings, context.space.trained)
+    update, reported = run_chain(algorithm.update, update, sending)
+    return LocalOutcome(update, trained, scalars | cluster_choice | reported, evidence, new_memory)
+
+
+def _train_shared_part(
+    request: Request,
+    algorithm: Algorithm,
+    context: ClientContext,
+    memory: ClientMemory,
+    new_memory: dict[str, Tensor],
+) -> tuple[Tensor, Trained]:
+    """Train the whole edit space from the common model, or from a blend with the client's last one (FedALA)."""
+    start = model_vector(request)
+    adaptive_start = algorithm.client_state.start
+    bound = context.bind(context.space)
+    bound.load(start)
+    if adaptive_start is not None:
+        new_memory |= _learn_adaptive_start(request, adaptive_start, context, bound, memory)
+        bound.load(adaptive_start.blend(start, new_memory))
+    trained = _fit(request, algorithm, context, bound, memory, "train")
+    update = (bound.values.cpu() - start)[: context.sent]
+    if adaptive_start is not None:
+        new_memory["previous_model"] = bound.values.clone().cpu()
+    return update, trained
+
+
 def _fit(
     request: Request, algorithm: Algorithm, context: ClientContext, bound: Bound, memory: ClientMemory, purpose: str
 ) -> Trained:
-    """Train what is bound on this client's rows, with generators that belong to (round, client, purpose)."""
-    where = (purpose, request.round, request.client)
-    lr, head = float(request.settings["lr"]), request.settings.get("head_lr")
-    rule = algorithm.local.of(request.client)
-    rule = rule if head is None else replace(rule, head_lr=float(head))
-    rows, _ = parted(context.rows(request.client), algorithm.client_state.aside, context.seed, request.client)
+    """Train what is bound on this client's rows, with generators that belong to (purpose, round, client)."""
+    place = (purpose, request.round, request.client)
+    learning_rate = float(request.settings["lr"])
+    local = algorithm.local.of(request.client)
+    head_learning_rate = request.settings.get("head_lr")
+    if head_learning_rate is not None:
+        local = replace(local, head_lr=float(head_learning_rate))
+    all_rows = context.rows(request.client)
+    training_rows, _ = parted(all_rows, algorithm.client_state.aside, context.seed, request.client)
     return train(
         context.network,
         bound,
         context.examples,
-        rows,
-        rule,
-        lambda step: lr,
-        torch_stream(context.seed, "shuffle", *where),
-        torch_stream(context.seed, "augment", *where),
+        training_rows,
+        local,
+        lambda step: learning_rate,
+        torch_stream(context.seed, "shuffle", *place),
+        torch_stream(context.seed, "augment", *place),
         algorithm.loss,
         request.auxiliary,
         memory,
@@ -50,178 +116,140 @@ def _fit(
 
 
 def _optimizer_state(algorithm: Algorithm, memory: ClientMemory) -> dict[str, Tensor] | None:
-    """The optimizer's state of the round before, where clients keep it; a copy, because steps change it in place."""
+    """Return a copy of the last round's optimizer state, where clients keep it; steps change it in place."""
     if not algorithm.client_state.optimizer:
         return None
-    return {n.removeprefix("optimizer/"): t.clone() for n, t in memory.items() if n.startswith("optimizer/")}
+    state = {}
+    for name, tensor in memory.items():
+        if name.startswith("optimizer/"):
+            state[name.removeprefix("optimizer/")] = tensor.clone()
+    return state
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What local training gives, before it is encoded in one way or the other."""
-
-    update: Tensor
-    result: Trained
-    scalars: Mapping[str, float]
-    evidence: Mapping[str, Tensor]
-    memory: dict[str, Tensor]
-
-
-def outcome(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Outcome:
-    """Train locally from the order's vector and make the observations that were asked for."""
-    request, choice = with_chosen_model(request, algorithm, context)
-    start = vector_of(request)
-    kept = dict(memory)
-    if context.private is not None:
-        values, result = _train_with_private_part(request, algorithm, context, kept)
-        update = values - start
-    elif "active" in request.auxiliary:
-        update, result = _train_active(request, algorithm, context, memory)
-    else:
-        bound = context.bind(context.space)
-        bound.load(start)
-        if algorithm.client_state.start is not None:
-            kept |= _adapt(request, algorithm.client_state.start, context, bound, memory)
-            bound.load(algorithm.client_state.start.blend(start, kept))
-        result = _fit(request, algorithm, context, bound, memory, "train")
-        update = (bound.values.cpu() - start)[: context.sent]
-        kept |= {"previous_model": bound.values.clone().cpu()} if algorithm.client_state.start is not None else {}
-    kept |= result.closing.memory
-    if algorithm.client_state.optimizer:
-        kept |= {f"optimizer/{name}": tensor.cpu() for name, tensor in result.state.items()}
-    scalars: dict[str, float] = {}
-    evidence: dict[str, Tensor] = {}
-    for wanted in algorithm.wants:
-        numbers, tensors = OBSERVATIONS[wanted.name](wanted, request, context)
-        scalars |= numbers
-        evidence |= tensors
-    if algorithm.client_state.second_model is not None:
-        kept["personal"] = _train_personal(request, algorithm, context, memory)
-    sending = Sending(result.effective_steps, request.settings, context.space.trained)
-    update, reported = run_chain(algorithm.update, update, sending)
-    return Outcome(update, result, scalars | choice | reported, evidence, kept)
-
-
-def with_chosen_model(
+def choose_cluster_model(
     request: Request, algorithm: Algorithm, context: ClientContext
 ) -> tuple[Request, dict[str, float]]:
-    """Where there are several common models: the order with the one that fits this client's images best, and which.
+    """Return the request with the common model of least loss on this client's images, and which one it is.
 
-    While all are still equal, the choice is drawn: clusters have to begin somewhere.
+    Where there is one common model, the request comes back as it is. While all models are still equal, the choice is
+    drawn: clusters have to begin somewhere.
     """
     if not algorithm.aggregate.several:
         return request, {}
     if "clusters" not in request.auxiliary:
-        stream = torch_stream(context.seed, "cluster", request.client)
-        draw = torch.rand(1, generator=stream).item() * (algorithm.aggregate.reports["cluster"] + 1)
-        return request, {"cluster": float(int(draw))}
-    rows, vector, losses = context.rows(request.client), vector_of(request), []
-    for offset in request.auxiliary["clusters"]:
-        context.show(vector + offset)
+        generator = torch_stream(context.seed, "cluster", request.client)
+        clusters = algorithm.aggregate.reports["cluster"] + 1
+        drawn = torch.rand(1, generator=generator).item() * clusters
+        return request, {"cluster": float(int(drawn))}
+    rows = context.rows(request.client)
+    mean_model = model_vector(request)
+    offsets = request.auxiliary["clusters"]
+    losses = []
+    for offset in offsets:
+        context.load_model(mean_model + offset)
         losses.append(evaluate(context.network, context.examples, rows).loss)
-    best = min(range(len(losses)), key=lambda c: (math.isnan(losses[c]), losses[c]))
-    rest = {name: t for name, t in request.auxiliary.items() if name != "clusters"}
-    return replace(request, vector=vector + request.auxiliary["clusters"][best], auxiliary=rest), {
-        "cluster": float(best)
-    }
+    best = min(range(len(losses)), key=lambda cluster: (math.isnan(losses[cluster]), losses[cluster]))
+    other_tensors = {name: t for name, t in request.auxiliary.items() if name != "clusters"}
+    chosen = replace(request, vector=mean_model + offsets[best], auxiliary=other_tensors)
+    return chosen, {"cluster": float(best)}
 
 
-def _adapt(
+def _learn_adaptive_start(
     request: Request, rule: AdaptiveStart, context: ClientContext, bound: Bound, memory: ClientMemory
 ) -> dict[str, Tensor]:
-    """FedALA: how much of its last model this client keeps, coordinate by coordinate; nothing in its first round."""
+    """FedALA: learn how much of its last model this client keeps by coordinate; nothing in its first round."""
     if "previous_model" not in memory:
         return {}
-    network, where = context.network, torch.zeros(bound.trained, dtype=torch.bool)
+    network = context.network
+    learnable = torch.zeros(bound.trained, dtype=torch.bool)
     for part, begin, end in context.space.ranges[: len(context.space.parts)]:
-        where[begin:end] = network.block_of(part.name) >= network.depth - rule.blocks
-    stream = torch_stream(context.seed, "adaptive_start", request.round, request.client)
+        learnable[begin:end] = network.block_of(part.name) >= network.depth - rule.blocks
+    generator = torch_stream(context.seed, "adaptive_start", request.round, request.client)
     rows = context.rows(request.client)
-    keep = rule.learned(network, bound, where.to(bound.values.device), context.examples, rows, memory, stream)
-    return {"keep": keep}
+    learnable = learnable.to(bound.values.device)
+    return {"keep": rule.learned(network, bound, learnable, context.examples, rows, memory, generator)}
 
 
-def _train_active(
+def _train_active_coordinates(
     request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
 ) -> tuple[Tensor, Trained]:
-    """Train only the coordinates that the order marks as active; the update covers just these."""
+    """Train only the coordinates that the request marks as active; the update covers just these."""
     active = unpack_bits(request.auxiliary["active"], context.space.trained)
     context.release()
-    context.space.scatter(vector_of(request), context.network)
+    context.space.scatter(model_vector(request), context.network)
     bound = context.bind(context.space.restrict(active))
     start = bound.values.clone()
-    result = _fit(request, algorithm, context, bound, memory, "train")
-    return (bound.values - start).cpu(), result
+    trained = _fit(request, algorithm, context, bound, memory, "train")
+    return (bound.values - start).cpu(), trained
 
 
 def _train_with_private_part(
-    request: Request, algorithm: Algorithm, context: ClientContext, kept: dict[str, Tensor]
+    request: Request, algorithm: Algorithm, context: ClientContext, new_memory: dict[str, Tensor]
 ) -> tuple[Tensor, Trained]:
-    """FedPer trains the shared and the private part together; FedRep the private part first, then the shared one."""
+    """Train the shared and the private part together (FedPer), or the private part first (FedRep)."""
     assert context.private is not None
-    context.space.scatter(vector_of(request), context.network)
-    own = kept.get("private", context.private_start)
-    assert own is not None
-    context.private.scatter(own, context.network)
+    context.space.scatter(model_vector(request), context.network)
+    private_values = new_memory.get("private", context.private_start)
+    assert private_values is not None
+    context.private.scatter(private_values, context.network)
     if algorithm.client_state.alternate:
         bound = context.bind(context.private)
-        bound.load(own)
+        bound.load(private_values)
         _fit(request, algorithm, context, bound, {}, "private")
-        kept["private"] = bound.values.clone().cpu()
+        new_memory["private"] = bound.values.clone().cpu()
         bound = context.bind(context.space)
-        bound.load(vector_of(request))
-        result = _fit(request, algorithm, context, bound, kept, "train")
-        return bound.values.cpu(), result
-    joint = EditSpace(
-        (*context.space.parts, *context.private.parts), (*context.space.buffers, *context.private.buffers)
-    )
-    values = joint.gather(context.network)
-    bound = context.bind(joint)
+        bound.load(model_vector(request))
+        trained = _fit(request, algorithm, context, bound, new_memory, "train")
+        return bound.values.cpu(), trained
+    parts = (*context.space.parts, *context.private.parts)
+    buffers = (*context.space.buffers, *context.private.buffers)
+    joint_space = EditSpace(parts, buffers)
+    values = joint_space.gather(context.network)
+    bound = context.bind(joint_space)
     bound.load(values)
-    result = _fit(request, algorithm, context, bound, kept, "train")
-    kept["private"] = context.private.gather(context.network)
-    return context.space.gather(context.network), result
+    trained = _fit(request, algorithm, context, bound, new_memory, "train")
+    new_memory["private"] = context.private.gather(context.network)
+    return context.space.gather(context.network), trained
 
 
-def _train_personal(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Tensor:
-    """Ditto: a second model of one's own, pulled towards the common one with strength λ."""
-    common = vector_of(request)
+def _train_second_model(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> Tensor:
+    """Ditto: train a second model of the client's own, pulled towards the common one with strength λ."""
+    common = model_vector(request)
     bound = context.bind(context.space)
     bound.load(memory.get("personal", common))
-    rule = replace(
-        algorithm.local, correction=proximal_to(common[: bound.trained], algorithm.client_state.second_model or 0.0)
-    )
-    _fit(request, replace(algorithm, local=rule), context, bound, {}, "personal")
+    pull = algorithm.client_state.second_model or 0.0
+    local = replace(algorithm.local, correction=proximal_to(common[: bound.trained], pull))
+    _fit(request, replace(algorithm, local=local), context, bound, {}, "personal")
     return bound.values.clone().cpu()
 
 
 def proximal_to(anchor: Tensor, pull: float) -> Correction:
-    """The proximal correction with a given anchor instead of the starting point."""
+    """Return the proximal correction with a given anchor instead of the starting point."""
     correction = proximal(pull)
     return replace(correction, prepare=lambda start, auxiliary, memory: {"start": anchor})
 
 
-def finetuned(
+def evaluate_finetuned(
     request: Request, algorithm: Algorithm, context: ClientContext, rows: Tensor
 ) -> tuple[Evaluation, dict[str, Tensor]]:
-    """Fine-tune a copy of the present model on the client's data, measure, and put everything back bit for bit."""
-    part = str(request.settings.get("finetune_part", "both"))
+    """Fine-tune the present model on the client's data, measure it, and put every weight back bit for bit."""
     network = context.network
-    wanted = {
+    is_finetuned = {
         "head": lambda name: network.block_of(name) > network.depth,
         "body": lambda name: network.block_of(name) <= network.depth,
         "both": lambda name: True,
     }
-    space = select(network, wanted[part])
+    part = str(request.settings.get("finetune_part", "both"))
+    space = select(network, is_finetuned[part])
     saved = space.gather(network)
     bound = context.bind(space)
-    epochs, batch = int(request.settings["finetune_epochs"]), int(request.settings.get("finetune_batch", 50))
-    plain = Algorithm("finetune", loss=algorithm.loss, local=LocalTraining(epochs=epochs, batch_size=batch))
-    request = replace(
-        request, settings={**request.settings, "lr": request.settings.get("finetune_lr", 1e-3)}, auxiliary={}
-    )
-    _fit(request, plain, context, bound, {}, "finetune")
+    epochs = int(request.settings["finetune_epochs"])
+    batch_size = int(request.settings.get("finetune_batch", 50))
+    learning_rate = request.settings.get("finetune_lr", 1e-3)
+    finetuning = Algorithm("finetune", loss=algorithm.loss, local=LocalTraining(epochs=epochs, batch_size=batch_size))
+    request = replace(request, settings={**request.settings, "lr": learning_rate}, auxiliary={})
+    _fit(request, finetuning, context, bound, {}, "finetune")
     assert context.tests is not None
-    result = counted(network, context.tests, rows, scores=bool(request.settings.get("scores")))
+    measured = counted(network, context.tests, rows, scores=bool(request.settings.get("scores")))
     space.scatter(saved, network)
-    return result
+    return measured

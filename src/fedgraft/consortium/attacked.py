@@ -52,7 +52,7 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
     assert made is not None  # a finished cell is not run again
     job, opening, state = made
     with one_thread():
-        opening.context.show(state.vector)
+        opening.context.load_model(state.vector)
         write_text(folder / OUTCOME, json.dumps(outcome(job, opening)) + "\n")
     shutil.rmtree(folder / "checkpoints")  # a table has a hundred runs, and nobody will resume or export one
 

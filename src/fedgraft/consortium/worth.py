@@ -122,7 +122,7 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     for k, own in enumerate(rows):
         memory = memories.get(k, {})
         vector = found.tensors.get("best/vector", state.vector) if common else state.model_of(k)
-        context.show(a.client_state.own_model(vector, memory), memory.get("private"))
+        context.load_model(a.client_state.own_model(vector, memory), memory.get("private"))
         context.network.eval()
         device = next(context.network.parameters()).device
         parts = [context.network(onto(context.tests.batch(p), device), context.tests.entry) for p in own.split(256)]

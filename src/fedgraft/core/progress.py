@@ -256,25 +256,9 @@ def relay_to(send: Callable[[News], None]) -> Relay:
     return _state.relay
 
 
-_ASKED: Mapping[str, str] = {
-    "statistics": "head initialisation: sums over the features",
-    "head_gradient": "head initialisation: one step of the logistic regression",
-    "fisher_scores": "mask calibration: scores",
-    "own_mask": "mask calibration: masks of the clients",
-    "evaluate": "evaluation by the clients",
-    "count": "evaluation at the clients",
-}
-
-
-def asking(requests: Sequence[Any]) -> Any:
-    """The phase in which these orders are carried out, counted in clients."""
-    first = requests[0] if requests else None
-    if first is None or first.action == "train":
-        name = "round" if first is None else f"round {first.round + 1}"
-    elif first.action.startswith("secure."):
-        inside = str(first.settings.get("sums", "train"))
-        of = f"round {first.round + 1}" if inside == "train" else _ASKED.get(inside, inside)
-        name = f"{of}, {first.action.replace('secure.', 'secure sum: ')}"
-    else:
-        name = _ASKED.get(first.action, first.action)
-    return phase(name, len(requests), "clients", minor=first is None or first.action == "train")
+def requests_phase(requests: Sequence[Any], label: Callable[[Any], str]) -> Any:
+    """Return the phase in which these requests are carried out, counted in clients; `label` names their work."""
+    if not requests:
+        return phase("round", 0, "clients", minor=True)
+    first = requests[0]
+    return phase(label(first), len(requests), "clients", minor=first.action == "train")

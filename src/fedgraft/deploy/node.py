@@ -20,8 +20,10 @@ from pathlib import Path
 
 import torch
 
+from fedgraft.client.action import Phase
+from fedgraft.client.actions import ACTIONS
 from fedgraft.client.context import ClientContext
-from fedgraft.client.handle import carry_out
+from fedgraft.client.handle import handle_or_refuse
 from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm
@@ -41,9 +43,6 @@ from fedgraft.run.opening import Opening, open_run
 from fedgraft.run.saving import saved_edit
 
 log = logging.getLogger("fedgraft")
-
-_HEAD_INIT = frozenset({"statistics", "class_sums", "head_gradient"})
-_CALIBRATION = frozenset({"fisher_scores", "gradient", "own_mask", "class_counts"})
 
 
 class Node:
@@ -71,7 +70,7 @@ class Node:
         self.job, self.run = job_of(config, federated), self.config.digest
         self.opening: Opening | None = None
         self.digest = ""
-        self.ground = ground_of(self.config, worker_request.classes, b"")
+        self.run_fingerprint = run_fingerprint_of(self.config, worker_request.classes, b"")
 
     def _obey(self) -> None:
         """The owner's rules as they stand in the file now: a stricter one holds from the next order on."""
@@ -92,10 +91,12 @@ class Node:
         memory, slot = recall(slots, worker_request.after, self.client)
         lasting = {} if self.keep is None else self.keep.load(self.client)
         context = self._context(str(request.settings.get("sums", request.action)))
-        context.policies, context.replays, context.ground = self.policies, self.keep is not None, self.ground
+        context.policies = self.policies
+        context.replays = self.keep is not None
+        context.run_fingerprint = self.run_fingerprint
         context.noise_key = noise_key(lasting) if lasting else b""
         algorithm = self.job.algorithm if self.opening is None else self.opening.algorithm
-        response, kept = carry_out(request, algorithm, context, {**memory, **lasting})
+        response, kept = handle_or_refuse(request, algorithm, context, {**memory, **lasting})
         if self.keep is not None:  # on the disk before anything leaves
             self.keep.store(self.client, {name: t for name, t in kept.items() if lasts(name)}, lasting)
             self.keep.believed(request, lasting, kept)
@@ -120,22 +121,25 @@ class Node:
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
             log.warning("client %d was told a head or an edit space that does not fit: %r", self.client, error)
             raise Refused("the head or the edit space that was sent does not fit this network", "request") from error
-        self.digest, self.ground = (
+        self.digest, self.run_fingerprint = (
             worker_request.digest,
-            ground_of(self.config, worker_request.classes, worker_request.opened),
+            run_fingerprint_of(self.config, worker_request.classes, worker_request.opened),
         )
 
-    def _context(self, action: str) -> ClientContext:
-        if action in _HEAD_INIT or (action == "count" and self.opening is None):
+    def _context(self, action_name: str) -> ClientContext:
+        """Return the context in which an action of this name works: on the backbone, all weights, or the edit space."""
+        action = ACTIONS.get(action_name)
+        phase = None if action is None else action.phase
+        if phase is Phase.HEAD or (action_name == "count" and self.opening is None):
             return self.job.backbone_context
-        if action in _CALIBRATION:
+        if phase is Phase.CALIBRATION:
             return self.job.scoring_context
         if self.opening is None:
-            raise FedgraftError(f"client {self.client} was asked for {action!r} before the edit space was opened.")
+            raise FedgraftError(f"client {self.client} was asked for {action_name!r} before the edit space was opened.")
         return self.opening.context
 
 
-def ground_of(config: Config, classes: Sequence[str], opened: bytes) -> str:
+def run_fingerprint_of(config: Config, classes: Sequence[str], opened: bytes) -> str:
     """What a node was told of a run besides its orders: config, classes, edit space, head, probe. Peers compare it."""
     return json.dumps([config.fingerprint, list(classes), hashlib.sha256(opened).hexdigest()])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.codecs import BadPayload, decode
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.handle import ClientContext, ClientMemory
+from fedgraft.client.context import ClientContext, ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, unpack_bits
 from fedgraft.core.protocols import Examples

@@ -26,11 +26,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.authorize import admit
-from fedgraft.client.handle import ClientContext, ClientMemory, carry_out, trained
+from fedgraft.client.actions import progress_label
+from fedgraft.client.actions.training import update_response
+from fedgraft.client.authorize import authorize
+from fedgraft.client.context import ClientContext, ClientMemory
+from fedgraft.client.handle import handle_or_refuse
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, Response
-from fedgraft.core.progress import Phase, asking
+from fedgraft.core.progress import Phase, requests_phase
 from fedgraft.core.rng import torch_stream
 from fedgraft.engines.choice import cores
 from fedgraft.engines.pool import Preparable, prepare_features
@@ -138,11 +141,11 @@ class Batched:
         together = [i for i, o in enumerate(requests) if able and o.action == "train" and not o.auxiliary]
         together = [i for i in together if self._admitted(requests[i])]
         found: dict[int, Response | tuple[int, str]] = {}
-        with asking(requests) as asked:
+        with requests_phase(requests, progress_label) as asked:
             found |= zip(together, self._train([requests[i] for i in together], asked), strict=True)
             for i, request in enumerate(requests):
                 if i not in found:
-                    response, kept = carry_out(
+                    response, kept = handle_or_refuse(
                         request, self.algorithm, self.context, self.memory.get(request.client, {})
                     )
                     found[i] = (request.client, response) if isinstance(response, str) else response
@@ -155,7 +158,7 @@ class Batched:
         """Whether the client's rules let it train; one that they do not is refused by name when its turn comes."""
         memory = self.memory.get(request.client, {})
         try:
-            kept = admit(request, self.algorithm, self.context, memory)
+            kept = authorize(request, self.algorithm, self.context, memory)
         except Refused:
             return False
         if kept is not memory:
@@ -276,7 +279,7 @@ class Batched:
         assert request.vector is not None
         update = torch.cat([weight.reshape(-1), bias.view(-1)]).sub_(request.vector)
         update, scalars = run_chain(algorithm.update, update, Sending(effective_steps, request.settings, len(update)))
-        return trained(request, algorithm, self.context, update, scalars, (loss, len(job.sizes)), {})
+        return update_response(request, algorithm, self.context, update, scalars, (loss, len(job.sizes)), {})
 
 
 def _error(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:

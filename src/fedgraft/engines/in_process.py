@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.handle import ClientContext, ClientMemory, carry_out
+from fedgraft.client.actions import progress_label
+from fedgraft.client.context import ClientContext, ClientMemory
+from fedgraft.client.handle import handle_or_refuse
 from fedgraft.core.messages import Request, Response
-from fedgraft.core.progress import asking
+from fedgraft.core.progress import requests_phase
 
 
 class InProcess:
@@ -20,9 +22,11 @@ class InProcess:
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Response | tuple[int, str]]:
         """Carry out the orders one by one; (client, sentence) stands for one that was refused."""
-        with asking(requests) as asked:
+        with requests_phase(requests, progress_label) as asked:
             for request in requests:
-                response, kept = carry_out(request, self.algorithm, self.context, self.memory.get(request.client, {}))
+                response, kept = handle_or_refuse(
+                    request, self.algorithm, self.context, self.memory.get(request.client, {})
+                )
                 if kept:
                     self.memory[request.client] = kept
                 asked.advance()

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.handle import ClientContext, ClientMemory, carry_out
+from fedgraft.client.actions import progress_label
+from fedgraft.client.context import ClientContext, ClientMemory
+from fedgraft.client.handle import handle_or_refuse
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, pack, unpack
-from fedgraft.core.progress import EXTRACTION, asking, phase
+from fedgraft.core.progress import EXTRACTION, phase, requests_phase
 from fedgraft.engines.shared_memory import Parts, Work, Workers
 
 _REFUSED = b"refused "  # no message begins so: its first bytes are a length
@@ -51,7 +53,7 @@ class Pool:
             raise FedgraftError("a client can carry out only one order at a time; send its orders one after another.")
         name = lambda o: f"client {o.client} in round {o.round}"  # noqa: E731
         try:
-            with asking(requests) as asked:
+            with requests_phase(requests, progress_label) as asked:
                 answers = self._ready().map(requests, self._send, _receive, name, self.deadline, asked.advance)
         except BaseException:
             self.close()
@@ -92,7 +94,7 @@ def _work(algorithm: Algorithm, context: ClientContext) -> Work:
 
     def work(parts: Parts) -> list[bytes]:
         request, memory = unpack(Request, parts[0]), unpack(Request, parts[1]).auxiliary
-        response, kept = carry_out(request, algorithm, context, memory)
+        response, kept = handle_or_refuse(request, algorithm, context, memory)
         remembers = (
             [] if kept is memory else [pack(Response(request.run, request.round, request.client, evidence=kept))]
         )

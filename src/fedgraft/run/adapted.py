@@ -97,5 +97,5 @@ def reopened(
     if opening is None:
         install(job.task.network, found.tensors["head"])
         opening = open_run(job, None, saved_edit(found.tensors), probe)
-    opening.context.show(found.tensors.get("best/vector", found.tensors["vector"]))
+    opening.context.load_model(found.tensors.get("best/vector", found.tensors["vector"]))
     return Adapted(job, opening, found.tensors["vector"], made)

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedgraft.client.actions import action_named
 from fedgraft.core.errors import FedgraftError
 from fedgraft.server.secure_sum import Sums
 
 
 def ncm_head(sums: Sums) -> Tensor:
     """Normalised class means (classes, width+1), no bias; the summed features of a class have the mean's direction."""
-    return class_mean_head(sums.ask("class_sums")["cross"])
+    return class_mean_head(sums.ask(action_named("class_sums"))["cross"])
 
 
 def class_mean_head(cross: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ def unit(rows: Tensor) -> Tensor:
 def client_class_sums(sums: Sums) -> Tensor:
     """Every client's sums by class, (clients, width+1, classes)."""
     check_clear(sums.privacy.hidden)
-    return torch.stack([response.sums["cross"] for response in sums.each("class_sums")])
+    return torch.stack([response.sums["cross"] for response in sums.each(action_named("class_sums"))])
 
 
 def check_clear(hidden: bool, instead: str = "model.head='ncm'") -> None:

@@ -59,7 +59,7 @@ def edit_of_run(folder: Path | str, last: bool = False) -> Edit:
 def edit_of(found: Adapted, name: str, last: bool = False) -> Edit:
     """What an opened run did to its base."""
     if last:
-        found.opening.context.show(found.last)
+        found.opening.context.load_model(found.last)
     base = found.base()
     space = plain_space(found, base)
     scope = BACKBONE if all(part.name.startswith(BACKBONE) for part, _, _ in space.ranges) else ""
@@ -170,7 +170,7 @@ def own_model(edit: Edit, folder: Path) -> tuple[VisionNetwork, Task]:
         before = edit.space.gather(base)
         for vector in (None, found.last):  # the best is in the network already
             if vector is not None:
-                found.opening.context.show(vector)
+                found.opening.context.load_model(vector)
             model = found.plain()
             gap = edit.space.gather(model) - before - edit.values
             if gap.norm() <= HALF * edit.values.norm():

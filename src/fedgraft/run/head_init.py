@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedgraft.client.actions import action_named
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import phase
@@ -71,7 +72,7 @@ def install(network: Network, head: Tensor) -> None:
 
 def ridge_head(sums: Sums, penalty: float | None, judge: Judge) -> tuple[Tensor, float]:
     """The ridge head (classes, width+1; last column is the bias) and its penalty, chosen on validation if not given."""
-    found = sums.ask("statistics")
+    found = sums.ask(action_named("statistics"))
     gram, cross = found["gram"], found["cross"]
     heads = [(solve(gram, cross, value), value) for value in (GRID if penalty is None else (penalty,))]
     return strongest(heads, judge)
@@ -108,7 +109,7 @@ def probe_head(sums: Sums, steps: int, decay: float = 1e-3, damping: float = 1e-
     """
     from scipy.optimize import minimize
 
-    found = sums.ask("statistics")
+    found = sums.ask(action_named("statistics"))
     gram, classes = found["gram"], found["cross"].shape[1]
     total = float(gram[-1, -1])
     mean = gram[:-1, -1] / total  # (d,)
@@ -126,7 +127,9 @@ def probe_head(sums: Sums, steps: int, decay: float = 1e-3, damping: float = 1e-
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         head = raw(flat)
         key = head.numpy().tobytes()
-        found = known[key] if key in known else known.setdefault(key, sums.ask("head_gradient", head=head))
+        found = (
+            known[key] if key in known else known.setdefault(key, sums.ask(action_named("head_gradient"), head=head))
+        )
         count = float(found["count"])
         gradient = found["gradient"] / count
         centred = gradient[:, :-1] - torch.outer(gradient[:, -1], mean)

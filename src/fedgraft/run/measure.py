@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.client.actions import action_named
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples
@@ -110,7 +111,7 @@ class Measure:
         return self._here(vector, tests, torch.arange(len(tests.labels)))
 
     def _here(self, vector: Tensor, examples: Examples, rows: Tensor) -> Found:
-        self.opening.context.show(vector)
+        self.opening.context.load_model(vector)
         self.job.ready(examples, rows)
         network, threads = self.opening.context.network, self.job.threads
         return Found(*counted(network, examples, rows, threads=threads, scores=self.counting))
@@ -127,7 +128,7 @@ class Measure:
                 return self.summed[known]
             asking = Sums(self.engine.exchange, f.run, asked, network, privacy)
             asking.asked = 2 * round + (split == "test")  # clients serve each number once, and a resumed run repeats it
-            sums = asking.ask("scores", vector, {"split": split})
+            sums = asking.ask(action_named("scores"), vector, {"split": split})
             if not sums["confusion"].sum():
                 raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
             self.summed.clear()

@@ -19,6 +19,7 @@ from fedgraft.aggregate.similarity import svcca_of_bases
 from fedgraft.aggregate.sketch import basis_of
 from fedgraft.aggregate.slots import Answers
 from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.config.build import schedule
 from fedgraft.core.messages import Request, Scalar
@@ -154,7 +155,7 @@ def _class_counts(
     if saved is not None:
         return saved[COUNTS], {name: tensor for name, tensor in saved.items() if name != COUNTS}
     assert engines is not None
-    return engines.sums(job.scoring_context).ask("class_counts")["counts"], None
+    return engines.sums(job.scoring_context).ask(action_named("class_counts"))["counts"], None
 
 
 class FederationAsk:
@@ -173,7 +174,7 @@ class FederationAsk:
             told = json.dumps([self.job.federation.clients, action, dict(settings)], sort_keys=True)
             begun = PartialSum("edits", [*identity_of(self.job), told], vector)
             self._begun.append(begun)
-        return self._sums.ask(action, vector, settings, begun)
+        return self._sums.ask(action_named(action), vector, settings, begun)
 
     def each(
         self, action: str, vector: Tensor, settings: Mapping[str, Scalar], coordinates: int

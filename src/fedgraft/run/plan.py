@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fedgraft.algorithms.algorithm import vary
-from fedgraft.client.sums import summands
+from fedgraft.client.actions import action_named
 from fedgraft.config.agreement import HEAD_ASKS
 from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError
@@ -67,6 +67,6 @@ def _head_bytes(job: Job) -> str:
     """What the sums that make the head take, where they do: of few rounds more than everything else."""
     each, network, repeated = 0, job.task.network, {"head_gradient": job.config.model.probe_steps}
     for action in HEAD_ASKS[job.algorithm.closed_form or job.config.head]:
-        sums = summands(action, network, {}).values()
+        sums = action_named(action).summands(network, {}).values()
         each += repeated.get(action, 1) * sum(math.prod(one.shape) * one.dtype.itemsize for one in sums)
     return f"; before the first round about {size(each * len(job.head_clients))} up for the head" if each else ""

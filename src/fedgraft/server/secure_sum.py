@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
-from fedgraft.client.secure import binding
-from fedgraft.client.sums import sum_segments, summands, sums_lie
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import HEADER_BYTES, BadMessage, Request, Response, Scalar, unpack, wire_size
 from fedgraft.core.protocols import Network
 from fedgraft.core.state import Federation
 from fedgraft.privacy.protection import Protection
+from fedgraft.privacy.secagg.binding import request_digest
 from fedgraft.privacy.secagg.keys import OF
 from fedgraft.privacy.secagg.plan import Data
-from fedgraft.privacy.secagg.ring import Segment
+from fedgraft.privacy.secagg.ring import Segment, Summand, segments_of
 from fedgraft.privacy.secagg.secure_sum import Plan, SecureAbort, SecureServer, SumResult, drive, series, weighted_mean
 from fedgraft.privacy.secagg.server import Outbox
 from fedgraft.server.example_counts import ExampleCounts
@@ -92,7 +91,7 @@ class SecureSession:
         # Under privacy the step must not depend on who was sampled, or one client would move everybody's rounding.
         private = self.privacy.dp if first.settings["sums"] == "train" else None
         room = private.mechanism.population if private else None
-        threshold, bound = self.privacy.threshold, binding(first)
+        threshold, bound = self.privacy.threshold, request_digest(first)
         plan = Plan(name, first.round, clients, segments, degree, threshold, room, bound)
         server = SecureServer(plan, self.example_counts.identities)
         try:
@@ -194,112 +193,188 @@ class Begun(Protocol):
         ...
 
 
+class SummedAction(Protocol):
+    """What the server needs to know of a client action whose answers are added up."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def summands(self) -> Callable[[Network, Mapping[str, Scalar]], Mapping[str, Summand]]:
+        """Shape, type and range of each named sum."""
+        ...
+
+    @property
+    def implausible(self) -> Callable[[Response], str]:
+        """Say what cannot be true of an answer; empty: nothing."""
+        ...
+
+
 class Sums:
     """Asks all clients for sums outside the rounds: through the secure sum where the run has one, else in the clear.
 
     A client that does not answer, or answers nonsense, is named, left out of this sum, and not asked again.
     """
 
-    def __init__(self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, privacy: Protection):
-        self.exchange, self.run, self.network, self.privacy = exchange, run, network, privacy
+    def __init__(
+        self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, privacy: Protection
+    ) -> None:
+        self.exchange = exchange
+        self.run = run
+        self.network = network
+        self.privacy = privacy
         self.clients = tuple(clients)
         self.example_counts: ExampleCounts | None = None
         self.lost: dict[int, str] = {}
-        self.asked = self.up = self.down = 0
+        self.asked = 0
+        self.up = 0
+        self.down = 0
 
     def ask(
         self,
-        action: str,
+        action: SummedAction,
         vector: Tensor | None = None,
         settings: Mapping[str, Scalar] | None = None,
         begun: Begun | None = None,
         **auxiliary: Tensor,
     ) -> dict[str, Tensor]:
-        """The answers of all clients to this action, added up by name; float64. A sum in the clear may be begun."""
-        hidden = self.privacy.hidden
-        told: dict[str, Scalar] = {**(settings or {}), **({"sums": action} if hidden else {})}
-        # Sums outside the rounds are counted where they are hidden: clients serve each number once.
-        number, space = (self.asked, action) if hidden else (-1, "")
-        requests = [Request(self.run, number, k, action, space, vector, auxiliary, told) for k in self.clients]
+        """Return the answers of all clients to this action, added up by name, float64.
+
+        `begun` lets a sum in the clear go on where an earlier process stopped.
+        """
+        requested = dict(settings or {})
+        number = -1
+        space = ""
+        if self.privacy.hidden:
+            # Sums outside the rounds are counted where they are hidden: clients serve each number once.
+            requested["sums"] = action.name
+            number = self.asked
+            space = action.name
+        requests = []
+        for client in self.clients:
+            requests.append(Request(self.run, number, client, action.name, space, vector, auxiliary, requested))
         self.asked += 1
-        total, lost = self._hidden(action, requests) if hidden else self._clear(action, requests, begun)
+        if self.privacy.hidden:
+            total, lost = self._sum_hidden(action, requests)
+        else:
+            total, lost = self._sum_in_the_clear(action, requests, begun)
         self._leave_out(action, lost)
         return total
 
-    def _hidden(self, action: str, requests: Sequence[Request]) -> tuple[dict[str, Tensor], dict[int, str]]:
+    def _sum_hidden(
+        self, action: SummedAction, requests: Sequence[Request]
+    ) -> tuple[dict[str, Tensor], dict[int, str]]:
+        """Return the secure sum by name, and who is not in it with the reason."""
         if len(requests) < 2:
-            raise FedgraftError(f"a secure sum of {action} needs at least two clients, and {len(requests)} is there.")
+            raise FedgraftError(
+                f"a secure sum of {action.name} needs at least two clients, and {len(requests)} is there."
+            )
+        summands = action.summands(self.network, requests[0].settings)
         session = SecureSession(self.privacy, requests, self.exchange, self.example_counts)
         try:
-            result = session.total(sum_segments(action, self.network, requests[0].settings))
-            self.up, self.down = self.up + session.up, self.down + session.down
+            result = session.total(segments_of(summands))
         except SecureAbort as error:
-            raise FedgraftError(f"the secure sum of {action} was aborted and nothing was revealed: {error}") from error
-        shapes = {name: s.shape for name, s in summands(action, self.network, requests[0].settings).items()}
+            raise FedgraftError(
+                f"the secure sum of {action.name} was aborted and nothing was revealed: {error}"
+            ) from error
+        self.up += session.up
+        self.down += session.down
+        sums = {name: result.sums[name].view(summand.shape) for name, summand in summands.items()}
         # Whoever fell silent after its summand was in stays in the sum, and may be there again next time.
-        lost = {k: why for k, why in session.lost.items() if k not in result.survivors}
-        return {name: result.sums[name].view(shape) for name, shape in shapes.items()}, lost
+        lost = {client: reason for client, reason in session.lost.items() if client not in result.survivors}
+        return sums, lost
 
-    def _clear(
-        self, action: str, requests: Sequence[Request], begun: Begun | None
+    def _sum_in_the_clear(
+        self, action: SummedAction, requests: Sequence[Request], begun: Begun | None
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
+        """Return the sum by name, and who is not in it with the reason."""
         fields = self._fields(action, requests)
-        total, there, reasons = dict[str, Tensor](), set[int](), dict[int, str]()
-        group = max(_GROUP, _HELD // max(1, Expectation(self.run, -1, frozenset(), sums=fields).limit))
+        total: dict[str, Tensor] = {}
+        answered: set[int] = set()
+        reasons: dict[int, str] = {}
+        answer_bytes = Expectation(self.run, -1, frozenset(), sums=fields).limit
+        group = max(_GROUP, _HELD // max(1, answer_bytes))
         first = 0
         if begun is not None and all(f.dtype == torch.float32 for f in fields.values()):  # added one by one
-            (first, total), group = begun.load(), min(group, _CONTINUED)
-            there = {request.client for request in requests[:first]}
+            first, total = begun.load()
+            group = min(group, _CONTINUED)
+            answered = {request.client for request in requests[:first]}
         for begin in range(first, len(requests), group):
             asked = requests[begin : begin + group]
-            accepted, rejections = self._validated(action, asked, fields)
-            for name in fields if accepted else ():
-                total[name] = _added([a.response.sums[name] for a in accepted], total.get(name))
-            there |= {a.response.client for a in accepted}
-            reasons |= {o.client: o.reason for o in rejections}
-            if begun is not None and len(there) == begin + len(asked):  # nobody is missing so far
-                begun.save(len(there), total)
-        if not there:
-            raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to sum.")
-        return total, {k: reasons.get(k, "did not answer") for k in self.clients if k not in there}
+            accepted, rejections = self._exchange(action, asked, fields)
+            if accepted:
+                for name in fields:
+                    total[name] = _added([a.response.sums[name] for a in accepted], total.get(name))
+            answered |= {a.response.client for a in accepted}
+            reasons |= {rejection.client: rejection.reason for rejection in rejections}
+            if begun is not None and len(answered) == begin + len(asked):  # nobody is missing so far
+                begun.save(len(answered), total)
+        if not answered:
+            raise FedgraftError(_nobody_answered(action, reasons, "sum"))
+        lost = {}
+        for client in self.clients:
+            if client not in answered:
+                lost[client] = reasons.get(client, "did not answer")
+        return total, lost
 
-    def each(self, action: str) -> list[Response]:
-        """Every client's own answer in the clear, in client order; who lies or is silent is named and left out."""
-        requests = [Request(self.run, -1, k, action) for k in self.clients]
-        accepted, rejections = self._validated(action, requests, self._fields(action, requests))
-        self._leave_out(action, {r.client: r.reason for r in rejections})
+    def each(self, action: SummedAction) -> list[Response]:
+        """Return every client's own answer in the clear, in client order; who lies or is silent is left out."""
+        requests = [Request(self.run, -1, client, action.name) for client in self.clients]
+        accepted, rejections = self._exchange(action, requests, self._fields(action, requests))
+        reasons = {rejection.client: rejection.reason for rejection in rejections}
+        self._leave_out(action, reasons)
         if not accepted:
-            raise FedgraftError(f"no client answered the order {action!r}, so there is nothing to make a head from.")
-        return [one.response for one in accepted]
+            raise FedgraftError(_nobody_answered(action, reasons, "make a head from"))
+        return [item.response for item in accepted]
 
-    def _fields(self, action: str, requests: Sequence[Request]) -> dict[str, Field]:
-        wanted = summands(action, self.network, requests[0].settings) if requests else {}
-        return {name: Field(s.shape, s.dtype, s.limit) for name, s in wanted.items()}
+    def _fields(self, action: SummedAction, requests: Sequence[Request]) -> dict[str, Field]:
+        """Return what each tensor of an answer must look like."""
+        fields: dict[str, Field] = {}
+        if requests:
+            for name, summand in action.summands(self.network, requests[0].settings).items():
+                fields[name] = Field(summand.shape, summand.dtype, summand.limit)
+        return fields
 
-    def _validated(
-        self, action: str, asked: Sequence[Request], fields: Mapping[str, Field]
+    def _exchange(
+        self, action: SummedAction, asked: Sequence[Request], fields: Mapping[str, Field]
     ) -> tuple[list[Accepted], list[Rejection]]:
-        clients, lie = frozenset(request.client for request in asked), partial(sums_lie, action)
-        expected = Expectation(self.run, -1, clients, sums=fields, example_counts=self.example_counts, check=lie)
+        """Send the requests and validate what comes back."""
+        clients = frozenset(request.client for request in asked)
+        expected = Expectation(
+            self.run, -1, clients, sums=fields, example_counts=self.example_counts, check=action.implausible
+        )
         arrivals: Iterable[Any] = self.exchange(asked)
         accepted, rejections = validate_responses(arrivals, expected)
-        self.down += sum(map(wire_size, asked))
-        self.up += sum(wire_size(one.response) for one in accepted)
+        self.down += sum(wire_size(request) for request in asked)
+        self.up += sum(wire_size(item.response) for item in accepted)
         return accepted, rejections
 
-    def _leave_out(self, action: str, lost: Mapping[int, str]) -> None:
+    def _leave_out(self, action: SummedAction, lost: Mapping[int, str]) -> None:
         for client, reason in lost.items():
-            log.warning("client %d is left out of the sums of %s: %s", client, action, reason)
+            log.warning("client %d is left out of the sums of %s: %s", client, action.name, reason)
         self.lost |= lost
-        self.clients = tuple(k for k in self.clients if k not in lost)
+        self.clients = tuple(client for client in self.clients if client not in lost)
+
+
+def _nobody_answered(action: SummedAction, reasons: Mapping[int, str], purpose: str) -> str:
+    """Return the sentence for a sum that nobody is in, with the first reason that a client was left out for."""
+    sentence = f"no client answered the request {action.name!r}, so there is nothing to {purpose}"
+    if not reasons:
+        return f"{sentence}."
+    client, reason = next(iter(reasons.items()))
+    return f"{sentence}; client {client}: {reason}."
 
 
 def _added(parts: Sequence[Tensor], before: Tensor | None) -> Tensor:
-    """The sum in client order, float64. Long float32 vectors are added one by one: a stack would double them all."""
+    """Return the sum in client order, float64. Long float32 vectors are added one by one: a stack would double them."""
     if parts[0].dtype == torch.float64:
         total = torch.stack(list(parts)).sum(0)
         return total if before is None else before + total
-    total, rest = (parts[0].double(), parts[1:]) if before is None else (before, parts)
-    for part in rest:
+    if before is None:
+        total = parts[0].double()
+        remaining = parts[1:]
+    else:
+        total = before
+        remaining = parts
+    for part in remaining:
         total.add_(part)
     return total

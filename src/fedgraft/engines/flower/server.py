@@ -20,10 +20,11 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedgraft.client.actions import progress_label
 from fedgraft.client.context import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, pack
-from fedgraft.core.progress import asking
+from fedgraft.core.progress import requests_phase
 from fedgraft.engines.flower.registry import ASK_AGAIN, Registry
 from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, plain, put, take, text, whole_number
 
@@ -196,7 +197,8 @@ class FlowerEngine:
 
     def _carry(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> None:
         """Send the letters and collect answers until all are there or the deadline is over."""
-        with asking([letter.request for letter in letters]) as asked:
+        requests = [letter.request for letter in letters]
+        with requests_phase(requests, progress_label) as asked:
             self._wait(letters, arrivals, asked.advance)
 
     def _wait(self, letters: Sequence[_Message], arrivals: dict[int, Arrival], done: Callable[[], None]) -> None:

@@ -87,14 +87,14 @@ class SecureClient:
         client: int,
         identity: Identity,
         entropy: Callable[[int], bytes] = os.urandom,
-        ground: str = "",
+        run_fingerprint: str = "",
     ) -> None:
         if client not in plan.places:
             raise SecureRefusal(f"client {client} is not in the plan of this secure sum")
         if len(plan.clients) < identity.least:
             raise SecureRefusal(f"a secure sum of {len(plan.clients)} clients is too small to hide in")
         self.plan, self.client, self.identity, self.entropy = plan, client, identity, entropy
-        self.ground = hashlib.sha256(ground.encode()).digest()
+        self.run_fingerprint = hashlib.sha256(run_fingerprint.encode()).digest()
         """What this client was told of the run besides its orders: the same as all clients of the sum."""
         self.progress = Progress()
 
@@ -103,9 +103,11 @@ class SecureClient:
         return json.dumps(asdict(self.progress)).encode()
 
     @classmethod
-    def resume(cls, plan: Plan, client: int, identity: Identity, state: bytes, ground: str = "") -> SecureClient:
+    def resume(
+        cls, plan: Plan, client: int, identity: Identity, state: bytes, run_fingerprint: str = ""
+    ) -> SecureClient:
         """The client that wrote this state."""
-        self = cls(plan, client, identity, ground=ground)
+        self = cls(plan, client, identity, run_fingerprint=run_fingerprint)
         self.progress = Progress(**json.loads(state))
         return self
 
@@ -152,7 +154,7 @@ class SecureClient:
             self.progress.drawn = list(drawn)
             box, mask, seed = (self.entropy(KEY_BYTES) for _ in range(3))
             self.progress.box_key, self.progress.mask_key, self.progress.seed = box.hex(), mask.hex(), seed.hex()
-            public = crypto.public_key(box) + crypto.public_key(mask) + self.identity.public + self.ground
+            public = crypto.public_key(box) + crypto.public_key(mask) + self.identity.public + self.run_fingerprint
             signature = crypto.sign(self.identity.private, advert_text(self.plan, self.client, public, drawn))
             return {"advert": as_tensor(public + signature), "drawn": torch.tensor(drawn, dtype=torch.int64)}
 
@@ -276,10 +278,10 @@ class SecureClient:
         self.identity.recognise(client, part_of(advert, "identity"))
         if not genuine(self.plan, client, advert, drawn):
             raise SecureRefusal(f"the keys of client {client} are not the ones it signed for this round")
-        self._check_ground(client, advert)
+        self._check_run_fingerprint(client, advert)
 
-    def _check_ground(self, client: int, advert: bytes) -> None:
-        if part_of(advert, "ground") != self.ground:
+    def _check_run_fingerprint(self, client: int, advert: bytes) -> None:
+        if part_of(advert, "ground") != self.run_fingerprint:
             raise SecureRefusal(f"client {client} was told another config, head, edit space or classes", "binding")
 
     def _public(self, peer: int, kind: str) -> bytes:

@@ -48,6 +48,26 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Summand:
+    """Shape, type and range of one named tensor of an answer that is a sum over a client's examples."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    limit: float
+    """Largest absolute value of one client's entry; far beyond what data gives."""
+    step: float
+    """Distance of neighbouring fixed-point numbers in a secure sum; far below what matters."""
+
+
+def segments_of(summands: Mapping[str, Summand]) -> tuple[Segment, ...]:
+    """Return the layout of a secure sum of these summands."""
+    segments = []
+    for name, summand in summands.items():
+        segments.append(Segment(name, math.prod(summand.shape), summand.limit, summand.step))
+    return tuple(segments)
+
+
+@dataclass(frozen=True)
 class Ring:
     """The layout of one summed vector for at most `clients` summands."""
 

@@ -1,0 +1,188 @@
+"""Measuring models on images that a client holds out or tests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.action import Action, Phase, sum_action
+from fedgraft.client.context import ClientContext, ClientMemory, empty_response, features, model_vector
+from fedgraft.client.request_checks import require_settings, require_tensor
+from fedgraft.client.train import choose_cluster_model, evaluate_finetuned
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.messages import Request, Response, Scalar
+from fedgraft.core.protocols import Examples, Network
+from fedgraft.metrics import scores
+from fedgraft.metrics.evaluate import counted
+from fedgraft.privacy.secagg.ring import Summand
+
+_FINETUNE_PARTS = ("head", "body", "both")
+
+
+def _requested_split(request: Request, context: ClientContext) -> tuple[Examples, Tensor]:
+    """Return the examples of the split that a request names, and which rows of them are this client's."""
+    if request.settings.get("split") == "test":
+        examples = context.examples if context.tests is None else context.tests
+        rows_of_client = context.test_rows
+    else:
+        examples = context.examples
+        rows_of_client = context.held
+    if rows_of_client is None:
+        return examples, torch.empty(0, dtype=torch.int64)
+    return examples, rows_of_client(request.client)
+
+
+# ---- count: right answers and losses of common models
+
+
+def count(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return for each model: right answers, right among the first five, sum of losses, images.
+
+    The models are the request's vector, or heads (n, classes, width + 1) on the untouched backbone. Only these numbers
+    leave, and the sums of `metrics.scores` where the request asks for `scores`.
+    """
+    examples, rows = _requested_split(request, context)
+    if "heads" in request.auxiliary:
+        return {"counts": _count_heads(request.auxiliary["heads"], context, rows)}
+    context.load_model(model_vector(request))
+    evaluation, sums = counted(context.network, examples, rows, scores=bool(request.settings.get("scores")))
+    means = [evaluation.accuracy, evaluation.top5, evaluation.loss, 1.0]
+    counts = torch.tensor([means], dtype=torch.float64) * len(rows)
+    counts[:, :2] = counts[:, :2].round()
+    return {"counts": counts, **sums}
+
+
+def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
+    """Return the counts of each head, (n, 4)."""
+    counts = torch.zeros(len(heads), 4, dtype=torch.float64)
+    for batch, labels in features(context, rows):
+        ones = torch.ones(len(batch), 1, dtype=torch.float64)
+        z = torch.cat([batch.double(), ones], dim=1)  # (B, width + 1)
+        for i, head in enumerate(heads):
+            logits = z @ head.T
+            best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+            right = (best[:, 0] == labels).sum()
+            near = (best == labels[:, None]).any(1).sum()
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            counts[i] += torch.tensor([float(right), float(near), float(loss), len(labels)], dtype=torch.float64)
+    return counts
+
+
+def _answer_count(
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Response, ClientMemory]:
+    return replace(empty_response(request, context), sums=count(request, context)), memory
+
+
+def _validate_count(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    heads = request.auxiliary.get("heads")
+    if heads is None:
+        require_tensor("the model", model_vector(request), (context.space.size,))
+    else:
+        require_tensor("the heads", heads, (len(heads), context.network.classes, context.network.width + 1))
+
+
+def _held_out_images(request: Request, context: ClientContext) -> int:
+    rows_of_client = context.test_rows if request.settings.get("split") == "test" else context.held
+    return 0 if rows_of_client is None else len(rows_of_client(request.client))
+
+
+# ---- scores: sums from which metrics follow
+
+
+def score_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return the sums of `metrics.scores` of the request's model on the requested split."""
+    context.load_model(model_vector(request))
+    examples, rows = _requested_split(request, context)
+    _, sums = counted(context.network, examples, rows)
+    return sums
+
+
+def _score_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    summands = {}
+    for name, shape in scores.shapes(network.classes).items():
+        summands[name] = Summand(shape.shape, torch.float64, shape.limit, shape.step)
+    return summands
+
+
+def _validate_split(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    if request.settings["split"] not in ("validation", "test"):
+        raise Refused("the request names a split that does not exist", "request")
+
+
+# ---- evaluate: the client's own model on its own test images
+
+
+def evaluate_on_own_tests(
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Response, ClientMemory]:
+    """Measure the request's model, or the client's own, on its test images, before and after fine-tuning."""
+    if context.tests is None or context.test_rows is None:
+        raise FedgraftError(f"client {request.client} has no test rows of its own to evaluate on")
+    rows = context.test_rows(request.client)
+    request, _ = choose_cluster_model(request, algorithm, context)
+    own_model = algorithm.client_state.own_model(model_vector(request), memory)
+    context.load_model(own_model, memory.get("private"))
+    with_scores = bool(request.settings.get("scores"))
+    evaluation, sums = counted(context.network, context.tests, rows, scores=with_scores)
+    metrics = {"loss": evaluation.loss, "accuracy": evaluation.accuracy, "count": float(len(rows))}
+    if request.settings.get("finetune_epochs"):
+        finetuned, finetuned_sums = evaluate_finetuned(request, algorithm, context, rows)
+        metrics["finetuned_loss"] = finetuned.loss
+        metrics["finetuned_accuracy"] = finetuned.accuracy
+        for name, tensor in finetuned_sums.items():
+            sums[f"finetuned/{name}"] = tensor
+    return replace(empty_response(request, context), metrics=metrics, sums=sums), memory
+
+
+def _validate_finetuning(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    if not request.settings.get("finetune_epochs"):
+        return
+    declared = {"finetune_epochs": float}
+    for name in ("finetune_lr", "finetune_batch"):
+        if name in request.settings:
+            declared[name] = float
+    require_settings(request, declared)
+    if request.settings.get("finetune_part", "both") not in _FINETUNE_PARTS:
+        raise Refused("the request names a part to fine-tune that does not exist", "request")
+
+
+def _own_test_images(request: Request, context: ClientContext) -> int:
+    return 0 if context.test_rows is None else len(context.test_rows(request.client))
+
+
+ACTIONS = [
+    Action(
+        "count",
+        Phase.EVALUATION,
+        "evaluation at the clients",
+        _answer_count,
+        validate=_validate_count,
+        shown_alone=True,
+        images=_held_out_images,
+    ),
+    sum_action(
+        "scores",
+        score_sums,
+        _score_summands,
+        phase=Phase.EVALUATION,
+        progress_label="evaluation at the clients: sums of scores",
+        settings={"split": str},
+        model="edit_space",
+        validate=_validate_split,
+    ),
+    Action(
+        "evaluate",
+        Phase.EVALUATION,
+        "evaluation by the clients",
+        evaluate_on_own_tests,
+        model="edit_space",
+        validate=_validate_finetuning,
+        shown_alone=True,
+        images=_own_test_images,
+    ),
+]

@@ -1,0 +1,181 @@
+"""Sums from which a head on the frozen backbone is made: feature statistics, class sums, gradients, class counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedgraft.client.action import Phase, sum_action
+from fedgraft.client.context import ClientContext, features
+from fedgraft.core.messages import Request, Response, Scalar
+from fedgraft.core.protocols import Network
+from fedgraft.privacy.secagg.ring import Summand
+
+# docs/decisions/12-secure-head-initialisation.md derives the limit and the step.
+_LIMIT = 2.0**40
+_STEP = 2.0**-33
+_WRONG_SUMS = "its sums are not those of so many examples"
+
+
+def _linear_sum(*shape: int) -> Summand:
+    """Return the description of a float64 sum of features."""
+    return Summand(shape, torch.float64, _LIMIT, _STEP)
+
+
+def _with_ones(features: Tensor) -> Tensor:
+    """Append a column of ones, which stands for the bias."""
+    ones = torch.ones(len(features), 1, dtype=features.dtype)
+    return torch.cat([features, ones], dim=1)  # (B, width + 1)
+
+
+# ---- statistics: what ridge regression needs
+
+
+def statistics(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return ZᵀZ and ZᵀY of this client's features with a bias column. No image and no feature leaves."""
+    network = context.network
+    side = network.width + 1
+    gram = torch.zeros(side, side, dtype=torch.float64)
+    cross = torch.zeros(side, network.classes, dtype=torch.float64)
+    for batch, labels in features(context, context.rows(request.client)):
+        z = _with_ones(batch.double())
+        gram += z.T @ z
+        cross.index_add_(1, labels, z.T)
+    network.eval()
+    return {"gram": gram, "cross": cross}
+
+
+def _statistics_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    side = network.width + 1
+    return {"gram": _linear_sum(side, side), "cross": _linear_sum(side, network.classes)}
+
+
+def _statistics_implausible(response: Response) -> str:
+    gram = response.sums["gram"]
+    diagonal = gram.diagonal()
+    counts = response.sums["cross"][-1]  # the bias row counts examples by class
+    examples = response.examples
+    if float(diagonal[-1]) != examples or float(counts.sum()) != examples:
+        return _WRONG_SUMS
+    if not bool((counts >= 0).all()) or not bool((diagonal >= 0).all()):
+        return _WRONG_SUMS
+    if not torch.allclose(gram, gram.T):
+        return _WRONG_SUMS
+    return ""
+
+
+# ---- class sums and class counts
+
+
+def class_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return summed features by class with their counts, (width + 1, classes): what class means need."""
+    cross = torch.zeros(context.network.width + 1, context.network.classes, dtype=torch.float64)
+    for batch, labels in features(context, context.rows(request.client)):
+        cross.index_add_(1, labels, _with_ones(batch.double()).T)
+    return {"cross": cross}
+
+
+def _class_sums_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    return {"cross": _linear_sum(network.width + 1, network.classes)}
+
+
+def class_counts(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return how many training images of each class the client has."""
+    labels = context.examples.labels[context.rows(request.client)]
+    return {"counts": torch.bincount(labels, minlength=context.network.classes).double()}
+
+
+def _class_counts_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    return {"counts": Summand((network.classes,), torch.float64, 2.0**24, 1.0)}
+
+
+def _counts_implausible(counts: Tensor, examples: int) -> str:
+    whole = bool((counts % 1 == 0).all())
+    if float(counts.sum()) != examples or not bool((counts >= 0).all()) or not whole:
+        return _WRONG_SUMS
+    return ""
+
+
+def _class_sums_implausible(response: Response) -> str:
+    return _counts_implausible(response.sums["cross"][-1], response.examples)
+
+
+def _class_counts_implausible(response: Response) -> str:
+    return _counts_implausible(response.sums["counts"], response.examples)
+
+
+# ---- gradient of a logistic-regression head
+
+
+def head_gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return loss and gradient of a head (classes, width + 1), summed over this client's examples."""
+    head = request.auxiliary["head"]
+    rows = context.rows(request.client)
+    gradient = torch.zeros_like(head)
+    loss = torch.zeros(1, dtype=head.dtype)
+    for batch, labels in features(context, rows):
+        z = _with_ones(batch.to(head.dtype))
+        logits = z @ head.T
+        loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        error = logits.softmax(1)  # (B, classes)
+        error[torch.arange(len(labels)), labels] -= 1
+        gradient += error.T @ z
+    count = torch.full((1,), float(len(rows)), dtype=head.dtype)
+    return {"gradient": gradient, "loss": loss, "count": count}
+
+
+def _head_gradient_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    return {
+        "gradient": _linear_sum(network.classes, network.width + 1),
+        "loss": _linear_sum(1),
+        "count": _linear_sum(1),
+    }
+
+
+def _head_gradient_implausible(response: Response) -> str:
+    if float(response.sums["count"]) != response.examples or float(response.sums["loss"]) < 0:
+        return "its loss is not that of so many examples"
+    return ""
+
+
+def _head_tensor(network: Network) -> dict[str, tuple[int, ...]]:
+    return {"head": (network.classes, network.width + 1)}
+
+
+ACTIONS = [
+    sum_action(
+        "statistics",
+        statistics,
+        _statistics_summands,
+        phase=Phase.HEAD,
+        progress_label="head initialisation: sums over the features",
+        implausible=_statistics_implausible,
+    ),
+    sum_action(
+        "class_sums",
+        class_sums,
+        _class_sums_summands,
+        phase=Phase.HEAD,
+        progress_label="head initialisation: class sums",
+        implausible=_class_sums_implausible,
+    ),
+    sum_action(
+        "head_gradient",
+        head_gradient,
+        _head_gradient_summands,
+        phase=Phase.HEAD,
+        progress_label="head initialisation: one step of the logistic regression",
+        tensors=_head_tensor,
+        implausible=_head_gradient_implausible,
+    ),
+    sum_action(
+        "class_counts",
+        class_counts,
+        _class_counts_summands,
+        phase=Phase.CALIBRATION,
+        progress_label="class counts of the federation",
+        implausible=_class_counts_implausible,
+    ),
+]

@@ -1,0 +1,117 @@
+"""Local training: the update in the clear, encoded, or weighted inside a secure sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedgraft.algorithms.algorithm import Algorithm, secure_segments
+from fedgraft.client.action import Action, Phase, SumScope
+from fedgraft.client.context import ClientContext, ClientMemory, empty_response
+from fedgraft.client.request_checks import is_secure_stage, require_settings, require_tensor
+from fedgraft.client.train import train_locally
+from fedgraft.core.errors import Refused
+from fedgraft.core.messages import Request, Response
+from fedgraft.core.rng import torch_stream
+from fedgraft.privacy.secagg.ring import Segment
+from fedgraft.privacy.secagg.secure_sum import weighted_input
+
+
+def train(
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Response, ClientMemory]:
+    """Train locally and answer with the encoded update."""
+    outcome = train_locally(request, algorithm, context, memory)
+    trained = outcome.trained
+    response = update_response(
+        request, algorithm, context, outcome.update, outcome.scalars, (trained.loss, trained.steps), outcome.memory
+    )
+    return replace(response, sums=trained.closing.sums, evidence=outcome.evidence), outcome.memory
+
+
+def update_response(
+    request: Request,
+    algorithm: Algorithm,
+    context: ClientContext,
+    update: Tensor,
+    scalars: Mapping[str, float],
+    loss_and_steps: tuple[float, int],
+    memory: dict[str, Tensor],
+) -> Response:
+    """Return the response to a training request: the update encoded, and what goes with it."""
+    generator = torch_stream(context.seed, "encode", request.round, request.client)
+    encoded = algorithm.compression.encode(update, generator, memory)
+    response = replace(empty_response(request, context), update=encoded, scalars=scalars)
+    if algorithm.privacy.dp is not None:
+        # Losses and numbers of examples are not part of the privacy account: a private client keeps them to itself.
+        return replace(response, examples=0, metrics={})
+    loss, steps = loss_and_steps
+    examples = len(context.rows(request.client))
+    return replace(response, examples=examples, metrics={"loss": loss, "steps": float(steps)})
+
+
+def weighted_update(
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Mapping[str, Tensor], ClientMemory]:
+    """Train locally and return the weighted update, its weight and what else is summed, for a secure sum."""
+    outcome = train_locally(request, algorithm, context, memory)
+    assert algorithm.weighting.own is not None
+    largest = float(request.settings["largest"])
+    examples = min(largest, float(len(context.rows(request.client))))
+    weight = algorithm.weighting.own(examples, outcome.scalars, largest)
+    weight = min(1.0, max(0.0, weight))
+    reported = {name: outcome.scalars[name] for name in algorithm.reports}
+    return weighted_input(outcome.update, weight, outcome.trained.closing.sums, reported), outcome.memory
+
+
+def _layout(scope: SumScope) -> tuple[Segment, ...]:
+    assert scope.algorithm is not None
+    return secure_segments(scope.algorithm, scope.length, scope.trained)
+
+
+def _validate(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    """Refuse a training request whose numbers or further tensors are not those of this run."""
+    settings: dict[str, type] = {}
+    if algorithm.privacy.dp is not None:
+        settings["clip"] = float
+    if is_secure_stage(request):
+        settings["largest"] = float
+    if "head_lr" in request.settings:
+        settings["head_lr"] = float
+    require_settings(request, settings)
+    if request.space != context.space.digest:
+        raise Refused("the request is for another edit space", "request")
+    trained = context.space.trained
+    size = context.space.size
+    for name in algorithm.local.correction.receives:
+        tensor = request.auxiliary.get(name)
+        covers_buffers = tensor is not None and tensor.numel() == size
+        require_tensor(name, tensor, (size if covers_buffers else trained,))
+    common = request.auxiliary.get("common")
+    if common is not None:
+        require_tensor("the mean of all models", common, (size,))
+    clusters = request.auxiliary.get("clusters")
+    if clusters is not None:
+        require_tensor("the clusters", clusters, (*clusters.shape[:1], size))
+    active = request.auxiliary.get("active")
+    mask_bytes = -(-trained // 8)
+    if active is not None and (active.dtype != torch.uint8 or tuple(active.shape) != (mask_bytes,)):
+        raise Refused(f"'active' must be a packed uint8 mask of {mask_bytes} bytes", "request")
+
+
+ACTIONS = [
+    Action(
+        "train",
+        Phase.TRAINING,
+        "local training",
+        train,
+        settings={"lr": float},
+        model="edit_space",
+        validate=_validate,
+        layout=_layout,
+        summed=weighted_update,
+    )
+]

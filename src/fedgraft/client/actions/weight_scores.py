@@ -1,0 +1,198 @@
+"""Scores and gradients of weights on a client's examples, by which the server chooses what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.client.action import Action, Phase, sum_action
+from fedgraft.client.context import ClientContext, ClientMemory, empty_response, model_vector
+from fedgraft.core.errors import FedgraftError, Refused
+from fedgraft.core.messages import Request, Response, Scalar
+from fedgraft.core.protocols import Network
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.space import select
+from fedgraft.edit.calibrate import Calibration
+from fedgraft.edit.fisher import ESTIMATORS, Scores
+from fedgraft.privacy.secagg.ring import Summand
+
+_SHARE_SETTINGS = {"names": str, "draw": int, "share": float}
+_SCORE_SETTINGS = {**_SHARE_SETTINGS, "estimator": str, "labels": str, "batch": int}
+
+
+def _named_weights(settings: Mapping[str, Scalar]) -> list[str]:
+    """Return the names of the parameters that a request is about."""
+    return str(settings["names"]).split("\n")
+
+
+def _count_weights(network: Network, settings: Mapping[str, Scalar]) -> int:
+    names = set(_named_weights(settings))
+    return sum(p.numel() for name, p in network.named_parameters() if name in names)
+
+
+def _require_known_weights(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    """Refuse names of weights that this network does not have."""
+    known = {name for name, _ in context.network.named_parameters()}
+    if not set(_named_weights(request.settings)) <= known:
+        raise Refused("the request names a weight that this network does not have", "request")
+
+
+def _require_known_estimator(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
+    """Refuse unknown estimators and unknown weights."""
+    _require_known_weights(request, algorithm, context)
+    if request.settings["estimator"] not in ESTIMATORS:
+        raise Refused("the request names an estimator that does not exist", "request")
+
+
+def _draw_share(request: Request, context: ClientContext, purpose: str) -> tuple[Tensor, torch.Generator]:
+    """Return a drawn share of the client's rows, sorted, and the generator it was drawn with."""
+    rows = context.rows(request.client)
+    generator = torch_stream(context.seed, purpose, str(request.settings["draw"]), request.client)
+    count = max(1, round(float(request.settings["share"]) * len(rows)))
+    drawn = rows[torch.randperm(len(rows), generator=generator)[:count]]
+    return drawn.sort().values, generator
+
+
+# ---- Fisher scores
+
+
+def score_weights(request: Request, context: ClientContext) -> Scores:
+    """Score the weights that the request carries; the network gets its own back, bit for bit."""
+    settings = request.settings
+    network = context.network
+    rows, generator = _draw_share(request, context, "fisher_scores")
+    all_weights = select(network, lambda name: True, buffers=False)
+    before = all_weights.gather(network)
+    context.release()
+    all_weights.scatter(model_vector(request), network)
+    device = next(network.parameters()).device
+    batches = []
+    for batch_rows in rows.split(int(settings["batch"])):
+        inputs = context.examples.batch(batch_rows).to(device)
+        labels = context.examples.labels[batch_rows].to(device)
+        batches.append((inputs, labels, context.examples.entry))
+    estimate = ESTIMATORS[str(settings["estimator"])]
+    scores = estimate(cast(nn.Module, network), batches, str(settings["labels"]), _named_weights(settings), generator)
+    all_weights.scatter(before, network)
+    return scores
+
+
+def fisher_scores(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return sums of squared gradients over a share of this client's examples, with their number at the end."""
+    return {"scores": score_weights(request, context).vector()}
+
+
+def _fisher_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    size = _count_weights(network, settings) + 1  # the last entry counts examples
+    return {"scores": Summand((size,), torch.float32, 2.0**23, 2.0**-50)}
+
+
+def _fisher_implausible(response: Response) -> str:
+    scores = response.sums["scores"]
+    if not 0 < float(scores[-1]) <= response.examples or not bool((scores >= 0).all()):
+        return "its scores are not sums of squares over so many examples"
+    return ""
+
+
+# ---- gradients
+
+
+def gradient(request: Request, context: ClientContext) -> dict[str, Tensor]:
+    """Return the summed gradient of the named weights over a share of this client's examples."""
+    network = context.network
+    names = set(_named_weights(request.settings))
+    rows, _ = _draw_share(request, context, "gradient")
+    all_weights = select(network, lambda name: True, buffers=False)
+    before = all_weights.gather(network)
+    context.release()
+    all_weights.scatter(model_vector(request), network)
+    bound = select(network, lambda name: name in names, buffers=False).bind(network)
+    network.eval()
+    device = next(network.parameters()).device
+    total = torch.zeros(bound.trained)
+    for batch_rows in rows.split(64):
+        inputs = context.examples.batch(batch_rows).to(device)
+        labels = context.examples.labels[batch_rows].to(device)
+        logits = network(inputs, context.examples.entry)
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        total += bound.gradient().cpu()
+    all_weights.scatter(before, network)
+    return {"gradient": total}
+
+
+def _gradient_summands(network: Network, settings: Mapping[str, Scalar]) -> dict[str, Summand]:
+    return {"gradient": Summand((_count_weights(network, settings),), torch.float32, 2.0**23, 2.0**-40)}
+
+
+# ---- a mask of the client's own
+
+
+@runtime_checkable
+class ChoosesMask(Protocol):
+    """A trainable kind whose clients can choose coordinates by scores of their own."""
+
+    def calibrated(self, network: Network, scores: Callable[[int], Mapping[str, Tensor]]) -> Calibration:
+        """Return the mask that these scores give."""
+        ...
+
+
+def own_mask(
+    request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory
+) -> tuple[Response, ClientMemory]:
+    """Calibrate a mask on the client's own examples; only its bits leave."""
+    trainable = algorithm.trainable
+    if not isinstance(trainable, ChoosesMask):
+        raise FedgraftError(f"client {request.client} was asked for a mask, and {trainable.kind} has none")
+    network = context.network
+    all_weights = select(network, lambda name: True, buffers=False)
+    before = all_weights.gather(network)
+    all_weights.scatter(model_vector(request), network)
+
+    def score(round: int) -> Mapping[str, Tensor]:
+        settings = {**request.settings, "draw": round}
+        round_request = replace(request, vector=all_weights.gather(network), settings=settings)
+        return score_weights(round_request, context).mean()
+
+    mask = trainable.calibrated(network, score).mask
+    all_weights.scatter(before, network)
+    return replace(empty_response(request, context), evidence={"mask": mask.bits()}), memory
+
+
+ACTIONS = [
+    sum_action(
+        "fisher_scores",
+        fisher_scores,
+        _fisher_summands,
+        phase=Phase.CALIBRATION,
+        progress_label="mask calibration: scores",
+        settings=_SCORE_SETTINGS,
+        model="all_weights",
+        validate=_require_known_estimator,
+        implausible=_fisher_implausible,
+    ),
+    sum_action(
+        "gradient",
+        gradient,
+        _gradient_summands,
+        phase=Phase.CALIBRATION,
+        progress_label="low-rank factors: summed gradients",
+        settings=_SHARE_SETTINGS,
+        model="all_weights",
+        validate=_require_known_weights,
+    ),
+    Action(
+        "own_mask",
+        Phase.CALIBRATION,
+        "mask calibration: masks of the clients",
+        own_mask,
+        settings=_SCORE_SETTINGS,
+        model="all_weights",
+        validate=_require_known_estimator,
+        shown_alone=True,
+    ),
+]

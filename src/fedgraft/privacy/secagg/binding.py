@@ -1,0 +1,24 @@
+"""The digest that binds a secure sum to one request: every client of the sum signs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from fedgraft.core.messages import Request
+from fedgraft.privacy.secagg.client import digest_of
+
+
+def request_digest(request: Request) -> str:
+    """Return a digest of everything a request asks for: action, space, all settings, the model, further vectors.
+
+    Run, number and clients are in the plan itself. What a stage adds (`plan`, `data:...`) is not part of the request.
+    """
+    plain = json.dumps([request.space, sorted(request.settings.items())], separators=(",", ":"))
+    vectors = {}
+    for name, tensor in request.auxiliary.items():
+        if name != "plan" and not name.startswith("data:"):
+            vectors[name] = tensor
+    if request.vector is not None:
+        vectors[""] = request.vector
+    return hashlib.sha256(f"{plain}\x1e{digest_of(vectors)}".encode()).hexdigest()
