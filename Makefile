@@ -75,7 +75,7 @@ bench: $(STAMP)
 reliability: $(STAMP)
 	$(BIN)/python -m benchmarks.reliability
 
-# For example `make reproduce NAME=editing SCALE=tiny`, or `make reproduce NAME=q3 DATA=FOLDER MODEL=FOLDER`; see docs/reproduce.md.
+# For example `make reproduce NAME=q3 SCALE=tiny`, or `make reproduce NAME=q3 DATA=FOLDER MODEL=FOLDER`; see docs/reproduce.md.
 SCALE ?= laptop
 reproduce: $(STAMP)
 	$(BIN)/python -m reproduction $(NAME) --scale $(SCALE) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(ARGS)

@@ -1,6 +1,6 @@
 # The coordinator's server. Not root, nothing written but /state, which holds the federation's folder and its runs.
 FROM python:3.11-slim
-ARG EXTRAS=flower,secure,privacy,lora,report
+ARG EXTRAS=flower,secure,privacy,lora
 RUN useradd --create-home --uid 10001 fedgraft && mkdir /state && chown fedgraft /state
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./

@@ -4,16 +4,15 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
-from sklearn.datasets import load_digits
 
 import fedgraft as fg
 
 with tempfile.TemporaryDirectory() as place:
-    root, digits = Path(place), load_digits()
+    root, digits = Path(place), fg.data.digits().train
     for row in range(400):  # anna/3/12.png, ben/7/31.png, ...
-        path = root / "owners" / ("anna", "ben")[row % 2] / str(digits.target[row]) / f"{row}.png"
+        path = root / "owners" / ("anna", "ben")[row % 2] / str(digits.labels[row]) / f"{row}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((digits.images[row] * 15).astype("uint8")).save(path)
+        Image.fromarray(digits.images[row]).save(path)
 
     clients = fg.partition.by_site(fg.data.owners(root / "owners"))
     result = fg.run(fg.fedavg(trainable=fg.head()), fg.model("nano"), clients, rounds=2)

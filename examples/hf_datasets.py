@@ -1,16 +1,14 @@
 """A Hugging Face dataset with columns of any names; one client per hospital, and no patient on two sides of a split."""
 
 import datasets
-import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 import fedgraft as fg
 
-digits = load_digits()
+digits = fg.data.digits().train
 table = {
-    "scan": [Image.fromarray(np.uint8(one * 15)) for one in digits.images[:600]],
-    "finding": [f"digit {label}" for label in digits.target[:600]],
+    "scan": [Image.fromarray(image) for image in digits.images[:600]],
+    "finding": [f"digit {label}" for label in digits.labels[:600]],
     "hospital": [("north", "south", "east")[row % 3] for row in range(600)],
     "patient": [f"p{row // 4}" for row in range(600)],
 }

@@ -1,8 +1,6 @@
 """A torch `Dataset` of (image, label); images are what they are before any transform of yours."""
 
-import numpy as np
 import torch
-from sklearn.datasets import load_digits
 
 import fedgraft as fg
 
@@ -11,14 +9,14 @@ class Digits(torch.utils.data.Dataset):
     """Handwritten digits; an item may also be a Pillow image, or a table with `image` and `label`."""
 
     def __init__(self) -> None:
-        self.digits = load_digits()
+        self.digits = fg.data.digits().train
 
     def __len__(self) -> int:
-        return len(self.digits.target)
+        return len(self.digits.labels)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
-        grey = (self.digits.images[row] * (255 / 16)).astype(np.uint8)
-        return torch.from_numpy(grey)[None].repeat(3, 1, 1) / 255, int(self.digits.target[row])
+        colours = torch.from_numpy(self.digits.images[row])  # (8, 8, 3)
+        return colours.permute(2, 0, 1) / 255, int(self.digits.labels[row])
 
 
 clients = fg.partition.iid(fg.data.dataset(Digits()), clients=5)

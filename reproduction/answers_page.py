@@ -329,7 +329,7 @@ with its date. The documents' claims are in [an appendix](claims.md). A start wi
 some parts, and then the range is from there.{took}
 Primary endpoints of all questions are corrected together by Holm, also those that were not measured. Made by
 `python -m reproduction --answers` from `q1/numbers.json` to `q6/numbers.json` alone."""
-_ALONE = "Without a network: the same as [one file](answers.html)."
+_ALONE = "It also writes `answers.html`, the same as one file that opens without a network (built, not committed)."
 _APPENDIX = """# What the five documents claim
 
 Every empirical claim, in the document's own setting and in ours. Verdicts by the rule of the [protocol](protocol.md),

@@ -13,6 +13,7 @@ from functools import partial
 from fedgraft.metrics.statistics import table
 from reproduction.claims_rows import ROWS, of_kind
 from reproduction.preset import Claim, load_preset, names
+from reproduction.question import QUESTIONS, load_question
 from reproduction.reproduce import Found, numbers
 from reproduction.statistics import Effect, Series, paired
 from reproduction.verdicts import Check, Fact, Verdict, judge
@@ -98,14 +99,11 @@ def verdict_table(found: Sequence[Row]) -> str:
     return table(["row", "claim", "measured", "verdict"], rows)
 
 
-def claims_of(row: int) -> list[tuple[str, Claim]]:
-    """The claims that stand for a row of the checklist, each with its preset."""
-    return [(name, claim) for name in names() for claim in load_preset(name).claims if claim.row == row]
-
-
 def listing() -> list[tuple[int, str, str, list[str]]]:
-    """Every row of kind T, F or E, with the presets that stand for it: row, kinds, text, presets."""
-    presets = {name: load_preset(name).rows for name in names()}
+    """Every row of kind T, F or E, with the presets and questions that stand for it: row, kinds, text, names."""
+    presets = {name: set(load_preset(name).rows) for name in names()}
+    for name in QUESTIONS:
+        presets[name] = {row for part in load_question(name).parts.values() for row in part.rows}
     wanted = of_kind("TFE")
     return [
         (row, ROWS[row][0], text, [n for n, rows in presets.items() if row in rows]) for row, text in wanted.items()

@@ -9,6 +9,7 @@ from typing import Any
 from fedgraft.metrics.statistics import summarise
 from fedgraft.run.folder import RunFolder
 from reproduction import drawing as figures
+from reproduction.drawing.palette import to_palette
 from reproduction.drawing.ranking import Arm
 from reproduction.drawing.representations import draw_of_run
 from reproduction.preset import Cell, Figure, level_of, picked
@@ -32,6 +33,7 @@ def draw_all(found: Found, folder: Path, formats: Sequence[str] = ("png",)) -> l
     for figure in found.work.preset.figures:
         path = folder / f"{figure.name or figure.kind}.png"
         if _draw(figure, found, path):
+            to_palette(path)
             made.append((figure, path))
             for other in formats:
                 if other != "png":

@@ -1,7 +1,8 @@
 """Finished runs in one small file that travels with the pages, so that nothing finished is computed twice elsewhere.
 
-Of a run it holds what tables and figures read: config, summary, the numbers of each round, and the last mixture where
-clients were mixed. Where data and network lay is written as `DATA` and `MODEL`, and read as whatever they are here.
+Of a run it holds what tables and figures read: config, summary, the numbers of each round, the mean seconds of each
+phase, and the last mixture where clients were mixed. A cell of an attack table is read from its outcome alone, so its
+rounds are left out. Where data and network lay is written as `DATA` and `MODEL`, and read as whatever they are here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from reproduction.question import QUESTIONS
 from reproduction.runs import dispersion
 
 WHOLE = ("config.toml", "run.json", "summary.json", OUTCOME)
-SERIES = ("round", "accuracy", "loss", "personal", "balanced_accuracy", "bytes_up", "bytes_down", "seconds")
+SERIES = ("round", "accuracy", "loss", "personal", "balanced_accuracy", "bytes_up", "bytes_down")
 _OLDEST = (1980, 1, 1, 0, 0, 0)  # one time for all, so that equal runs make equal files
 
 
@@ -77,10 +78,24 @@ def _parts(folder: Path) -> Iterator[tuple[str, bytes]]:
     for name in WHOLE:
         if (folder / name).is_file():
             yield name, (folder / name).read_bytes()
-    lines = [_short(line) for line in read_metrics(folder / "metrics.jsonl")]
-    yield "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode()
+    if not (folder / OUTCOME).is_file():
+        lines = shortened(list(read_metrics(folder / "metrics.jsonl")))
+        yield "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode()
     if mixed := sorted((folder / "figures").glob("crsm-round-*.safetensors")):
         yield f"figures/{mixed[-1].name}", mixed[-1].read_bytes()
+
+
+def shortened(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what is read of the rounds; the first line carries the mean seconds of each phase over all of them."""
+    short = [_short(line) for line in lines]
+    phases = dict.fromkeys(phase for line in lines for phase in line.get("seconds", {}))
+    means = {}
+    for phase in phases:
+        spent = [line["seconds"][phase] for line in lines if phase in line.get("seconds", {})]
+        means[phase] = sum(spent) / len(spent)
+    if means:
+        short[0]["seconds"] = means
+    return short
 
 
 def _short(line: dict[str, Any]) -> dict[str, Any]:

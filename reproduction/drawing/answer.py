@@ -9,6 +9,7 @@ from textwrap import fill, wrap
 from typing import TYPE_CHECKING
 
 from fedgraft.report.figures import INK, PALETTE, canvas, dress, plain_text
+from reproduction.drawing.palette import to_palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,6 +64,8 @@ def answer(path: Path, panels: Sequence[Rows], title: str = "") -> Path:
             if panel.lines:
                 axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1)
                 axes.set_title(plain_text(named), pad=24)
+    if path.suffix == ".png":
+        to_palette(path)
     return path
 
 

@@ -27,7 +27,7 @@ from fedgraft.local.losses import cross_entropy
 from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
-from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private, zero_sum_demo
+from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private
 from fedgraft.run.job import head_only
 
 SECURE = Protection(hidden=True)
@@ -60,7 +60,6 @@ CASES: list[tuple[Callable[[], Algorithm], str]] = [
     (lambda: vary(zoo.fedavg(), weighting=telling(), privacy=SECURE), "tensors of their own beside the hidden sum"),
     (lambda: vary(zoo.fedgma(), privacy=SECURE), "fedgma looks at each client's update"),
     (lambda: vary(zoo.fedavg(), trainable=PARTLY, privacy=SECURE), "cannot share one hidden sum"),
-    (lambda: vary(zoo.scaffold(), aggregate=zero_sum_demo(0)), "sums one vector, and control_variates sends two"),
     (lambda: vary(zoo.fedavg(), compression=codec("half"), privacy=SECURE), "hidden sums are not encoded by half"),
     (lambda: zoo.scaffold(local=LocalTraining(optimizer=adamw())), "how far a gradient moves the model"),
     (lambda: zoo.scaffold(local=LocalTraining(head_lr=2.0)), "the head has a rate of its own"),

@@ -1,4 +1,4 @@
-"""Laws of the slots: a chain of one is its link, the default loss is the cross-entropy, what selects nothing is FedAvg.
+"""Laws of the slots: the default loss is the cross-entropy, what selects nothing is FedAvg.
 
 Equal means bit for bit, over all a checkpoint holds. Below them each law is shown to notice the bug it is there for.
 """
@@ -16,16 +16,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy as softmax_loss
 
 from fedgraft import algorithms as zoo
-from fedgraft.aggregate import server_rules
-from fedgraft.aggregate.server_rules import RoundInfo, ServerRule
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.registry import LOSSES
 from fedgraft.core.state import to_tensors
 from fedgraft.edit.trainable import is_head
-from fedgraft.local import corrections
-from fedgraft.local.corrections import Correction, control_variates, dynamic, none, proximal
+from fedgraft.local.corrections import Correction, none
 from fedgraft.local.losses import Loss, LossContext, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant
@@ -47,115 +44,6 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def made(name: str, **slots: Any) -> Algorithm:
     return zoo.named(name, local=LOCAL, **slots)
-
-
-# ---- chains of corrections -------------------------------------------------------------------------------------------
-
-CORRECTED = {"fedavg": none(), "fedprox": proximal(0.5), "scaffold": control_variates(), "feddyn": dynamic(0.1)}
-
-
-@pytest.mark.parametrize("name", CORRECTED)
-def test_a_chain_of_one_correction_is_the_correction(name: str) -> None:
-    plain = vary(made(name), correction=CORRECTED[name])
-    link, chained = CORRECTED[name], corrections.chain(CORRECTED[name])
-    assert same(outcome(vary(plain, correction=chained)), outcome(plain))
-    flags = ("name", "sends", "receives", "remembers", "needs_effective_steps", "nothing")
-    assert [getattr(chained, flag) for flag in flags] == [getattr(link, flag) for flag in flags]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CORRECTED)
-def test_a_pull_of_zero_in_a_chain_is_nothing(name: str) -> None:
-    plain = vary(made(name), correction=CORRECTED[name])
-    for links in ((proximal(0.0), CORRECTED[name]), (CORRECTED[name], proximal(0.0))):
-        assert same(outcome(vary(plain, correction=corrections.chain(*links))), outcome(plain))
-    assert not same(outcome(vary(plain, correction=corrections.chain(CORRECTED[name], proximal(0.5)))), outcome(plain))
-    assert corrections.chain(proximal(0.0), none()).nothing and not corrections.chain(proximal(0.5), none()).nothing
-
-
-def test_pulls_in_a_chain_add_up() -> None:
-    """Two halves are one whole: each link sees the gradient the other left."""
-    halves = corrections.chain(proximal(0.25), proximal(0.25))
-    gradient, values, start = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).unbind()
-    alone, together = gradient.clone(), gradient.clone()
-    proximal(0.5).adjust(alone, values, {"start": start})
-    halves.adjust(together, values, halves.prepare(start, {}, {}))
-    torch.testing.assert_close(together, alone)
-
-
-def test_a_chain_that_forgets_a_link_is_noticed() -> None:
-    """The planted bugs: only the first link adjusts; what the link remembers is lost; its context is another's."""
-    link = control_variates()
-    plain, chained = made("scaffold"), corrections.chain(link, proximal(0.0))
-
-    def broken(**parts: Any) -> dict[str, Tensor]:
-        return outcome(vary(plain, correction=replace(chained, **parts)))
-
-    assert same(broken(), outcome(plain))
-    assert not same(broken(adjust=lambda gradient, values, context: None), outcome(plain))
-    assert not same(broken(finish=lambda v, c, r: replace(chained.finish(v, c, r), memory={})), outcome(plain))
-    with pytest.raises(KeyError):
-        broken(prepare=link.prepare)  # contexts of a chain are kept apart by position
-
-
-# ---- chains of server rules ------------------------------------------------------------------------------------------
-
-SERVED = ["fedavg", "fedavgm", "fedadam", "fednova", "fedgma", "scaffold", "feddyn"]
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_a_chain_of_one_server_rule_is_the_rule(name: str) -> None:
-    plain = made(name)
-    chained = server_rules.chain(plain.server)
-    assert same(outcome(vary(plain, server=chained)), outcome(plain))
-    assert (chained.name, chained.needs, chained.memoryless) == (
-        plain.server.name,
-        plain.server.needs,
-        plain.server.memoryless,
-    )
-    assert (chained.inspect is None) == (plain.server.inspect is None)
-
-
-def stepped(rule: ServerRule) -> Tensor:
-    """Five steps from updates that differ; every rule is told all it could need."""
-    x, *updates = torch.randn(6, 40, generator=torch.Generator().manual_seed(1)).unbind()
-    state = rule.init(40)
-    for update in updates:
-        info = RoundInfo(5, 3, 0.1, {"control": update, "agreement": update.abs().clamp(max=1)}, {"tau": 1.5})
-        x, state = rule.step(x, update, state, info)
-    return x
-
-
-MEMORYLESS = [server_rules.plain(), server_rules.fedgma(0.0), server_rules.chain(server_rules.plain())]
-
-
-@pytest.mark.parametrize("rule", [server_rules.momentum(), server_rules.adam(), server_rules.scaffold()])
-@pytest.mark.parametrize("nothing", MEMORYLESS, ids=["plain", "fedgma", "chain"])
-def test_a_plain_step_in_a_chain_changes_nothing(rule: ServerRule, nothing: ServerRule) -> None:
-    """Before or after a rule that remembers: its memory goes on. Equal up to the rounding of x + u - x."""
-    wanted = stepped(rule)
-    for links in ((nothing, rule), (rule, nothing)):
-        torch.testing.assert_close(stepped(server_rules.chain(*links)), wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_a_chain_that_loses_a_memory_is_noticed() -> None:
-    """The planted bug: every link is shown the old state, so a link that hands it back overwrites the new one."""
-    links = (server_rules.momentum(), server_rules.plain())
-
-    def step(x: Tensor, update: Tensor, state: dict[str, Tensor], info: RoundInfo) -> tuple[Tensor, dict[str, Tensor]]:
-        new, moved = dict(state), x
-        for rule in links:
-            moved, after = rule.step(x, update, state, info)
-            new, update = {**new, **after}, moved - x
-        return moved, new
-
-    careless = replace(server_rules.chain(*links), step=step)
-    assert not torch.allclose(stepped(careless), stepped(server_rules.momentum()), rtol=1e-3)
-
-
-def test_two_memories_of_one_name_are_refused() -> None:
-    with pytest.raises(FedgraftError, match="same name"):
-        server_rules.chain(server_rules.momentum(), server_rules.momentum()).init(4)
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from tests.support.toy import Toy, ToyNetwork, batch_norm_network, random_mask, 
 from torch import Tensor
 
 from fedgraft import algorithms as zoo
-from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.server_rules import RoundInfo, ServerRule, plain
@@ -40,8 +39,6 @@ from fedgraft.engines import batched as batched_module
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.stack import Stack
-from fedgraft.local import corrections
-from fedgraft.local.corrections import control_variates, proximal
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalTraining, batches, train
@@ -127,11 +124,6 @@ ROWS: dict[str, Row] = {
     "fedavg/nesterov+clip": varied(optimizer=sgdm(0.9, 0.01, nesterov=True), clip=0.5),
     "fednova/epochs": varied("fednova", epochs=1, steps=None, momentum_correction=True),
     "fedavg/head rate": varied(head_lr=3.0),
-    "scaffold/chains": varied(
-        "scaffold",
-        correction=corrections.chain(control_variates(), proximal(0.1)),
-        server=server_rules.chain(server_rules.scaffold(), server_rules.momentum(0.5)),
-    ),
     "fedavg/poisson": Row(named("fedavg"), {"sampling": "poisson"}),
     **NORMED,
 }
@@ -390,7 +382,7 @@ HEADS = {name: made for name, row in ROWS.items() if (made := of_the_head(row)) 
 ONE_BY_ONE = {  # what the batched engine leaves to the client's own code, and why
     "clients keep a part of the model": {"fedala", "ditto", "central", "fedbn", "fedsa_lora"},
     "each client chooses its model first": {"ifca"},
-    "acts on each client by itself": {"fedprox", "scaffold", "feddyn", "scaffold/plain sgd+int8", "scaffold/chains"},
+    "acts on each client by itself": {"fedprox", "scaffold", "feddyn", "scaffold/plain sgd+int8"},
     "is not the plain cross-entropy": {"fedlc"},
     "report what they see": {
         "fedfisher",

@@ -30,7 +30,7 @@ from fedgraft.data.partition import make_partition
 from fedgraft.run.centralized import as_central
 from reproduction import answers, answers_page, claims, page, reproduce, studies
 
-AT_THE_GATE = ("secure", "groups")
+AT_THE_GATE = ("epochs", "crsm")
 """Presets that the gate runs from end to end; the others are planned, and run by `make test-reproduction`."""
 PRESET = """
 title = "A"
@@ -62,7 +62,7 @@ def test_where_the_protocol_fixes_the_head_only_the_arms_that_are_heads_train_it
         assert trains.trains_head != trains.trains_body, cell.label
 
 
-def test_every_table_figure_and_experiment_has_a_preset() -> None:
+def test_every_table_figure_and_experiment_has_a_preset_or_a_question() -> None:
     found = claims.listing()
     assert {row for row, *_ in found} == {row for row, (kind, _) in ROWS.items() if set(kind) & set("TFE")}
     assert [row for row, _, _, presets in found if not presets] == []
@@ -78,8 +78,7 @@ def test_the_kinds_of_the_rows() -> None:
     assert kinds == {row: kind for row, (kind, _) in ROWS.items()}
 
 
-def test_every_claim_of_the_checklist_has_a_measurement() -> None:
-    assert [row for row in of_kind("L") if not claims.claims_of(row)] == []
+def test_presets_judge_only_claims_of_the_checklist() -> None:
     judged = {claim.row for name in names() for claim in load_preset(name).claims}
     assert judged <= set(of_kind("L"))
 
@@ -135,8 +134,8 @@ def test_every_cell_of_a_preset_has_an_algorithm_that_takes_its_options(
     assert all(one.trainable.trains_head or one.trainable.trains_body for one in made)
 
 
-def test_all_kinds_of_the_documents_are_drawn_by_some_preset() -> None:
-    drawn = {figure.kind for name in names() for figure in load_preset(name).figures}
+def test_all_kinds_of_the_documents_are_drawn_by_some_preset_or_question() -> None:
+    drawn = {figure.kind for preset in PLANNED.values() for figure in preset.figures}
     assert {f"F{i}" for i in range(1, 30)} <= drawn
 
 
@@ -162,8 +161,8 @@ def test_a_broken_preset_is_one_sentence(old: str, new: str, sentence: str) -> N
 
 
 def test_an_unknown_name_and_study_are_one_sentence() -> None:
-    with pytest.raises(FedgraftError, match="the nearest is 'editing'"):
-        load_preset("editin")
+    with pytest.raises(FedgraftError, match="the nearest is 'calibration'"):
+        load_preset("calibratio")
     with pytest.raises(FedgraftError, match="there is no study"):
         studies.named("x")
 
@@ -221,11 +220,11 @@ def test_a_rate_that_only_one_seed_bears_is_not_chosen(tmp_path: Path, monkeypat
 
 
 def test_runs_that_choose_a_rate_are_short_and_leave_the_test_set_alone() -> None:
-    found = {cell.label: cell for cell in cells(load_preset("editing"), "paper", "editing", "D")}
-    cell = found["N_c=10/random"]
+    found = {cell.label: cell for cell in cells(load_preset("sparse_federated"), "paper", "a", "D")}
+    cell = next(iter(found.values()))
     short, whole = reproduce._short(cell, 2, 0.009, 0.34), cell.config(seed=2)
-    assert (short.rounds.total, short.rounds.evaluate_every, short.rounds.test) == (6, 0, False)
-    assert (whole.rounds.total, whole.rounds.test) == (20, True)
+    assert (short.rounds.total, short.rounds.evaluate_every, short.rounds.test) == (17, 0, False)
+    assert (whole.rounds.total, whole.rounds.test) == (50, True)
     placed = next(cell for cell in cells(load_preset("sparse_central"), "paper", "a", "D") if cell.central)
     assert as_central(reproduce._short(placed, 2, 0.009, 0.34)).rounds.total == 3
     assert as_central(placed.config(seed=2)).rounds.total == 10
@@ -560,7 +559,7 @@ def test_pages_speak_of_the_rates_of_arms_that_are_there(name: str, tmp_path: Pa
 
 def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = CliRunner().invoke(app, ["secure", "--data", str(tmp_path / "nowhere")])
+    said = CliRunner().invoke(app, ["epochs", "--data", str(tmp_path / "nowhere")])
     assert isinstance(said.exception, FedgraftError) and str(said.exception).count("nowhere") == 1
     assert "--data" in str(said.exception)
 
@@ -569,7 +568,7 @@ def test_what_is_wrong_with_the_data_is_said_once(tmp_path: Path, monkeypatch: p
     "overrides",
     [
         [],
-        ["editing", "--scale", "huge"],
+        ["epochs", "--scale", "huge"],
         ["nothing"],
         ["--list", "--scale", "x"],
         ["--list", "--format", "gif"],

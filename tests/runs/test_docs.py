@@ -30,7 +30,6 @@ NOT_RUN = {
     "make": "sets up an environment, or is the gate that this test is part of",
     "pip": "installs packages",
     "eval": "is for a shell's own start file",
-    "npm": "fetches a package",
     "fedgraft deploy local": "starts real Flower processes: tests/deploy/test_deploy_local.py runs it",
     "python -m reproduction": "belongs to no installed package: tests/reproduction runs it",
     "fedgraft run privacy.dp.epsilon": "looks for its noise for a minute; tests/unit/test_protected_rounds.py runs one",

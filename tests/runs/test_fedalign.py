@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.svcca import svcca
 from tests.support.tiny import Open, without_pictures
 from tests.support.toy import Toy, ToyExamples
 from torch import Tensor
 
 from fedgraft import algorithms as zoo
-from fedgraft.aggregate.similarity import svcca
 from fedgraft.aggregate.slots import Answers
 from fedgraft.config.load import load
 from fedgraft.core.errors import FedgraftError

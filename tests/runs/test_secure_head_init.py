@@ -193,7 +193,6 @@ def test_warnings_say_what_is_still_shown() -> None:
     for word in ("model.head=ridge", "trainable.kind=sparse"):
         with pytest.raises(FedgraftError, match="which no noise covers"):
             told(*private, word)
-    assert "INSECURE" in "\n".join(told("privacy.aggregation=zero_sum_demo"))
 
 
 def test_warnings_name_each_thing_that_comes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = builder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    needed = ["models/nano/model.safetensors", "models/nano/config.json", "config/demo.toml", "report/template.html"]
+    needed = [
+        "models/nano/model.safetensors",
+        "models/nano/config.json",
+        "data/sources/digits.npz",
+        "data/sources/digits.md",
+        "config/demo.toml",
+        "report/template.html",
+    ]
     assert {f"fedgraft/{name}" for name in [*needed, "py.typed", "cli/main.py"]} <= names
     assert all(name.startswith(("fedgraft/", f"fedgraft-{PROJECT['version']}.dist-info/")) for name in names)
     source = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "fedgraft").rglob("*.py")}

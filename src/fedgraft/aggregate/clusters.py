@@ -25,8 +25,6 @@ class Clusters:
     count: int = 2
     linear = False
     is_mean = False
-    insecure = ""
-    one_vector = False
     of_trainable = False
     personal = False
     several = True

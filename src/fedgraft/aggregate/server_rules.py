@@ -178,30 +178,6 @@ def fedgma(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> Server
     return ServerRule("fedgma", _zeros(), step, ("agreement",), agreement)
 
 
-def chain(*rules: ServerRule) -> ServerRule:
-    """One rule after the other: the step of each is the update of the next. Names of their state must differ."""
-
-    def init(size: int) -> State:
-        states = [rule.init(size) for rule in rules]
-        if sum(map(len, states)) > len({name for state in states for name in state}):
-            raise FedgraftError("two server rules of a chain remember something under the same name; leave one out.")
-        return {name: tensor for state in states for name, tensor in state.items()}
-
-    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
-        new, moved = dict(state), x
-        for rule in rules:
-            moved, after = rule.step(x, update, new, info)
-            new, update = {**new, **after}, moved - x
-        return moved, new
-
-    def inspect(updates: Sequence[Tensor], weights: Tensor) -> Mapping[str, Tensor]:
-        return {k: v for rule in rules if rule.inspect for k, v in rule.inspect(updates, weights).items()}
-
-    needs = tuple(name for rule in rules for name in rule.needs)
-    seen = inspect if any(rule.inspect for rule in rules) else None
-    return ServerRule("+".join(r.name for r in rules), init, step, needs, seen, all(r.memoryless for r in rules))
-
-
 def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
     """The rule on the first `trained` coordinates; the rest (batch-norm statistics) takes the plain mean."""
 

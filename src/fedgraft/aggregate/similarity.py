@@ -73,11 +73,6 @@ def svcca_of_bases(qx: Tensor, qy: Tensor, top: int | None = 20) -> Score:
     return Score(float(rho[:top].mean()), rho, thin if n < 10 * p else "")
 
 
-def svcca(x: Tensor, y: Tensor, keep: int | float = 50, top: int | None = 20) -> Score:
-    """SVCCA of two representations (n, d) and (n, e) of the same n examples."""
-    return svcca_of_bases(svcca_basis(x, keep), svcca_basis(y, keep), top)
-
-
 def null_level(n: int, p: int, top: int | None = 20, points: int = 20_000) -> float:
     """SVCCA expected of unrelated data with n rows and p directions a side: the mean of the top p quantiles.
 

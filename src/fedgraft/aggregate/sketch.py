@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgraft.aggregate.similarity import Score, svcca_basis, svcca_of_bases
+from fedgraft.aggregate.similarity import svcca_basis
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,3 @@ def basis_of(x: Tensor, keep: int, sketch: int = 0) -> Tensor:
         return svcca_basis(x, keep)
     # One drawing for all: what is compared must not differ by the luck of its sketch.
     return sketched_basis(x, keep, torch.Generator().manual_seed(0), sketch, power=4).basis
-
-
-def sketched_svcca(x: SketchedBasis, y: SketchedBasis, top: int | None = 20) -> tuple[Score, float]:
-    """SVCCA of two sketched bases over the same rows, and how far it can be from that of the true ones."""
-    return svcca_of_bases(x.basis, y.basis, top), min(1.0, x.sine + y.sine)

@@ -149,10 +149,6 @@ class Aggregator:
     """A weighted sum, which secure aggregation can carry; robust rules need each update by itself."""
     is_mean: bool = False
     """Exactly the weighted mean, which is what an account of differential privacy covers."""
-    insecure: str = ""
-    """A sentence that every result must carry, where this only looks like protection."""
-    one_vector: bool = False
-    """It can sum the update and nothing beside it."""
     of_trainable: bool = False
     """The trainable kind's own way to combine its updates."""
     shares: bool = True
@@ -219,8 +215,6 @@ class Mixing:
     instead = Aggregator.instead
     linear = True
     is_mean = False
-    insecure = ""
-    one_vector = False
     of_trainable = False
     personal = True
     several = False

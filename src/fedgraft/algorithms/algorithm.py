@@ -194,10 +194,6 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             f"each; choose privacy.aggregation='clear'{same}.",
         ),
         (
-            a.aggregate.one_vector and bool(correction.sends),
-            f"{a.aggregate.name} sums one vector, and {correction.name} sends two; use privacy.aggregation='secure'.",
-        ),
-        (
             hidden and not a.compression.exact,
             f"hidden sums are not encoded by {a.compression.name}; choose privacy.aggregation='clear'{values}.",
         ),

@@ -26,9 +26,9 @@ def preflight(
     """Coordinator: what every site holds, as sums, before anybody trains; exit code 1: settle something first."""
     from fedgraft.config.load import merge, to_toml, validate
     from fedgraft.consortium.site_faults import Finding, findings
+    from fedgraft.core.files import write_text
     from fedgraft.deploy import preflight as asking
     from fedgraft.deploy.folder import open_federation
-    from fedgraft.deploy.process import write_text
     from fedgraft.deploy.server import ask
 
     found = open_federation(fed)

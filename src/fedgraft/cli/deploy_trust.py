@@ -96,8 +96,8 @@ def trust(
     import json
     import tomllib
 
+    from fedgraft.core.files import write_text
     from fedgraft.deploy.keys import announced_identity, short
-    from fedgraft.deploy.process import write_text
 
     path = key.absolute().parent / "peers.toml"
     known = tomllib.loads(path.read_text()) if path.is_file() else {}

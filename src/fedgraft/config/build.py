@@ -27,7 +27,7 @@ from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.accounting import Budget, noise_for
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, check_combination, secret_key, simulation_key
-from fedgraft.privacy.protection import DifferentialPrivacy, private, secure, zero_sum_demo
+from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 
 
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
@@ -176,8 +176,6 @@ def protect(config: Config, algorithm: Algorithm) -> Algorithm:
     p = config.privacy
     if p.aggregation == "secure":
         algorithm = secure(algorithm, p.limit, p.threshold, p.degree)
-    elif p.aggregation == "zero_sum_demo":
-        algorithm = vary(algorithm, aggregate=zero_sum_demo(config.seed))
     if p.dp is None:
         return algorithm
     check_private(config, algorithm)

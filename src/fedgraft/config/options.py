@@ -86,8 +86,8 @@ class Privacy(Section):
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
     degree: int | None = Field(None, ge=2, description="secure: others that hold a client's shares, in large cohorts")
     dp: DifferentialPrivacy | None = Field(None, description="client-level differential privacy; a table of its own")
-    aggregation: Literal["clear", "secure", "zero_sum_demo"] = Field(
-        "clear", description="zero_sum_demo is INSECURE, for comparison"
+    aggregation: Literal["clear", "secure"] = Field(
+        "clear", description="secure: the server sees only the sum of the updates"
     )
 
 

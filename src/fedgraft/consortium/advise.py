@@ -96,7 +96,7 @@ class Tried:
     @property
     def interval(self) -> tuple[float, float]:
         """The accuracy's 95 % interval."""
-        low, high = wilson(self.accuracy * self.count, self.count)  # type: ignore[arg-type]
+        low, high = wilson(self.accuracy * self.count, self.count)
         return float(low), float(high)
 
 

@@ -38,7 +38,10 @@ class Labelled:
     def named(self, classes: Sequence[str]) -> Self:
         """The same rows with labels that count along these classes."""
         if strange := [name for name in self.classes if name not in classes]:
-            raise FedgraftError(f"the class {strange[0]!r} is not among the known ones: {', '.join(classes)[:300]}.")
+            raise FedgraftError(
+                f"the data has the class {strange[0]!r}, which is not among the known ones "
+                f"({', '.join(classes)[:300]}); rename it with data.class_map."
+            )
         place = np.array([list(classes).index(name) for name in self.classes], dtype=np.int64)
         digest = short_digest(self.digest, *classes)
         return replace(self, labels=place[self.labels], classes=tuple(classes), digest=digest)

@@ -7,7 +7,6 @@ measures on data of its own (`server-data`) or, without any, lets the nodes coun
 
 from __future__ import annotations
 
-import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
 from fedgraft.data.partition import make_partition
 from fedgraft.data.partition.split import stratified_split
-from fedgraft.data.sources import Dataset, Store, load_dataset, open_path
+from fedgraft.data.sources import Dataset, load_dataset, open_path
 from fedgraft.data.sources.class_map import check_names, odd_names, renamed
 from fedgraft.deploy import limits
 from fedgraft.run.engines import Remote
@@ -65,24 +64,12 @@ def own_data(config: Config, source: str, path: str, classes: Sequence[str]) -> 
     """A node's own data under the federation's classes, with its share of validation images held out."""
     dataset = renamed(load_own(source, path), config.data.class_map)
     if classes:
-        dataset = Dataset(dataset.name, _named(dataset.train, classes), _named(dataset.test, classes))
+        dataset = Dataset(dataset.name, dataset.train.named(classes), dataset.test.named(classes))
     labels = np.asarray(dataset.train.labels)
     train, held = stratified_split(labels, config.data.validation, config.seed)
     tests = np.asarray(dataset.test.labels)
     partition = make_partition("iid", labels[train], tests, 1, config.seed)
     return OwnData(dataset, train, held, partition)
-
-
-def _named(store: Store, classes: Sequence[str]) -> Store:
-    """The same examples with labels that count along the federation's classes."""
-    if strange := [name for name in store.classes if name not in classes]:
-        raise FedgraftError(
-            f"the node's data has the class {strange[0]!r}, which the federation does not know; its classes are "
-            f"{', '.join(classes)[:300]}."
-        )
-    context = np.array([list(classes).index(name) for name in store.classes], dtype=np.int64)
-    digest = hashlib.blake2b("\x1f".join([store.digest, *classes]).encode(), digest_size=16).hexdigest()
-    return replace(store, labels=context[store.labels], classes=tuple(classes), digest=digest)
 
 
 def _path_source(config: Config) -> str:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fedgraft.core.errors import FedgraftError
+from fedgraft.core.files import write_text
 
 PROC = Path("/proc")
 _PATIENCE = 10.0  # seconds a process gets to end by itself
@@ -48,13 +49,6 @@ class Server(Process):
     def address(self) -> str:
         """Where this machine reaches it."""
         return f"{'127.0.0.1' if self.bind == '0.0.0.0' else self.bind}:{self.port}"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text(text)
-    fresh.replace(path)
 
 
 def environment(home: Path) -> dict[str, str]:

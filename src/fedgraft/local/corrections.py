@@ -49,38 +49,6 @@ def none() -> Correction:
     return Correction("none", lambda s, a, m: {}, lambda g, v, c: None, lambda v, c, r: Closing(), nothing=True)
 
 
-def chain(*corrections: Correction) -> Correction:
-    """One correction after the other on the same gradient; what they remember and send must not share names."""
-
-    def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
-        made = [correction.prepare(start, auxiliary, memory) for correction in corrections]
-        return {f"{i}/{name}": tensor for i, context in enumerate(made) for name, tensor in context.items()}
-
-    def part(context: Vectors, i: int) -> Vectors:
-        return {name.removeprefix(f"{i}/"): t for name, t in context.items() if name.startswith(f"{i}/")}
-
-    def adjust(gradient: Tensor, values: Tensor, context: Vectors) -> None:
-        for i, correction in enumerate(corrections):
-            correction.adjust(gradient, values, part(context, i))
-
-    def finish(values: Tensor, context: Vectors, effective_steps: float) -> Closing:
-        ends = [c.finish(values, part(context, i), effective_steps) for i, c in enumerate(corrections)]
-        memory = {name: tensor for end in ends for name, tensor in end.memory.items()}
-        return Closing(memory, {name: tensor for end in ends for name, tensor in end.sums.items()})
-
-    return Correction(
-        "+".join(c.name for c in corrections),
-        prepare,
-        adjust,
-        finish,
-        any(c.needs_effective_steps for c in corrections),
-        tuple(n for c in corrections for n in c.sends),
-        tuple(n for c in corrections for n in c.receives),
-        any(c.remembers for c in corrections),
-        nothing=all(c.nothing for c in corrections),
-    )
-
-
 def proximal(mu: float) -> Correction:
     """FedProx: the loss gains μ/2·‖y−x‖², squared, so the gradient gains μ(y−x)."""
     if mu == 0:

@@ -19,7 +19,7 @@ Array = np.ndarray
 Z = 1.959963984540054  # of 95 %
 
 
-def wilson(hits: Array, n: Array) -> tuple[Array, Array]:
+def wilson(hits: Array | float, n: Array | float) -> tuple[Array, Array]:
     """Limits of a proportion; n must be positive."""
     hits, n = np.asarray(hits, float), np.asarray(n, float)
     p, z2 = hits / n, Z * Z

@@ -1,7 +1,7 @@
 """Who may see what: nothing hidden, or only the sum over those who stay; with or without differential privacy.
 
 `secure` and `private` wrap an algorithm; they compose, and an algorithm that they cannot carry is refused when it is
-built. The zero-sum scheme of the source documents is an aggregation rule for comparison, not a protection.
+built.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.server_rules import RoundInfo
-from fedgraft.aggregate.slots import Aggregator, Answers, Step
+from fedgraft.aggregate.slots import Step
 from fedgraft.core.state import ServerState
 from fedgraft.local.update_links import Sending, UpdateLink
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, bound_key, clip, sensitivity
-from fedgraft.privacy.zero_sum_demo import InsecureZeroSumDemo
 
 if TYPE_CHECKING:
     from fedgraft.algorithms.algorithm import Algorithm
@@ -100,15 +99,3 @@ def private(algorithm: Algorithm, dp: DifferentialPrivacy) -> Algorithm:
     link = dp.link()
     own = tuple(old for old in algorithm.update if old not in algorithm.privacy.links)
     return replace(algorithm, privacy=replace(algorithm.privacy, dp=dp, links=(link,)), update=(*own, link))
-
-
-def zero_sum_demo(seed: int) -> Aggregator:
-    """The documents' Gaussian zero-sum scheme, INSECURE: uniform weights, no dropouts, float cancellation."""
-
-    def update(answers: Answers, weights: Tensor) -> Tensor:
-        demo = InsecureZeroSumDemo(seed, answers.round, tuple(answers.clients), 1.0)
-        masked = {k: demo.mask(k, update) for k, update in zip(answers.clients, answers.updates, strict=True)}
-        return torch.as_tensor(demo.total(masked)) / len(answers.updates)
-
-    sentence = "INSECURE: zero_sum_demo is for comparison, the server can read every update"
-    return Aggregator("zero_sum_demo", update, linear=False, insecure=sentence, one_vector=True)

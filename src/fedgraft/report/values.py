@@ -13,7 +13,6 @@ from typing import Any
 
 from fedgraft.core.files import plain
 
-_Z = 1.959963984540054  # of 95 %
 NONE = "–"
 LABELS = {
     "validation.accuracy": "validation accuracy",
@@ -62,14 +61,6 @@ def percent(share: float | None, digits: int = 2) -> str:
     return NONE if share is None or share < 0 else f"{100 * share:.{digits}f} %"
 
 
-def wilson(hits: float, n: float) -> tuple[float, float]:
-    """The 95 % interval of a share of n images."""
-    share, far = hits / n, _Z * _Z / n
-    half = _Z * math.sqrt(share * (1 - share) / n + far / (4 * n))
-    low, high = ((share + far / 2 + sign * half) / (1 + far) for sign in (-1, 1))
-    return (0.0 if hits == 0 else low), (1.0 if hits == n else high)
-
-
 def decimals(found: Mapping[str, Any]) -> int:
     """Decimals that the interval of a metric supports: 13 of 19 is 68 %, not 68.42 %."""
     scale, low, high = 100 if found.get("unit", "%") == "%" else 1, found.get("low"), found.get("high")
@@ -100,8 +91,10 @@ def accuracy(share: float, count: int | None) -> dict[str, Any]:
     hits = round(share * count)
     if abs(hits - share * count) > 1e-3 * count:  # a weighted mean is no share of images
         return {"value": share, "n": count}
+    from fedgraft.metrics.intervals import wilson
+
     low, high = wilson(hits, count)
-    return {"value": share, "n": count, "hits": hits, "low": low, "high": high}
+    return {"value": share, "n": count, "hits": hits, "low": float(low), "high": float(high)}
 
 
 def seconds_of(line: Mapping[str, Any]) -> float:

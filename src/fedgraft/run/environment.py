@@ -24,7 +24,6 @@ PACKAGES = (
     "safetensors",
     "numpy",
     "scipy",
-    "scikit-learn",
     "pillow",
     "pyarrow",
     "peft",

@@ -20,12 +20,12 @@ from torch.nn.functional import cross_entropy
 from fedgraft.client.actions import action_named
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
+from fedgraft.core.network_digest import digest
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import EditSpace
 from fedgraft.edit.trainable import is_head
 from fedgraft.metrics.evaluate import Evaluation
-from fedgraft.models.identity import digest
 from fedgraft.run.closed_form import client_class_sums, cof_heads, ncm_head
 from fedgraft.run.engines import Engines
 from fedgraft.run.job import Job

@@ -23,6 +23,7 @@ from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
 from fedgraft.config.build import schedule
 from fedgraft.core.messages import Request, Scalar
+from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import EditSpace, select
@@ -31,7 +32,6 @@ from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.local.features import block_of, hidden, layer_names
-from fedgraft.models.identity import digest
 from fedgraft.models.network import VisionNetwork
 from fedgraft.run.engines import Engines
 from fedgraft.run.job import Job

@@ -123,7 +123,6 @@ def summary_of(
         "start": start,
         "data": facts_of(data),
         **note_of(start, best, state.round, algorithm.privacy.dp is not None, judged),
-        **({"protection": algorithm.aggregate.insecure} if algorithm.aggregate.insecure else {}),
         **account_of(config, algorithm, state.round, lines),
     }
     return summary if data.rows_known else {**summary, "classes": list(data.dataset.classes)}

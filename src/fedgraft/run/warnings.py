@@ -75,12 +75,10 @@ def _unprotected(job: Job) -> list[str]:
             "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "
             "nobody; set privacy.dp.secret=true"
         )
-    if a.aggregate.insecure:
-        found.append("privacy.aggregation='zero_sum_demo' is INSECURE: the server can read every update; use 'secure'")
     for shown in (w for w in a.wants if w.name == "representation" and w.options.get("noise")):
         found.append(_shown(job, int(shown.options["samples"]), float(shown.options["noise"])))
     where = "secure aggregation, without noise" if a.privacy.hidden else "the clear"
-    demands = a.privacy.dp is not None or bool(a.aggregate.insecure)
+    demands = a.privacy.dp is not None
     if demands and job.config.head != "random":
         found.append(
             f"head initialisation sums feature statistics in {where}, outside the account; "

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.svcca import svcca
 from torch import Tensor
 
 from fedgraft.aggregate import similarity as sim
@@ -33,14 +34,14 @@ def orthogonal(d: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("n", "d"), [(120, 30), (60, 300)])  # tall, and wide through the Gram matrix
 def test_identical_representations_score_one(n: int, d: int) -> None:
     x = noise(n, d)
-    assert sim.svcca(x, x, keep=5).value == pytest.approx(1.0, abs=1e-9)  # a network is like itself
+    assert svcca(x, x, keep=5).value == pytest.approx(1.0, abs=1e-9)  # a network is like itself
 
 
 def test_unpaired_rows_are_noticed() -> None:
     """The planted bug: shuffling the images of one side must cost identical networks their score of one."""
     x = noise(256, 64)
     shuffled = x[torch.randperm(256, generator=stream(1))]
-    score = sim.svcca(x, shuffled, keep=50).value
+    score = svcca(x, shuffled, keep=50).value
     assert score < 0.7
     assert score == pytest.approx(sim.null_level(256, 50), abs=0.02)  # it is the level of unrelated data
 
@@ -52,11 +53,11 @@ def test_too_few_examples_are_refused_because_they_force_ones() -> None:
     forced = int((torch.linalg.svdvals(qx.T @ qy) > 1 - 1e-9).sum())
     assert forced == 2 * 50 - 63
     with pytest.raises(FedgraftError, match="50 directions on 64 examples"):
-        sim.svcca(x, y)
+        svcca(x, y)
     with pytest.raises(FedgraftError, match="64 rows against 60"):
         sim.svcca_of_bases(qx, sim.svcca_basis(y[:60], 5))
-    assert "few" in sim.svcca(x, y, keep=10).warning
-    assert sim.svcca(x, y, keep=6).warning == ""
+    assert "few" in svcca(x, y, keep=10).warning
+    assert svcca(x, y, keep=6).warning == ""
 
 
 def test_closed_form_against_scikit_learn() -> None:
@@ -69,7 +70,7 @@ def test_closed_form_against_scikit_learn() -> None:
     px, py = (PCA(5).fit_transform(a.numpy().astype(np.float64)) for a in (x, y))
     a, b = CCA(5, max_iter=10_000, tol=1e-12).fit_transform(px, py)
     expected = sorted((abs(np.corrcoef(a[:, i], b[:, i])[0, 1]) for i in range(5)), reverse=True)
-    found = sim.svcca(x, y, keep=5, top=None)
+    found = svcca(x, y, keep=5, top=None)
     np.testing.assert_allclose(found.correlations, expected, atol=1e-5)
     assert found.value == pytest.approx(float(np.mean(expected)), abs=1e-5)
 
@@ -85,7 +86,7 @@ def test_closed_form_against_the_covariance_form() -> None:
         return vectors @ torch.diag(values**-0.5) @ vectors.T
 
     expected = torch.linalg.svdvals(root(x.T @ x) @ (x.T @ y) @ root(y.T @ y))
-    torch.testing.assert_close(sim.svcca(x, y, keep=50).correlations, expected)
+    torch.testing.assert_close(svcca(x, y, keep=50).correlations, expected)
 
 
 def test_wide_and_tall_bases_span_the_same_space() -> None:
@@ -101,12 +102,12 @@ def test_wide_and_tall_bases_span_the_same_space() -> None:
 def test_svcca_is_symmetric_and_blind_to_rotation_shift_and_scale(seed: int, scale: float) -> None:
     x, y = noise(150, 12, seed=seed), noise(150, 12, seed=seed + 1)
     y = y + x
-    base = sim.svcca(x, y, keep=6).value
-    assert sim.svcca(y, x, keep=6).value == pytest.approx(base, abs=1e-9)
+    base = svcca(x, y, keep=6).value
+    assert svcca(y, x, keep=6).value == pytest.approx(base, abs=1e-9)
     turned = scale * (x @ orthogonal(12, seed)) + 3
-    assert sim.svcca(turned, y, keep=6).value == pytest.approx(base, abs=1e-4)
+    assert svcca(turned, y, keep=6).value == pytest.approx(base, abs=1e-4)
     order = torch.randperm(150, generator=stream(seed))
-    assert sim.svcca(x[order], y[order], keep=6).value == pytest.approx(base, abs=1e-9)
+    assert svcca(x[order], y[order], keep=6).value == pytest.approx(base, abs=1e-9)
 
 
 def test_rank_guard_and_share_of_variance() -> None:
@@ -118,14 +119,14 @@ def test_rank_guard_and_share_of_variance() -> None:
     assert sim.svcca_basis(planted, 0.9).shape[1] == 1
     assert sim.svcca_basis(planted, 0.95).shape[1] == 2
     assert sim.svcca_basis(planted, 0.995).shape[1] == 3
-    still = sim.svcca(torch.ones(50, 4), noise(50, 4), keep=3)
+    still = svcca(torch.ones(50, 4), noise(50, 4), keep=3)
     assert math.isnan(still.value)
     assert "does not vary" in still.warning
 
 
 def test_null_level_against_simulation() -> None:
     for n, p, top in ((256, 50, 20), (500, 20, 20), (600, 50, None)):
-        draws = [sim.svcca(noise(n, p, seed=i), noise(n, p, seed=i + 100), p, top).value for i in range(6)]
+        draws = [svcca(noise(n, p, seed=i), noise(n, p, seed=i + 100), p, top).value for i in range(6)]
         assert sim.null_level(n, p, top) == pytest.approx(float(np.mean(draws)), abs=0.015)
     assert sim.null_level(256, 50) == pytest.approx(0.61, abs=0.01)
     assert sim.null_level(2000, 50) == pytest.approx(0.22, abs=0.01)

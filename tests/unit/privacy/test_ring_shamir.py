@@ -1,4 +1,4 @@
-"""The ring that a secure sum adds in, the secret sharing, and the insecure scheme kept for comparison."""
+"""The ring that a secure sum adds in, and the secret sharing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from fedgraft.core.errors import FedgraftError
 from fedgraft.privacy.secagg import shamir
 from fedgraft.privacy.secagg.ring import Ring, Segment
-from fedgraft.privacy.zero_sum_demo import InsecureZeroSumDemo
 
 
 def stream(seed: int = 0) -> torch.Generator:
@@ -116,20 +115,3 @@ def test_a_wrong_share_is_passed_over_and_too_many_are_noticed() -> None:
 def test_impossible_sharings_are_refused(call: tuple[bytes, int, list[int]]) -> None:
     with pytest.raises(ValueError):
         shamir.split(*call)
-
-
-def test_the_zero_sum_demo_sums_and_is_insecure() -> None:
-    before = torch.random.get_rng_state()
-    vectors = {u: torch.randn(100, generator=stream(u)) * 0.02 for u in range(5)}
-    demo = InsecureZeroSumDemo(3, 1, tuple(vectors))
-    masked = {u: demo.mask(u, v) for u, v in vectors.items()}
-    exact = torch.stack(list(vectors.values())).sum(0)
-    assert torch.allclose(demo.total(masked), exact, atol=1e-5)
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert not torch.allclose(masked[2], vectors[2], atol=0.5)
-    assert torch.allclose(demo.unmask_as_server(2, masked[2]), vectors[2], atol=1e-6)  # why it is insecure
-    loud = InsecureZeroSumDemo(3, 1, tuple(vectors), sigma=1e4)
-    error = (loud.total({u: loud.mask(u, v) for u, v in vectors.items()}) - exact).abs().max()
-    assert error > 1e-4  # float cancellation: hiding well costs precision
-    with pytest.raises(FedgraftError, match="cannot lose a client"):
-        demo.total({u: masked[u] for u in range(4)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedgraft.report.html import flatten
-from fedgraft.report.values import accuracy, clock, column, metric, show, size, wilson
+from fedgraft.report.values import accuracy, clock, column, metric, show, size
 
 
 def test_how_values_are_shown() -> None:
@@ -21,7 +21,8 @@ def test_the_interval_of_a_share_is_that_of_scipy(hits: int, n: int) -> None:
     from scipy.stats import binomtest
 
     wanted = binomtest(hits, n).proportion_ci(method="wilson")
-    assert wilson(hits, n) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
+    found = accuracy(hits / n, n)
+    assert (found["low"], found["high"]) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
 
 
 def test_a_share_is_told_with_what_stands_behind_it() -> None:

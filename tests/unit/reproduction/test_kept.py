@@ -28,7 +28,10 @@ def _run(root: Path, data: str, seed: int, status: str = "finished") -> Path:
     with run.writing(console=False):
         for r in range(3):
             clients = {"ids": [0, 1], "drift": [0.5, 1.5], "weight": [0.4, 0.6]}
-            run.append({"round": r, "accuracy": 0.1 * r, "loss": 1.0, "clients": clients, "bytes_up": 8})
+            run.append(
+                {"round": r, "accuracy": 0.1 * r, "loss": 1.0, "clients": clients, "bytes_up": 8}
+                | ({"seconds": {"aggregate": 0.1 * r}} if r else {})
+            )
         summary = {"test": {"accuracy": 0.1 * seed}, "bytes_up": 10, "bytes_down": 20, "seconds": 1.0}
         balanced = {"one": 0.2, "another": 0.5}
         summary["clients"] = {name: {"balanced_accuracy": {"value": value}} for name, value in balanced.items()}
@@ -47,9 +50,10 @@ def test_a_finished_run_is_found_again_at_another_place(tmp_path: Path) -> None:
     wanted = load(None, ["data.path=/other/pacs", "data.source=parquet", "model.name=/b/net", "seed=1"])
     found = FinishedRuns(there).get(wanted, False)
     assert found is not None and from_folder(found).data.path == "/other/pacs"
-    for measure in ("test", "megabytes", "spread", "last", "dispersion"):
+    for measure in ("test", "megabytes", "spread", "last", "dispersion", "seconds:aggregate"):
         assert measure_of(found, measure) == measure_of(made, measure), measure
     assert curve(found) == curve(made)
+    assert measure_of(found, "seconds:aggregate") == pytest.approx(0.15)
     assert measure_of(found, "dispersion") == pytest.approx(20.0)  # 0.1 around a mean of 0.5
     assert measure_of(found, "balanced") == pytest.approx(35.0)  # the mean over clients of 20 and 50 %
 

@@ -1,9 +1,8 @@
-"""Data that needs no file: scikit-learn's digits, and synthetic images of any number."""
+"""Data inside the package: real handwritten digits, and synthetic images of any number."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,9 @@ from fedgraft.data.sources.assemble import Dataset
 
 
 def digits() -> Dataset:
-    """Scikit-learn's 1,797 real handwritten digits (8x8, 17 grey levels); one fixed stratified cut is the test set."""
-    table = _digits()
-    grey = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    labels = table[:, -1].astype(np.int64)
+    """1,797 real handwritten digits (UCI, 8x8, 17 grey levels); one fixed stratified cut is the test set."""
+    levels, labels = _digits()
+    grey = np.round(levels * (255 / 16)).astype(np.uint8)
     names = tuple(str(digit) for digit in range(10))
     train, test = (
         make_store(grey[rows][..., None].repeat(3, axis=3), labels[rows], names)
@@ -28,11 +26,11 @@ def digits() -> Dataset:
     return Dataset("digits", train, test)
 
 
-@cache  # reading the text takes a fifth of a small run
-def _digits() -> np.ndarray:
-    found = find_spec("sklearn")  # its file is read and the package left alone: importing it takes seconds
-    assert found is not None and found.origin is not None
-    return np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+@cache
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return grey levels from 0 to 16 (N, 8, 8) and labels (N,); `digits.md` beside the file says where it is from."""
+    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
+        return file["images"], file["labels"].astype(np.int64)
 
 
 def synthetic(classes: int = 10, train: int = 5000, test: int = 1000, image_size: int = 32, seed: int = 0) -> Dataset:

