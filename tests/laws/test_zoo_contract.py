@@ -97,7 +97,16 @@ NORMED = {
     "fednova/batch norm, last block": batch_norm("fednova", trainable=last_blocks(1)),  # some in, some out
 }
 SIMILARITIES = ("cka_rbf", "cka_debiased", "covariance", "probe_cka", "label_histogram", "constant", "rsa")
-ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip")
+ROBUST = (
+    "median",
+    "trimmed_mean",
+    "krum",
+    "multi_krum",
+    "bulyan",
+    "geometric_median",
+    "centered_clipping",
+    "norm_clip",
+)
 ROWS: dict[str, Row] = {
     **{name: Row(named(name)) for name in zoo.ALGORITHMS},
     **{f"fedshibu/{kind}": Row(named("fedshibu", similarity=kind, probe=64)) for kind in SIMILARITIES},

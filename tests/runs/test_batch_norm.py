@@ -10,9 +10,23 @@ from tests.support.tiny import tensors_of, without_pictures
 
 from fedgraft.config.load import load
 from fedgraft.run.adapted import adapted
+from fedgraft.run.job import job_of
 from fedgraft.run.loop import run
 from fedgraft.run.predict import evaluate_run
 
+LONE = [
+    "data.source=digits",
+    "data.limit=120",
+    "data.image_size=8",
+    "model.name=resnet18:width=4",
+    "rounds.fraction=1.0",
+    "rounds.total=2",
+    "rounds.evaluate_every=1",
+    "engine=reference",
+    "trainable.kind=everything",
+    "data.validation=0.1",
+]
+"""Images so small that the last stage of the network sees maps of one pixel."""
 RESNET = [
     "data.source=digits",
     "data.limit=120",
@@ -45,3 +59,22 @@ def test_a_checkpoint_tests_the_same_with_one_and_two_workers(words: list[str], 
     inside = {part.name for part in model.opening.space.buffers}
     untouched = [t for n, t in model.network.named_buffers() if n.endswith("running_var") and n not in inside]
     assert untouched and all(bool((t == 1).all()) for t in untouched)  # as the network was made
+
+
+@pytest.mark.parametrize(
+    "words", [["local.steps=1", "local.batch_size=1"], ["local.epochs=1", "local.batch_size=EPOCH"]]
+)
+def test_a_batch_of_one_image_trains_where_maps_have_one_pixel(words: list[str], tmp_path: Path) -> None:
+    """A client with n images and batches of n - 1 meets its last image alone; so does a batch of one image."""
+    config = load(None, [*LONE, "partition.clients=2"])
+    images = int(min(job_of(config).task.data.partition.sizes()))
+    words = [word.replace("EPOCH", str(images - 1)) for word in words]
+    with without_pictures():
+        found = [
+            run(load(None, [*LONE, "partition.clients=2", *words, f"workers={n}"]), tmp_path / str(n), console=False)
+            for n in (1, 2)
+        ]
+    assert found[0]["test"] == found[1]["test"]
+    ours, theirs = (tensors_of(tmp_path / str(n)) for n in (1, 2))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(bool(tensor.isfinite().all()) for tensor in ours.values() if tensor.is_floating_point())

@@ -22,7 +22,16 @@ from fedgraft.privacy.protection import secure
 from fedgraft.privacy.secagg.ring import Ring
 
 BAD = 2
-ROBUST = ["median", "trimmed_mean", "krum", "multi_krum", "bulyan", "geometric_median", "norm_clip"]
+ROBUST = [
+    "median",
+    "trimmed_mean",
+    "krum",
+    "multi_krum",
+    "bulyan",
+    "geometric_median",
+    "centered_clipping",
+    "norm_clip",
+]
 COMBINED: dict[str, Callable[[], Algorithm]] = {
     **{
         name: zoo.ALGORITHMS[name]

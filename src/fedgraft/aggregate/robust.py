@@ -1,9 +1,10 @@
 """Aggregation that survives some lying clients, on the stack of updates.
 
 Coordinate median and trimmed mean (Yin et al. 2018), Krum and multi-Krum (Blanchard et al. 2017), Bulyan (El Mhamdi
-et al. 2018), geometric median (Pillutla et al. 2022, smoothed Weiszfeld), norm clipping, and nearest-neighbour
-mixing (Allouah et al. 2023) before any of them. All but the mean ignore the clients' weights: a number of examples is
-a claim, and an attacker would claim much. A row with NaN or infinity counts as a client that did not move.
+et al. 2018), geometric median (Pillutla et al. 2022, smoothed Weiszfeld), centered clipping (Karimireddy et al. 2021),
+norm clipping, and nearest-neighbour mixing (Allouah et al. 2023) before any of them. All but the mean ignore the
+clients' weights: a number of examples is a claim, and an attacker would claim much. A row with NaN or infinity counts
+as a client that did not move.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from fedgraft.aggregate.mean import accumulate, chunks, norm, weighted_mean
 from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.ranges import Number, Positive, in_range
+from fedgraft.core.ranges import Count, Number, Positive, in_range
 from fedgraft.core.registry import AGGREGATORS
 
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -184,6 +185,9 @@ def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: 
 
     The point is always a mean of the updates, so every step works on the m x m distances alone and the long vectors
     are read twice in all. It starts from weights 1 / median distance, so that a far one counts for nothing at once.
+
+    Unlike RFA (Pillutla et al.), it does not weigh the distances by examples: a number of examples is a claim, and one
+    liar who claims more than half of all would be the median.
     """
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
@@ -211,6 +215,49 @@ def _weiszfeld(squared: Tensor, iterations: int, smoothing: float, tolerance: fl
         if moved < tolerance:
             break
     return shares
+
+
+@in_range
+def centered_clipping(tau: Positive | None = None, iterations: Count = 3) -> Rule:
+    """Move a centre v by the mean of the clipped differences to it: v + mean_i (x_i - v) min(1, tau / |x_i - v|).
+
+    Karimireddy, He and Jaggi, Learning from History (2021). One update moves v by at most tau / m per iteration,
+    wherever it is. The paper starts from the last round's aggregate; a rule here has no memory, so v starts from the
+    coordinate-wise median of this round. `tau` is by default the median distance of the updates to that start, so
+    that half of them are not clipped at first. The clients' weights are ignored, as by the other rules.
+    """
+
+    def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
+        stack = finite_rows(stack)
+        centre = _by_coordinate(stack, _middle).to(torch.float64)
+        radius = tau
+        for _ in range(iterations):
+            distances = _distances_to(stack, centre)
+            if radius is None:
+                radius = statistics.median(distances)
+            _move_clipped(stack, centre, distances, radius)
+        return centre.to(torch.float32)
+
+    return aggregate
+
+
+def _distances_to(stack: Tensor, centre: Tensor) -> list[float]:
+    """The distance of each row (k,) to the centre."""
+    squares = torch.zeros(len(stack), dtype=torch.float64)
+    for piece in chunks(stack.shape[1]):
+        squares += (stack[:, piece].to(torch.float64) - centre[piece]).square().sum(1)
+    return [float(square) for square in squares.sqrt()]
+
+
+def _move_clipped(stack: Tensor, centre: Tensor, distances: Sequence[float], radius: float) -> None:
+    """Add to the centre, in place, the mean of the differences of all rows to it, none longer than the radius."""
+    scales = torch.ones(len(stack), dtype=torch.float64)
+    for i, distance in enumerate(distances):
+        if distance > radius:
+            scales[i] = radius / distance
+    for piece in chunks(stack.shape[1]):
+        differences = stack[:, piece].to(torch.float64) - centre[piece]
+        centre[piece] += (scales[:, None] * differences).mean(0)
 
 
 def clip_norms(limit: float | None = None) -> Prepare:
@@ -267,6 +314,7 @@ AGGREGATORS |= {
     "multi_krum": lambda attackers, responses: multi_krum(attackers),
     "bulyan": lambda attackers, responses: bulyan(attackers),
     "geometric_median": lambda attackers, responses: geometric_median(),
+    "centered_clipping": lambda attackers, responses: centered_clipping(),
     "norm_clip": lambda attackers, responses: prepared(mean(), clip_norms()),
 }
 """By name: `make(attackers, replies)` gives a rule against so many attackers among so many replies."""

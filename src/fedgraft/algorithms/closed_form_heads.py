@@ -18,7 +18,10 @@ def _only(name: str, kind: str, slots: dict[str, Any]) -> Algorithm:
 
 
 def fed3r(**slots: Any) -> Algorithm:
-    """Fanì et al. 2024: ridge regression from summed statistics; also known as analytic federated learning."""
+    """Fanì et al. 2024: ridge regression from summed statistics; also known as analytic federated learning.
+
+    Unlike the paper's: an unpunished bias, centred targets, a penalty relative to the features' energy, a temperature.
+    """
     return _only("fed3r", "ridge", slots)
 
 
@@ -28,10 +31,16 @@ def fedprobe(**slots: Any) -> Algorithm:
 
 
 def fedncm(**slots: Any) -> Algorithm:
-    """Legate et al. 2023: each class is its normalised mean feature."""
+    """Legate et al. 2023: each class is its normalised mean feature.
+
+    Unlike the paper's: scaled by a temperature chosen on validation, so that its softmax can be trained on.
+    """
     return _only("fedncm", "ncm", slots)
 
 
 def fedcof(**slots: Any) -> Algorithm:
-    """Goswami et al. 2025: class covariances from the spread of client means; in the clear only."""
+    """Goswami et al. 2025: class covariances from the spread of client means; in the clear only.
+
+    Unlike the paper's: the penalty and a temperature are chosen on validation.
+    """
     return _only("fedcof", "cof", slots)

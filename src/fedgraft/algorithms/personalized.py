@@ -87,7 +87,10 @@ def fedshibu(
     aside: Inner = 0.2,
     **slots: Any,
 ) -> Algorithm:
-    """One body per client, mixed by representation similarity; the head stays at its start. Constant 1 is FedBABU."""
+    """One body per client, mixed by representation similarity; the head stays at its start. Constant 1 is FedBABU.
+
+    Unlike the source: a similarity counts times the other client's number of images.
+    """
     made = vary(fedbabu(**slots), name="fedshibu")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
 
@@ -104,7 +107,10 @@ def fedavg_crsm(
     aside: Inner = 0.2,
     **slots: Any,
 ) -> Algorithm:
-    """The same mixing on whatever trains, head included. Constant 1 is FedAvg."""
+    """The same mixing on whatever trains, head included. Constant 1 is FedAvg.
+
+    Unlike the source: a similarity counts times the other client's number of images.
+    """
     made = vary(fedavg(**slots), name="fedavg_crsm")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
 
@@ -121,7 +127,10 @@ def fedper(**slots: Any) -> Algorithm:
 
 
 def fedrep(**slots: Any) -> Algorithm:
-    """Collins et al. 2021: a private head trained first, then the common body."""
+    """Collins et al. 2021: a private head trained first, then the common body.
+
+    Unlike the paper's: head and body take equally many steps.
+    """
     return vary(fedper(**slots), name="fedrep", client_state=ClientState(is_head, alternate=True))
 
 
@@ -147,7 +156,10 @@ def is_normalisation(network: Network, name: str) -> bool:
 
 @in_range
 def fedala(rate: NotNegative = 1.0, share: Share = 0.8, blocks: Count = 1, **slots: Any) -> Algorithm:
-    """Zhang et al. 2023: each client starts between its last model and the common one; rate 0 is FedAvg."""
+    """Zhang et al. 2023: each client starts between its last model and the common one; rate 0 is FedAvg.
+
+    Unlike the paper's: evaluated with the weights learned in the round the client last trained in.
+    """
     return vary(fedavg(**slots), name="fedala", client_state=ClientState(start=AdaptiveStart(rate, share, blocks)))
 
 

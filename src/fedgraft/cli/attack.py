@@ -12,7 +12,9 @@ from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.cli.sweep import Seeds, resumable, seeds_of
 
 _ATTACKS = "sign_flip, scaling, gaussian, ipm, alie, mimic, zero, nan, label_flip, backdoor, backdoor_boosted"
-_RULES = "mean, norm_clip, median, trimmed_mean, krum, multi_krum, bulyan, geometric_median, nnm+median"
+_RULES = (
+    "mean, norm_clip, median, trimmed_mean, krum, multi_krum, bulyan, geometric_median, centered_clipping, nnm+median"
+)
 
 
 def names(text: str) -> list[str]:

@@ -119,7 +119,7 @@ def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> 
 
 def _up(value: float) -> float:
     """A little above, so that the account's last digit does not decide."""
-    return math.ceil(value * 1e4) / 1e4
+    return math.ceil(value * 1e4) / 1e4 if math.isfinite(value) else value
 
 
 def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:

@@ -229,7 +229,7 @@ class AlgorithmChoice(Section):
     robust: str = Field(
         "mean",
         description="how updates are combined: mean, median, trimmed_mean, krum, multi_krum, bulyan, geometric_median, "
-        "norm_clip, or a registered rule",
+        "centered_clipping, norm_clip, or a registered rule",
     )
     attackers: int = Field(0, ge=0, description="robust rules: attackers to withstand in a cohort")
     neighbours: bool = Field(False, description="nearest-neighbour mixing before the robust rule")

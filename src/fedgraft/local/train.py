@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedgraft.core import ranges
 from fedgraft.core.errors import FedgraftError
@@ -154,7 +155,12 @@ def train(
     state: State | None = None,
     counts: Tensor | None = None,
 ) -> Trained:
-    """Train the flat vector on these rows; the network follows it. Buffers are read back at the end."""
+    """Train the flat vector on these rows; the network follows it. Buffers are read back at the end.
+
+    A batch of one image (a client with one image, or the last batch of an epoch) can leave a batch-norm layer with a
+    single value per channel, which has no variance. Such a layer then normalises with its running statistics and leaves
+    them as they are, for that step only. Layers that see more values per channel, and all other batches, train as ever.
+    """
     flat.training_mode()
     values = flat.values[: flat.trained]
     device = values.device
@@ -171,7 +177,10 @@ def train(
     steps = counted("training", batches(rows, rule, shuffle, chances), rule.steps_for(len(rows)), "steps")
     for step, picked in enumerate(steps):
         inputs, labels = onto(examples.batch(picked, augment), device), onto(examples.labels[picked], device)
-        with torch.autocast(inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None):
+        precision = torch.autocast(
+            inputs.device.type, getattr(torch, rule.amp or "float32"), enabled=rule.amp is not None
+        )
+        with precision, lone_values_by_running_statistics(network, len(picked)):
             found = value(network, inputs, labels, examples.entry)
         (found * scale).backward()
         gradient = flat.gradient()
@@ -195,6 +204,32 @@ def train(
     closing = Closing(move({**closing.memory, **aim.finish(seen)}, "cpu"), move(closing.sums, "cpu"))
     after = {f"{i}/{name}": tensor for i, (_, _, own) in enumerate(steppers) for name, tensor in own.items()}
     return Trained(after, float(torch.stack(losses).mean()), len(losses), effective_steps, closing)
+
+
+@contextmanager
+def lone_values_by_running_statistics(network: Network, images: int) -> Iterator[None]:
+    """Let batch-norm layers that see one value per channel use running statistics; only one image causes it."""
+    if images > 1:
+        yield
+        return
+    switched: list[nn.Module] = []
+
+    def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        values = inputs[0]
+        lone = values.numel() == values.shape[1]
+        if layer.training and lone and layer.running_mean is not None:
+            layer.eval()
+            switched.append(layer)
+
+    layers = [layer for layer in network.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in switched:
+            layer.train()
 
 
 def _look(network: Network, flat: Flat) -> Look:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.transfer import onto
-from fedgraft.metrics.scores import count, merge
+from fedgraft.metrics.scores import ahead, count, merge
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def _measure(
     labels = examples.labels[picked]
     inputs = onto(examples.batch(picked), next(network.parameters()).device)
     logits = network(inputs, examples.entry).float().cpu()
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    right, near = best[:, 0] == labels, (best == labels[:, None]).any(dim=1)
-    numbers = float(cross_entropy(logits, labels, reduction="sum")), int(right.sum()), int(near.sum())
+    place = ahead(logits, labels)
+    right = int((place == 0).sum())
+    near = int((place < 5).sum())
+    numbers = float(cross_entropy(logits, labels, reduction="sum")), right, near
     return numbers, count(logits, labels, network.classes) if scores else {}

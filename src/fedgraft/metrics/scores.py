@@ -3,7 +3,7 @@
 Only sums leave a site, no prediction. They are float64 tensors of fixed shape, so they pass a secure sum:
 
 - `confusion` (C, C): images by true class (row) and predicted class (column), the first among equals.
-- `top5` (1): images whose class is among the five highest scores.
+- `top5` (1): images whose class is among the five highest scores; of equal scores lower class numbers come first.
 - `histogram` (2, C, B): for each class c the images of other classes (0) and of c (1) by the score of c, in bins that
   are the same for everybody. The score is the log-odds of c, moved so that chance (1/C) is zero. Bins are narrow
   around chance, where a young model puts everything, and widen with distance (asinh), where a trained model spreads.
@@ -68,6 +68,25 @@ def log_odds(logits: Tensor) -> Tensor:
     return _round(inside - torch.log(-torch.expm1(inside)) + math.log(max(1, logits.shape[1] - 1)))
 
 
+def guesses(logits: Tensor) -> Tensor:
+    """The predicted class of each row (n,): the highest score, and of equal scores the class of the lowest number.
+
+    Everything that names or counts predictions takes them from here, so that ties are broken the same way everywhere.
+    A row that is not finite says nothing, so that all its classes are equal.
+    """
+    return _known(logits).argmax(1)
+
+
+def ahead(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many classes come before the true one (n,), by the same rule: 0 is right, below 5 is within five guesses."""
+    known = _known(logits)
+    labels = labels.cpu().long()
+    own = known.gather(1, labels[:, None])
+    higher = (known > own).sum(1)
+    equal_and_earlier = ((known == own) & (torch.arange(known.shape[1]) < labels[:, None])).sum(1)
+    return higher + equal_and_earlier
+
+
 def bins(scores: Tensor) -> Tensor:
     """The bin of each score, same shape."""
     return torch.searchsorted(EDGES, scores.contiguous())
@@ -90,10 +109,9 @@ def rows(logits: Tensor, labels: Tensor, classes: int) -> Rows:
     _check(logits, labels, classes)
     labels, known = labels.cpu().long(), _known(logits)
     own, total = known.gather(1, labels[:, None]), known.logsumexp(1)  # (n, 1), (n,)
-    ahead = (known > own).sum(1) + ((known == own) & (torch.arange(classes) < labels[:, None])).sum(1)
     sure = (known.max(1).values - total).exp().clamp(max=1.0)
     loss = torch.where(_finite(logits), total - own[:, 0], LOSS_LIMIT).clamp(0.0, LOSS_LIMIT)
-    return Rows(labels, known.argmax(1), ahead < 5, bins(log_odds(logits)), _round(sure), loss)
+    return Rows(labels, guesses(logits), ahead(logits, labels) < 5, bins(log_odds(logits)), _round(sure), loss)
 
 
 def total(images: Rows, classes: int) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedgraft.core.progress import Phase
-from fedgraft.report.values import NONE, accuracy, clock, column, label, metric, percent, size
+from fedgraft.report.values import NONE, accuracy, clock, column, epsilon, label, metric, percent, size
 
 if TYPE_CHECKING:
     from fedgraft.report.run_record import RunInfo
@@ -139,8 +139,8 @@ def protection_rows(told: Mapping[str, Any]) -> dict[str, str]:
     """The first lines of a private run's result: what is promised to whom, and what is not."""
     if not told:
         return {}
-    rows = {"privacy": f"epsilon {told['epsilon']:.3g} at delta {told['delta']:.2g} for each {told['unit']}"}
-    rows["  if cohorts are known"] = f"epsilon {told['epsilon_without_amplification']:.3g}"
+    rows = {"privacy": f"epsilon {epsilon(told['epsilon'])} at delta {told['delta']:.2g} for each {told['unit']}"}
+    rows["  if cohorts are known"] = f"epsilon {epsilon(told['epsilon_without_amplification'])}"
     if told["repeatable_noise"]:
         rows["  REPEATABLE"] = "for experiments: noise and cohorts follow from the seed and protect nobody"
     rows["  outside"] = f"{told['not_covered'][0]}; {len(told['not_covered']) - 1} more in report.html"

@@ -18,7 +18,7 @@ from fedgraft.report import run_tables as tables
 from fedgraft.report.charts import run_charts
 from fedgraft.report.html import section
 from fedgraft.report.run_record import RunRecord, describe
-from fedgraft.report.values import accuracy, clock, label, metric, percent, seconds_of, show, size
+from fedgraft.report.values import accuracy, clock, epsilon, label, metric, percent, seconds_of, show, size
 
 _SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
 Lines = Sequence[Mapping[str, Any]]
@@ -123,7 +123,7 @@ def _protection(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> Card:
         return "Protection", "Insecure", str(told)
     if dp:
         told = f"differential privacy at δ = {dp['delta']:.2g}; {hidden}"
-        return "Protection", f"ε = {dp['epsilon']:.3g}", told
+        return "Protection", f"ε = {epsilon(dp['epsilon'])}", told
     return "Protection", "Secure aggregation" if secure else "None", hidden
 
 

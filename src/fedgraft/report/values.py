@@ -61,6 +61,13 @@ def percent(share: float | None, digits: int = 2) -> str:
     return NONE if share is None or share < 0 else f"{100 * share:.{digits}f} %"
 
 
+def epsilon(spent: float | None) -> str:
+    """Return an epsilon of differential privacy as text; summary.json holds null where it is infinite."""
+    if spent is None or not math.isfinite(spent):
+        return "infinite (no meaningful guarantee)"
+    return f"{spent:.3g}"
+
+
 def decimals(found: Mapping[str, Any]) -> int:
     """Decimals that the interval of a metric supports: 13 of 19 is 68 %, not 68.42 %."""
     scale, low, high = 100 if found.get("unit", "%") == "%" else 1, found.get("low"), found.get("high")

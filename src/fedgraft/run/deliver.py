@@ -11,6 +11,7 @@ from fedgraft.core.progress import phase
 from fedgraft.edit import edit_file
 from fedgraft.models.card import Card
 from fedgraft.models.export import appearing, check_free, export, write_labels
+from fedgraft.report.values import epsilon
 from fedgraft.run.adapted import Adapted, adapted
 from fedgraft.run.edit_files import edit_of
 from fedgraft.run.folder import RunFolder
@@ -113,7 +114,8 @@ def _protection(found: Adapted, summary: Summary) -> str:
     ]
     told += [summary["protection"]] if "protection" in summary else []
     if "privacy" in summary:
-        told.append("epsilon {epsilon:.3g} at delta {delta:.3g}, per client".format(**summary["privacy"]))
+        account = summary["privacy"]
+        told.append(f"epsilon {epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
         told += [f"not covered: {text}" for text in summary["privacy"].get("not_covered", [])]
     else:
         told.append("no noise was added" if privacy.dp is None else "noise was added")

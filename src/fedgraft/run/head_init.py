@@ -26,6 +26,7 @@ from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import EditSpace
 from fedgraft.edit.trainable import is_head
 from fedgraft.metrics.evaluate import Evaluation
+from fedgraft.metrics.scores import guesses
 from fedgraft.run.closed_form import client_class_sums, cof_heads, ncm_head
 from fedgraft.run.engines import Engines
 from fedgraft.run.job import Job
@@ -158,7 +159,7 @@ class LocalScorer:
         found = []
         for head in heads:
             logits = self.z @ head.T
-            right = float((logits.argmax(1) == self.labels).double().mean())
+            right = float((guesses(logits) == self.labels).double().mean())
             found.append((right, float(cross_entropy(logits, self.labels))))
         return found
 

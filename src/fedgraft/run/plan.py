@@ -10,9 +10,11 @@ import torch
 from fedgraft.algorithms.algorithm import vary
 from fedgraft.client.actions import action_named
 from fedgraft.config.agreement import HEAD_ASKS
+from fedgraft.config.build import budget
 from fedgraft.config.load import Config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Payload, Response, wire_size
+from fedgraft.core.progress import phase
 from fedgraft.edit.sparse import Sparse
 from fedgraft.report.display import size
 from fedgraft.run.engines import Engines
@@ -29,6 +31,10 @@ def check(job: Job) -> None:
     _ = job.probe_size  # more than are held out are refused
     if data.classes < 2:
         raise FedgraftError(f"the data has one class only ({data.dataset.classes[0]}); there is nothing to tell apart.")
+    account = budget(job.config, job.algorithm, 0)
+    if account is not None:
+        with phase("privacy account"):
+            account.check()
     for _ in (job.task.train_images, job.task.test_images):  # makes the pixels, and refuses files that give none
         pass
 

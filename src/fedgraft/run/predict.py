@@ -41,8 +41,8 @@ class Prediction:
     error: str = ""
 
     def top(self, count: int) -> list[tuple[str, float]]:
-        """The most likely classes with their scores, best first."""
-        return sorted((self.scores or {}).items(), key=lambda pair: -pair[1])[:count]
+        """The most likely classes with their scores, best first; equal scores in the order of the classes."""
+        return sorted((self.scores or {}).items(), key=lambda pair: (-pair[1], pair[0] != self.label))[:count]
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,12 @@ class Predictor:
         if not batch:
             return []
         pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
-        rows = look(self.network, self.transform(pixels), self.network).softmax(1).cpu()
+        logits = look(self.network, self.transform(pixels), self.network)
+        rows = logits.softmax(1).cpu()
+        # By the logits: probabilities may round to the same number where logits differ.
+        likeliest = scores.guesses(logits.float()).tolist()
         found = []
-        for (image, _), row in zip(batch, rows, strict=True):
-            best = int(row.argmax())
+        for (image, _), row, best in zip(batch, rows, likeliest, strict=True):
             every = dict(zip(self.classes, map(float, row), strict=True))
             found.append(Prediction(image, self.classes[best], float(row[best]), every))
         return found

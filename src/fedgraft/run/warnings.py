@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from fedgraft.privacy.accounting import gaussian_epsilon
+from fedgraft.config.build import budget
+from fedgraft.privacy.accounting import LARGE_EPSILON, gaussian_epsilon
+from fedgraft.report.values import epsilon
 from fedgraft.run.engines import Engines
 from fedgraft.run.job import Job
 from fedgraft.run.opening import Opening
@@ -74,6 +76,12 @@ def _unprotected(job: Job) -> list[str]:
         found.append(
             "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "
             "nobody; set privacy.dp.secret=true"
+        )
+    account = budget(job.config, a, job.config.rounds.total)
+    if account is not None and account.epsilon > LARGE_EPSILON:
+        found.append(
+            f"privacy.dp.noise={account.noise:g} gives no meaningful guarantee: after {account.planned} rounds epsilon "
+            f"is {epsilon(account.epsilon)}; raise the noise or set privacy.dp.epsilon"
         )
     for shown in (w for w in a.wants if w.name == "representation" and w.options.get("noise")):
         found.append(_shown(job, int(shown.options["samples"]), float(shown.options["noise"])))

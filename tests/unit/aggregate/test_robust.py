@@ -31,6 +31,7 @@ RULES: dict[str, robust.Rule] = {
     "multi_krum": robust.multi_krum(2),
     "bulyan": robust.bulyan(2),
     "geometric_median": robust.geometric_median(),
+    "centered_clipping": robust.centered_clipping(),
     "nnm_trimmed": robust.prepared(robust.trimmed_mean(0.2), robust.nearest_mixing(2)),
     "clip_nnm_median": robust.prepared(robust.median(), robust.clip_norms(), robust.nearest_mixing(2)),
 }
@@ -114,6 +115,47 @@ def test_geometric_median_of_three_points_by_hand() -> None:
     torch.testing.assert_close(robust.geometric_median()(triangle, torch.ones(3)), triangle.mean(0))
     majority = torch.tensor([[1.0, 2.0]] * 3 + [[50.0, 0.0], [0.0, -80.0]])
     torch.testing.assert_close(robust.geometric_median()(majority, torch.ones(5)), majority[0], atol=1e-4, rtol=0)
+
+
+def loop_centered_clipping(updates: np.ndarray, tau: float | None, iterations: int) -> np.ndarray:
+    centre = np.median(updates, axis=0)
+    if tau is None:
+        tau = float(np.median([np.sqrt(((row - centre) ** 2).sum()) for row in updates]))
+    for _ in range(iterations):
+        total = np.zeros_like(centre)
+        for row in updates:
+            difference = row - centre
+            length = float(np.sqrt((difference**2).sum()))
+            total += difference * min(1.0, tau / length) if length > 0 else difference
+        centre = centre + total / len(updates)
+    return centre
+
+
+@pytest.mark.parametrize("tau", [None, 0.5, 3.0, 1e9])
+@pytest.mark.parametrize("iterations", [1, 3, 5])
+def test_centered_clipping_against_a_loop(tau: float | None, iterations: int) -> None:
+    updates = stack(9, 40, 3)
+    updates[0] += 30
+    found = robust.centered_clipping(tau, iterations)(updates, ones(updates)).numpy()
+    wide = updates.numpy().astype(np.float64)
+    np.testing.assert_allclose(found, loop_centered_clipping(wide, tau, iterations), rtol=1e-5, atol=1e-6)
+    if tau == 1e9:  # nothing is clipped: the plain mean
+        np.testing.assert_allclose(found, wide.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_one_liar_moves_the_clipped_centre_by_no_more_than_its_share() -> None:
+    updates = stack(9, 40, 3)
+    near = robust.centered_clipping(1.0, 1)(updates, ones(updates))
+    updates[0] *= 1e6
+    far = robust.centered_clipping(1.0, 1)(updates, ones(updates))
+    start = float((robust.median()(updates, ones(updates)) - robust.median()(stack(9, 40, 3), torch.ones(9))).norm())
+    assert float((far - near).norm()) <= start * 2 + 2 * 1.0 / 9 + 1e-5
+
+
+def test_centered_clipping_refuses_numbers_outside_their_range() -> None:
+    for wrong in ({"tau": 0.0}, {"tau": -1.0}, {"iterations": 0}):
+        with pytest.raises(FedgraftError):
+            robust.centered_clipping(**wrong)  # type: ignore[arg-type]
 
 
 def test_nearest_mixing_against_a_loop() -> None:

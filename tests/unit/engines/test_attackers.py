@@ -371,7 +371,9 @@ def robust_toy(rule: str, attack: str, clients: int = 7, per_round: int = 7, **o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["krum", "multi_krum", "bulyan", "trimmed_mean", "median", "geometric_median"])
+@pytest.mark.parametrize(
+    "rule", ["krum", "multi_krum", "bulyan", "trimmed_mean", "median", "geometric_median", "centered_clipping"]
+)
 @pytest.mark.parametrize("attack", ["nan", "inf", "gaussian", "scaling"])
 def test_rules_at_their_smallest_cohort_survive_a_liar_that_is_dropped(rule: str, attack: str) -> None:
     """Bulyan against one liar needs seven replies; when the liar's reply is refused, six without a liar will do."""

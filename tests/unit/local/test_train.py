@@ -17,7 +17,7 @@ from fedgraft.core.space import select
 from fedgraft.local.corrections import proximal
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
-from fedgraft.local.train import LocalTraining, Trained, batches, drawn, train
+from fedgraft.local.train import LocalTraining, Trained, batches, drawn, lone_values_by_running_statistics, train
 from fedgraft.metrics.evaluate import Evaluation, evaluate
 
 
@@ -211,3 +211,27 @@ def test_evaluation_changes_nothing(make: Callable[[], ToyNetwork]) -> None:
     evaluate(network, examples, torch.arange(60))
     assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(network).items())
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_lone_value_is_normalised_by_running_statistics_and_leaves_them_alone() -> None:
+    layer = torch.nn.BatchNorm1d(3)
+    layer.running_mean.fill_(2.0)
+    layer.running_var.fill_(4.0)
+    network = torch.nn.Sequential(layer).train()
+    inputs = torch.tensor([[1.0, 2.0, 6.0]])
+    with pytest.raises(ValueError, match="more than 1 value"):
+        network(inputs)
+    with lone_values_by_running_statistics(network, 1):  # type: ignore[arg-type]
+        out = network(inputs)
+    torch.testing.assert_close(out, (inputs - 2.0) / (4.0 + layer.eps) ** 0.5)
+    assert layer.training and bool((layer.running_mean == 2.0).all())
+    assert not layer._forward_pre_hooks
+
+
+def test_one_image_with_a_larger_map_trains_with_its_own_statistics_bit_for_bit() -> None:
+    inputs = torch.randn(1, 3, 2, 2, generator=stream(3))
+    plain, guarded = torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
+    expected = plain(inputs)
+    with lone_values_by_running_statistics(torch.nn.Sequential(guarded), 1):  # type: ignore[arg-type]
+        out = guarded(inputs)
+    assert torch.equal(out, expected) and torch.equal(guarded.running_var, plain.running_var)

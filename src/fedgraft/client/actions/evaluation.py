@@ -64,9 +64,9 @@ def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
         z = torch.cat([batch.double(), ones], dim=1)  # (B, width + 1)
         for i, head in enumerate(heads):
             logits = z @ head.T
-            best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-            right = (best[:, 0] == labels).sum()
-            near = (best == labels[:, None]).any(1).sum()
+            classes_ahead = scores.ahead(logits, labels)
+            right = (classes_ahead == 0).sum()
+            near = (classes_ahead < 5).sum()
             loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
             counts[i] += torch.tensor([float(right), float(near), float(loss), len(labels)], dtype=torch.float64)
     return counts

@@ -60,7 +60,11 @@ def stratified_split(
 def _grouped_split(
     labels: np.ndarray, fraction: float, rng: np.random.Generator, groups: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each group counts for the class most of its rows have; of every class some groups are held out, never all."""
+    """Each group counts for the class most of its rows have; of every class some groups are held out, never all.
+
+    A class that is nowhere the commonest is cared for at the end: if all groups with rows of it were held out, one of
+    them goes back to training. So every class is trained on, also one of a single group.
+    """
     names, group = np.unique(groups, return_inverse=True)
     group = group.reshape(-1)
     classes = int(labels.max()) + 1
@@ -80,7 +84,24 @@ def _grouped_split(
     out = (sums - before - size[order] / 2 <= target) & (ranks_within(cls[order]) < np.repeat(counts, counts) - 1)
     held = np.zeros(len(names), dtype=bool)
     held[order[out]] = True
+    _return_lost_classes(held, pair // classes, pair % classes, size)
     return np.flatnonzero(~held[group]), np.flatnonzero(held[group])
+
+
+def _return_lost_classes(held: np.ndarray, groups: np.ndarray, labels: np.ndarray, size: np.ndarray) -> None:
+    """Take groups out of `held` (G,) until every class has a group to train on.
+
+    `groups` and `labels` (P,) are the pairs of a group and a class that occur. The group with the most lost classes
+    goes first; of equal ones the smallest, so that as much as possible stays held out.
+    """
+    while True:
+        trained = np.unique(labels[~held[groups]])
+        lost = ~np.isin(labels, trained)  # (P,) pairs whose class has no group to train on
+        if not lost.any():
+            return
+        brings = np.bincount(groups[lost], minlength=len(held))
+        best = np.lexsort((size, -brings))[0]
+        held[best] = False
 
 
 def ranks_within(groups: np.ndarray) -> np.ndarray:
