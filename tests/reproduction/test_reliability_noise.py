@@ -140,7 +140,7 @@ def test_a_client_does_not_move_how_the_others_are_rounded(broken: bool) -> None
         settings: dict[str, Any] = {"lr": 0.1, "clip": BOUND, "sums": "train", "largest": 5}
         requests = [Request("run", 0, k, "train", "s", torch.zeros(length), {}, settings) for k in range(first, 5)]
         session = SecureSession(privacy, requests, Clients(algorithm, updates, {}).exchange)
-        found = session.total(secure_segments(algorithm, length, length))
+        found = session.total(secure_segments(algorithm, length, length, {}))
         return torch.from_numpy(found.words[:length].view("int32"))
 
     if broken:

@@ -343,3 +343,62 @@ def test_given_features_bring_their_width_and_take_no_network_for_images(tmp_pat
     images = fg.partition.iid(fg.data.digits(), clients=3)
     with pytest.raises(fg.FedgraftError, match="the data are images"):
         fg.run(fg.fedavg(local=LOCAL), "features", images, rounds=1)
+
+
+OWN_RULE = """
+def rule(answers, weights):
+    share = weights / weights.sum()
+    mean = sum(float(w) * update for w, update in zip(share, answers.updates))
+    return mean * FACTOR
+"""
+OWN_NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(3, 4, 4, stride=4)
+        self.fc = nn.Linear(4, 10)
+    def forward(self, x):
+        return self.fc(ACTIVATION(self.body(x)).mean((2, 3)))
+"""
+
+
+def written(source: str, name: str) -> Any:
+    """What a user's file defines under this name."""
+    space: dict[str, Any] = {"__name__": "mine", "torch": torch, "nn": torch.nn}
+    exec(compile(source, "mine.py", "exec"), space)  # the user's file, in two versions
+    return space[name]
+
+
+def test_an_edited_rule_does_not_get_the_old_result(tmp_path: Path) -> None:
+    """0.5 became 5.0 in the user's own aggregation: the folder of the old one is refused, a new one has new bytes."""
+
+    def scaled(factor: str) -> fg.Algorithm:
+        rule = written(OWN_RULE.replace("FACTOR", factor), "rule")
+        return fg.vary(fg.fedavg(trainable=fg.head(), local=LOCAL), aggregate=fg.Aggregator("own", rule, linear=False))
+
+    adapt(tmp_path / "run", scaled("0.5"))
+    before = tensors_of(tmp_path / "run")
+    adapt(tmp_path / "run", scaled("0.5"))  # the same rule finds its run
+    with pytest.raises(fg.FedgraftError, match="belongs to a run of another config"):
+        adapt(tmp_path / "run", scaled("5.0"))
+    adapt(tmp_path / "other", scaled("5.0"))
+    assert not same_bits({"v": before["vector"]}, {"v": tensors_of(tmp_path / "other")["vector"]})
+
+
+def test_an_edited_forward_does_not_get_the_old_features(tmp_path: Path) -> None:
+    """The weights are the same, the activations are not: the cache of the one is not read for the other."""
+
+    def tested(activation: str, cached: bool, place: str) -> fg.Result:
+        torch.manual_seed(0)
+        net = written(OWN_NET.replace("ACTIVATION", activation), "Net")()
+        network = fg.module(net, image_size=16)
+        algorithm = fg.fedavg(trainable=fg.head(), local=LOCAL)
+        options: dict[str, Any] = {"data": {"cache_features": cached}}
+        return fg.run(algorithm, network, clients(), rounds=1, folder=tmp_path / place, workers=1, **options)
+
+    tested("torch.relu", True, "relu")
+    kept = tested("torch.sigmoid", True, "sigmoid")
+    fresh = tested("torch.sigmoid", False, "fresh")
+    assert kept.summary["test"]["loss"] == pytest.approx(fresh.summary["test"]["loss"], abs=1e-5)
+    vectors = [tensors_of(result.folder)["vector"] for result in (kept, fresh)]
+    torch.testing.assert_close(vectors[0], vectors[1], rtol=0, atol=1e-5)

@@ -14,6 +14,7 @@ from fedgraft.config.load import merge, validate
 from fedgraft.consortium.unlearn import plan, subtract, unlearn
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
+from fedgraft.run.job import job_of
 from fedgraft.run.loop import run
 
 COMMON = ["rounds.total=4", "rounds.fraction=0.5", "partition.clients=4", "rounds.checkpoint_every=1", "seed=1"]
@@ -115,3 +116,108 @@ def test_subtracting_is_exact_for_one_round_and_measured_for_more(rounds: int, t
     for option in ("privacy.aggregation=secure", "algorithm.name=scaffold"):
         with pytest.raises(FedgraftError, match="keep_contributions needs a mean"):
             run(tiny("rounds.keep_contributions=true", option), tmp_path / "no", console=False)
+
+
+PRIVATE = [
+    "algorithm.weighting=uniform",
+    "rounds.sampling=poisson",
+    "privacy.dp.noise=0.5",
+    "privacy.dp.delta=0.01",
+    "model.head=random",
+]
+UNNAMED = {
+    "private": [*PRIVATE, "privacy.dp.secret=false"],
+    "private and hidden": [*PRIVATE, "privacy.dp.secret=false", "privacy.aggregation=secure"],
+    "hidden": ["privacy.aggregation=secure", "model.head=random"],
+}
+
+
+@pytest.mark.parametrize("kind", UNNAMED)
+def test_a_client_of_protected_rounds_is_forgotten(kind: str, tmp_path: Path) -> None:
+    """Private rounds do not say who took part: the replay must not keep any of them and call the model exact."""
+    config = tiny(*COMMON, "rounds.fraction=1", *UNNAMED[kind])
+    with without_pictures():
+        run(config, tmp_path / "run", console=False)
+        replay = plan(tmp_path / "run", "2")
+        unlearn(replay, tmp_path / "run", console=False)
+        never = validate(merge(config.table, {"partition": {"without": ["2"]}}))
+        run(never, tmp_path / "never", console=False)
+    forgotten, fresh, old = (tensors_of(tmp_path / name) for name in ("run-without-2", "never", "run"))
+    for name in ("vector", "best/vector"):
+        assert same_bits({name: forgotten[name]}, {name: fresh[name]})
+    assert not same_bits({"v": forgotten["vector"]}, {"v": old["vector"]})
+    told = json.loads((tmp_path / "run-without-2" / "unlearned.json").read_text())
+    assert told["exact"] and told["from_round"] == 0 and told["rounds"] == 4
+    assert told["took_part"] == (4 if kind == "hidden" else None)
+    with pytest.raises(FedgraftError, match="kept no contributions"):
+        subtract(plan(tmp_path / "run", "2", fast=True), tmp_path / "run", console=False)
+
+
+def test_a_round_that_names_nobody_may_have_had_the_client(tmp_path: Path) -> None:
+    """A skipped round, and one that refused the client, depend on it."""
+    config = tiny(*COMMON, "rounds.fraction=1", "model.head=random")
+    source = tmp_path / "run"
+    with without_pictures():
+        run(config, source, console=False)
+    path = source / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def start_with(**second: object) -> int:
+        others = {"clients": {"ids": [0, 1, 3]}, "dropped": []}
+        changed = [{**line, **others} for line in lines]
+        changed[2] |= second
+        path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+        return plan(source, "2").start
+
+    assert start_with() == 4
+    assert start_with(clients={"ids": [0, 2]}) == 1
+    assert start_with(dropped=[{"client": 2, "reason": "its update is too long"}]) == 1
+    assert start_with(clients=None, skipped=True) == 1
+
+
+def test_a_replay_that_kept_too_many_rounds_is_not_called_exact(tmp_path: Path) -> None:
+    config = tiny(*COMMON, "rounds.fraction=1", "model.head=random")
+    with without_pictures():
+        run(config, tmp_path / "run", console=False)
+        replay = plan(tmp_path / "run", "2")
+        unlearn(replay, tmp_path / "run", console=False)
+        told = tmp_path / "run-without-2" / "unlearned.json"
+        told.write_text(json.dumps({**json.loads(told.read_text()), "from_round": 3}))
+        with pytest.raises(FedgraftError, match="kept the rounds up to 3"):
+            unlearn(replay, tmp_path / "run", console=False)
+
+
+def test_a_fast_forgetting_delivers_no_model_with_the_client(tmp_path: Path) -> None:
+    """The best round of the run came before the last one, and the run stopped early: neither comes back."""
+    config = tiny(
+        "model.head=random",
+        "rounds.fraction=1",
+        "rounds.total=6",
+        "rounds.keep_contributions=true",
+        "rounds.patience=1",
+        "rounds.checkpoint_every=1",
+        "local.lr=1e-6",
+    )
+    source = tmp_path / "run"
+    with without_pictures():
+        before = run(config, source, console=False)
+        assert before["rounds"] < 6 and before["best_round"] < before["rounds"]
+        summary = subtract(plan(source, "1", fast=True), source, console=False)
+    old, new = tensors_of(source), tensors_of(tmp_path / "run-without-1-approximate")
+    expected = old["vector"] - old["contribution/1"]
+    assert same_bits({"v": new["best/vector"]}, {"v": expected})
+    assert same_bits({"v": new["vector"]}, {"v": expected})
+    assert summary["rounds"] == before["rounds"] and summary["unlearned"]["rounds"] == 0
+
+
+def test_the_images_of_a_forgotten_client_do_not_choose_the_best_round(tmp_path: Path) -> None:
+    """Without validation images the model is measured on the clients' own."""
+    config = tiny("model.head=random", "data.validation=0", "rounds.total=1")
+    with without_pictures():
+        run(config, tmp_path / "run", console=False)
+        replay = plan(tmp_path / "run", "1")
+    assert replay.start == 0
+    job = job_of(replay.config)
+    own = set(job.task.data.rows(1).tolist())
+    judging = set(job.judging_rows.tolist())
+    assert judging == set(job.task.data.train_rows.tolist()) - own

@@ -122,7 +122,7 @@ class World:
         told: dict[str, Scalar] = {"sums": action, **({"largest": 20} if action == "train" else {}), **more}
         if action == "train":
             requests = [self.request(k, round=number, settings=told) for k in clients]
-            segments = secure_segments(self.algorithm, self.context.sent, self.context.space.trained)
+            segments = secure_segments(self.algorithm, self.context.sent, self.context.space.trained, {})
         else:
             requests = [Request(self.run, number, k, action, space or action, None, {}, told) for k in clients]
             segments = sum_segments(action, self.context.network, told)
@@ -493,5 +493,5 @@ def as_plan(nodes: Any, run: str) -> dict[str, torch.Tensor]:
     """The plan of round 0 over two of three clients, as a server would make it for a node's open run."""
     (node,) = nodes.nodes.values()
     context, algorithm = node.opening.context, node.opening.algorithm
-    segments = secure_segments(algorithm, context.sent, context.space.trained)
+    segments = secure_segments(algorithm, context.sent, context.space.trained, {})
     return {"plan": as_tensor(Plan(run, 0, (0, 1), segments).to_bytes())}

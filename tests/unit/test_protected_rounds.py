@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.toy import Toy
+from tests.support.toy import Toy, batch_norm_network
 
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
-from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.algorithms.algorithm import Algorithm, secure_segments, vary
 from fedgraft.client.handle import handle
 from fedgraft.client.secure import check_plan
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
+from fedgraft.local.schedules import constant
+from fedgraft.local.train import LocalTraining
 from fedgraft.privacy import protection
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, secure
 from fedgraft.privacy.secagg.client import as_tensor
-from fedgraft.privacy.secagg.secure_sum import Plan, SecureRefusal, weighted_segments
+from fedgraft.privacy.secagg.ring import Ring, Segment
+from fedgraft.privacy.secagg.secure_sum import CUT, Plan, SecureRefusal, weighted_segments
 
 ALIGN = {"layers": ("block1", "block2"), "keep": 3, "top": 3}
 SUMS = ["fedavg", "fedprox", "scaffold", "feddyn", "fednova", "fedavgm", "fedadam", "fedbabu", "fedalign"]
@@ -52,6 +55,69 @@ def test_secure_aggregation_gives_the_same_model_within_its_step(name: str) -> N
     again = Toy(secure(algorithm))
     again.run(4)
     assert torch.equal(again.state.vector, hidden.state.vector)  # keys differ, bytes do not
+
+
+RATES = [1e-4, 1e-3, 1e-2, 0.1, 1.0]
+STEPS = {
+    "steps": LocalTraining(steps=3, batch_size=8),
+    "uneven steps": LocalTraining(client_steps=(1, 6, 3), steps=6, batch_size=8),
+    "epochs": LocalTraining(epochs=2, batch_size=8, momentum_correction=True),
+}
+
+
+def moved(toy: Toy, rounds: int) -> torch.Tensor:
+    """How far the model of a toy federation moves."""
+    before = toy.state.vector.clone()
+    toy.run(rounds)
+    assert not toy.summary.rejections
+    return toy.state.vector - before
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("rate", RATES)
+def test_secure_normalised_averaging_is_the_clear_one_at_every_rate(rate: float, kind: str) -> None:
+    """Normalised updates have the size of gradients, whatever the rate; the ring must hold and resolve them."""
+    algorithm = zoo.fednova(local=STEPS[kind])
+    limit = 8.0 if rate == 1.0 else 1.0  # at this rate some coordinates move by more than 1
+    toys = [Toy(a, schedule=constant(rate)) for a in (algorithm, secure(algorithm, limit))]
+    clear, hidden = (moved(toy, 1) for toy in toys)
+    assert "cut" not in toys[1].summary.record
+    # A coordinate of the sum is off by under a step a client; the sum is divided by the weights and multiplied by tau.
+    spread = {"steps": 1, "uneven steps": 13, "epochs": 3}[kind]  # the most effective steps over the fewest
+    step = limit / Ring((CUT,), 3).level
+    ulp = 2.4e-7  # of a float32 weight of size 1 to 2
+    assert float((hidden - clear).abs().max()) < 3 * step * spread + 2e-6 * float(clear.abs().max()) + ulp
+    assert float((hidden - clear).norm() / clear.norm()) < 1e-3
+
+
+def test_statistics_behind_normalised_updates_keep_their_own_limit() -> None:
+    """Running statistics are not divided by the steps: many steps at a high rate must not narrow their range."""
+    algorithm = zoo.fednova(local=LocalTraining(steps=6, batch_size=8))
+    toys = [Toy(a, schedule=constant(0.5), network=batch_norm_network) for a in (algorithm, secure(algorithm, 16.0))]
+    clear, hidden = (moved(toy, 1) for toy in toys)
+    trained = toys[0].space.trained
+    assert trained < len(clear) and "cut" not in toys[1].summary.record
+    torch.testing.assert_close(hidden[:trained], clear[:trained], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(hidden[trained:], clear[trained:], rtol=1e-4, atol=1e-6)
+
+
+def test_what_the_ring_cuts_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A limit that is too small is not silent: the round's record counts the clients, the log says what to do."""
+    fine, small = Toy(secure(zoo.fedavg(), limit=1.0)), Toy(secure(zoo.fedavg(), limit=1e-3))
+    fine.run(1)
+    assert "cut" not in fine.summary.record and "privacy.limit" not in caplog.text
+    small.run(1)
+    assert small.summary.record["cut"] == 3 and small.summary.record["clients"]["ids"]
+    assert "3 of 3 clients had numbers beyond what the secure sum holds" in caplog.text
+    assert "raise privacy.limit" in caplog.text
+
+
+def test_a_private_sum_does_not_say_who_cut() -> None:
+    """The account covers the clipped sum alone."""
+    algorithm = private(1.0, hidden=True)
+    names = [segment.name for segment in secure_segments(algorithm, 4, 4, {})]
+    assert CUT.name not in names
+    assert CUT.name in [segment.name for segment in secure_segments(secure(zoo.fedavg()), 4, 4, {})]
 
 
 def test_nothing_of_one_client_reaches_the_server_in_the_clear() -> None:
@@ -119,15 +185,19 @@ def test_one_client_alone_is_not_asked() -> None:
     assert torch.equal(toy.state.vector, before)
 
 
+def segments_of(toy: Toy, limit: float) -> tuple[Segment, ...]:
+    return (*weighted_segments(toy.space.size, limit), CUT)
+
+
 def test_a_plan_of_another_round_is_refused() -> None:
     toy = Toy(secure(zoo.fedavg()))
     request = Request("toy", 3, 0, "secure.keys", toy.space.digest, settings={"sums": "train"})
-    good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
+    good = Plan("toy", 3, (0, 1, 2), segments_of(toy, 1.0))
     check_plan(good, request, toy.algorithm, toy.context)
     for wrong in (
         replace(good, round=2),
         replace(good, run="other"),
-        replace(good, segments=weighted_segments(toy.space.size, 9.0)),
+        replace(good, segments=segments_of(toy, 9.0)),
     ):
         with pytest.raises(SecureRefusal, match="not that of round 3"):
             check_plan(wrong, request, toy.algorithm, toy.context)
@@ -135,7 +205,7 @@ def test_a_plan_of_another_round_is_refused() -> None:
 
 def test_a_client_gives_no_keys_to_a_plan_that_its_order_does_not_describe() -> None:
     toy = Toy(secure(zoo.fedavg()))
-    good = Plan("toy", 3, (0, 1, 2), weighted_segments(toy.space.size, 1.0))
+    good = Plan("toy", 3, (0, 1, 2), segments_of(toy, 1.0))
 
     def keys(plan: Plan) -> Response:
         told = {"plan": as_tensor(plan.to_bytes())}

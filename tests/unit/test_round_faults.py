@@ -16,9 +16,10 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithms.algorithm import Algorithm, vary
-from fedgraft.core.messages import Request, Response
+from fedgraft.core.messages import Request, Response, as_bytes
 from fedgraft.engines.pool import Pool
 from fedgraft.privacy.protection import secure
+from fedgraft.privacy.secagg.keys import Identity
 from fedgraft.privacy.secagg.ring import Ring
 
 BAD = 2
@@ -186,3 +187,74 @@ def test_a_ring_that_took_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -
     attacker = spoilt(float("nan"), hidden=True)
     assert not attacker.summary.record["dropped"]
     assert float((attacker.state.vector - benign.state.vector).abs().max()) > 1e-3
+
+
+class Spoiling:
+    """An engine whose offender sends numbers that are refused, in one round; `refuse=False`: it is not asked there."""
+
+    def __init__(self, engine: Any, round: int, refuse: bool) -> None:
+        self.engine, self.round, self.refuse = engine, round, refuse
+        self.inner = engine.exchange
+        engine.exchange = self.exchange
+
+    def exchange(self, requests: Sequence[Request]) -> Arrivals:
+        spoils = requests[0].round == self.round
+        asked = [o for o in requests if self.refuse or not spoils or o.client != BAD]
+        return [self.spoiled(r) if spoils and r.client == BAD else r for r in self.inner(asked)]
+
+    @staticmethod
+    def spoiled(response: Response) -> Response:
+        return replace(response, sums={name: torch.full_like(t, float("nan")) for name, t in response.sums.items()})
+
+
+def after_refusal(refuse: bool, pool: bool, spoiled: int = 1) -> Toy:
+    toy = Toy(zoo.scaffold(), clients=5, per_round=5)
+    if pool:
+        toy.engine = Pool(toy.algorithm, toy.context, 2)  # type: ignore[assignment]
+    Spoiling(toy.engine, spoiled, refuse)
+    for _ in range(3):
+        toy.run(1)
+        if toy.state.round == spoiled + 1 and refuse:
+            assert [one["client"] for one in toy.summary.record["dropped"]] == [BAD]
+    if isinstance(toy.engine, Pool):
+        toy.engine.close()
+    return toy
+
+
+@pytest.mark.parametrize("spoiled", [0, 1])
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_refused_answer_does_not_move_the_control_variate(pool: bool, spoiled: int) -> None:
+    """The client goes on as if it had not been asked, and the server's variate stays the mean of the clients'."""
+    refused, unasked = after_refusal(True, pool, spoiled), after_refusal(False, pool, spoiled)
+    assert same(refused, unasked)
+    own = [refused.engine.memory[k]["control"] for k in range(5)]
+    assert all(torch.equal(own[k], unasked.engine.memory[k]["control"]) for k in range(5))
+    torch.testing.assert_close(refused.state.rule["control"], torch.stack(own).mean(0), rtol=0, atol=1e-6)
+
+
+def test_a_skipped_round_leaves_all_memories_as_they_were() -> None:
+    toy = Toy(zoo.scaffold(), clients=5, per_round=5, minimum_answers=5)
+    Spoiling(toy.engine, 1, refuse=True)
+    toy.run(1)
+    before = {k: dict(memory) for k, memory in toy.engine.memory.items()}
+    toy.run(1)
+    assert toy.summary.record["skipped"]
+    assert all(torch.equal(toy.engine.memory[k]["control"], before[k]["control"]) for k in range(5))
+
+
+def test_what_a_client_must_not_forget_stays_when_its_answer_is_lost() -> None:
+    """Its key and its part in a secure sum stay; the control variate of a sum without it does not."""
+    toy = Toy(secure(zoo.scaffold()), clients=5, per_round=5)
+    toy.run(1)
+    key, control = (toy.engine.memory[BAD][name].clone() for name in ("identity", "control"))
+    inner = toy.engine.exchange
+    silent = lambda requests: [r for r in inner(requests) if r.client != BAD or "masked" not in r.evidence]  # noqa: E731
+    toy.engine.exchange = silent  # type: ignore[method-assign,assignment]
+    toy.run(1)
+    assert [one["client"] for one in toy.summary.record["dropped"]] == [BAD]
+    kept = toy.engine.memory[BAD]
+    assert Identity.from_bytes(as_bytes(kept["identity"])).private == Identity.from_bytes(as_bytes(key)).private
+    assert not torch.equal(kept["identity"], key)  # it remembers that it served this sum
+    assert torch.equal(kept["control"], control)
+    assert any(name.startswith("secure/train/1/") for name in kept)
+    assert not torch.equal(toy.engine.memory[0]["control"], control)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +20,10 @@ from fedgraft.edit.trainable import Trainable
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.train import LocalTraining
-from fedgraft.local.update_links import UpdateLink
+from fedgraft.local.update_links import StepRange, UpdateLink
 from fedgraft.privacy.protection import CLEAR, Protection
 from fedgraft.privacy.secagg.ring import Segment
-from fedgraft.privacy.secagg.secure_sum import weighted_segments
+from fedgraft.privacy.secagg.secure_sum import CUT, weighted_segments
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,38 @@ class Algorithm:
         return {**links, **self.aggregate.reports}
 
 
-def secure_segments(algorithm: Algorithm, length: int, trained: int) -> tuple[Segment, ...]:
-    """The layout of the hidden sum of this algorithm: the weighted update, the weight, what else is summed."""
+def secure_segments(
+    algorithm: Algorithm, length: int, trained: int, settings: Mapping[str, Any]
+) -> tuple[Segment, ...]:
+    """The layout of the hidden sum of this algorithm: the weighted update, the weight, what else is summed.
+
+    The limits follow from the config and the order's `settings` (`lr`, `largest`), which server and clients both know.
+    Whether a client had to cut something is part of the sum; not under privacy, whose account does not cover it.
+    """
     limit = algorithm.privacy.limit
+    scale, reports = _sent_scale(algorithm, settings)
     # Control variates have the size of gradients, not of updates.
     sums = dict.fromkeys(algorithm.local.correction.sends, (trained, 64 * limit))
-    return weighted_segments(length, limit, sums, algorithm.reports)
+    # What lies behind the trained coordinates (statistics of batch norm) is not scaled by any link.
+    tail = length - trained if scale != 1 else 0
+    segments = weighted_segments(length - tail, limit * scale, sums, reports, (tail, limit))
+    return segments if algorithm.privacy.dp is not None else (*segments, CUT)
+
+
+def _sent_scale(algorithm: Algorithm, settings: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    """How much larger than the update what leaves a client can be, and the largest value of each number beside it."""
+    scale, reports = 1.0, algorithm.reports
+    scaling = [link.scale for link in algorithm.update if link.scale is not None]
+    if not scaling:
+        return scale, reports
+    steps = algorithm.local.step_range(float(settings["lr"]), int(settings["largest"]))
+    if steps is None or not 0 < steps[0] <= steps[1] < math.inf:
+        return scale, reports
+    for link_scale in scaling:
+        output = link_scale(StepRange(*steps))
+        scale *= output.update
+        reports = {**reports, **output.scalars}
+    return scale, reports
 
 
 def vary(algorithm: Algorithm, **slots: Any) -> Algorithm:

@@ -57,7 +57,10 @@ def unlearn(
 
     plan = forgetting.plan(run, client, to, fast)
     again = "none is done again, which is APPROXIMATE" if fast else f"{plan.rounds - plan.start} rounds are done again"
-    say(f"client {plan.named} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: {again}")
+    if plan.took_part is None:
+        say(f"in how many of the {plan.rounds} rounds client {plan.named} took part is not known; {plan.why}: {again}")
+    else:
+        say(f"client {plan.named} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: {again}")
     say(f"note: {forgetting.CANNOT}")
     if dry_run:
         return

@@ -18,7 +18,8 @@ from typing import Literal
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.context import ClientContext, ClientMemory, empty_response
+from fedgraft.client.context import ClientContext, empty_response
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network
 from fedgraft.privacy.secagg.ring import Segment, Summand, segments_of

@@ -9,15 +9,13 @@ from __future__ import annotations
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.action import Action
 from fedgraft.client.actions import ACTIONS
-from fedgraft.client.context import ClientContext, ClientMemory, model_vector, with_full_model
+from fedgraft.client.context import ClientContext, model_vector, with_full_model
 from fedgraft.client.policy import Policy, count_request
 from fedgraft.client.request_checks import is_secure_stage, requested_name, require_settings, require_tensor
+from fedgraft.core.client_memory import LEDGER, ClientMemory
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, as_bytes
 from fedgraft.privacy.secagg.client import as_tensor
-
-LEDGER = "ledger"
-"""The name under which a client's memory holds the ledger of requests by day."""
 
 
 def authorize(request: Request, algorithm: Algorithm, context: ClientContext, memory: ClientMemory) -> ClientMemory:

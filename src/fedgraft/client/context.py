@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,8 +15,6 @@ from fedgraft.core.messages import Request, Response
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.features import features as look_through
-
-ClientMemory = Mapping[str, Tensor]
 
 
 @dataclass

@@ -11,9 +11,10 @@ import logging
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.actions import ACTIONS
 from fedgraft.client.authorize import authorize
-from fedgraft.client.context import ClientContext, ClientMemory, seed_random_layers, with_full_model
+from fedgraft.client.context import ClientContext, seed_random_layers, with_full_model
 from fedgraft.client.request_checks import is_secure_stage, requested_name
 from fedgraft.client.secure import secure_stage
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.rng import torch_stream

@@ -7,23 +7,28 @@ model and settings.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.action import SumScope
 from fedgraft.client.actions import action_named
 from fedgraft.client.authorize import policies_in_force
-from fedgraft.client.context import ClientContext, ClientMemory, with_full_model
+from fedgraft.client.context import ClientContext, with_full_model
+from fedgraft.core.client_memory import SECURE, ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, as_bytes
 from fedgraft.core.rng import torch_stream
 from fedgraft.privacy.secagg.binding import request_digest
 from fedgraft.privacy.secagg.client import as_tensor
-from fedgraft.privacy.secagg.ring import Unfit
-from fedgraft.privacy.secagg.secure_sum import Identity, Plan, SecureClient, SecureRefusal, series
+from fedgraft.privacy.secagg.ring import Ring, Unfit
+from fedgraft.privacy.secagg.secure_sum import CUT, Identity, Plan, SecureClient, SecureRefusal, series
 
-SECURE = "secure/"
-"""Begins the names under which a client's memory holds sums that are under way."""
+log = logging.getLogger("fedgraft")
 
 
 def secure_stage(
@@ -51,7 +56,8 @@ def secure_stage(
             action = action_named(str(request.settings["sums"]))
             assert action.summed is not None
             full_request = with_full_model(request, context)
-            values, memory_after = action.summed(full_request, algorithm, context, memory)
+            summand, memory_after = action.summed(full_request, algorithm, context, memory)
+            values = _with_cut_flag(secure_client.plan.ring, summand, request)
             for name, tensor in memory_after.items():
                 if not name.startswith(SECURE):
                     new_memory[name] = tensor
@@ -114,6 +120,22 @@ def _client_at_stage(
         raise SecureRefusal("the secure sum under way is another run's", "plan")
     state = as_bytes(memory[slot + "state"])
     return SecureClient.resume(plan, request.client, identity, state, context.run_fingerprint)
+
+
+def _with_cut_flag(ring: Ring, values: Mapping[str, Tensor], request: Request) -> dict[str, Tensor]:
+    """Return the values with a flag for the sum that says whether the ring cuts some of them; warn if it does."""
+    cut_segments = ring.cut(values)
+    if cut_segments:
+        log.warning(
+            "client %d, round %d: numbers of %s lie beyond what the secure sum holds and are cut; raise privacy.limit.",
+            request.client,
+            request.round + 1,
+            " and ".join(cut_segments),
+        )
+    flagged = dict(values)
+    if any(segment.name == CUT.name for segment in ring.segments):
+        flagged[CUT.name] = torch.tensor([float(bool(cut_segments))], dtype=torch.float64)
+    return flagged
 
 
 def check_plan(plan: Plan, request: Request, algorithm: Algorithm, context: ClientContext) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.context import ClientContext, ClientMemory, model_vector
+from fedgraft.client.context import ClientContext, model_vector
 from fedgraft.client.observe import OBSERVATIONS
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.messages import Request, unpack_bits
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound, EditSpace, select

@@ -98,7 +98,7 @@ def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, flo
     steps = sum(local.steps_for(int(n)) for n in data.partition.sizes()) / data.clients
     forward = sum(row.flops for row in layers if row.name.endswith("forward"))
     both = sum(row.flops for row in layers)
-    held = len(run.job.task.judging_rows)
+    held = len(run.job.judging_rows)
     vectors = 4.0 * run.opening.space.size * (m + 1)
     scale = min(local.batch_size, int(data.partition.sizes().max())) / size
     return {

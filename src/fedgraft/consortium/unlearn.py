@@ -3,7 +3,8 @@
 A run that never had a client is the same config with `partition.without = [client]`: cohorts are drawn as before, and
 the client is then not asked; numbers and random streams of all others stay. Images that the server itself holds for
 validation stay too. Since runs are deterministic, a replay is exact. It starts after the last round of which nothing
-depends on the client, of a run whose head, mask and class counts were not made from its sums.
+depends on the client, of a run whose head, mask and class counts were not made from its sums. A round whose record does
+not say who took part (differential privacy, an aborted or skipped round) counts as one with the client.
 
 `subtract` is quick and only approximate: it takes what the client added in its rounds off the last model, as far as a
 run kept it (`rounds.keep_contributions`). What others learned from models with the client in them stays, and so do a
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fedgraft.run import checkpoint
 from fedgraft.run.folder import RunFolder
 from fedgraft.run.job import Job, job_of, left_out
 from fedgraft.run.loop import is_finished, run
+from fedgraft.run.saving import UNMEASURED
 from fedgraft.run.tracking import Progress
 
 log = logging.getLogger("fedgraft")
@@ -50,8 +52,8 @@ class Replay:
     """Rounds that are kept as they are; 0: everything is done again."""
     rounds: int
     """Rounds of the run."""
-    took_part: int
-    """Rounds that the client took part in."""
+    took_part: int | None
+    """Rounds that the client took part in; None where some round does not say who did."""
     why: str
     named: str
     """What the client was called by who asked."""
@@ -71,19 +73,60 @@ def plan(folder: Path, client: str, to: Path | None = None, fast: bool = False) 
     if job.federation.without == before:
         raise FedgraftError(f"{folder} never had the client {client!r}.")
     number = min(job.federation.without - before)
-    lines = record.metrics()
-    rounds = [int(line["round"]) for line in lines if number in (line.get("clients") or {}).get("ids", [])]
-    start, why = _start(job, folder, min(rounds, default=len(lines)), number in job.federation.joins)
+    lines = [line for line in record.metrics() if line["round"] > 0]
+    first = _first_round(lines, number)
+    start, why = _start(job, folder, first, number in job.federation.joins)
     place = to or folder.with_name(f"{folder.name}-without-{client}{'-approximate' * fast}")
     done = max((int(line["round"]) for line in lines), default=0)
-    return Replay(without, place, number, start, done, len(rounds), why, client)
+    return Replay(without, place, number, start, done, _took_part(lines, number), why, client)
+
+
+@dataclass(frozen=True)
+class First:
+    """The first round that may depend on a client."""
+
+    round: int
+    named: bool
+    """Whether its record names the client; else it does not say who took part."""
+
+
+def _participants(line: Mapping[str, Any]) -> list[int] | None:
+    """The clients whose updates a round used, or None where its record does not say."""
+    clients = line.get("clients") or {}
+    return clients.get("ids")
+
+
+def _first_round(lines: Sequence[Mapping[str, Any]], client: int) -> First | None:
+    """The first round that may depend on a client; None where every round says that it does not.
+
+    An update that was refused counts too: what is usual, and with it who else is refused, is judged by all that came.
+    """
+    for line in lines:
+        ids = _participants(line)
+        if ids is None:
+            return First(int(line["round"]), False)
+        refused = [one["client"] for one in line.get("dropped") or []]
+        if client in ids or client in refused:
+            return First(int(line["round"]), True)
+    return None
+
+
+def _took_part(lines: Sequence[Mapping[str, Any]], client: int) -> int | None:
+    """In how many rounds a client took part, or None where the records do not say."""
+    rounds = 0
+    for line in lines:
+        ids = _participants(line)
+        if ids is None and not line.get("skipped"):
+            return None
+        rounds += client in (ids or ())
+    return rounds
 
 
 def subtract(replay: Replay, source: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
     """Forget a client approximately, in a folder of its own: the last model without what the client added to it."""
     old = checkpoint.load_latest(source / "checkpoints")
     name = f"contribution/{replay.client}"
-    if old is None or (replay.took_part and name not in old.tensors):
+    if old is None or (replay.took_part != 0 and name not in old.tensors):
         raise FedgraftError(
             f"{source} kept no contributions, so nothing can be subtracted; run with rounds.keep_contributions=true, "
             "or forget exactly, without --fast."
@@ -91,7 +134,8 @@ def subtract(replay: Replay, source: Path, progress: Progress | None = None, con
     vector = old.tensors["vector"] - old.tensors.get(name, torch.zeros(()))
     gone = (f"memory/{replay.client}/", "contribution/")
     tensors = {key: t for key, t in old.tensors.items() if not key.startswith(gone)}
-    best = {**old.meta["best"], "accuracy": -1.0, "round": old.round, "stale": 0}  # nobody validated this model
+    # Nobody validated this model. `stale` stays as it is: a run that stopped for want of a better model stays stopped.
+    best = {**old.meta["best"], "accuracy": -1.0, "score": UNMEASURED, "round": old.round}
     meta = {**old.meta, "config_digest": replay.config.digest, "best": best}
     record = _begun(replay, source, old.round, {**tensors, "vector": vector, "best/vector": vector}, meta)
     summary = run(replay.config, record.path, progress, console)
@@ -99,7 +143,7 @@ def subtract(replay: Replay, source: Path, progress: Progress | None = None, con
         "client": replay.client,
         "took_part": replay.took_part,
         "exact": False,
-        "rounds": 0,
+        "rounds": summary["rounds"] - old.round,
         "cannot": CANNOT,
         **_distance(replay, source, vector, old.tensors["vector"]),
     }
@@ -134,7 +178,7 @@ def _begun(
     return record
 
 
-def _start(job: Job, folder: Path, first: int, joined: bool) -> tuple[int, str]:
+def _start(job: Job, folder: Path, first: First | None, joined: bool) -> tuple[int, str]:
     """The round after whose checkpoint a replay may start, and why not a later one."""
     a, head = job.algorithm, job.config.head
     if head != "random" and not joined:
@@ -143,8 +187,15 @@ def _start(job: Job, folder: Path, first: int, joined: bool) -> tuple[int, str]:
         return 0, "the mask was chosen by scores with this client"
     if a.federation_counts and not joined:
         return 0, "the class counts are a sum with this client"
-    kept = [found.round for found in _good(folder) if found.round < first]
-    return max(kept, default=0), f"it first took part in round {first}"
+    if not len(job.task.data.validation_rows):
+        return 0, "the best round was chosen by images of all clients"
+    kept = [found.round for found in _good(folder) if first is None or found.round < first.round]
+    start = max(kept, default=0)
+    if first is None:
+        return start, "it took part in no round"
+    if first.named:
+        return start, f"it first took part in round {first.round}"
+    return start, f"the record of round {first.round} does not say who took part"
 
 
 def _good(folder: Path) -> list[checkpoint.Checkpoint]:
@@ -159,6 +210,7 @@ def _good(folder: Path) -> list[checkpoint.Checkpoint]:
 
 def unlearn(replay: Replay, source: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
     """Carry the replay out; the summary of the run without the client. Interrupted, it goes on where it stopped."""
+    _refuse_later_start(replay)
     if replay.start:
         old = next(found for found in _good(source) if found.round == replay.start)
         _begun(replay, source, old.round, old.tensors, {**old.meta, "config_digest": replay.config.digest})
@@ -175,3 +227,16 @@ def unlearn(replay: Replay, source: Path, progress: Progress | None = None, cons
     }
     write_text(replay.folder / "unlearned.json", json.dumps(told, indent=2) + "\n")
     return summary
+
+
+def _refuse_later_start(replay: Replay) -> None:
+    """Refuse a folder whose replay kept rounds that may have the client in them: it would be called exact."""
+    path = replay.folder / "unlearned.json"
+    if not path.exists():
+        return
+    earlier = int(json.loads(path.read_text()).get("from_round", 0))
+    if earlier > replay.start:
+        raise FedgraftError(
+            f"{replay.folder} kept the rounds up to {earlier}, and the client may be in those after {replay.start}; "
+            "delete that folder, or name another with --to."
+        )

@@ -1,4 +1,7 @@
-"""The identity of a network's weights: one digest over names, shapes and bytes, for caches, heads and edits."""
+"""The identity of a network: one digest over names, shapes and bytes of its weights and over the user's own code.
+
+For runs, caches and heads. An edit belongs to weights alone (`code=False`), so that it can go to another machine.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,23 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedgraft.core.code_identity import module_code
 from fedgraft.core.protocols import Network
 
 
-def digest(network: Network, until: int | None = None, scope: str = "") -> str:
+def digest(network: Network, until: int | None = None, scope: str = "", code: bool = True) -> str:
     """A digest of everything that decides the activations at entry `until`; of the whole network by default.
 
     Parameters, floating-point buffers (batch-norm statistics) and the `settings` a network may name count; counters do
-    not. With `scope` only tensors whose names begin with it do.
+    not. With `scope` only tensors whose names begin with it do. Where layers are of classes of the user's own, their
+    code counts too: an edited `forward` gives other activations from the same weights.
     """
     h = hashlib.blake2b(digest_size=16)
     h.update(str(getattr(network, "settings", "")).encode())
+    if code and isinstance(network, nn.Module):
+        h.update(module_code(network).encode())
     for name, tensor in _deciding(network, until):
         if name.startswith(scope):
             h.update(f"{name}\x1f{tuple(tensor.shape)}\x1f{tensor.dtype}\x1e".encode())

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedgraft.client.authorize import LEDGER
 from fedgraft.client.policy import Policy, parse
-from fedgraft.client.secure import SECURE
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_atomic
 from fedgraft.core.messages import BadMessage, Request, as_bytes, pack, unpack
@@ -28,11 +26,6 @@ from fedgraft.deploy.keys import identity_of, short
 from fedgraft.deploy.process import KEEPS
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity
-
-
-def lasts(name: str) -> bool:
-    """Whether a part of a client's memory is kept for good."""
-    return name in {"identity", LEDGER} or name.startswith(SECURE)
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ from fedgraft.client.policy import Policy
 from fedgraft.config.agreement import rules_of
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config
+from fedgraft.core.client_memory import never_goes_back
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import BadMessage, Request, pack, unpack
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.deploy import preflight
 from fedgraft.deploy.deployed import config_of, own_data
-from fedgraft.deploy.keep import Keep, lasts, noise_key
+from fedgraft.deploy.keep import Keep, noise_key
 from fedgraft.deploy.slots import DiskSlots, recall
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, serve, without_path
 from fedgraft.local.memory import keep_freed_memory
@@ -98,9 +99,9 @@ class Node:
         algorithm = self.job.algorithm if self.opening is None else self.opening.algorithm
         response, kept = handle_or_refuse(request, algorithm, context, {**memory, **lasting})
         if self.keep is not None:  # on the disk before anything leaves
-            self.keep.store(self.client, {name: t for name, t in kept.items() if lasts(name)}, lasting)
+            self.keep.store(self.client, {name: t for name, t in kept.items() if never_goes_back(name)}, lasting)
             self.keep.believed(request, lasting, kept)
-            kept = {name: t for name, t in kept.items() if not lasts(name)}
+            kept = {name: t for name, t in kept.items() if not never_goes_back(name)}
         step = worker_request.after
         if kept and (kept.keys() != memory.keys() or any(kept[name] is not memory[name] for name in kept)):
             step = worker_request.becomes

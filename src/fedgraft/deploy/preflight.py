@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgraft.client.authorize import LEDGER
 from fedgraft.client.policy import Policy, count_request
 from fedgraft.config.federate import federate
 from fedgraft.config.load import Config
 from fedgraft.consortium.preflight import MINIMUM, shared_images, site_facts
 from fedgraft.consortium.site_faults import FAULTS
+from fedgraft.core.client_memory import LEDGER
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.files import write_text
 from fedgraft.core.messages import Request, as_bytes

@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from fedgraft.client.context import ClientMemory
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_atomic
 from fedgraft.core.messages import BadMessage, Request, unpack

@@ -71,7 +71,7 @@ class Edit:
 
 def capture(name: str, network: Network, space: EditSpace, vector: Tensor, scope: str = "") -> Edit:
     """The edit that takes this network, which holds the base, to `vector` on `space`."""
-    return Edit(name, digest(network, scope=scope), space, vector - space.gather(network), scope=scope)
+    return Edit(name, digest(network, scope=scope, code=False), space, vector - space.gather(network), scope=scope)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class Applied:
 
 def check_base(network: Network, edit: Edit) -> None:
     """Refuse a network that is not the one this edit was made for."""
-    found = digest(network, scope=edit.scope)
+    found = digest(network, scope=edit.scope, code=False)
     if found != edit.base:
         raise FedgraftError(
             f"the edit {edit.name!r} was made for the base {edit.base}, this network is {found}; load that base, "

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedgraft.aggregate.codecs import BadPayload, decode
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.context import ClientContext, ClientMemory
+from fedgraft.client.context import ClientContext
+from fedgraft.core.client_memory import ClientMemory, Remembering
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, unpack_bits
 from fedgraft.core.protocols import Examples
@@ -99,6 +100,11 @@ class Attacked:
     @memory.setter
     def memory(self, kept: dict[int, ClientMemory]) -> None:
         self.engine.memory = kept
+
+    def take_back(self, client: int, before: ClientMemory | None) -> None:
+        """Let this client go on from what it remembered before its last order."""
+        if isinstance(self.engine, Remembering):
+            self.engine.take_back(client, before)
 
     @property
     def _on_changes(self) -> str:

@@ -29,8 +29,9 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.actions import progress_label
 from fedgraft.client.actions.training import update_response
 from fedgraft.client.authorize import authorize
-from fedgraft.client.context import ClientContext, ClientMemory
+from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
+from fedgraft.core.client_memory import ClientMemory, Memories
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import Phase, requests_phase
@@ -121,7 +122,7 @@ class _Job:
         return drawn(self.rows, self.rule, shuffle)
 
 
-class Batched:
+class Batched(Memories):
     """Carries out training orders of a linear head together, others one by one. `memory` as in `InProcess`."""
 
     def __init__(self, algorithm: Algorithm, context: ClientContext, threads: int | None = None) -> None:

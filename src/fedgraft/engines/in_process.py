@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.actions import progress_label
-from fedgraft.client.context import ClientContext, ClientMemory
+from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
+from fedgraft.core.client_memory import ClientMemory, Memories
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.progress import requests_phase
 
 
-class InProcess:
+class InProcess(Memories):
     """Carries out orders with one context. `memory` is what each client keeps; it belongs to the checkpoint."""
 
     def __init__(self, algorithm: Algorithm, context: ClientContext) -> None:

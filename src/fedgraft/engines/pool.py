@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.actions import progress_label
-from fedgraft.client.context import ClientContext, ClientMemory
+from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
+from fedgraft.core.client_memory import ClientMemory, Memories
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.core.progress import EXTRACTION, phase, requests_phase
@@ -27,7 +28,7 @@ from fedgraft.engines.shared_memory import Parts, Work, Workers
 _REFUSED = b"refused "  # no message begins so: its first bytes are a length
 
 
-class Pool:
+class Pool(Memories):
     """Carries out orders with `workers` processes; same bytes as `InProcess`, whatever their number.
 
     Workers start at the first exchange and again after `close`, an error, or a change of the edit space. Coordinates

@@ -106,6 +106,24 @@ class LocalTraining:
         steps = self.steps_for(examples)
         return lr * steps / self.optimizer.effective_steps(steps)
 
+    def step_range(self, lr: float, largest: int) -> tuple[float, float] | None:
+        """The fewest and the most effective steps of a client with 1 to `largest` examples at this rate.
+
+        None where the optimizer does not say how far a gradient moves the model.
+        """
+        gain = self.optimizer.effective_steps
+        if gain is None:
+            return None
+        ranges_of = []
+        for turn in range(max(1, len(self.client_steps))):
+            rule = self.of(turn)
+            for examples in (1, max(1, largest)):
+                steps = rule.steps_for(examples)
+                ranges_of.append(rule.rate(lr, examples) * gain(steps))
+                if self.amp == "float16":  # steps whose gradients overflow are left out
+                    ranges_of.append(rule.rate(lr, examples) * gain(1))
+        return min(ranges_of), max(ranges_of)
+
 
 @dataclass(frozen=True)
 class Trained:

@@ -21,6 +21,22 @@ class Sending:
 
 
 @dataclass(frozen=True)
+class StepRange:
+    """The fewest and the most effective steps (rate times the optimizer's gain) that any client of a round goes."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the output of a link is: the trained coordinates as a multiple of its input, and its scalars."""
+
+    update: float
+    scalars: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class UpdateLink:
     """`apply(update, sending) -> (update, scalars)`. `scalars` names what it reports and the largest value of each."""
 
@@ -30,6 +46,9 @@ class UpdateLink:
     needs_effective_steps: bool = False
     whole: tuple[str, ...] = ()
     """Scalars that are whole numbers, such as an indicator."""
+    scale: Callable[[StepRange], Scale] | None = None
+    """How large its output can be in a round of these steps, for the fixed-point numbers of a secure sum; None: no
+    larger than its input, and scalars up to the largest value of each."""
     even: bool = False
     """What differs in its last bits before differs in its last bits after: nothing is sorted, cut or signed."""
 
@@ -45,7 +64,10 @@ def normalise() -> UpdateLink:
         scaled[: sending.trained] /= sending.effective_steps
         return scaled, {"tau": sending.effective_steps}
 
-    return UpdateLink("normalise", apply, {"tau": 1e4}, needs_effective_steps=True, even=True)
+    def scale(steps: StepRange) -> Scale:
+        return Scale(1 / steps.least, {"tau": steps.most})
+
+    return UpdateLink("normalise", apply, {"tau": 1e4}, needs_effective_steps=True, even=True, scale=scale)
 
 
 def run_chain(links: tuple[UpdateLink, ...], update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:

@@ -7,25 +7,24 @@ keyword arguments, and further options by their config names (`**options`).
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import rich
-from torch import Tensor, nn
+from torch import nn
 
 import fedgraft.models
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.config.build import build_federation, check_private, device_named, fitting
 from fedgraft.config.load import load, merge, to_toml, validate
 from fedgraft.config.options import Config
+from fedgraft.core.code_identity import digest_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import digest
 from fedgraft.data.federated import FederatedData
@@ -188,7 +187,7 @@ def _job(
     network = copy.deepcopy(network).to(device_named(config.device))  # what is given stays as it is
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
-    identity = "objects-" + _digest([config.digest, digest(network), *data.identity, transform.digest, algorithm])
+    identity = "objects-" + digest_of(config.digest, digest(network), *data.identity, transform.digest, algorithm)
     federation = replace(build_federation(config, algorithm.lr, data.largest), run=identity)
     return Job(config, algorithm, Task(network, data, transform, "objects"), federation, identity, from_objects=True)
 
@@ -285,27 +284,3 @@ _OBJECTS = {
     "model": ({"head", "ridge", "probe_steps"}, "the model's to say: give it to fg.model(...)"),
 }
 """Options that may be said beside objects, and who says the others."""
-
-
-def _digest(parts: Sequence[Any]) -> str:
-    return hashlib.blake2b(json.dumps([_plain(part) for part in parts]).encode(), digest_size=8).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """What tells one object from another, as plain values; functions count by their names."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, Tensor):
-        return hashlib.blake2b(value.detach().cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
-    code = getattr(value, "__code__", None)
-    if code is not None:  # what a function closes over tells fedprox(0.01) from fedprox(0.5)
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        inner = [_plain(cell) for cell in cells if cell is not value]
-        return [value.__qualname__, code.co_code.hex(), inner, _plain(value.__defaults__ or ())]
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)

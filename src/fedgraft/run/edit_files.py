@@ -166,7 +166,7 @@ def own_model(edit: Edit, folder: Path) -> tuple[VisionNetwork, Task]:
     """The model that the edit is of, its run's best or last, by the values the edit holds; another's run is refused."""
     found = adapted(folder)
     base = found.base()
-    if digest(base, scope=edit.scope) == edit.base:
+    if digest(base, scope=edit.scope, code=False) == edit.base:
         before = edit.space.gather(base)
         for vector in (None, found.last):  # the best is in the network already
             if vector is not None:

@@ -11,7 +11,8 @@ from weakref import WeakSet
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.client.context import ClientContext, ClientMemory
+from fedgraft.client.context import ClientContext
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.messages import Request, Response
 from fedgraft.engines.batched import Batched, applies
 from fedgraft.engines.choice import Choice, Wanted, choose_engine

@@ -76,6 +76,20 @@ class Job:
         """The data, divided."""
         return self.task.data
 
+    @cached_property
+    def judging_rows(self) -> Tensor:
+        """Rows of the training images to measure on: the validation images, or the clients' where none are held out.
+
+        Images of clients that nothing is made from do not choose the best model either.
+        """
+        data = self.task.data
+        if len(data.validation_rows):
+            return data.validation_rows
+        if not self.federation.without or not data.rows_known:
+            return data.train_rows
+        theirs = torch.cat([data.rows(k) for k in self.federation.members])
+        return data.train_rows[torch.isin(data.train_rows, theirs)]
+
     @property
     def left_out(self) -> list[str]:
         """Who is not there before the first round, as words of an identity."""

@@ -100,7 +100,7 @@ class Measure:
         """The common model on the validation images (on the clients' training images where there are none)."""
         if self.job.task.data.blind:
             return self._counted(vector, round, "validation")
-        return self._here(vector, self.opening.context.examples, self.job.task.judging_rows)
+        return self._here(vector, self.opening.context.examples, self.job.judging_rows)
 
     def test(self, vector: Tensor, round: int) -> Found:
         """The common model on the test images."""

@@ -97,7 +97,7 @@ def open_run(
         space = EditSpace(space.parts)
     algorithm = algorithm if opened.aggregate is None else vary(algorithm, aggregate=opened.aggregate)
     if config.trainable.match_norm is not None:
-        rows = task.judging_rows[:256]
+        rows = job.judging_rows[:256]
         factor = min(config.trainable.match_norm, norm_ratio(network, space, task.eval_images, rows))
         log.info("update-norm matching: the learning rate is raised %.2f times", factor)
         old = federation.schedule

@@ -113,7 +113,7 @@ def summary_of(
     """What summary.json says of a finished run but for its test, its traffic and its time."""
     config, algorithm, data = job.config, opening.algorithm, job.task.data
     start = next((line["accuracy"] for line in lines if line["round"] == 0), None)
-    judged = 0 if data.blind or config.select != "accuracy" else len(job.task.judging_rows)
+    judged = 0 if data.blind or config.select != "accuracy" else len(job.judging_rows)
     summary = {
         "kind": config.kind,
         "validation": {"accuracy": best.accuracy, **selected(config.select, best)},

@@ -16,6 +16,9 @@ from fedgraft.privacy.dp import HIDDEN_NOT_COVERED, NOT_COVERED
 from fedgraft.run.job import Job
 from fedgraft.run.opening import Opening
 
+UNMEASURED = -1e9
+"""The score of a model that nobody validated: every measured one is better."""
+
 
 @dataclass(frozen=True)
 class Best:
@@ -23,7 +26,7 @@ class Best:
 
     accuracy: float = -1.0
     """Its accuracy; the one it was chosen by is `score`."""
-    score: float = -1e9
+    score: float = UNMEASURED
     round: int = -1
     stale: int = 0
     vector: Tensor | None = None
@@ -31,7 +34,7 @@ class Best:
 
 def selected(metric: str, best: Best) -> dict[str, float]:
     """The metric that chose the best model, where it is not the accuracy."""
-    return {} if metric == "accuracy" or best.round < 0 else {metric: abs(best.score)}
+    return {} if metric == "accuracy" or best.round < 0 or best.score == UNMEASURED else {metric: abs(best.score)}
 
 
 def pack_run(

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedgraft.client.context import ClientContext
 from fedgraft.config.options import Config
@@ -48,12 +47,6 @@ class Task:
     def test_images(self) -> Images:
         """Test images."""
         return examples_of(self.data.dataset.test, self.transform)
-
-    @property
-    def judging_rows(self) -> Tensor:
-        """Rows of `train_images` to measure on: the validation images, or the clients' where none are held out."""
-        rows = self.data.validation_rows
-        return rows if len(rows) else self.data.train_rows
 
     def at_entry(self, images: Images, entry: int, lower: Examples | None = None) -> Examples:
         """These images where they enter: as pixels, or as outputs of the network before `entry`.

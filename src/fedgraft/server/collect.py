@@ -95,6 +95,11 @@ class Collected:
         """Clients whose update is in."""
         return len(self.accepted) if self.hidden is None else len(self.hidden.survivors)
 
+    @property
+    def used(self) -> set[int]:
+        """The clients whose updates go into the step."""
+        return {a.response.client for a in self.accepted} if self.hidden is None else set(self.hidden.survivors)
+
     def notes(self) -> dict[str, Any]:
         """What a hidden sum says for the record: who is in it, or that it was aborted."""
         if self.hidden is None:
@@ -102,7 +107,10 @@ class Collected:
         asked_in_vain = self.hidden.asked and self.hidden.update is None
         if self.rounding is not None:  # under differential privacy the cohort is nobody's business
             return {"aborted": True} if asked_in_vain else {}
-        return {"aborted": True} if asked_in_vain else {"clients": {"ids": list(self.hidden.survivors)}}
+        if asked_in_vain:
+            return {"aborted": True}
+        cut = {"cut": self.hidden.cut} if self.hidden.cut else {}
+        return {"clients": {"ids": list(self.hidden.survivors)}, **cut}
 
     def private_sum(self, clip: float, length: int) -> tuple[list[Tensor], float, int, float | None]:
         """Summands, how many were within the bound, how many answered, the step of rounding if the sum was hidden."""
@@ -163,9 +171,11 @@ def _collect_hidden(
     done = secure_sum(algorithm, federation, requests, *parts) if requests else HiddenSum()
     lost = tuple(Rejection(client, why) for client, why in done.lost.items())
     dp = algorithm.privacy.dp
-    ring = Ring(secure_segments(algorithm, context.length, context.trained), dp.mechanism.population) if dp else None
     nobody = Answers((), torch.zeros(0, dtype=torch.float64), ())
-    rounding = ring.step("update") if ring else None
+    rounding = None
+    if dp is not None:  # also where nobody was asked; no link depends on an order's settings under privacy
+        segments = secure_segments(algorithm, context.length, context.trained, {})
+        rounding = Ring(segments, dp.mechanism.population).step("update")
     return Collected(nobody, (), done, lost, done.bytes_up, done.bytes_down, rounding)
 
 

@@ -16,6 +16,7 @@ from fedgraft.aggregate.robust import TooFew
 from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.core.client_memory import ClientMemory, Remembering
 from fedgraft.core.messages import Response, message_digest
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.server import sample as server
@@ -53,6 +54,7 @@ def run_round(
         state = replace(state, active=context.active(state))
     cohort = server.sample(federation, state.round)
     requests = server.instruct(algorithm, federation, state, cohort, context.space, context.origin)
+    before = remembered(engine, cohort)
     collected = collect(algorithm, federation, state, requests, engine, context)
     exchanged = time.perf_counter()
     # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
@@ -62,6 +64,8 @@ def run_round(
     with ThreadPoolExecutor(1) as beside:  # hashing holds no lock of Python's, and combining only reads the answers
         digests = beside.submit(digests_of, [a.response for a in seen])
         new, record, extra = checked(step, advance(algorithm, step, collected, context), collected)
+    used = set() if "skipped" in record else collected.used
+    take_back(engine, {k: memory for k, memory in before.items() if k not in used})
     if "skipped" not in record:
         record["update_norm"] = float((new.vector - state.vector).norm())
     seconds = {"exchange": exchanged - began, "aggregate": time.perf_counter() - exchanged}
@@ -75,6 +79,18 @@ def run_round(
         "dropped": [{"client": r.client, "reason": r.reason} for r in collected.rejections],
     }
     return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests.result())
+
+
+def remembered(engine: Engine, cohort: Sequence[int]) -> dict[int, ClientMemory | None]:
+    """What the clients of a round remember before it; nothing where the engine does not know."""
+    return {k: engine.memory.get(k) for k in cohort} if isinstance(engine, Remembering) else {}
+
+
+def take_back(engine: Engine, before: Mapping[int, ClientMemory | None]) -> None:
+    """Let clients whose answers were not used go on from what they remembered before this round."""
+    if isinstance(engine, Remembering):
+        for client, memory in before.items():
+            engine.take_back(client, memory)
 
 
 MEMORY = 5

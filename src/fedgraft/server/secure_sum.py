@@ -27,7 +27,16 @@ from fedgraft.privacy.secagg.binding import request_digest
 from fedgraft.privacy.secagg.keys import OF
 from fedgraft.privacy.secagg.plan import Data
 from fedgraft.privacy.secagg.ring import Segment, Summand, segments_of
-from fedgraft.privacy.secagg.secure_sum import Plan, SecureAbort, SecureServer, SumResult, drive, series, weighted_mean
+from fedgraft.privacy.secagg.secure_sum import (
+    Plan,
+    SecureAbort,
+    SecureServer,
+    SumResult,
+    cut_by,
+    drive,
+    series,
+    weighted_mean,
+)
 from fedgraft.privacy.secagg.server import Outbox
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.validate import Accepted, Expectation, Field, Rejection, validate_responses
@@ -61,6 +70,8 @@ class HiddenSum:
     bytes_up: int = 0
     bytes_down: int = 0
     asked: bool = False
+    cut: int = 0
+    """How many clients had to cut numbers that the sum cannot hold."""
 
 
 class SecureSession:
@@ -173,12 +184,22 @@ def secure_sum(
     if len(session.requests) < 2:  # one client cannot hide in a sum of its own, so it is not asked
         return HiddenSum(lost=session.lost)
     try:
-        result = session.total(secure_segments(algorithm, length, trained))
+        result = session.total(secure_segments(algorithm, length, trained, asked[0].settings))
         update, sums, scalars = weighted_mean(result)
     except SecureAbort as error:
         log.warning("round %d: the secure sum was aborted, nothing of it is used: %s", requests[0].round, error)
         return HiddenSum(lost=session.lost, bytes_up=session.up, bytes_down=session.down, asked=True)
-    return HiddenSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down, True)
+    cut = cut_by(result)
+    if cut:
+        log.warning(
+            "round %d: %d of %d clients had numbers beyond what the secure sum holds, which were cut, so this is not "
+            "the mean of the updates; raise privacy.limit (now %g) or lower local.lr.",
+            requests[0].round + 1,
+            cut,
+            len(result.survivors),
+            algorithm.privacy.limit,
+        )
+    return HiddenSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down, True, cut)
 
 
 class Begun(Protocol):

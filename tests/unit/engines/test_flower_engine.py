@@ -180,6 +180,31 @@ def test_agrees_with_the_reference_whatever_arrives_first(name: str) -> None:
     assert all(torch.equal(here.rule[key], there.state.rule[key]) for key in here.rule)
 
 
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_a_refused_answer_leaves_no_trace_in_a_nodes_memory(spoiled: int) -> None:
+    """The next order names the step before, which the node still holds: as if it had not been asked."""
+    toy = Toy(algorithm("scaffold"), per_round=5)
+    engine, grid = deploy(toy)
+    node = next(node for node in grid.nodes.values() if node.client == 2)
+
+    def spoil(answer: WorkerResponse) -> WorkerResponse:
+        response = unpack(Response, answer.response)
+        wrong = {name: torch.full_like(t, float("nan")) for name, t in response.sums.items()}
+        return replace(answer, response=pack(replace(response, sums=wrong)))
+
+    for round in range(4):
+        node.spoil = spoil if round == spoiled else lambda answer: answer
+        toy.run(1)
+        dropped = [one["client"] for one in toy.summary.record["dropped"]]
+        assert dropped == ([2] if round == spoiled else [])
+    reference = Toy(algorithm("scaffold"), per_round=5)
+    reference.engine = Without(reference, lambda round, client: round == spoiled and client == 2)
+    reference.run(4)
+    assert torch.equal(toy.state.vector, reference.state.vector)
+    assert torch.equal(toy.state.rule["control"], reference.state.rule["control"])
+    assert int(engine.memory[2]["step"]) == 3
+
+
 def in_client_order(engine: FlowerEngine, toy: Toy) -> bool:
     requests = [Request("toy", 0, k, "train", toy.space.digest, toy.state.vector, {}, {"lr": 0.1}) for k in range(5)]
     arrivals = [a[0] if isinstance(a, tuple) else a.client for a in engine.exchange(requests)]

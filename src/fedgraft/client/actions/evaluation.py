@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.action import Action, Phase, sum_action
-from fedgraft.client.context import ClientContext, ClientMemory, empty_response, features, model_vector
+from fedgraft.client.context import ClientContext, empty_response, features, model_vector
 from fedgraft.client.request_checks import require_settings, require_tensor
 from fedgraft.client.train import choose_cluster_model, evaluate_finetuned
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples, Network

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
 from fedgraft.client.action import Action, Phase, SumScope
-from fedgraft.client.context import ClientContext, ClientMemory, empty_response
+from fedgraft.client.context import ClientContext, empty_response
 from fedgraft.client.request_checks import is_secure_stage, require_settings, require_tensor
 from fedgraft.client.train import train_locally
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.rng import torch_stream
 from fedgraft.privacy.secagg.ring import Segment
-from fedgraft.privacy.secagg.secure_sum import weighted_input
+from fedgraft.privacy.secagg.secure_sum import TAIL, weighted_input
 
 
 def train(
@@ -64,12 +65,15 @@ def weighted_update(
     weight = algorithm.weighting.own(examples, outcome.scalars, largest)
     weight = min(1.0, max(0.0, weight))
     reported = {name: outcome.scalars[name] for name in algorithm.reports}
-    return weighted_input(outcome.update, weight, outcome.trained.closing.sums, reported), outcome.memory
+    segments = secure_segments(algorithm, context.sent, context.space.trained, request.settings)
+    tail_length = sum(segment.length for segment in segments if segment.name == TAIL)
+    sums = outcome.trained.closing.sums
+    return weighted_input(outcome.update, weight, sums, reported, tail_length), outcome.memory
 
 
 def _layout(scope: SumScope) -> tuple[Segment, ...]:
     assert scope.algorithm is not None
-    return secure_segments(scope.algorithm, scope.length, scope.trained)
+    return secure_segments(scope.algorithm, scope.length, scope.trained, scope.settings)
 
 
 def _validate(request: Request, algorithm: Algorithm, context: ClientContext) -> None:

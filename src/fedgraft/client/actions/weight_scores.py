@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.action import Action, Phase, sum_action
-from fedgraft.client.context import ClientContext, ClientMemory, empty_response, model_vector
+from fedgraft.client.context import ClientContext, empty_response, model_vector
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Network

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedgraft.client.actions import progress_label
-from fedgraft.client.context import ClientMemory
+from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, pack
 from fedgraft.core.progress import requests_phase
@@ -278,6 +278,19 @@ class FlowerEngine:
         if step:
             self.memory[client] = {"step": torch.tensor([step])}
         return client, data  # whoever asked knows what it must look like
+
+    def take_back(self, client: int, before: ClientMemory | None) -> None:
+        """Name the step before in the next order: a node holds two steps, and goes on from the one that is named.
+
+        A simulated node makes a step at every stage of a secure sum, so there the last step is all that can be named.
+        """
+        earlier = 0 if before is None else int(before["step"])
+        if self._step(client) != earlier + 1:
+            return
+        if before is None:
+            del self.memory[client]
+        else:
+            self.memory[client] = before
 
     def close(self) -> None:
         """Nothing to end: nodes belong to others."""

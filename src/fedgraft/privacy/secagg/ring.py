@@ -4,6 +4,8 @@ The step is chosen from the number of clients so that their sum cannot leave [-(
 and a sum in the ring is the sum of the integers. Rounding is stochastic, so the error has mean zero; it is under one
 step per client. The generator is the caller's: same seed, same bytes.
 
+What lies beyond the limit of its segment is set to it; `cut` names such segments, so that it can be told.
+
 A segment with a step of its own is finer than one word can be. Its numbers are integers of several digits, one word
 each, with room in every word for the carries of all clients; they are rounded to the nearest, and one that does not
 fit is refused, not cut.
@@ -104,6 +106,16 @@ class Ring:
         """Distance of neighbouring numbers in a segment."""
         segment = next(s for s in self.segments if s.name == name)
         return segment.limit / self.level if segment.step is None else segment.step
+
+    def cut(self, values: Mapping[str, Tensor]) -> list[str]:
+        """The segments with a number beyond the limit by more than the rounding, which `encode` would cut."""
+        names = []
+        for segment in self.segments:
+            if segment.step is None and segment.name in values and segment.length:
+                largest = float(values[segment.name].detach().abs().max())
+                if largest > segment.limit + self.step(segment.name):
+                    names.append(segment.name)
+        return names
 
     def encode(self, values: Mapping[str, Tensor], generator: torch.Generator) -> Words:
         """Float vectors as words, two's complement; refuses values that are not finite and other shapes."""

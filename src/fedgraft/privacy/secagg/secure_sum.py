@@ -28,7 +28,9 @@ from fedgraft.privacy.secagg.ring import Ring, Segment
 from fedgraft.privacy.secagg.server import Answers, Outbox, SecureServer, SumResult
 
 __all__ = [
+    "CUT",
     "STAGES",
+    "TAIL",
     "Identity",
     "Plan",
     "Ring",
@@ -38,6 +40,7 @@ __all__ = [
     "SecureServer",
     "Segment",
     "SumResult",
+    "cut_by",
     "drive",
     "run_locally",
     "series",
@@ -48,6 +51,12 @@ __all__ = [
 
 Ask = Callable[[str, Outbox], Answers]
 """A transport: (stage, what goes to whom) -> the answers that came back in time, all at once or one by one."""
+
+
+TAIL = "update/tail"
+"""The last coordinates of the update, where they have a limit of their own."""
+CUT = Segment("cut", 1, 1.0)
+"""How many clients had to cut numbers that lay beyond the limit of their segment; each adds 0 or 1."""
 
 
 def series(run: str, action: str) -> str:
@@ -70,23 +79,33 @@ def weighted_segments(
     limit: float,
     sums: Mapping[str, tuple[int, float]] | None = None,
     scalars: Mapping[str, float] | None = None,
+    tail: tuple[int, float] = (0, 1.0),
 ) -> tuple[Segment, ...]:
     """Layout of weight * update, the weight, unweighted vectors (name: length, limit), weighted numbers (name: limit).
 
-    Weights lie in [0, 1]: a client divides its examples (or its own score) by the largest value allowed.
+    The last coordinates of an update may have a limit of their own (`tail`: length, limit). Weights lie in [0, 1]: a
+    client divides its examples (or its own score) by the largest value allowed.
     """
     unweighted = [Segment(f"sums/{name}", *shape) for name, shape in sorted((sums or {}).items())]
     numbers = [Segment(f"scalars/{name}", 1, most) for name, most in sorted((scalars or {}).items())]
-    return (Segment("update", length, limit), Segment("weight", 1, 1.0), *unweighted, *numbers)
+    ends = [Segment(TAIL, *tail)] if tail[0] else []
+    return (Segment("update", length, limit), *ends, Segment("weight", 1, 1.0), *unweighted, *numbers)
 
 
 def weighted_input(
-    update: Tensor, weight: float, sums: Mapping[str, Tensor] | None = None, scalars: Mapping[str, float] | None = None
+    update: Tensor,
+    weight: float,
+    sums: Mapping[str, Tensor] | None = None,
+    scalars: Mapping[str, float] | None = None,
+    tail: int = 0,
 ) -> dict[str, Tensor]:
     """One client's summand for `weighted_segments`; the weight must lie in [0, 1]."""
     if not 0 <= weight <= 1:
         raise FedgraftError(f"a weight inside a secure sum lies in [0, 1], not {weight}")
-    values = {"update": update.double() * weight, "weight": torch.tensor([weight], dtype=torch.float64)}
+    weighted = update.double() * weight
+    values = {"update": weighted, "weight": torch.tensor([weight], dtype=torch.float64)}
+    if tail:
+        values |= {"update": weighted[:-tail], TAIL: weighted[-tail:]}
     values |= {f"sums/{name}": vector for name, vector in (sums or {}).items()}
     return values | {
         f"scalars/{n}": torch.tensor([weight * v], dtype=torch.float64) for n, v in (scalars or {}).items()
@@ -100,7 +119,15 @@ def weighted_mean(result: SumResult) -> tuple[Tensor, dict[str, Tensor], dict[st
         raise SecureAbort("the weights of the secure sum add up to nothing")
     sums = {n.partition("/")[2]: v.float() for n, v in result.sums.items() if n.startswith("sums/")}
     scalars = {n.partition("/")[2]: float(v) / weight for n, v in result.sums.items() if n.startswith("scalars/")}
-    return (result.sums["update"] / weight).float(), sums, scalars
+    update = result.sums["update"]
+    if TAIL in result.sums:
+        update = torch.cat([update, result.sums[TAIL]])
+    return (update / weight).float(), sums, scalars
+
+
+def cut_by(result: SumResult) -> int:
+    """How many clients of a sum had to cut numbers; 0 where that is not summed."""
+    return round(float(result.sums[CUT.name])) if CUT.name in result.sums else 0
 
 
 def run_locally(
