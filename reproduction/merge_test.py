@@ -72,7 +72,7 @@ def measured(job: Job, opening: Opening, state: ServerState, start: Tensor) -> d
     edits = torch.stack([state.personal[k] - start for k in clients])
 
     def accuracy(vector: Tensor, k: int) -> float:
-        context.show(vector)
+        context.load_model(vector)
         assert context.tests is not None
         return 100 * evaluate(context.network, context.tests, job.task.data.test_rows(k), 128).accuracy
 

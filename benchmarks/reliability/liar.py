@@ -97,7 +97,7 @@ def federation(
             clients = summary.record.get("clients", {"ids": []})
             if 0 in clients["ids"]:
                 heaviest = max(heaviest, clients["weight"][clients["ids"].index(0)])
-        opening.context.show(state.vector)
+        opening.context.load_model(state.vector)
         return evaluate(network, tests, torch.arange(len(tests))).accuracy, heaviest
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 from tests.support.hostile import LIES, outcome
 
 from benchmarks.reliability.outcome import Outcome
-from fedgraft.client import authorize as admission
+from fedgraft.client import authorize
 from fedgraft.client import handle as client
 from fedgraft.client import secure as client_secure
 from fedgraft.client.policy import Policy
@@ -26,14 +26,14 @@ def _nothing(*args: Any, **more: Any) -> None:
 
 
 VARIANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
-    "without the policy": ("clear", [(client, "admit", lambda request, algorithm, context, memory: memory)]),
+    "without the policy": ("clear", [(client, "authorize", lambda request, algorithm, context, memory: memory)]),
     "without ranges": ("numbers", [(Policy, "_number", _nothing)]),
     "without the binding": (
         "binding",
-        [(module, "binding", lambda request: "") for module in (client_secure, secure_round)],
+        [(module, "request_digest", lambda request: "") for module in (client_secure, secure_round)],
     ),
     "without the ledger": ("repeat", [(Identity, "serve", _nothing)]),
-    "without daily counts": ("days", [(admission, "count_order", lambda policy, request, ledger: ledger)]),
+    "without daily counts": ("days", [(authorize, "count_request", lambda policy, request, ledger: ledger)]),
     "without plan checks": ("plan", [(client_secure, "check_plan", _nothing)]),
 }
 

@@ -55,7 +55,7 @@ class Clients:
         network: Any = torch.nn.Identity()
         network.classes, network.width = 2, 2
         self.context: Any = SimpleNamespace(
-            ground="",
+            run_fingerprint="",
             seed=0,
             sent=length,
             space=space,
@@ -63,7 +63,7 @@ class Clients:
             network=network,
             rows=lambda k: range(5),
             bind=lambda space: SimpleNamespace(load=lambda start: None),
-            rules=lambda algorithm: (Policy(),),
+            policies=(Policy(),),
             replays=False,
         )
         self.memory: dict[int, Any] = {k: {} for k in range(len(updates))}

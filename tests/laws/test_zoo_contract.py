@@ -348,14 +348,14 @@ def statistics_are_kept_or_averaged(row: Row) -> None:
     before = {n: t.clone() for n, t in toy.network.named_buffers() if t.is_floating_point()}
     assert before
     toy.run(4)
-    toy.context.show(toy.state.vector)
+    toy.context.load_model(toy.state.vector)
     after, inside = dict(toy.network.named_buffers()), {part.name for part in toy.space.buffers}
     for name, tensor in before.items():
         if toy.context.private is None or name not in {part.name for part in toy.context.private.buffers}:
             assert torch.equal(after[name], tensor) != (name in inside), name
     models = [toy.state.vector, *toy.state.personal.values()]
     for vector in models:
-        toy.context.show(vector)
+        toy.context.load_model(vector)
         variances = [t for n, t in toy.network.named_buffers() if n.endswith("running_var")]
         assert all(bool((t > 0).all()) for t in variances), "a variance that is none"
     for kept in toy.engine.memory.values():
@@ -944,14 +944,14 @@ def test_frozen_notices_momentum_of_masked_gradients() -> None:
 
 
 def test_frozen_notices_fine_tuning_that_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedgraft.client import handle as client
+    from fedgraft.client.actions import evaluation
 
     def careless(request: Request, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Any:
         with torch.no_grad():
             context.network.head.weight.add_(0.1)
-        return client.counted(context.network, context.tests, rows, scores=False)  # type: ignore[arg-type]
+        return evaluation.counted(context.network, context.tests, rows, scores=False)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(client, "finetuned", careless)
+    monkeypatch.setattr(evaluation, "evaluate_finetuned", careless)
     with pytest.raises(AssertionError, match="moved"):
         frozen_bits_stay(Row(named("fedbabu")))
 

@@ -7,7 +7,7 @@ from tests.support.toy import Toy, client_rows
 from torch.nn.functional import cross_entropy
 
 from fedgraft import algorithms as zoo
-from fedgraft.client.train import with_chosen_model
+from fedgraft.client.train import choose_cluster_model
 from fedgraft.core.messages import Request
 
 
@@ -28,7 +28,7 @@ def test_each_client_takes_the_model_with_the_least_loss_on_its_images() -> None
         request = Request(
             "toy", 1, client, "train", toy.space.digest, state.vector, {"clusters": offsets}, {"lr": 0.05}
         )
-        taken, told = with_chosen_model(request, toy.algorithm, toy.context)
+        taken, told = choose_cluster_model(request, toy.algorithm, toy.context)
         best = losses.index(min(losses))
         assert told == {"cluster": float(best)} and max(losses) > min(losses)
         assert taken.vector is not None and torch.equal(taken.vector, state.vector + offsets[best])

@@ -25,7 +25,7 @@ def test_a_client_remembers_the_model_that_it_trained() -> None:
     exchange = toy.engine.exchange
 
     def watched(requests: object) -> object:
-        responses = exchange(requests)  # type: ignore[arg-type]
+        responses = list(exchange(requests))  # type: ignore[arg-type]
         for request, response in zip(requests, responses, strict=True):  # type: ignore[call-overload]
             trained[request.client] = request.vector + response.update.arrays["values"]
         return responses

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fedgraft.client.sums import count
 from PIL import Image
 from tests.support.tiny import Open, tiny
 
+from fedgraft.client.actions.evaluation import count
 from fedgraft.client.context import features
 from fedgraft.core.messages import Request
 from fedgraft.metrics.evaluate import counted, evaluate, evaluation_of

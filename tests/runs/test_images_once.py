@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedgraft.client.sums import scores_of
 from torch import Tensor
 
+from fedgraft.client.actions.weight_scores import score_weights
 from fedgraft.config.load import load
 from fedgraft.core.messages import Request
 from fedgraft.core.space import select
@@ -127,7 +127,9 @@ def test_a_mask_is_the_same_from_pixels_and_from_what_is_kept(met: list[int], tm
         vector = select(context.network, lambda name: True, buffers=False).gather(context.network)
         names = [name for name, _ in context.network.named_parameters() if "layers.5." in name]
         settings = {"estimator": "per_sample", "labels": "true", "batch": 20, "names": "\n".join(names), "share": 0.5}
-        scores.append(scores_of(Request("", -1, 0, "scores", "", vector, {}, {**settings, "draw": 0}), context).mean())
+        scores.append(
+            score_weights(Request("", -1, 0, "scores", "", vector, {}, {**settings, "draw": 0}), context).mean()
+        )
     assert scores[0].keys() == scores[1].keys() and scores[0]
     for name, one in scores[0].items():
         assert torch.allclose(one, scores[1][name], rtol=1e-3, atol=1e-12), name

@@ -13,6 +13,7 @@ from tests.support.tiny import Open, tensors_of, tiny, without_pictures
 from torch import Tensor
 
 from fedgraft.algorithms.algorithm import vary
+from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle
 from fedgraft.config.options import MetricName
 from fedgraft.core.errors import FedgraftError
@@ -137,7 +138,7 @@ def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:
     made.context.held = lambda client: made.data.validation_rows[client::3]
     engine, vector = made.engine(), made.begin().vector
     asking = Sums(engine.exchange, "r", range(3), made.network, made.algorithm.privacy)
-    hidden = asking.ask("scores", vector, {"split": "validation"})
+    hidden = asking.ask(action_named("scores"), vector, {"split": "validation"})
     request = [Request("r", 0, k, "scores", "", vector, {}, {"split": "validation"}) for k in range(3)]
     shown, made.context.policies = vary(made.algorithm, privacy=CLEAR), ()
     clear = scores.merge([handle(o, shown, made.context, {})[0].sums for o in request], made.network.classes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +167,10 @@ def test_an_interrupted_run_goes_on_in_its_folder(
         calls += 1
         if calls == 2:  # one client a round: the second round
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real.work(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setitem(client.ACTIONS, "train", stop)
+        patch.setitem(client.ACTIONS, "train", replace(real, work=stop))
         adapt(tmp_path / "run")
     assert RunFolder.open(tmp_path / "run").status == "interrupted"
     found = adapt(tmp_path / "run")
@@ -179,7 +180,8 @@ def test_an_interrupted_run_goes_on_in_its_folder(
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = adapt(tmp_path / "run")
-    monkeypatch.setitem(client.ACTIONS, "train", lambda *a: pytest.fail("trained again"))
+    forbidden = replace(client.ACTIONS["train"], work=lambda *a: pytest.fail("trained again"))
+    monkeypatch.setitem(client.ACTIONS, "train", forbidden)
     again = adapt(tmp_path / "run")
     assert again.summary == first.summary and again.evaluate() == first.evaluate()
 

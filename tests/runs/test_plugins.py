@@ -174,7 +174,7 @@ def test_a_trainable_kind(installed: Callable[..., None], tmp_path: Path) -> Non
     installed("trainable")
     ran(tmp_path / "run", "trainable.kind=biases")
     found = adapted(tmp_path / "run")
-    found.opening.context.show(found.last)
+    found.opening.context.load_model(found.last)
     start = dict(found.base().named_parameters())
     moved = {name for name, p in found.network.named_parameters() if not torch.equal(p, start[name])}
     assert moved and all(name.endswith("bias") for name in moved) and "head.bias" in moved

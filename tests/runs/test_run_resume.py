@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +173,10 @@ def interrupted(chosen: Config, folder: Path, after: int, monkeypatch: pytest.Mo
         count += 1
         if count == after:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real.work(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setitem(client.ACTIONS, "train", stop)
+        patch.setitem(client.ACTIONS, "train", replace(real, work=stop))
         with pytest.raises(KeyboardInterrupt):
             run(chosen, folder, console=False)
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedgraft.client.sums import summands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiny import Open, tiny, without_pictures
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from fedgraft import algorithms as zoo
 from fedgraft.algorithms.algorithm import vary
+from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, pack, unpack
@@ -119,7 +119,7 @@ def test_hidden_sums_are_the_clear_ones(action: str) -> None:
     hidden, plain = asked(secured(toy), action, toy), asked(clear(toy), action, toy)
     assert hidden.keys() == plain.keys()
     for name, wanted in plain.items():
-        step = summands(action, toy.network, {"names": "x"})[name].step
+        step = action_named(action).summands(toy.network, {"names": "x"})[name].step
         torch.testing.assert_close(hidden[name], wanted, rtol=1e-14, atol=len(CLIENTS) * step)
 
 
@@ -307,9 +307,9 @@ def test_too_few_give_a_sentence_and_no_sum() -> None:
     inner = toy.engine.exchange
     sums = Sums(lambda o: [r for r in inner(o) if r.client < 2], "toy", CLIENTS, toy.network, SECURE)
     with pytest.raises(FedgraftError, match="was aborted and nothing was revealed"):
-        sums.ask("statistics")
+        sums.ask(action_named("statistics"))
     with pytest.raises(FedgraftError, match="at least two clients"):
-        secured(toy, [1]).ask("statistics")
+        secured(toy, [1]).ask(action_named("statistics"))
 
 
 def test_stale_doubled_and_foreign_answers_change_nothing() -> None:
@@ -348,8 +348,8 @@ def test_an_answer_over_its_size_is_not_even_unpacked(monkeypatch: pytest.Monkey
         return {name: torch.zeros(1 << 18, dtype=t.dtype) for name, t in response.evidence.items()}
 
     monkeypatch.setattr(secure_round, "unpack", spy)
-    found = Sums(exchange, "toy", CLIENTS, toy.network, SECURE).ask("statistics")
-    wanted = secured(calm, [0, 1, 2, 4]).ask("statistics")
+    found = Sums(exchange, "toy", CLIENTS, toy.network, SECURE).ask(action_named("statistics"))
+    wanted = secured(calm, [0, 1, 2, 4]).ask(action_named("statistics"))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert sum(over for _, _, over in read) == 1 and all(limit is not None and limit < 1 << 18 for _, limit, _ in read)
 
@@ -366,10 +366,10 @@ def test_large_answers_are_asked_for_in_groups(privacy: Protection, monkeypatch:
         sizes.append(len(requests))
         return list(inner(requests))
 
-    found = Sums(exchange, "toy", CLIENTS, toy.network, privacy).ask("statistics")
+    found = Sums(exchange, "toy", CLIENTS, toy.network, privacy).ask(action_named("statistics"))
     assert set(sizes) == {2, 1} and len(sizes) == 3 * (len(STAGES) if privacy is SECURE else 1)
     monkeypatch.undo()
-    wanted = Sums(calm.engine.exchange, "toy", CLIENTS, calm.network, privacy).ask("statistics")
+    wanted = Sums(calm.engine.exchange, "toy", CLIENTS, calm.network, privacy).ask(action_named("statistics"))
     if privacy is SECURE:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -394,7 +394,7 @@ def test_a_client_whose_numbers_do_not_fit_leaves_and_is_named() -> None:
     toy = Toy(zoo.fedavg())
     toy.examples.inputs[toy.context.rows(2)[0]] = float("nan")
     for sums in (secured(toy), clear(toy)):
-        found = sums.ask("statistics")
+        found = sums.ask(action_named("statistics"))
         assert list(sums.lost) == [2] and bool(torch.isfinite(found["gram"]).all())
 
 
@@ -420,9 +420,9 @@ def test_a_head_without_everyone_is_not_kept_for_other_runs(cache: Path, monkeyp
 
 def test_a_client_serves_each_sum_once_and_refuses_another_layout(caplog: pytest.LogCaptureFixture) -> None:
     toy = Toy(zoo.fedavg())
-    secured(toy).ask("statistics")
+    secured(toy).ask(action_named("statistics"))
     with pytest.raises(FedgraftError, match=r"given up|aborted"):  # a server that starts again over the same clients
-        secured(toy, [0, 1, 2, 3]).ask("statistics")
+        secured(toy, [0, 1, 2, 3]).ask(action_named("statistics"))
     assert "is a replay" in caplog.text
     caplog.clear()
     told = Request("toy", 0, 0, "secure.shares", "statistics", settings={"sums": "statistics"})

@@ -69,11 +69,11 @@ class Stage:
         (self.home.parent / "policy.toml").write_text(to_toml(policy))
 
     @property
-    def ground(self) -> str:
+    def run_fingerprint(self) -> str:
         """What the node was told besides its orders; those who are played here were told the same."""
-        from fedgraft.deploy.node import ground_of
+        from fedgraft.deploy.node import run_fingerprint_of
 
-        return ground_of(self.config, self.engine.classes, self.engine._opened["bytes"].data)
+        return run_fingerprint_of(self.config, self.engine.classes, self.engine._opened["bytes"].data)
 
 
 class DeployedWorld(World):
@@ -97,7 +97,7 @@ class DeployedWorld(World):
         self.stage.begin(self.policy)
         for context in others:
             context.policies = (replace(self.policy, pinned_peers=False),)
-            context.ground = self.stage.ground
+            context.run_fingerprint = self.stage.run_fingerprint
 
     def tell(self, request: Request) -> WorkerResponse:
         if request.client != VICTIM:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from fedgraft.client.sums import sum_segments
 from tests.support.toy import CLASSES, WIDTH, Toy
 
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import uniform
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments, vary
-from fedgraft.client.handle import carry_out
+from fedgraft.client.actions import action_named
+from fedgraft.client.handle import handle_or_refuse
 from fedgraft.client.policy import Policy
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, Scalar, wire_size
@@ -27,7 +27,7 @@ from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 from fedgraft.privacy.secagg import server as secagg_server
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.plan import Plan
-from fedgraft.privacy.secagg.ring import Segment
+from fedgraft.privacy.secagg.ring import Segment, segments_of
 from fedgraft.server.sample import instruct
 from fedgraft.server.secure_sum import SecureSession
 
@@ -101,8 +101,8 @@ class World:
         """Give an order to its client."""
         context = self.context
         if self.elsewhere and request.client != VICTIM:
-            context = replace(context, ground=self.elsewhere)
-        answer, self.memory[request.client] = carry_out(
+            context = replace(context, run_fingerprint=self.elsewhere)
+        answer, self.memory[request.client] = handle_or_refuse(
             request, self.algorithm, context, self.memory.get(request.client, {})
         )
         self.said.append((request.action, request.client, answer))
@@ -125,7 +125,7 @@ class World:
             segments = secure_segments(self.algorithm, self.context.sent, self.context.space.trained, {})
         else:
             requests = [Request(self.run, number, k, action, space or action, None, {}, told) for k in clients]
-            segments = sum_segments(action, self.context.network, told)
+            segments = segments_of(action_named(action).summands(self.context.network, told))
 
         def exchange(asked: Sequence[Request]) -> list[Any]:
             heard = [o for o in asked if (silent or {}).get(o.action) != o.client]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,13 +168,14 @@ def test_there_are_enough_lies() -> None:
 @pytest.mark.parametrize("scene", ["fedadam", "count", "statistics", "own_mask"])
 def test_without_validation_the_lies_count(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken variant: plausibility is not looked at."""
-    from fedgraft.server import secure_sum as secure_round
+    from fedgraft.client.actions import ACTIONS
     from fedgraft.server import validate as validation
 
     monkeypatch.setattr(validation, "largest", lambda tensor: 0.0)
     monkeypatch.setattr(validation.ExampleCounts, "contradiction", lambda *a: "")
     monkeypatch.setattr(validation, "far_off", lambda *a: {})
-    monkeypatch.setattr(secure_round, "sums_lie", lambda *a: "")
+    for name, action in ACTIONS.items():
+        monkeypatch.setitem(ACTIONS, name, replace(action, implausible=lambda response: ""))
     monkeypatch.setattr(kinds, "plausible", lambda counts: True)
     monkeypatch.setattr(kinds, "same_share", lambda responses: responses)
     run, lies = SCENES[scene]
@@ -281,7 +283,7 @@ class Told:
 
     def exchange(self, requests: Any) -> Any:
         for request in requests:
-            self.toy.context.ground = "another" if request.client == LIAR else ""
+            self.toy.context.run_fingerprint = "another" if request.client == LIAR else ""
             yield from self.inner.exchange([request])
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support import hostile
 from tests.support.hostile import LIES, World, outcome
 
-from fedgraft.client import authorize as admission
+from fedgraft.client import authorize
 from fedgraft.client import handle as client
 from fedgraft.client import secure as client_secure
 from fedgraft.client.policy import Policy
@@ -58,19 +58,19 @@ def memory_of(request: Any, algorithm: Any, context: Any, memory: Any) -> Any:
 
 
 BROKEN: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
-    "the policy is not asked": ("clear", admission, "admit", memory_of),
+    "the policy is not asked": ("clear", authorize, "authorize", memory_of),
     "actions are not checked": ("actions", Policy, "check_action", nothing),
     "protection is not checked": ("protection", Policy, "check_protection", nothing),
     "numbers are not checked": ("numbers", Policy, "_number", nothing),
-    "orders need not fit": ("fits", admission, "fits", nothing),
-    "days are not counted": ("days", admission, "count_order", lambda policy, request, ledger: ledger),
+    "orders need not fit": ("fits", authorize, "validate_request", nothing),
+    "days are not counted": ("days", authorize, "count_request", lambda policy, request, ledger: ledger),
     "images are not counted": ("images", Policy, "check_images", nothing),
     "plans are not compared": ("plan", client_secure, "check_plan", nothing),
     "thresholds are not checked": ("threshold", Policy, "check_plan", nothing),
-    "orders are not bound": ("binding", client_secure, "binding", lambda request: ""),
+    "orders are not bound": ("binding", client_secure, "request_digest", lambda request: ""),
     "sums are not remembered": ("repeat", Identity, "serve", nothing),
-    "further words are not looked at": ("words", admission, "_nothing_else", nothing),
-    "what was told besides is not compared": ("ground", SecureClient, "_check_ground", nothing),
+    "further words are not looked at": ("words", authorize, "forbid_extra_fields", nothing),
+    "what was told besides is not compared": ("ground", SecureClient, "_check_run_fingerprint", nothing),
     "the graph is not signed": ("graph", SecureClient, "_check_advert", nothing),
 }
 
@@ -81,9 +81,9 @@ def test_a_broken_variant_lets_its_lies_through(variant: str, monkeypatch: pytes
     family, owner, name, empty = BROKEN[variant]
     monkeypatch.setattr(owner, name, empty)
     if variant == "the policy is not asked":
-        monkeypatch.setattr(client, "admit", empty)
+        monkeypatch.setattr(client, "authorize", empty)
     if variant == "orders are not bound":
-        monkeypatch.setattr(secure_round, "binding", empty)
+        monkeypatch.setattr(secure_round, "request_digest", empty)
     passed = []
     for lie in [lie for lie, found in LIES.items() if found.family == family]:
         try:

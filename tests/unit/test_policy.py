@@ -12,7 +12,8 @@ import pytest
 from tests.support.hostile import LIES
 from tests.support.tiny import Open, tiny
 
-from fedgraft.client.policy import Policy, count_request, implied, in_words, parse, to_toml
+from fedgraft.client.authorize import implied_policy
+from fedgraft.client.policy import Policy, count_request, in_words, parse, to_toml
 from fedgraft.config.agreement import broken_rules, implied_by, safe_for
 from fedgraft.config.build import build_algorithm
 from fedgraft.core.errors import FedgraftError, Refused
@@ -141,7 +142,7 @@ def test_an_owner_agrees_to_a_fingerprint_and_not_to_its_beginning() -> None:
 def test_under_privacy_a_client_answers_nothing_that_no_noise_covers() -> None:
     config = tiny("privacy.dp.noise=1.0", "rounds.sampling=poisson", "algorithm.weighting=uniform")
     algorithm = build_algorithm(config)
-    for policy in (implied_by(config, algorithm), implied(algorithm)):
+    for policy in (implied_by(config, algorithm), implied_policy(algorithm)):
         policy.check_action(Request("", 0, 0, "train"))
         for action in ("statistics", "class_counts", "fisher_scores", "evaluate", "own_mask"):
             with pytest.raises(Refused, match="not among the allowed actions"):

@@ -13,9 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from fedgraft.client.actions import progress_label
 from fedgraft.core import progress
 from fedgraft.core.messages import Request
-from fedgraft.core.progress import Phase, asking, counted, open_phases, phase, shown_by, told, watching
+from fedgraft.core.progress import Phase, counted, open_phases, phase, requests_phase, shown_by, told, watching
 from fedgraft.engines.shared_memory import Workers
 from fedgraft.report.display import LiveProgress
 from fedgraft.report.run_record import present
@@ -142,7 +143,8 @@ def test_of_a_short_task_a_worker_says_nothing() -> None:
     ],
 )
 def test_phases_have_truthful_names(action: str, settings: dict[str, str], name: str) -> None:
-    with asking([Request("r", 2, k, action, settings=settings) for k in range(4)]) as one:
+    requests = [Request("r", 2, k, action, settings=settings) for k in range(4)]
+    with requests_phase(requests, progress_label) as one:
         assert (one.what, one.total, one.unit) == (name, 4, "clients")
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,10 +39,11 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.5)) for _ in range(2)])
         self.norm = nn.BatchNorm1d(6)  # has buffers, which are part of the prefix too
         self.head = nn.Linear(6, 3)
-        self.passes = self.met = 0
+        self.counts = SimpleNamespace(passes=0, met=0)  # plain numbers of a user's module would be part of its identity
 
     def features(self, inputs: Tensor, entry: int = 0, until: int | None = None) -> Tensor:
-        self.passes, self.met = self.passes + 1, self.met + len(inputs)
+        self.counts.passes += 1
+        self.counts.met += len(inputs)
         until = self.depth if until is None else until
         x = self.embed(inputs).flatten(2).transpose(1, 2) if entry == 0 else inputs  # (B, 16, 6)
         for block in self.blocks[entry:until]:
@@ -131,18 +133,18 @@ def test_a_wrong_view_would_be_noticed(network: Toy, tmp_path: Path, monkeypatch
 
 def test_only_what_is_asked_is_computed_and_only_once(network: Toy, tmp_path: Path) -> None:
     cached = CachedExamples(images(), network, 2, tmp_path)
-    network.passes = network.met = 0
+    network.counts.passes = network.counts.met = 0
     cached.batch(torch.tensor([3, 5, 4, 3]))
     cached.batch(torch.tensor([5, 70]), generator(1))  # by this draw the second alone is mirrored
     assert set(np.flatnonzero(cached.cache._checked)) == {3, 4, 5, 70 + COUNT}
-    assert network.passes == 2 and network.met == 16  # each time filled up to eight, of which the bits are the same
+    assert network.counts.passes == 2 and network.counts.met == 16  # filled up to eight each time, with the same bits
     cached.prepare()
-    assert network.met == 16 + 144  # all 2 * 73 - 4 others: four whole batches, and 14 that are filled up to 16
+    assert network.counts.met == 16 + 144  # all 2 * 73 - 4 others: four whole batches, and 14 that are filled up to 16
     again = CachedExamples(images(), network, 2, tmp_path)
-    network.passes = 0
+    network.counts.passes = 0
     again.batch(torch.arange(COUNT), generator(0))
     assert torch.equal(again.batch(torch.arange(COUNT)), cached.batch(torch.arange(COUNT))) and again.entry == 2
-    assert network.passes == 0
+    assert network.counts.passes == 0
 
 
 def test_a_later_entry_takes_what_an_earlier_one_keeps(either: str, network: Toy, tmp_path: Path) -> None:
@@ -151,9 +153,9 @@ def test_a_later_entry_takes_what_an_earlier_one_keeps(either: str, network: Toy
     lower = CachedExamples(images(), network, 1, tmp_path)
     both = CachedExamples(images(()), network, 2, tmp_path, lower=lower)
     assert torch.equal(both.batch(torch.arange(COUNT)), alone)
-    network.passes = 0
+    network.counts.passes = 0
     lower.batch(torch.arange(COUNT))
-    assert network.passes == 0
+    assert network.counts.passes == 0
     flipped = CachedExamples(images(), network, 2, tmp_path / "views", lower=lower)  # has views: computed by itself
     with torch.no_grad():
         expected = network.features(images().batch(torch.arange(COUNT), generator(3)), 0, 2)
@@ -292,8 +294,8 @@ def test_a_large_table_is_read_row_by_row_and_never_mapped(
     read = CachedExamples(images(), network, 1, tmp_path / "b")
     assert read.cache._data is None and torch.equal(read.batch(rows, generator(2)), mapped)
     again = CachedExamples(images(), network, 1, tmp_path / "a")  # what the other way stored is the same file
-    network.passes = 0
-    assert torch.equal(again.batch(rows, generator(2)), mapped) and network.passes == 0
+    network.counts.passes = 0
+    assert torch.equal(again.batch(rows, generator(2)), mapped) and network.counts.passes == 0
 
 
 class Leaning(Toy):
@@ -361,8 +363,8 @@ def test_after_kill_minus_nine_the_rest_is_computed_and_no_more(tmp_path: Path) 
     whole.prepare()
     network = Toy().eval()
     cached = CachedExamples(images(), network, 2, tmp_path / "a")
-    network.met = 0
+    network.counts.met = 0
     cached.prepare()
-    assert network.met == 3 * BLOCK  # 146 views, of which 64 were there: 82, the last 18 filled up
+    assert network.counts.met == 3 * BLOCK  # 146 views, of which 64 were there: 82, the last 18 filled up
     files = [next(tmp_path.glob(f"{name}/{whole.digest}/features.bin")).read_bytes() for name in "ab"]
     assert files[0] == files[1]

@@ -16,7 +16,7 @@ from tests.support.tiny import tiny
 from torch import Tensor, nn
 
 import fedgraft as fg
-from fedgraft.client.context import give_stream
+from fedgraft.client.context import seed_random_layers
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
@@ -321,7 +321,7 @@ def test_dropout_draws_only_from_the_given_stream(network: Any, images: Tensor) 
     state = torch.get_rng_state()
     draws = []
     for seed in (1, 1, 2):
-        give_stream(network, torch_stream(seed, "dropout"))
+        seed_random_layers(network, torch_stream(seed, "dropout"))
         draws.append(network(images))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])

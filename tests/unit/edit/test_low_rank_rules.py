@@ -13,6 +13,7 @@ from tests.support.toy import Toy, ToyNetwork, snapshot
 from torch import Tensor
 
 from fedgraft import algorithms as zoo
+from fedgraft.client.actions import action_named
 from fedgraft.config.build import build_algorithm
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
@@ -152,7 +153,7 @@ def test_fedsbs_factors_follow_the_clients_gradient() -> None:
 
         def sums(self, action: str, vector: Tensor, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
             asked = Sums(toy.engine.exchange, "toy", range(5), toy.network, toy.algorithm.privacy)
-            return asked.ask(action, vector, settings)
+            return asked.ask(action_named(action), vector, settings)
 
     name = "backbone.layers.0.1"
     found = gradient_directions(toy.network, [name], Asking(), 2, 10_000)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ import torch
 from tests.support.toy import Toy
 
 from fedgraft import algorithms as zoo
+from fedgraft.client.actions import action_named
 from fedgraft.client.handle import handle
 from fedgraft.config.load import load
 from fedgraft.core.errors import FedgraftError
@@ -743,11 +744,11 @@ def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: 
             replace(a, response=data) if a.response else a
         )  # type: ignore[misc]
     sums = Sums(engine.exchange, "toy", range(5), toy.network, Protection(hidden=kind == "secure"))
-    found = sums.ask("statistics")
+    found = sums.ask(action_named("statistics"))
     benign = Sums(InProcess(toy.algorithm, toy.context).exchange, "toy", [0, 2], toy.network, Protection())
     assert set(sums.lost) == (set(spoilt) if kind == "clear" else {1})
     if kind == "clear":
-        assert torch.equal(found["gram"], benign.ask("statistics")["gram"])
+        assert torch.equal(found["gram"], benign.ask(action_named("statistics"))["gram"])
 
 
 def test_answers_of_a_secure_sum_are_measured_by_its_plan_and_not_by_the_engine() -> None:

@@ -142,7 +142,7 @@ def test_replies_come_in_the_order_of_the_orders_though_clients_finish_out_of_or
     toy = Toy(ALGORITHMS["fedavg"])
     requests = orders_of(toy, [4, 0, 3, 1])
     expected = [pack(response) for response in toy.engine.exchange(requests)]
-    monkeypatch.setattr(pool_module, "carry_out", slow_first)
+    monkeypatch.setattr(pool_module, "handle_or_refuse", slow_first)
     with Pool(toy.algorithm, toy.context, 2) as pool:
         assert [pack(response) for response in pool.exchange(requests)] == expected
 
@@ -183,7 +183,7 @@ def test_a_failing_worker_is_one_sentence_and_the_pool_can_go_on(
     ]
     with Pool(toy.algorithm, toy.context, 2) as pool:
         with monkeypatch.context() as patch:
-            patch.setattr(pool_module, "carry_out", failing(kind, 2))
+            patch.setattr(pool_module, "handle_or_refuse", failing(kind, 2))
             with pytest.raises(FedgraftError, match=overrides) as error:
                 pool.exchange(requests)
         if kind == "breaks":

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedgraft.client.context import give_stream
+from fedgraft.client.context import seed_random_layers
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Network
@@ -107,7 +107,7 @@ def test_blocks_of_tensors_agree_with_autograd(own: Own) -> None:
 
 def test_nothing_before_an_entry_learns_from_the_black_image(own: Own) -> None:
     net = module(own, blocks=BLOCKS, image_size=16).train()
-    give_stream(net, torch_stream(0, "dropout"))
+    seed_random_layers(net, torch_stream(0, "dropout"))
     before = {name: value.clone() for name, value in net.named_buffers()}
     net(torch.randn(4, 6, 8, 8, generator=torch_stream(1, "held")), 1)
     for name, value in net.named_buffers():
@@ -119,7 +119,7 @@ def test_its_dropout_draws_from_the_given_stream(own: Own) -> None:
     net, state = module(own, image_size=16).train(), torch.get_rng_state()
     with pytest.raises(FedgraftError, match="dropout has no generator"):
         net(images())
-    give_stream(net, torch_stream(0, "dropout"))
+    seed_random_layers(net, torch_stream(0, "dropout"))
     assert not torch.equal(net(images()), net(images()))
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -13,6 +13,7 @@ import torch
 from tests.support.toy import CLASSES, WIDTH, Toy
 from tests.support.toy_heads import CLIENTS, setting
 
+from fedgraft.client.actions import action_named
 from fedgraft.run.head_init import (
     GRID,
     LocalScorer,
@@ -36,7 +37,7 @@ def sums(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
 def test_sums_over_clients_are_the_sums_over_the_pool() -> None:
     toy, features, labels, _ = setting()
     asking = sums(toy)
-    found = asking.ask("statistics")
+    found = asking.ask(action_named("statistics"))
     z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
     torch.testing.assert_close(found["gram"], z.T @ z, rtol=1e-5, atol=1e-4)
     one_hot = torch.nn.functional.one_hot(labels, CLASSES).double()
@@ -109,7 +110,7 @@ def test_the_probe_head_is_logistic_regression_on_the_pool() -> None:
 def test_the_summed_gradient_is_autograds() -> None:
     toy, features, labels, _ = setting()
     head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = sums(toy).ask("head_gradient", head=head)
+    found = sums(toy).ask(action_named("head_gradient"), head=head)
     z = torch.cat([features, torch.ones(len(features), 1, dtype=torch.float64)], 1)
     leaf = head.clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(z @ leaf.T, labels, reduction="sum")
