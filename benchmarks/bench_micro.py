@@ -29,7 +29,7 @@ from fedgraft.edit.fisher import fisher_scores
 from fedgraft.models.backbones import load_network
 from fedgraft.privacy.secagg.keys import add_keystream
 from fedgraft.privacy.secagg.ring import Ring, Segment
-from fedgraft.run.checkpoint import save
+from fedgraft.runs.checkpoint import save
 
 OUT = Path("runs") / "benchmarks" / "micro.json"
 Row = tuple[str, float, float, str]

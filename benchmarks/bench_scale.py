@@ -60,7 +60,7 @@ from fedgraft.privacy.secagg.secure_sum import (
     weighted_segments,
 )
 from fedgraft.privacy.secagg.secure_sum import weighted_mean as weighted_mean_of
-from fedgraft.run.personal_store import PersonalStore
+from fedgraft.runs.personal_store import PersonalStore
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.round import run_round
 from fedgraft.server.sample import start

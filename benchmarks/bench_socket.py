@@ -32,8 +32,8 @@ from fedgraft.config.load import load, to_toml
 from fedgraft.deploy.folder import FederationFolder
 from fedgraft.deploy.local import check_ended, follow, local_federation
 from fedgraft.deploy.server import submit
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.loop import Silent
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import Silent
 
 OUT = Path("runs") / "benchmarks" / "socket.json"
 NODES, ROUNDS = 2, 3

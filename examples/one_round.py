@@ -7,11 +7,11 @@ OVERRIDES = ["partition.clients=4", "trainable.kind=last_blocks", "trainable.blo
 
 def main() -> None:
     """Build the objects that a config names, make a head from the clients' sums, then run one round by hand."""
-    job = fedgraft.job_of(fedgraft.load_config(overrides=OVERRIDES))
-    engines, task = fedgraft.Engines(job), job.task
+    setup = fedgraft.setup_of(fedgraft.load_config(overrides=OVERRIDES))
+    engines, task = fedgraft.Engines(setup), setup.task
     with fedgraft.one_thread():  # the number of threads changes the last bits of a sum
-        fedgraft.install_head(job, engines)  # head initialisation: clients send sums, never images
-        run = fedgraft.open_run(job, engines)  # the coordinates that may move, as one flat vector
+        fedgraft.install_head(setup, engines)  # head initialisation: clients send sums, never images
+        run = fedgraft.open_run(setup, engines)  # the coordinates that may move, as one flat vector
         engine = engines.training(run.algorithm, run.context)
         state = fedgraft.start(run.algorithm, run.space.gather(task.network), run.space.trained)
         state, summary = fedgraft.run_round(run.algorithm, run.federation, state, engine, run.server_context)

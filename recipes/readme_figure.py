@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from fedgraft.report.figures import canvas, dress, looks, plain_text, plot_lines
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 
 def climb(path: Path, runs: Mapping[str, Path], title: str = "", rounds: int = 20) -> Path:

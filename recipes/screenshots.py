@@ -14,8 +14,8 @@ from rich.console import Console
 
 from fedgraft.config.load import validate
 from fedgraft.report.watch import frame
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.loop import run
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run
 
 RUN = {
     "name": "digits", "model": {"name": "nano", "head": "random"}, "trainable": {"kind": "head"},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgraft.metrics.statistics import summarise
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 from reproduction import drawing as figures
 from reproduction.drawing.palette import to_palette
 from reproduction.drawing.ranking import Arm

@@ -25,9 +25,9 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.core.state import ServerState
 from fedgraft.metrics.evaluate import evaluate
 from fedgraft.metrics.statistics import summarise
-from fedgraft.run.job import Job, job_of
-from fedgraft.run.loop import run_job
-from fedgraft.run.opening import Opening
+from fedgraft.runs.loop import run_setup
+from fedgraft.runs.open_run import OpenRun
+from fedgraft.runs.setup import RunSetup, setup_of
 from reproduction.statistics import paired
 
 STRATEGIES = ("least_sensitive", "random", "most_sensitive")
@@ -66,15 +66,15 @@ def merged(edits: Tensor, seed: int) -> dict[str, Tensor]:
     }
 
 
-def measured(job: Job, opening: Opening, state: ServerState, start: Tensor) -> dict[str, Any]:
+def measured(setup: RunSetup, opened: OpenRun, state: ServerState, start: Tensor) -> dict[str, Any]:
     """Accuracy of every task with no edit, with its own, and with all of them merged; percent."""
-    clients, context = range(job.federation.clients), opening.context
+    clients, context = range(setup.federation.clients), opened.context
     edits = torch.stack([state.personal[k] - start for k in clients])
 
     def accuracy(vector: Tensor, k: int) -> float:
         context.load_model(vector)
         assert context.tests is not None
-        return 100 * evaluate(context.network, context.tests, job.task.data.test_rows(k), 128).accuracy
+        return 100 * evaluate(context.network, context.tests, setup.task.data.test_rows(k), 128).accuracy
 
     base = [accuracy(start, k) for k in clients]
     own = [accuracy(start + edits[k], k) for k in clients]
@@ -83,7 +83,7 @@ def measured(job: Job, opening: Opening, state: ServerState, start: Tensor) -> d
     unit = torch.nn.functional.normalize(edits.double(), dim=1)
     pairs = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)]
     found["cosine"] = float(pairs.mean())
-    for rule, edit in merged(edits, job.config.seed).items():
+    for rule, edit in merged(edits, setup.config.seed).items():
         all_ = [accuracy(start + edit, k) for k in clients]
         found[rule] = {"accuracy": all_, "additivity": (sum(all_) - sum(base)) / gain if gain > 0 else float("nan")}
     return found
@@ -97,13 +97,15 @@ def one(config: Config, folder: Path) -> dict[str, Any]:
     starts: list[Tensor] = []
 
     class Begin:
-        def on_start(self, job: Job, state: ServerState) -> None:
+        def on_start(self, setup: RunSetup, state: ServerState) -> None:
             starts.append(state.vector.clone())
 
         def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None: ...
         def on_end(self, summary: Mapping[str, Any]) -> None: ...
 
-    _, done = run_job(lambda: (job_of(config), None), folder, config.digest, to_toml(config), None, False, [Begin()])
+    _, done = run_setup(
+        lambda: (setup_of(config), None), folder, config.digest, to_toml(config), None, False, [Begin()]
+    )
     assert done is not None, f"{folder} is finished and has no measurement; delete it"
     found = measured(*done, starts[0])
     result.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -13,7 +13,7 @@ from fedgraft.config.load import to_toml
 from fedgraft.core.files import write_text
 from fedgraft.metrics.statistics import bytes_to, latex, summarise, table
 from fedgraft.report.html import rows_csv
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 from reproduction import claims, rounds
 from reproduction import figures as reproduce_figures
 from reproduction.preset import Cell, cells, names

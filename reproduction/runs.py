@@ -17,7 +17,7 @@ from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.attacked import OUTCOME
 from fedgraft.consortium.sweep import finished, run_many, vary
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 __all__ = ["FinishedRuns", "Wanted", "carry_out", "check", "curve", "finished_attacks", "measure_of", "vary"]
 
@@ -39,7 +39,7 @@ class FinishedRuns:
     @staticmethod
     def key(config: Config, central: bool) -> Key:
         """What a run is found by."""
-        from fedgraft.run.centralized import as_central
+        from fedgraft.runs.centralized import as_central
 
         return (as_central(config).digest if central else config.digest), central
 

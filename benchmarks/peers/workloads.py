@@ -262,11 +262,12 @@ def digest(arrays: dict[str, np.ndarray]) -> str:
 
 def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Data by split, each client's rows, the starting weights of what is drawn; and the trunk's folder."""
+    from fedgraft.runs.job import job_of
+
     from fedgraft.config.load import Config
     from fedgraft.local.memory import one_thread
-    from fedgraft.run.engines import Engines
-    from fedgraft.run.head_init import install_head
-    from fedgraft.run.job import job_of
+    from fedgraft.runs.engines import Engines
+    from fedgraft.runs.head_init import install_head
 
     if spec.model == "features":
         draw_features(folder / "features.npz", spec)

@@ -70,7 +70,7 @@ def run_here(name: str, scale: float, store: Path) -> bool:
     """Run one check in this process, keep what it found, and say whether it holds."""
     import torch
 
-    from fedgraft.run.environment import processor, revision
+    from fedgraft.runs.environment import processor, revision
 
     torch.set_num_threads(1)  # as runs do; and a forked child must not meet another's threads
     sys.path.insert(0, str(ROOT / "tests"))

@@ -25,7 +25,7 @@ from tests.unit.runs.test_checkpoint import equal, state
 
 from benchmarks.reliability.outcome import Outcome, share
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run import checkpoint
+from fedgraft.runs import checkpoint
 
 
 def kills(scale: float) -> Outcome:

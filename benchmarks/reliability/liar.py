@@ -21,10 +21,10 @@ from fedgraft.config.load import load
 from fedgraft.core.messages import Request, Response
 from fedgraft.engines.attackers import Attacked
 from fedgraft.metrics.evaluate import evaluate
-from fedgraft.run.engines import Engines
-from fedgraft.run.head_init import install_head
-from fedgraft.run.job import job_of
-from fedgraft.run.opening import open_run
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.head_init import install_head
+from fedgraft.runs.open_run import open_run
+from fedgraft.runs.setup import setup_of
 from fedgraft.server import sample as server
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.round import run_round
@@ -78,26 +78,26 @@ def federation(
 
     With `believed`, the planted bug, the server takes any number of examples.
     """
-    job = job_of(load(None, [*OVERRIDES, f"algorithm.align={align}", f"rounds.total={rounds}", *overrides]))
-    network, tests = job.task.network, job.task.test_images
-    with closing(Engines(job)) as engines:
-        install_head(job, engines)
-        opening = open_run(job, engines)
-        algorithm, space = opening.algorithm, opening.space
+    setup = setup_of(load(None, [*OVERRIDES, f"algorithm.align={align}", f"rounds.total={rounds}", *overrides]))
+    network, tests = setup.task.network, setup.task.test_images
+    with closing(Engines(setup)) as engines:
+        install_head(setup, engines)
+        opened = open_run(setup, engines)
+        algorithm, space = setup.algorithm, opened.space
         if believed:
-            blind = replace(opening.server_context, example_counts=ExampleCounts())
-            opening = replace(opening, server_context=blind, federation=replace(opening.federation, largest=1))
+            blind = replace(opened.server_context, example_counts=ExampleCounts())
+            opened = replace(opened, server_context=blind, federation=replace(setup.federation, largest=1))
         state = server.start(algorithm, space.gather(network), space.trained)
-        engine = engines.training(algorithm, opening.context)
+        engine = engines.training(algorithm, opened.context)
         if attack:
             engine = Boasting(Attacked(engine, frozenset({0}), attack), examples)  # type: ignore[arg-type, assignment]
         heaviest = 0.0
         for _ in range(rounds):
-            state, summary = run_round(algorithm, opening.federation, state, engine, opening.server_context)
+            state, summary = run_round(algorithm, setup.federation, state, engine, opened.server_context)
             clients = summary.record.get("clients", {"ids": []})
             if 0 in clients["ids"]:
                 heaviest = max(heaviest, clients["weight"][clients["ids"].index(0)])
-        opening.context.load_model(state.vector)
+        opened.context.load_model(state.vector)
         return evaluate(network, tests, torch.arange(len(tests))).accuracy, heaviest
 
 

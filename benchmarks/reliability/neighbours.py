@@ -31,9 +31,9 @@ from fedgraft.local.schedules import constant
 from fedgraft.privacy.accounting import epsilon as told_epsilon
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy
-from fedgraft.run import loop as running
-from fedgraft.run.job import job_of
-from fedgraft.run.secrets import secret_path, with_secrets
+from fedgraft.runs import loop as running
+from fedgraft.runs.secrets import secret_path
+from fedgraft.runs.setup import setup_of
 from fedgraft.server import sample as server
 from fedgraft.server.sample import start
 
@@ -47,8 +47,8 @@ PRIVATE += ["algorithm.weighting=uniform", "privacy.dp.noise=1.0", "rounds.evalu
 def membership(scale: float) -> Outcome:
     """Guesses are chosen on the first half of the rounds and counted on the second."""
     rounds = share(300, scale, 60)
-    ours = _guessed(rounds, "true", running.unseen)
-    seed = _guessed(rounds, "false", running.unseen)
+    ours = _guessed(rounds, "true", running.without_cohort_size)
+    seed = _guessed(rounds, "false", running.without_cohort_size)
     sizes = _guessed(rounds, "true", lambda line, federation: line)
     chance = 0.5 + 4 * math.sqrt(0.25 / (CLIENTS * (rounds // 2)))
     return Outcome(
@@ -67,13 +67,17 @@ def membership(scale: float) -> Outcome:
 def _guessed(rounds: int, secret: str, shown: Callable[..., Any]) -> tuple[float, str, int]:
     """(share of right guesses, which guess, how many there were) for a run of so many rounds."""
     config = tiny(*PRIVATE, f"rounds.total={rounds}", f"privacy.dp.secret={secret}")
-    with tempfile.TemporaryDirectory() as name, without_pictures(), mock.patch.object(running, "unseen", shown):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        without_pictures(),
+        mock.patch.object(running, "without_cohort_size", shown),
+    ):
         folder = Path(name) / "run"
         secret_path(folder).write_text(hashlib.sha256(b"so that the check can be repeated").hexdigest())
         running.run(config, folder, console=False)
-        job = with_secrets(job_of(config), bytes.fromhex(secret_path(folder).read_text()))
-        truth = _matrix(job.federation, rounds)
-        guesses = dict(_guesses(folder, job_of(config).federation, truth, rounds))
+        setup = setup_of(config, secret=bytes.fromhex(secret_path(folder).read_text()))
+        truth = _matrix(setup.federation, rounds)
+        guesses = dict(_guesses(folder, setup_of(config).federation, truth, rounds))
     half = rounds // 2
     best = max(guesses, key=lambda one: float((guesses[one][:half] == truth[:half]).mean()))
     return float((guesses[best][half:] == truth[half:]).mean()), best, len(guesses)

@@ -25,7 +25,7 @@ import json, mmap, os, sys
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from fedgraft.run import loop as runs
+from fedgraft.runs import loop as runs
 from fedgraft.config.load import load
 
 folder, rounds, leak = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "leak"

@@ -16,8 +16,8 @@ from benchmarks.reliability.outcome import Outcome, share
 from fedgraft.config.federate import federate
 from fedgraft.data.partition import make_partition
 from fedgraft.data.partition.partition import Partition
-from fedgraft.run import loop as running
-from fedgraft.run.job import job_of
+from fedgraft.runs import loop as running
+from fedgraft.runs.setup import setup_of
 from fedgraft.server.example_counts import FACTOR, ExampleCounts
 
 ALGORITHMS = ("fedavg", "fedprox", "fednova", "scaffold", "fedadam", "feddyn")
@@ -62,7 +62,7 @@ def _run(overrides: list[str]) -> tuple[int, int, float]:
     data = replace(data, partition=with_a_giant(data.partition))
     with tempfile.TemporaryDirectory() as name, without_pictures():
         folder = Path(name) / "run"
-        running.run(config, folder, console=False, build=lambda: (job_of(config, data), None))
+        running.run(config, folder, console=False, build=lambda: (setup_of(config, data), None))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rounds = [line for line in lines if line["round"]]
     norms = [line["clients"]["norm"] for line in rounds if "clients" in line]

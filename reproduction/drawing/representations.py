@@ -16,7 +16,7 @@ import numpy as np
 from fedgraft.report.figures import INK, PALETTE, canvas, curves, dress, heatmap, heatmaps, need, plain_text
 from fedgraft.report.representation_figures import by_client, read_mixing
 from fedgraft.report.run_page import read_config
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 Lines = Sequence[Mapping[str, Any]]
 

@@ -347,7 +347,7 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
 
 def test_a_run_folder_is_checked_before_a_run_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
     from fedgraft.config.load import to_toml
-    from fedgraft.run.folder import RunFolder
+    from fedgraft.runs.folder import RunFolder
 
     assert run_folder(fed, tmp_path / "new", False) == tmp_path / "new"
     with pytest.raises(FedgraftError, match="no run in"):

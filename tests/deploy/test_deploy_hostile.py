@@ -24,9 +24,9 @@ from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
 from fedgraft.core.messages import Request
 from fedgraft.deploy.limits import LEAST
 from fedgraft.deploy.process import KEEPS
-from fedgraft.run import loop as running
-from fedgraft.run.engines import Engines
-from fedgraft.run.loop import run
+from fedgraft.runs import loop as running
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.loop import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 ROOT = Path(__file__).parents[2]

@@ -22,8 +22,8 @@ from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
 from fedgraft.core.messages import Request
 from fedgraft.deploy import server as federation_server
-from fedgraft.run.checkpoint import load_latest
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 ROOT = Path(__file__).parents[2]

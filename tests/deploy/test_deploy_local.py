@@ -15,9 +15,9 @@ import torch
 from tests.support.tiny import CNN
 
 from fedgraft.config.load import from_folder, load
-from fedgraft.run import checkpoint
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.loop import run
+from fedgraft.runs import checkpoint
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run
 
 pytestmark = pytest.mark.slow
 # Nodes carry out orders one by one; the batched engine, which one process would choose here, is equal within 1e-6 only.
@@ -86,8 +86,8 @@ def test_a_local_federation_ends_in_the_bytes_of_one_process(root: Path) -> None
     assert {key: one[key] for key in same} == {key: two[key] for key in same}
     rounds = {way: two[f"bytes_{way}"] - two[f"bytes_{way}_outside_rounds"] for way in ("up", "down")}
     one |= {f"bytes_{way}": one[f"bytes_{way}"] - one.get(f"bytes_{way}_outside_rounds", 0) for way in ("up", "down")}
-    opening = rounds["down"] - one["bytes_down"]  # both nodes were told the head once
-    assert rounds["up"] == one["bytes_up"] and opening > 0 and opening % 2 == 0
+    opened = rounds["down"] - one["bytes_down"]  # both nodes were told the head once
+    assert rounds["up"] == one["bytes_up"] and opened > 0 and opened % 2 == 0
     time.sleep(2)  # a node's worker sees within a second that its node is gone
     assert ours(root) == []
     assert not list(root.glob("fedgraft-local-*"))

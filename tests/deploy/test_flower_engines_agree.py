@@ -15,8 +15,8 @@ from tests.support.flower_local import LocalFederation
 from torch import Tensor
 
 from fedgraft.config.load import Config, load
-from fedgraft.run.checkpoint import load_latest
-from fedgraft.run.loop import run
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.loop import run
 
 pytest.importorskip("flwr", reason="needs the extra 'flower'")
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
@@ -88,8 +88,8 @@ def test_engines_agree(name: str, deployed: dict[str, Path], tmp_path: Path, mon
 
 
 def start_of(folder: Path) -> Tensor:
-    from fedgraft.run.checkpoint import listing
-    from fedgraft.run.checkpoint import load as load_file
+    from fedgraft.runs.checkpoint import listing
+    from fedgraft.runs.checkpoint import load as load_file
 
     return load_file(listing(folder / "checkpoints")[0]).tensors["vector"]
 

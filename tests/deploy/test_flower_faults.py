@@ -26,8 +26,8 @@ from fedgraft.data.sources import load_dataset
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import server as federation_server
 from fedgraft.deploy.gate import IN_USE
-from fedgraft.run.checkpoint import load_latest
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 DEADLINE = min(18, int(6 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))))

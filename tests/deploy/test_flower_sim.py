@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedgraft.run.checkpoint import load_latest
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 pytest.importorskip("ray", reason="needs the extra 'simulation'")

@@ -70,7 +70,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
 def test_the_walk_names_each_file_once() -> None:
     assert len(told()) == len(set(told()))
     assert all((PACKAGE / name).is_file() for name in told())
-    assert told()[0] == "cli/main.py" and told()[-1] == "run/checkpoint.py"
+    assert told()[0] == "cli/main.py" and told()[-1] == "runs/checkpoint.py"
 
 
 @pytest.mark.slow

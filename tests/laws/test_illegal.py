@@ -28,7 +28,7 @@ from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
 from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private
-from fedgraft.run.job import head_only
+from fedgraft.runs.setup import with_closed_form_head
 
 SECURE = Protection(hidden=True)
 NOTHING = Dense("nothing", lambda network, name: False, trains_head=False, trains_body=False)
@@ -172,7 +172,7 @@ def built(words: list[str]) -> None:
     """The config as far as a run builds it before it reads any data."""
     config = load(None, [*words[:1], "privacy.aggregation=secure", *words[1:]])
     made = build_algorithm(config)
-    head_only(config, made)
+    with_closed_form_head(config, made)
 
 
 def refused_when_secure(words: list[str]) -> list[list[str]]:

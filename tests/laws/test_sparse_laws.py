@@ -21,14 +21,14 @@ from fedgraft.edit import lora, sparse
 from fedgraft.edit.choose import STRATEGIES
 from fedgraft.edit.masks import Mask
 from fedgraft.models.network import VisionNetwork
-from fedgraft.run import checkpoint
-from fedgraft.run import loop as running
-from fedgraft.run.adapted import Adapted
-from fedgraft.run.engines import Engines
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.head_init import install_head
-from fedgraft.run.job import job_of
-from fedgraft.run.opening import open_run
+from fedgraft.runs import checkpoint
+from fedgraft.runs import loop as running
+from fedgraft.runs.adapted import Adapted
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.head_init import install_head
+from fedgraft.runs.open_run import open_run
+from fedgraft.runs.setup import setup_of
 
 OVERRIDES = [
     "model.name=tiny",
@@ -72,33 +72,33 @@ def quiet_place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 def carry_out(folder: Path, *overrides: str) -> Adapted:
     """A whole run; returns its parts, with the network as the run leaves it."""
     config = load(None, [*OVERRIDES, *overrides])
-    build = lambda: (job_of(config), None)  # noqa: E731
-    _, parts = running.run_job(build, folder, config.digest, to_toml(config), console=False)
+    build = lambda: (setup_of(config), None)  # noqa: E731
+    _, parts = running.run_setup(build, folder, config.digest, to_toml(config), console=False)
     assert parts is not None
-    job, opening, state = parts
+    setup, opened, state = parts
     record = RunFolder.open(folder)
     start, *lines = record.metrics()
     assert record.status == "finished" and start["round"] == 0 and len(lines) == 3
     assert not any(line["dropped"] for line in lines)
     assert torch.equal(bits(state.vector), bits(final_vector(folder)))
     # The best model may be the start, and a pool trains elsewhere: look at the last one, in the network that lived on.
-    opening.space.scatter(state.vector, job.task.network)
-    return Adapted(job, opening, state.vector)
+    opened.space.scatter(state.vector, setup.task.network)
+    return Adapted(setup, opened, state.vector)
 
 
 def open_only(*overrides: str) -> Adapted:
     """A run that is ready for its first round: head made, edit space open."""
-    job = job_of(load(None, [*OVERRIDES, *overrides]))
-    engines = Engines(job)
-    install_head(job, engines)
-    opening = open_run(job, engines)
-    return Adapted(job, opening, opening.space.gather(job.task.network))
+    setup = setup_of(load(None, [*OVERRIDES, *overrides]))
+    engines = Engines(setup)
+    install_head(setup, engines)
+    opened = open_run(setup, engines)
+    return Adapted(setup, opened, opened.space.gather(setup.task.network))
 
 
 def mask_of(found: Adapted) -> Mask:
     """The coordinates that the run chose."""
-    assert found.opening.opened.mask is not None
-    return found.opening.opened.mask
+    assert found.opened.trainable.mask is not None
+    return found.opened.trainable.mask
 
 
 def final_vector(folder: Path) -> Tensor:
@@ -116,7 +116,7 @@ def bits(tensor: Tensor) -> Tensor:
 def gradients(network: VisionNetwork, found: Adapted) -> dict[str, Tensor]:
     """The gradient of the clients' mean loss by plain autograd."""
     network.eval().requires_grad_(True)
-    task = found.job.task
+    task = found.setup.task
     rows = task.data.train_rows
     loss = cross_entropy(network(task.eval_images.batch(rows)), task.train_images.labels[rows])
     names, parameters = zip(*network.named_parameters(), strict=True)
@@ -141,7 +141,7 @@ def faults(run: Adapted) -> list[str]:
 
 def same_output(found: Adapted) -> bool:
     """Whether the opened and bound network computes, bit for bit, what the dense base does."""
-    task, space = found.job.task, found.opening.space
+    task, space = found.setup.task, found.opened.space
     base, images = found.base().eval(), task.eval_images.batch(task.data.train_rows[:32])
     bound = space.bind(found.network)
     bound.load(space.gather(found.network))
@@ -212,7 +212,7 @@ def test_low_rank_factors_respect_frozen_blocks(tmp_path: Path) -> None:
     ]
     found = carry_out(tmp_path, *overrides, "local.lr=0.001")
     assert len(lora.adapted(found.network)) == 2  # Q and V of the second block
-    assert found.opening.context.examples.entry == 1
+    assert found.opened.context.examples.entry == 1
 
 
 @pytest.mark.slow
@@ -360,6 +360,6 @@ def test_pruning_is_found_by_the_first_output(monkeypatch: pytest.MonkeyPatch) -
 def test_base_is_built_apart_from_the_run(tmp_path: Path) -> None:
     """The check would see nothing if its base shared memory with the network that was trained."""
     found = carry_out(tmp_path)
-    theirs = {p.data_ptr() for p in found.network.parameters()} | {found.opening.head.data_ptr()}
+    theirs = {p.data_ptr() for p in found.network.parameters()} | {found.opened.head.data_ptr()}
     assert not theirs & {p.data_ptr() for p in found.base().parameters()}
-    assert found.opening.head.data_ptr() not in {p.data_ptr() for p in found.network.parameters()}
+    assert found.opened.head.data_ptr() not in {p.data_ptr() for p in found.network.parameters()}

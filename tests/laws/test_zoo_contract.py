@@ -42,7 +42,7 @@ from fedgraft.engines.stack import Stack
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.schedules import constant
 from fedgraft.local.train import LocalTraining, batches, train
-from fedgraft.run import checkpoint
+from fedgraft.runs import checkpoint
 from fedgraft.server import collect as collect_module
 from fedgraft.server import round as round_module
 from fedgraft.server.example_counts import ExampleCounts

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from tests.support.tiny import Open, tiny
 
-from fedgraft.run.predict import Predictor
+from fedgraft.runs.predict import Predictor
 
 
 def test_a_folder_of_some_classes_is_measured_by_their_names(tmp_path: Path) -> None:

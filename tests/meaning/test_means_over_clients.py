@@ -7,7 +7,7 @@ from tests.support.toy import Toy, client_rows
 
 from fedgraft import algorithms as zoo
 from fedgraft.core.messages import Response
-from fedgraft.run.measure import _spread
+from fedgraft.runs.measure import _spread
 
 
 def test_the_training_loss_of_a_round_is_by_examples() -> None:

@@ -15,8 +15,8 @@ from fedgraft.client.context import features
 from fedgraft.core.messages import Request
 from fedgraft.metrics.evaluate import counted, evaluate, evaluation_of
 from fedgraft.metrics.metrics import compute
-from fedgraft.run.head_init import LocalScorer
-from fedgraft.run.predict import Prediction, Predictor
+from fedgraft.runs.head_init import LocalScorer
+from fedgraft.runs.predict import Prediction, Predictor
 
 BIASES = {
     "all classes tie": torch.zeros(10),
@@ -58,7 +58,7 @@ def test_every_path_breaks_ties_alike(name: str) -> None:
 
     held = context.rows(0)
     accuracy, top5 = by_hand(bias, examples.labels[held])
-    shown = opened.job.backbone_context
+    shown = opened.setup.backbone_context
     head = torch.cat([network.head.weight, network.head.bias[:, None]], 1).detach().double()
     seen = torch.cat([z for z, _ in features(shown, held)])
     assert LocalScorer(seen, examples.labels[held])([head])[0][0] == pytest.approx(accuracy)

@@ -15,7 +15,7 @@ from reproduction.drawing.representations import draw_of_run, drift
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.report import figures
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 from reproduction import drawing
 
 ROUNDS = list(range(1, 21))

@@ -18,7 +18,7 @@ from fedgraft.core.messages import Request
 from fedgraft.privacy.dp import Mechanism, clip
 from fedgraft.privacy.protection import DifferentialPrivacy
 from fedgraft.privacy.secagg.plan import SecureAbort
-from fedgraft.run import loop as running
+from fedgraft.runs import loop as running
 from fedgraft.server.secure_sum import SecureSession
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -76,7 +76,7 @@ def test_a_repeated_round_releases_the_same_bytes(
     """Rounds 1 to 3, death, rounds 3 and 4 from the checkpoint of round 2. Planted bug: the key is not kept."""
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     if broken:
-        monkeypatch.setattr(running, "secret_of", lambda folder, needed: os.urandom(32))
+        monkeypatch.setattr(running, "read_or_draw_secret", lambda folder: os.urandom(32))
     first = released(tmp_path / "run", monkeypatch, stop=3)
     again = released(tmp_path / "run", monkeypatch, stop=None)
     assert sorted(first) == [1, 2, 3] and sorted(again) == [3, 4]

@@ -27,7 +27,7 @@ from fedgraft.config.build import build_algorithm
 from fedgraft.config.federate import partition_options
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition import make_partition
-from fedgraft.run.centralized import as_central
+from fedgraft.runs.centralized import as_central
 from reproduction import answers, answers_page, claims, page, reproduce, studies
 
 AT_THE_GATE = ("epochs", "crsm")

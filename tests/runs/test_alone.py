@@ -17,9 +17,9 @@ from fedgraft.client.context import ClientContext
 from fedgraft.core.messages import Request
 from fedgraft.core.space import Bound
 from fedgraft.local.train import Trained
-from fedgraft.run.centralized import run_centralized
-from fedgraft.run.head_init import features_of, own_starts
-from fedgraft.run.loop import run
+from fedgraft.runs.centralized import run_centralized
+from fedgraft.runs.head_init import features_of, own_starts
+from fedgraft.runs.loop import run
 
 ALONE = ("algorithm.name=local_only", "trainable.kind=head", "partition.kind=dirichlet")
 
@@ -28,11 +28,11 @@ def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_
     from sklearn.linear_model import Ridge
 
     made = Open(tiny(*ALONE))
-    found = own_starts(made.job, made.engines, made.space, made.start)
+    found = own_starts(made.setup, made.engines, made.space, made.start)
     before = made.space.gather(made.network)
     for client, vector in found.items():
         rows = made.data.rows(client)
-        z = features_of(made.network, made.job.backbone_context.examples, rows).double()
+        z = features_of(made.network, made.setup.backbone_context.examples, rows).double()
         targets = torch.nn.functional.one_hot(made.task.train_images.labels[rows], made.network.classes) - 0.1
         theirs = Ridge(alpha=float(z.square().sum(0).mean()), solver="cholesky").fit(z.numpy(), targets.numpy())
         made.space.scatter(vector, made.network)
@@ -54,7 +54,7 @@ def test_each_start_is_scikit_learns_ridge_head_of_the_clients_own_images_up_to_
 )
 def test_where_clients_share_or_have_no_head_of_sums_they_start_together(overrides: tuple[str, ...]) -> None:
     made = Open(tiny(*ALONE, *overrides))
-    assert own_starts(made.job, made.engines, made.space, made.start) == {}
+    assert own_starts(made.setup, made.engines, made.space, made.start) == {}
 
 
 def test_all_in_one_place_every_epoch_goes_on_from_the_one_before(

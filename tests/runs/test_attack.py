@@ -20,8 +20,8 @@ from fedgraft.consortium.attacked import BENIGN, OUTCOME
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import without_timing
 from fedgraft.engines.attackers import NAMES
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.loop import run
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)

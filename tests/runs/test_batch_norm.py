@@ -9,10 +9,10 @@ import torch
 from tests.support.tiny import tensors_of, without_pictures
 
 from fedgraft.config.load import load
-from fedgraft.run.adapted import adapted
-from fedgraft.run.job import job_of
-from fedgraft.run.loop import run
-from fedgraft.run.predict import evaluate_run
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.loop import run
+from fedgraft.runs.predict import evaluate_run
+from fedgraft.runs.setup import setup_of
 
 LONE = [
     "data.source=digits",
@@ -56,7 +56,7 @@ def test_a_checkpoint_tests_the_same_with_one_and_two_workers(words: list[str], 
     again = evaluate_run(tmp_path / "2", None)
     assert (again.accuracy, again.count) == (found[0]["test"]["accuracy"], found[0]["test"]["count"])
     model = adapted(tmp_path / "1")
-    inside = {part.name for part in model.opening.space.buffers}
+    inside = {part.name for part in model.opened.space.buffers}
     untouched = [t for n, t in model.network.named_buffers() if n.endswith("running_var") and n not in inside]
     assert untouched and all(bool((t == 1).all()) for t in untouched)  # as the network was made
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_tests_the_same_with_one_and_two_workers(words: list[str], 
 def test_a_batch_of_one_image_trains_where_maps_have_one_pixel(words: list[str], tmp_path: Path) -> None:
     """A client with n images and batches of n - 1 meets its last image alone; so does a batch of one image."""
     config = load(None, [*LONE, "partition.clients=2"])
-    images = int(min(job_of(config).task.data.partition.sizes()))
+    images = int(min(setup_of(config).task.data.partition.sizes()))
     words = [word.replace("EPOCH", str(images - 1)) for word in words]
     with without_pictures():
         found = [

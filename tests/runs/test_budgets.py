@@ -11,7 +11,7 @@ from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import load
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
-from fedgraft.run.loop import run
+from fedgraft.runs.loop import run
 
 SPARSE = ("trainable.kind=sparse", "trainable.sparse.samples=16", "trainable.sparse.rounds=1")
 

@@ -22,10 +22,10 @@ from fedgraft.core.messages import Request, Response
 from fedgraft.edit.dense import head
 from fedgraft.local.features import hidden
 from fedgraft.local.train import LocalTraining
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.job import job_of
-from fedgraft.run.loop import run
-from fedgraft.run.opening import make_probe, open_run
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run
+from fedgraft.runs.open_run import make_probe, open_run
+from fedgraft.runs.setup import setup_of
 from fedgraft.server import sample as server
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.round import run_round
@@ -162,9 +162,9 @@ def test_too_few_probe_rows_are_refused() -> None:
 
 
 def test_too_few_validation_images_are_refused() -> None:
-    job = job_of(load(None, [*TINY, "algorithm.probe=50"]))
+    setup = setup_of(load(None, [*TINY, "algorithm.probe=50"]))
     with pytest.raises(FedgraftError, match="needs 50 validation images and there are 40"):
-        make_probe(job, 0)
+        make_probe(setup, 0)
 
 
 def test_probe_and_clients_images_enter_where_nothing_before_them_is_trained_or_looked_at() -> None:
@@ -172,7 +172,7 @@ def test_probe_and_clients_images_enter_where_nothing_before_them_is_trained_or_
     last, pixels = ["trainable.kind=last_blocks", "trainable.blocks=1"], "data.cache_features=false"
     for layers, entry in ((("block1.mlp",), 1), (("block0.mlp", "block1.mlp"), 0)):
         words = [*TINY, *last, f"algorithm.layers={list(layers)}".replace("'", '"')]
-        kept, plain = (open_run(job_of(load(None, given)), None).context for given in (words, [*words, pixels]))
+        kept, plain = (open_run(setup_of(load(None, given)), None).context for given in (words, [*words, pixels]))
         assert (kept.examples.entry, kept.probe.entry) == (1, entry) and plain.probe.entry == 0
         seen = [hidden(one.network, layers, one.probe) for one in (kept, plain)]
         torch.testing.assert_close(*seen, rtol=1e-5, atol=1e-5)
@@ -201,7 +201,7 @@ def tiny_server(*overrides: str) -> Open:
 
 
 def record_with_liar(setup: Open, **federation: Any) -> dict[str, Any]:
-    engine, about = Boasting(setup.engine(), scalars=False), replace(setup.opening.federation, **federation)
+    engine, about = Boasting(setup.engine(), scalars=False), replace(setup.setup.federation, **federation)
     _, summary = run_round(setup.algorithm, about, setup.begin(), engine, setup.server_context)
     return dict(summary.record)
 
@@ -217,7 +217,7 @@ def test_a_liar_that_claims_more_examples_than_anybody_holds_is_dropped() -> Non
 
 def test_the_server_takes_no_score_from_a_client() -> None:
     setup = tiny_server()
-    engine, federation = Boasting(setup.engine()), setup.opening.federation
+    engine, federation = Boasting(setup.engine()), setup.setup.federation
     _, summary = run_round(setup.algorithm, federation, setup.begin(), engine, setup.server_context)
     assert [drop["client"] for drop in summary.record["dropped"]] == [0]
 

@@ -18,8 +18,8 @@ from fedgraft.config.load import load
 from fedgraft.config.options import AlgorithmChoice
 from fedgraft.core.state import ServerState
 from fedgraft.local.train import LocalTraining
-from fedgraft.run.job import job_of
-from fedgraft.run.loop import run
+from fedgraft.runs.loop import run
+from fedgraft.runs.setup import setup_of
 
 LOCAL = LocalTraining(3, batch_size=6)
 TINY = [
@@ -198,7 +198,7 @@ def quick() -> Iterator[None]:
 
 def test_the_groups_experiment_from_a_config(tmp_path: Path, quick: None) -> None:
     overrides = [*TINY, "partition.kind=groups", "partition.groups=[[0,1],[2,3]]", "algorithm.similarity=groups"]
-    held = torch.from_numpy(job_of(load(None, overrides)).task.data.histogram()).float()
+    held = torch.from_numpy(setup_of(load(None, overrides)).task.data.histogram()).float()
     block = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).double()
     assert torch.equal(crsm(held, "groups"), block)
     summary = run(load(None, overrides), tmp_path / "run", console=False)

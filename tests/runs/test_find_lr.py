@@ -13,8 +13,8 @@ from fedgraft.config.load import load
 from fedgraft.consortium import lr_finder
 from fedgraft.consortium.lr_finder import Findings, Probe, find_rate, rate_plan, widen
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run import loop as running
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs import loop as running
+from fedgraft.runs.folder import RunFolder
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -18,14 +18,14 @@ from fedgraft.core.files import keep, read_metrics, without_timing
 from fedgraft.models.export import appearing
 from fedgraft.models.folders import _json
 from fedgraft.report import html as report
-from fedgraft.run import loop as running
-from fedgraft.run import reporting
-from fedgraft.run.engines import Engines
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.job import job_of
-from fedgraft.run.opening import open_run
-from fedgraft.run.round_log import verify
-from fedgraft.run.warnings import warnings_for
+from fedgraft.runs import loop as running
+from fedgraft.runs import reporting
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.open_run import open_run
+from fedgraft.runs.round_log import verify
+from fedgraft.runs.setup import setup_of
+from fedgraft.runs.warnings import warnings_for
 
 # ---- a deadline that cannot be kept ---------------------------------------------------------------------------------
 
@@ -55,9 +55,9 @@ def test_a_deadline_is_warned_of_by_the_engine_really_chosen(
 ) -> None:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path))
     for late, expected in ((["rounds.deadline=5"], warns), ([], False)):
-        job = job_of(load(None, [*SMALL, *overrides, *late]))
-        engines = Engines(job)
-        told = warnings_for(job, open_run(job, engines), engines)
+        setup = setup_of(load(None, [*SMALL, *overrides, *late]))
+        engines = Engines(setup)
+        told = warnings_for(setup, open_run(setup, engines), engines)
         assert any("cannot be late" in text for text in told) == expected
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.tiny import Open, tiny
 
-from fedgraft.run.head_init import calibrate_temperature, features_of, solve
+from fedgraft.runs.head_init import calibrate_temperature, features_of, solve
 
 SOME = ["partition.clients=6", "data.limit=120", "model.head_clients=0.5"]
 
@@ -14,9 +14,9 @@ SOME = ["partition.clients=6", "data.limit=120", "model.head_clients=0.5"]
 @pytest.mark.parametrize("secure", [[], ["privacy.aggregation=secure"]])
 def test_the_head_is_that_of_the_pooled_images_of_those_who_were_asked(secure: list[str]) -> None:
     ready = Open(tiny(*SOME, *secure))
-    asked = ready.job.head_clients
+    asked = ready.setup.head_clients
     assert len(asked) == 3 and asked == sorted(set(asked))
-    examples = ready.job.backbone_context.examples
+    examples = ready.setup.backbone_context.examples
     rows = torch.cat([ready.data.rows(k) for k in asked])
     z = features_of(ready.network, examples, rows).double()
     z = torch.cat([z, torch.ones(len(z), 1).double()], 1)

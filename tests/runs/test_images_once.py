@@ -15,8 +15,8 @@ from fedgraft.config.load import load
 from fedgraft.core.messages import Request
 from fedgraft.core.space import select
 from fedgraft.data.feature_cache import CachedExamples
-from fedgraft.run.job import Job, job_of
-from fedgraft.run.loop import run
+from fedgraft.runs.loop import run
+from fedgraft.runs.setup import RunSetup, setup_of
 
 KINDS = {
     "last_blocks": ["trainable.kind=last_blocks", "trainable.blocks=1"],
@@ -86,7 +86,7 @@ def test_a_short_run_keeps_no_tokens_that_it_will_not_meet(met: list[int], tmp_p
 
 
 def test_the_guard_notices_two_passes(met: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Job, "_met_again", lambda self: None)
+    monkeypatch.setattr(RunSetup, "_met_again", lambda self: None)
     run(load(None, words("last_blocks")), tmp_path / "run", console=False)
     assert len(met) > len(set(met))
 
@@ -116,14 +116,14 @@ def test_a_head_of_some_clients_looks_at_their_images_and_no_others(met: list[in
 def test_masks_are_scored_on_what_the_frozen_blocks_made(
     said: list[str], entry: int, met: list[int], tmp_path: Path
 ) -> None:
-    assert job_of(load(None, [*words("scored"), *said])).scoring_context.examples.entry == entry
+    assert setup_of(load(None, [*words("scored"), *said])).scoring_context.examples.entry == entry
 
 
 def test_a_mask_is_the_same_from_pixels_and_from_what_is_kept(met: list[int], tmp_path: Path) -> None:
     scores = []
     for kept in ("true", "false"):
-        job = job_of(load(None, [*words("scored"), f"data.cache_features={kept}"]))
-        context = job.scoring_context
+        setup = setup_of(load(None, [*words("scored"), f"data.cache_features={kept}"]))
+        context = setup.scoring_context
         vector = select(context.network, lambda name: True, buffers=False).gather(context.network)
         names = [name for name, _ in context.network.named_parameters() if "layers.5." in name]
         settings = {"estimator": "per_sample", "labels": "true", "batch": 20, "names": "\n".join(names), "share": 0.5}

@@ -15,7 +15,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
 from fedgraft.local.losses import LossContext, balancing, cross_entropy
 from fedgraft.local.train import LocalTraining, drawn
-from fedgraft.run.loop import run
+from fedgraft.runs.loop import run
 
 LABELS = torch.tensor([0, 0, 0, 0, 1, 1, 3])
 

@@ -18,10 +18,10 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
 from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.server import with_clients
-from fedgraft.run import loop as running
-from fedgraft.run.engines import Engines
-from fedgraft.run.job import job_of
-from fedgraft.run.loop import run
+from fedgraft.runs import loop as running
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.loop import run
+from fedgraft.runs.setup import setup_of
 
 SMALL = ("rounds.total=4", "rounds.checkpoint_every=1", "engine=reference", 'metrics=["accuracy"]')
 CHANGES = ("partition.joins={2=3}", "partition.leaves={1=2}")
@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused() -> None:
         (["partition.leaves={west=2}"], "partition.leaves names 'west', and the clients are 0, 1, 2"),
     ):
         with pytest.raises(FedgraftError, match=sentence):
-            job_of(tiny(*options))
+            setup_of(tiny(*options))
     with pytest.raises(FedgraftError, match=r"partition\.joins"):
         tiny("partition.joins={0=0}")
 

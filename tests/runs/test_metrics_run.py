@@ -20,9 +20,9 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.metrics import metrics, scores
 from fedgraft.privacy.protection import CLEAR
-from fedgraft.run.adapted import adapted
-from fedgraft.run.loop import run
-from fedgraft.run.measure import checked
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.loop import run
+from fedgraft.runs.measure import checked
 from fedgraft.server.secure_sum import Sums
 
 ASKED = 'metrics=["balanced_accuracy","sensitivity","auroc","calibration_error","confusion"]'
@@ -38,8 +38,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 def predictions(folder: Path, client: int | None = None) -> tuple[Tensor, Tensor]:
     """Scores and labels of the delivered model on the test images, of one client or all."""
     found = adapted(folder)
-    tests = found.job.task.test_images
-    rows = torch.arange(len(tests)) if client is None else found.job.task.data.test_rows(client)
+    tests = found.setup.task.test_images
+    rows = torch.arange(len(tests)) if client is None else found.setup.task.data.test_rows(client)
     found.network.eval()
     return found.network(tests.batch(rows), 0).softmax(1), tests.labels[rows]
 

@@ -19,7 +19,7 @@ from fedgraft.client import handle as client
 from fedgraft.config.load import load, to_toml
 from fedgraft.core.files import read_metrics, without_timing
 from fedgraft.core.network_digest import digest
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 CONFIG = [
     "model.name=tiny",
@@ -51,7 +51,7 @@ def model() -> Any:
 
 def clients() -> fg.FederatedData:
     """From the config door."""
-    return fg.job_of(load(None, CONFIG)).task.data
+    return fg.setup_of(load(None, CONFIG)).task.data
 
 
 def fedavg(**slots: Any) -> fg.Algorithm:
@@ -137,8 +137,8 @@ class Listening(fg.Callback):
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def on_start(self, job: fg.Job, state: fg.ServerState) -> None:
-        self.heard.append(("start", job.federation.clients, state.round))
+    def on_start(self, setup: fg.RunSetup, state: fg.ServerState) -> None:
+        self.heard.append(("start", setup.federation.clients, state.round))
 
     def on_round_end(self, line: Mapping[str, Any], state: fg.ServerState) -> None:
         self.heard.append((line["round"], state.round))
@@ -219,9 +219,9 @@ def test_a_folder_of_objects_says_that_its_config_is_not_all(result: fg.Result) 
 def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(to_toml(load(None, [word for word in CONFIG if "lr" not in word])))
     for path in (tmp_path / "mine.toml", str(tmp_path / "mine.toml")):
-        job = fg.load(path, ["local.lr=0.02"])
-        assert isinstance(job, fg.Job) and job.algorithm.local.lr == 0.02
-        found = fg.run(job, folder=tmp_path / "run")  # the second time it is finished, and opened again
+        setup = fg.load(path, ["local.lr=0.02"])
+        assert isinstance(setup, fg.RunSetup) and setup.algorithm.local.lr == 0.02
+        found = fg.run(setup, folder=tmp_path / "run")  # the second time it is finished, and opened again
         assert same_bits(tensors_of(tmp_path / "run"), tensors_of(result.folder))
         assert found.evaluate() == result.evaluate()
 
@@ -249,7 +249,7 @@ def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
 def test_a_mistyped_option_is_refused_in_a_config(words: list[str], nearest: str) -> None:
     plain = [word for word in CONFIG if not word.startswith("trainable.")]
     with pytest.raises(fg.FedgraftError, match=nearest):
-        fg.job_of(load(None, [*plain, *words]))
+        fg.setup_of(load(None, [*plain, *words]))
 
 
 def test_a_mistyped_option_is_refused_in_python(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fedgraft.core import registry
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run.adapted import adapted
-from fedgraft.run.loop import run
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.loop import run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
 PLUGINS = {
@@ -137,7 +137,7 @@ def ran(folder: Path, *words: str) -> dict[str, Tensor]:
 def test_an_algorithm(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("algorithm")
     half, whole = ran(tmp_path / "half", "algorithm.name=halfway"), ran(tmp_path / "whole", "algorithm.name=fedavg")
-    start = adapted(tmp_path / "half").opening.space.gather(adapted(tmp_path / "half").base())
+    start = adapted(tmp_path / "half").opened.space.gather(adapted(tmp_path / "half").base())
     torch.testing.assert_close(half["vector"], start + (whole["vector"] - start) / 2, rtol=1e-6, atol=1e-7)
     again = ran(tmp_path / "again", "algorithm.name=halfway", "algorithm.share=1.0")
     assert torch.equal(again["vector"], whole["vector"])
@@ -174,7 +174,7 @@ def test_a_trainable_kind(installed: Callable[..., None], tmp_path: Path) -> Non
     installed("trainable")
     ran(tmp_path / "run", "trainable.kind=biases")
     found = adapted(tmp_path / "run")
-    found.opening.context.load_model(found.last)
+    found.opened.context.load_model(found.last)
     start = dict(found.base().named_parameters())
     moved = {name for name, p in found.network.named_parameters() if not torch.equal(p, start[name])}
     assert moved and all(name.endswith("bias") for name in moved) and "head.bias" in moved
@@ -184,7 +184,7 @@ def test_a_mask_strategy(installed: Callable[..., None], tmp_path: Path) -> None
     installed("strategy")
     sparse = ["trainable.kind=sparse", "trainable.sparse.strategy=first", "trainable.sparse.threshold=per_tensor"]
     ran(tmp_path / "run", *sparse, "trainable.head_too=false")
-    mask = adapted(tmp_path / "run").opening.opened.mask
+    mask = adapted(tmp_path / "run").opened.trainable.mask
     assert mask is not None
     for chosen in mask.values():
         count = int(chosen.sum())
@@ -202,7 +202,7 @@ def test_a_data_source(installed: Callable[..., None], tmp_path: Path) -> None:
     installed("source")
     words = ["data.source=squares", "data.size=160"]
     ran(tmp_path / "run", *words)
-    found = adapted(tmp_path / "run").job.task
+    found = adapted(tmp_path / "run").setup.task
     assert found.data.classes == 4 and len(found.data.dataset.test.labels) == 80
     with pytest.raises(FedgraftError, match="no option 'sze'"):
         ran(tmp_path / "refused", "data.source=squares", "data.sze=160")

@@ -9,9 +9,9 @@ from tests.support.tiny import tiny, without_pictures
 
 import fedgraft as fg
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.job import job_of
-from fedgraft.run.loop import run
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run
+from fedgraft.runs.setup import setup_of
 
 PRIVATE = ("algorithm.weighting=uniform", "rounds.sampling=poisson", "privacy.dp.noise=1.0", "privacy.dp.clip=1.0")
 
@@ -19,7 +19,7 @@ PRIVATE = ("algorithm.weighting=uniform", "rounds.sampling=poisson", "privacy.dp
 @pytest.mark.parametrize("option", ["local.lr=1e9", "personal.finetune_lr=1e9"])
 def test_a_rate_that_every_client_refuses_is_refused_by_the_config(option: str) -> None:
     with pytest.raises(FedgraftError, match=option.split("=")[0]):
-        job_of(tiny(option))
+        setup_of(tiny(option))
 
 
 def test_a_rate_that_every_client_refuses_is_refused_in_python() -> None:
@@ -30,8 +30,8 @@ def test_a_rate_that_every_client_refuses_is_refused_in_python() -> None:
 def test_training_in_one_place_is_no_mean_of_several_clients() -> None:
     """It used to be FedAvg that counted nothing as sent."""
     with pytest.raises(FedgraftError, match="central trains in one place, and here are 3 clients"):
-        job_of(tiny("algorithm.name=central"))
-    job_of(tiny("algorithm.name=central", "partition.clients=1", "partition.kind=iid"))
+        setup_of(tiny("algorithm.name=central"))
+    setup_of(tiny("algorithm.name=central", "partition.clients=1", "partition.kind=iid"))
 
 
 @pytest.mark.parametrize("more", [(), ("privacy.aggregation=secure",), PRIVATE], ids=["clear", "secure", "private"])

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
-from fedgraft.run import loop as running
-from fedgraft.run.round_log import NAME, Known, state_digest, verify
-from fedgraft.run.secrets import secret_path
+from fedgraft.runs import loop as running
+from fedgraft.runs.round_log import NAME, Known, state_digest, verify
+from fedgraft.runs.secrets import secret_path
 
 OVERRIDES = [
     "model.name=tiny",
@@ -80,7 +80,7 @@ def test_what_was_tampered_with_is_named(folder: Path, spoil: object, named: str
 
 
 def _swap_checkpoint(folder: Path) -> None:
-    from fedgraft.run import checkpoint
+    from fedgraft.runs import checkpoint
 
     last = checkpoint.load(checkpoint.listing(folder / "checkpoints")[-1])
     tensors = {**last.tensors, "vector": last.tensors["vector"] + 1}

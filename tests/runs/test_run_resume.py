@@ -35,13 +35,13 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics, without_timing
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.pool import Pool
-from fedgraft.run import centralized, checkpoint, measure
-from fedgraft.run import folder as record
-from fedgraft.run import loop as run_module
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.job import Job, job_of
-from fedgraft.run.loop import run
-from fedgraft.run.warnings import warnings_for
+from fedgraft.runs import centralized, checkpoint, measure
+from fedgraft.runs import folder as record
+from fedgraft.runs import loop as run_module
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run
+from fedgraft.runs.setup import RunSetup, setup_of
+from fedgraft.runs.warnings import warnings_for
 
 TINY = [
     "data.source=synthetic",
@@ -118,11 +118,11 @@ def test_fifty_rounds_on_the_head_leave_the_backbone_as_it_was(tmp_path: Path) -
 
     chosen = config(*overrides)
 
-    def watched() -> tuple[Job, None]:
-        job = job_of(chosen)
-        kept["network"] = job.task.network
-        kept["before"] = {n: p.detach().clone() for n, p in job.task.network.named_parameters()}
-        return job, None
+    def watched() -> tuple[RunSetup, None]:
+        setup = setup_of(chosen)
+        kept["network"] = setup.task.network
+        kept["before"] = {n: p.detach().clone() for n, p in setup.task.network.named_parameters()}
+        return setup, None
 
     run(chosen, tmp_path / "run", console=False, build=watched)
     for name, parameter in kept["network"].named_parameters():
@@ -293,7 +293,7 @@ def test_other_centralised_kinds_run(tmp_path: Path, kind: str) -> None:
 def told(*overrides: str) -> list[str]:
     """The warnings before a run of these options."""
     found = Open(config(*overrides))
-    return warnings_for(found.job, found.opening, found.engines)
+    return warnings_for(found.setup, found.opened, found.engines)
 
 
 def test_degenerate_settings_warn() -> None:

@@ -30,10 +30,10 @@ from fedgraft.engines.pool import Pool
 from fedgraft.privacy.protection import Protection
 from fedgraft.privacy.secagg.ring import Ring, Segment, Unfit
 from fedgraft.privacy.secagg.secure_sum import STAGES
-from fedgraft.run.engines import Engines
-from fedgraft.run.head_init import probe_head, ridge_head
-from fedgraft.run.loop import run
-from fedgraft.run.warnings import warnings_for
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.head_init import probe_head, ridge_head
+from fedgraft.runs.loop import run
+from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import secure_sum as secure_round
 from fedgraft.server.secure_sum import ANSWERS, Sums
 
@@ -184,7 +184,7 @@ def test_a_whole_run_under_secure_aggregation(tmp_path: Path, caplog: pytest.Log
 def told(*overrides: str) -> list[str]:
     """The warnings before a run of these options."""
     found = opened(*overrides)
-    return warnings_for(found.job, found.opening, found.engines)
+    return warnings_for(found.setup, found.opened, found.engines)
 
 
 def test_warnings_say_what_is_still_shown() -> None:
@@ -205,11 +205,11 @@ def test_warnings_name_each_thing_that_comes_one_by_one(monkeypatch: pytest.Monk
             found = [text for text in told(f"privacy.aggregation={kind}", word) if where in text]
             assert [sentence in text for text in found] == ([True] if kind == "secure" else [])
     found = opened("privacy.aggregation=secure")
-    assert not [t for t in warnings_for(found.job, found.opening, found.engines) if "outside" in t]
+    assert not [t for t in warnings_for(found.setup, found.opened, found.engines) if "outside" in t]
     with pytest.raises(FedgraftError, match="let all clients train the same"):
         opened("privacy.aggregation=secure", "trainable.sparse.per_client=true")
     monkeypatch.setattr(FederatedData, "blind", True)  # as in a federation whose server holds no images
-    assert "counts" in warnings_for(found.job, found.opening, found.engines)[-1]
+    assert "counts" in warnings_for(found.setup, found.opened, found.engines)[-1]
 
 
 # ---- what the server sees -------------------------------------------------------------------------------------------

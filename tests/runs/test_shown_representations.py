@@ -16,9 +16,9 @@ from fedgraft.deploy.keep import noise_key
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.secagg.client import as_tensor
 from fedgraft.privacy.secagg.keys import Identity
-from fedgraft.run.head_init import install, probe_head
-from fedgraft.run.job import job_of
-from fedgraft.run.warnings import _unprotected
+from fedgraft.runs.head_init import install, probe_head
+from fedgraft.runs.setup import setup_of
+from fedgraft.runs.warnings import _unprotected
 from fedgraft.server.secure_sum import Sums
 
 
@@ -78,6 +78,8 @@ def test_noise_of_a_node_comes_from_its_own_key() -> None:
 
 
 def test_what_noise_promises_is_told_before_the_run() -> None:
-    job = job_of(load(None, ["model.name=tiny", "algorithm.name=fedshibu", "algorithm.noise=20", "rounds.total=10"]))
-    told = _unprotected(job)
+    setup = setup_of(
+        load(None, ["model.name=tiny", "algorithm.name=fedshibu", "algorithm.noise=20", "rounds.total=10"])
+    )
+    told = _unprotected(setup)
     assert any("at most epsilon 1.2 at delta 1e-05 in 10 rounds" in line for line in told), told

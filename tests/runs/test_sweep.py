@@ -32,8 +32,8 @@ from fedgraft.consortium.search_space import Axis, grid, parse_axis
 from fedgraft.consortium.search_tables import best, rows
 from fedgraft.consortium.sweep import Cell, finished, folder_of, run_many
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.tracking import Progress
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.tracking import Progress
 
 TINY = [
     CNN,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedgraft.config.load import Config, validate
-from fedgraft.run.centralized import run_centralized
-from fedgraft.run.loop import run
+from fedgraft.runs.centralized import run_centralized
+from fedgraft.runs.loop import run
 
 
 def _config(test: bool) -> Config:

@@ -14,8 +14,8 @@ from fedgraft.config.load import merge, validate
 from fedgraft.consortium.unlearn import plan, subtract, unlearn
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
-from fedgraft.run.job import job_of
-from fedgraft.run.loop import run
+from fedgraft.runs.loop import run
+from fedgraft.runs.setup import setup_of
 
 COMMON = ["rounds.total=4", "rounds.fraction=0.5", "partition.clients=4", "rounds.checkpoint_every=1", "seed=1"]
 KINDS = {
@@ -217,7 +217,7 @@ def test_the_images_of_a_forgotten_client_do_not_choose_the_best_round(tmp_path:
         run(config, tmp_path / "run", console=False)
         replay = plan(tmp_path / "run", "1")
     assert replay.start == 0
-    job = job_of(replay.config)
-    own = set(job.task.data.rows(1).tolist())
-    judging = set(job.judging_rows.tolist())
-    assert judging == set(job.task.data.train_rows.tolist()) - own
+    setup = setup_of(replay.config)
+    own = set(setup.task.data.rows(1).tolist())
+    judging = set(setup.judging_rows.tolist())
+    assert judging == set(setup.task.data.train_rows.tolist()) - own

@@ -24,11 +24,11 @@ from torch import Tensor
 from fedgraft.config.load import load
 from fedgraft.deploy.deployed import own_data
 from fedgraft.models.quiet import quiet
-from fedgraft.run.adapted import Adapted, adapted
-from fedgraft.run.deliver import export_run
-from fedgraft.run.job import job_of
-from fedgraft.run.loop import run
-from fedgraft.run.predict import Prediction, evaluate_run, predictor
+from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.deliver import export_run
+from fedgraft.runs.loop import run
+from fedgraft.runs.predict import Prediction, evaluate_run, predictor
+from fedgraft.runs.setup import setup_of
 
 CLASSES = ("light", "night")
 NETWORKS = {
@@ -51,12 +51,12 @@ class Walk:
 
     @cached_property
     def files(self) -> list[Path]:
-        store = self.found.job.task.data.dataset.test
+        store = self.found.setup.task.data.dataset.test
         return [Path(store.where(row)) for row in range(len(store))]  # type: ignore[union-attr]
 
     @cached_property
     def scores(self) -> Tensor:
-        images = self.found.job.task.test_images
+        images = self.found.setup.task.test_images
         with torch.no_grad():
             return self.found.network.eval()(images.batch(torch.arange(len(images)))).softmax(1)
 
@@ -121,11 +121,11 @@ def test_run_predict_export_pipeline_and_node_agree_on_every_odd_image(
 
 def by_node(walk: Walk) -> Tensor:
     """The pixels that a node makes of a folder of its own, through the network it is sent."""
-    config = walk.found.job.config
-    node = job_of(config, own_data(config, "", str(walk.root / "data"), CLASSES)).task
+    config = walk.found.setup.config
+    node = setup_of(config, own_data(config, "", str(walk.root / "data"), CLASSES)).task
     assert [node.data.dataset.test.where(row) for row in range(len(walk.files))] == list(map(str, walk.files))  # type: ignore[union-attr]
     rows = torch.arange(len(walk.files))
-    assert torch.equal(node.test_images.batch(rows), walk.found.job.task.test_images.batch(rows))  # to the bit
+    assert torch.equal(node.test_images.batch(rows), walk.found.setup.task.test_images.batch(rows))  # to the bit
     node.network.load_state_dict(walk.found.plain().state_dict())
     with torch.no_grad():
         return node.network.eval()(node.test_images.batch(rows)).softmax(1)

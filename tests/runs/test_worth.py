@@ -11,8 +11,8 @@ from tests.support.tiny import tiny, without_pictures
 from fedgraft.consortium.worth import Site, compare, comparisons, make_missing, summary_line, write
 from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics.metrics import Metric
-from fedgraft.run.loop import run
-from fedgraft.run.tracking import Silent
+from fedgraft.runs.loop import run
+from fedgraft.runs.tracking import Silent
 
 OPTIONS = ("partition.kind=dirichlet", "partition.minimum=8", 'metrics=["accuracy"]')
 

@@ -60,7 +60,7 @@ class Stage:
         while VICTIM not in self.engine.registry.nodes and time.monotonic() < until:
             self.engine.registry.refresh()
             time.sleep(0.1)
-        self.engine.open(self.open.job.federation.run, self.open.opening.message(False))
+        self.engine.open(self.open.setup.federation.run, self.open.opened.message(False))
 
     def begin(self, policy: Any) -> None:
         """A node without a past, under this policy."""
@@ -82,18 +82,18 @@ class DeployedWorld(World):
     def __init__(self, stage: Stage, protection: str) -> None:
         opened = stage.open
         self.stage, self.algorithm, self.context = stage, opened.algorithm, opened.context
-        self.run = opened.job.federation.run
-        self.toy: Any = SimpleNamespace(federation=opened.opening.federation, state=opened.begin(), space=opened.space)
+        self.run = opened.setup.federation.run
+        self.toy: Any = SimpleNamespace(federation=opened.setup.federation, state=opened.begin(), space=opened.space)
         self.memory, self.said, self.lied_at, self.elsewhere = {}, [], "", ""
         self.refusals: list[tuple[float, float, int]] = []
         """(from, until, length of the sentence) of every refusal."""
-        self.context.replays = opened.job.backbone_context.replays = True
-        self.policy = replace(policy_of(protection), config=opened.job.config.fingerprint, order_megabytes=32)
+        self.context.replays = opened.setup.backbone_context.replays = True
+        self.policy = replace(policy_of(protection), config=opened.setup.config.fingerprint, order_megabytes=32)
         self.allow()
 
     def allow(self, **changes: Any) -> None:
         self.policy = replace(self.policy, **changes)
-        others = (self.context, self.stage.open.job.backbone_context)
+        others = (self.context, self.stage.open.setup.backbone_context)
         self.stage.begin(self.policy)
         for context in others:
             context.policies = (replace(self.policy, pinned_peers=False),)
@@ -102,7 +102,7 @@ class DeployedWorld(World):
     def tell(self, request: Request) -> WorkerResponse:
         if request.client != VICTIM:
             whole, purpose = self.context, request.settings.get("sums", request.action)
-            self.context = self.stage.open.job.backbone_context if purpose == "statistics" else whole
+            self.context = self.stage.open.setup.backbone_context if purpose == "statistics" else whole
             try:
                 return super().tell(request)
             finally:

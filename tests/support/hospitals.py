@@ -26,10 +26,10 @@ from fedgraft.deploy import server as federation_server
 from fedgraft.deploy.control import Control
 from fedgraft.deploy.keys import make_node_key
 from fedgraft.deploy.run_node import NodeChoice, why_ended
-from fedgraft.run import loop as running
-from fedgraft.run.checkpoint import load_latest
-from fedgraft.run.engines import Engines
-from fedgraft.run.loop import run
+from fedgraft.runs import loop as running
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.loop import run
 
 SECONDS = 600.0  # a loaded machine is slow; an idle one needs a thirtieth
 

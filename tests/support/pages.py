@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>\"'&@@DATA@@"
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fedgraft.config.load import Config, load
 from fedgraft.core.state import ServerState
-from fedgraft.run import checkpoint
-from fedgraft.run import loop as running
-from fedgraft.run.engines import Engines
-from fedgraft.run.head_init import install_head
-from fedgraft.run.job import Job, job_of
-from fedgraft.run.opening import Opening, open_run
+from fedgraft.runs import checkpoint
+from fedgraft.runs import loop as running
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.head_init import install_head
+from fedgraft.runs.open_run import OpenRun, open_run
+from fedgraft.runs.setup import RunSetup, setup_of
 from fedgraft.server import sample as server
 from fedgraft.server.round import run_round
 
@@ -50,19 +50,19 @@ class Open:
     """A job that is ready for its first round: head made, edit space open."""
 
     def __init__(self, config: Config) -> None:
-        self.job: Job = job_of(config)
-        self.engines = Engines(self.job)
-        self.start = install_head(self.job, self.engines)
-        self.opening: Opening = open_run(self.job, self.engines)
-        self.network, self.data, self.task = self.job.task.network, self.job.task.data, self.job.task
-        self.algorithm, self.space = self.opening.algorithm, self.opening.space
-        self.context, self.server_context = self.opening.context, self.opening.server_context
+        self.setup: RunSetup = setup_of(config)
+        self.engines = Engines(self.setup)
+        self.start = install_head(self.setup, self.engines)
+        self.opened: OpenRun = open_run(self.setup, self.engines)
+        self.network, self.data, self.task = self.setup.task.network, self.setup.task.data, self.setup.task
+        self.algorithm, self.space = self.setup.algorithm, self.opened.space
+        self.context, self.server_context = self.opened.context, self.opened.server_context
 
     @property
     def mask(self) -> Any:
         """The chosen coordinates."""
-        assert self.opening.opened.mask is not None
-        return self.opening.opened.mask
+        assert self.opened.trainable.mask is not None
+        return self.opened.trainable.mask
 
     def engine(self) -> Any:
         """The engine of the rounds."""
@@ -77,7 +77,7 @@ class Open:
         state, engine = self.begin(), self.engine()
         yield state
         for _ in range(count):
-            state, summary = run_round(self.algorithm, self.opening.federation, state, engine, self.server_context)
+            state, summary = run_round(self.algorithm, self.setup.federation, state, engine, self.server_context)
             assert not summary.rejections
             yield state
 

@@ -7,7 +7,7 @@ from tests.support.toy import Toy
 from torch import Tensor
 
 from fedgraft import algorithms as zoo
-from fedgraft.run.head_init import LocalScorer, features_of
+from fedgraft.runs.head_init import LocalScorer, features_of
 
 CLIENTS = range(5)
 

@@ -20,7 +20,7 @@ from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import CLEAR, DifferentialPrivacy, private, secure
-from fedgraft.run.head_init import summed_counts
+from fedgraft.runs.head_init import summed_counts
 from fedgraft.server import expected as kinds
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.secure_sum import Sums

@@ -19,7 +19,7 @@ from fedgraft.config.build import build_algorithm
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request
 from fedgraft.deploy import audit
-from fedgraft.run.job import job_of
+from fedgraft.runs.setup import setup_of
 
 SECURE = ["privacy.aggregation=secure", "partition.clients=6", "rounds.fraction=1", "local.steps=2"]
 PRIVATE = ["privacy.dp.noise=1.5", "rounds.sampling=poisson", "algorithm.weighting=uniform"]
@@ -196,16 +196,16 @@ def test_two_processes_of_a_node_write_one_chain(locked: bool, tmp_path: Path, m
 
 def test_a_run_in_this_process_keeps_the_policy_in_its_config(tmp_path: Path) -> None:
     """A config that breaks its own table is refused before any work; one that keeps it runs to the same bytes."""
-    from fedgraft.run.loop import run
+    from fedgraft.runs.loop import run
 
     rules = ["policy.rounds=2", "policy.ranges.lr=[0.0, 0.1]"]
     assert tiny(*rules).digest == tiny().digest  # rules refuse, they decide no byte
     with pytest.raises(FedgraftError, match=r"rule policy\.rounds that it sets itself: it has 9 rounds"):
         run(tiny(*rules, "rounds.total=9"), tmp_path / "broken", console=False)
     with pytest.raises(FedgraftError, match=r"rule policy\.secure"):
-        job_of(tiny("policy.secure=true"))
+        setup_of(tiny("policy.secure=true"))
     with pytest.raises(FedgraftError, match="does not know"):
-        job_of(tiny("policy.hide=true"))
+        setup_of(tiny("policy.hide=true"))
     assert run(tiny(*rules), tmp_path / "kept", console=False)["rounds"] == 2
 
 

@@ -20,7 +20,7 @@ from fedgraft.core.progress import Phase, counted, open_phases, phase, requests_
 from fedgraft.engines.shared_memory import Workers
 from fedgraft.report.display import LiveProgress
 from fedgraft.report.run_record import present
-from fedgraft.run.tracking import PhaseFile, PhaseLog
+from fedgraft.runs.tracking import PhaseFile, PhaseLog
 
 
 @pytest.fixture

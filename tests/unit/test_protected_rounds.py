@@ -302,7 +302,7 @@ OVERRIDES = [
 @pytest.mark.slow
 def test_the_run_stops_before_it_would_exceed_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedgraft.config.load import load
-    from fedgraft.run import loop as running
+    from fedgraft.runs import loop as running
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(running, "report_run", lambda *a, **k: None)
@@ -327,7 +327,7 @@ def test_wrong_private_settings_are_refused_before_anything_is_written(
     overrides: list[str], sentence: str, tmp_path: Path
 ) -> None:
     from fedgraft.config.load import load
-    from fedgraft.run.loop import run
+    from fedgraft.runs.loop import run
 
     with pytest.raises(FedgraftError, match=sentence):
         run(load(None, [*OVERRIDES, *overrides]), tmp_path / "run", console=False)

@@ -20,17 +20,19 @@ import torch
 from protocol import Clock, Workload, given_folder, read
 
 if TYPE_CHECKING:
+    from fedgraft.runs.job import Job
+
     from fedgraft.core.protocols import Examples, Network
-    from fedgraft.run.job import Job
 
 SIDE, REPEATS, BLOCK, GROUP, IMAGES = 1024, 30, 32, 256, 768
 
 
 def opened(folder: Path) -> Job:
     """The run's parts, as fedgraft makes them."""
+    from fedgraft.runs.job import job_of
+
     from fedgraft.config.load import load
     from fedgraft.local.memory import keep_freed_memory
-    from fedgraft.run.job import job_of
 
     keep_freed_memory()  # the hardware does not need fresh pages either
     torch.set_num_threads(1)  # before any work, so that this process can be forked
@@ -100,8 +102,9 @@ def _worker(work: Callable[[int], float], count: int, rounds: int, gate: object,
 
 def training(workload: Workload, job: Job) -> list[float]:
     """Seconds of a round's passes, shared by one process per core."""
-    from fedgraft.run.engines import Engines
-    from fedgraft.run.opening import open_run
+    from fedgraft.runs.opening import open_run
+
+    from fedgraft.runs.engines import Engines
 
     opening, network, size = open_run(job, Engines(job)), job.task.network, job.config.local.batch_size
     moved = {part.name for part in opening.space.parts}

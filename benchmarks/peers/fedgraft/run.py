@@ -16,7 +16,7 @@ from protocol import BEGAN, Clock, from_words, given_folder
 def main() -> None:
     folder = given_folder()
     from fedgraft.cli.main import app
-    from fedgraft.run.folder import RunFolder
+    from fedgraft.runs.folder import RunFolder
 
     marks: list[float] = []
     append = RunFolder.append

@@ -19,7 +19,7 @@ def load() -> None:
     """
     with phase("loading the library"):
         gc.disable()
-        import fedgraft.run.loop  # noqa: F401
+        import fedgraft.runs.loop  # noqa: F401
 
         gc.freeze()
         gc.enable()

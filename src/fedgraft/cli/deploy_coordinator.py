@@ -205,7 +205,7 @@ def _contributions(fed: FederationFolder, folder: Path | None) -> None:
 
 def _offline_runs(fed: FederationFolder) -> None:
     """Runs of a stopped server: only their folders can be asked."""
-    from fedgraft.run.folder import RunFolder
+    from fedgraft.runs.folder import RunFolder
 
     for known in fed.runs()[-1:]:
         folder = Path(known["folder"])

@@ -80,7 +80,7 @@ def local(
     from fedgraft.deploy.local import run_locally
     from fedgraft.deploy.server import with_clients
     from fedgraft.report import display
-    from fedgraft.run.loop import is_finished
+    from fedgraft.runs.loop import is_finished
 
     require_flower()
     leave_when_told()

@@ -42,7 +42,7 @@ def save(
     """Save what a run did to its base as an edit file."""
     load()
     from fedgraft.edit import edit_file as task_file
-    from fedgraft.run.edit_files import edit_of_run
+    from fedgraft.runs.edit_files import edit_of_run
 
     edit = edit_of_run(run, last)
     size = task_file.save(edit, file, half)
@@ -62,7 +62,7 @@ def apply(
     """Write base + scale * edit as a `transformers` folder; a base the edit does not fit is refused."""
     load()
     from fedgraft.edit import edit_file as task_file
-    from fedgraft.run.edit_files import Base, apply_to_folder
+    from fedgraft.runs.edit_files import Base, apply_to_folder
 
     apply_to_folder(task_file.load(file), Base(model, classes, image_size, seed), to, scale)
     typer.echo(f"written: {to}")
@@ -81,7 +81,7 @@ def add(
 ) -> None:
     """Add or merge edits of one base, each at its own strength."""
     load()
-    from fedgraft.run.edit_files import How, add_files
+    from fedgraft.runs.edit_files import How, add_files
 
     rule = How(how, share, tuple(runs or ()), seed=seed)
     total = add_files(files, None if scales is None else numbers(scales, "--scales"), to, half, rule)
@@ -117,7 +117,7 @@ def sweep(
     """Accuracy on a run's validation images by strength of an edit, with the head that run began with."""
     load()
     from fedgraft.edit import edit_file as task_file
-    from fedgraft.run.edit_files import sweep_on_run
+    from fedgraft.runs.edit_files import sweep_on_run
 
     found = sweep_on_run(task_file.load(file), run, numbers(lambdas, "--lambdas"))
     for strength, result in found:
@@ -137,7 +137,7 @@ def figures(
 ) -> None:
     """Draw what moved: density by layer and kind, overlap of masks, accuracy by round and by traffic."""
     load()
-    from fedgraft.run.mask_figures import figures_of_runs
+    from fedgraft.runs.mask_figures import figures_of_runs
 
     for path in figures_of_runs(runs, out):
         typer.echo(path)

@@ -96,7 +96,7 @@ def run(
     config = config_of(overrides)
     if dry_run:
         load()
-        from fedgraft.run.plan import plan
+        from fedgraft.runs.plan import plan
 
         for line in plan(config):
             say(line)
@@ -112,7 +112,7 @@ def centralized(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
     """Train with all data in one place: centralized.kind=probe, finetune or ridge. The baseline."""
-    from fedgraft.run.centralized import as_central
+    from fedgraft.runs.centralized import as_central
 
     config = as_central(config_of(overrides))
     base = folder or Path("runs") / f"{config.name}-central-{config.digest}"
@@ -126,7 +126,7 @@ def resume(
 ) -> None:
     """Continue an interrupted or damaged run to the very bytes an unbroken one would have given."""
     from fedgraft.config.load import from_folder
-    from fedgraft.run.folder import RunFolder
+    from fedgraft.runs.folder import RunFolder
 
     record = RunFolder.open(run)
     config = from_folder(run)
@@ -146,7 +146,7 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
     console.print(f"{config.name} in {folder}: loading the library", highlight=False, markup=False, soft_wrap=True)
     load()
     from fedgraft.report import display
-    from fedgraft.run.folder import RunFolder
+    from fedgraft.runs.folder import RunFolder
 
     known = RunFolder.open(folder) if (folder / "run.json").exists() else None
     if known is not None and known.status == "finished" and known.config_digest == config.digest:
@@ -158,7 +158,7 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
 
                 summary = simulate(config, folder, live)
             else:
-                from fedgraft.run.loop import run as run_federated
+                from fedgraft.runs.loop import run as run_federated
 
                 summary = run_federated(config, folder, live)
     except KeyboardInterrupt:

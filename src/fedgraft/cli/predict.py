@@ -14,7 +14,7 @@ from fedgraft.cli.console import load, say
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
-    from fedgraft.run.predict import Measured, Prediction
+    from fedgraft.runs.predict import Measured, Prediction
 
 Model = Annotated[Path, typer.Argument(help="a run folder, or a folder that transformers loads")]
 
@@ -33,7 +33,7 @@ def predict(
     from dataclasses import asdict
 
     load()
-    from fedgraft.run.predict import files_of, predictor
+    from fedgraft.runs.predict import files_of, predictor
 
     files = files_of(images)
     found = predictor(model)(files)
@@ -73,7 +73,7 @@ def evaluate(
 
     load()
     from fedgraft.report import display
-    from fedgraft.run.predict import evaluate_run
+    from fedgraft.runs.predict import evaluate_run
 
     found = evaluate_run(model, data)
     if as_json:
@@ -105,7 +105,7 @@ def export(
 ) -> None:
     """Write what was trained to a new folder, with a model card; merged is what transformers' from_pretrained loads."""
     load()
-    from fedgraft.run.deliver import export_run
+    from fedgraft.runs.deliver import export_run
 
     export_run(run, to, kind)
     hint = {

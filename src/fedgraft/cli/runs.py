@@ -35,7 +35,7 @@ def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: J
     import rich
 
     from fedgraft.report import display
-    from fedgraft.run.folder import RunFolder
+    from fedgraft.runs.folder import RunFolder
 
     folder, console = RunFolder.open(run), rich.get_console()
     summary, lines = folder.summary(), folder.metrics()

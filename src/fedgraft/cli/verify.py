@@ -15,7 +15,7 @@ def verify(
     key: Annotated[str | None, typer.Option(help="fingerprint of the key that must have signed")] = None,
 ) -> None:
     """Check that the rounds, metrics and checkpoints of a run are those of its signed log."""
-    from fedgraft.run.round_log import verify as check
+    from fedgraft.runs.round_log import verify as check
 
     told, wrong = check(run, key)
     if wrong:

@@ -76,23 +76,23 @@ def per_round(config: Config) -> int:
     return max(1, int(config.rounds.fraction * config.partition.clients + 1e-9))
 
 
-def build_federation(config: Config, lr: float, largest: int = 1) -> Federation:
-    """Who takes part and how often."""
-    r = config.rounds
-    return Federation(
-        run=config.digest,
-        seed=config.seed,
-        clients=config.partition.clients,
-        per_round=per_round(config),
-        rounds=r.total,
-        schedule=schedule(config, lr),
-        sampling=r.sampling,
-        minimum_answers=r.minimum_answers or 1,
-        norm_bound=r.norm_bound,
-        norm_factor=r.norm_factor,
-        largest=largest,
-        keeps_contributions=r.keep_contributions,
-    )
+def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
+    """Return who takes part and how often; `fields` are those that the config alone does not say."""
+    rounds = config.rounds
+    from_config: dict[str, Any] = {
+        "run": config.digest,
+        "seed": config.seed,
+        "clients": config.partition.clients,
+        "per_round": per_round(config),
+        "rounds": rounds.total,
+        "schedule": schedule(config, lr),
+        "sampling": rounds.sampling,
+        "minimum_answers": rounds.minimum_answers or 1,
+        "norm_bound": rounds.norm_bound,
+        "norm_factor": rounds.norm_factor,
+        "keeps_contributions": rounds.keep_contributions,
+    }
+    return Federation(**{**from_config, **fields})
 
 
 def private_delta(config: Config) -> float:

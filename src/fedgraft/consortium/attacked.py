@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from fedgraft.data.pixels.transforms import Transform
 from fedgraft.engines.attackers import Attacked, Trigger, choose_attackers
 from fedgraft.local.memory import one_thread
 from fedgraft.metrics.evaluate import evaluate
-from fedgraft.run.job import Job, job_of
-from fedgraft.run.loop import run_job
-from fedgraft.run.opening import Opening
-from fedgraft.run.task import Task
-from fedgraft.run.tracking import Progress
+from fedgraft.runs.loop import run_setup
+from fedgraft.runs.open_run import OpenRun
+from fedgraft.runs.setup import RunSetup, setup_of
+from fedgraft.runs.task import Task
+from fedgraft.runs.tracking import Progress
 
 BENIGN = "benign"
 OUTCOME = "attack.json"
@@ -40,36 +40,36 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
     """Run the config in its folder with this share of the clients attacking, and measure the last model."""
     attackers = choose_attackers(config.partition.clients, share, config.seed)
 
-    def wrap(job: Job, opening: Opening, engine: Any) -> Any:
-        entry, task = opening.context.examples.entry, job.task
+    def wrap(setup: RunSetup, opened: OpenRun, engine: Any) -> Any:
+        entry, task = opened.context.examples.entry, setup.task
         marked = _marked(task, task.train_images, entry) if "backdoor" in kind and entry else None
         return engine if kind == BENIGN else Attacked(engine, attackers, kind, config.seed, trigger(task), marked)
 
-    def build() -> tuple[Job, None]:
-        return replace(job_of(config), wrap=wrap), None
+    def build(secret: bytes) -> tuple[RunSetup, None]:
+        return setup_of(config, secret=secret), None
 
-    _, made = run_job(build, folder, config.digest, to_toml(config), progress, console=False)
+    _, made = run_setup(build, folder, config.digest, to_toml(config), progress, console=False, wrap=wrap)
     assert made is not None  # a finished cell is not run again
-    job, opening, state = made
+    setup, opened, state = made
     with one_thread():
-        opening.context.load_model(state.vector)
-        write_text(folder / OUTCOME, json.dumps(outcome(job, opening)) + "\n")
+        opened.context.load_model(state.vector)
+        write_text(folder / OUTCOME, json.dumps(outcome(setup, opened)) + "\n")
     shutil.rmtree(folder / "checkpoints")  # a table has a hundred runs, and nobody will resume or export one
 
 
-def outcome(job: Job, opening: Opening) -> dict[str, float | None]:
+def outcome(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
     """Test accuracy of the model in the network, and how often the trigger works; None where there are no images."""
-    tests, task = opening.context.tests, job.task
+    tests, task = opened.context.tests, setup.task
     assert tests is not None
     rows, images = torch.arange(len(tests)), task.test_images
-    job.ready(tests, rows)
+    setup.ready(tests, rows)
     found: dict[str, float | None] = {"accuracy": evaluate(task.network, tests, rows).accuracy, "backdoor": None}
     if isinstance(images, ImageExamples):
         target = Trigger().target
         others = (images.labels != target).nonzero().view(-1)[:_MOST_MARKED]
         marked = _marked(task, images, tests.entry)
         marked.labels = torch.full_like(images.labels, target)  # accuracy on them is the trigger's success
-        job.ready(marked, others)
+        setup.ready(marked, others)
         found["backdoor"] = evaluate(task.network, marked, others).accuracy
     return found
 

@@ -32,7 +32,7 @@ from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decod
 from fedgraft.data.pixels.store import ImageStore, cache_dir
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.report import figures
-from fedgraft.run.environment import PACKAGES, installed
+from fedgraft.runs.environment import PACKAGES, installed
 
 MINIMUM = 5
 """Counts below this are not told, only that there are some."""

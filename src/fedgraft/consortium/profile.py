@@ -22,9 +22,9 @@ from fedgraft.core.files import write_text
 from fedgraft.local.memory import one_thread
 from fedgraft.report import figures
 from fedgraft.report.run_page import write_report
-from fedgraft.run.adapted import Adapted, adapted
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.reporting import PHASES_FILE
+from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.reporting import PHASES_FILE
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def profile_run(folder: Path) -> Profile:
     found = Profile(phases, layers, sent, kept.get("megabytes", {}), roofline)
     write_text(folder / "profile.json", json.dumps(asdict(found), indent=2) + "\n")
     draw(found, folder / "figures" / "profile.png")
-    write_report(folder, partition=run.job.task.data.histogram(), classes=run.classes)
+    write_report(folder, partition=run.setup.task.data.histogram(), classes=run.classes)
     return found
 
 
@@ -94,12 +94,17 @@ def phase_rows(
 
 def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, float]]:
     """Operations and bytes of one round by phase, from the layers of one training batch."""
-    local, data, m, size = run.opening.algorithm.local, run.job.task.data, run.job.federation.per_round, len(_rows(run))
+    local, data, m, size = (
+        run.setup.algorithm.local,
+        run.setup.task.data,
+        run.setup.federation.per_round,
+        len(_rows(run)),
+    )
     steps = sum(local.steps_for(int(n)) for n in data.partition.sizes()) / data.clients
     forward = sum(row.flops for row in layers if row.name.endswith("forward"))
     both = sum(row.flops for row in layers)
-    held = len(run.job.judging_rows)
-    vectors = 4.0 * run.opening.space.size * (m + 1)
+    held = len(run.setup.judging_rows)
+    vectors = 4.0 * run.opened.space.size * (m + 1)
     scale = min(local.batch_size, int(data.partition.sizes().max())) / size
     return {
         "exchange": (both * scale * steps * m, 0.0),
@@ -109,12 +114,12 @@ def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, flo
 
 
 def _rows(run: Adapted) -> Tensor:
-    return run.job.task.data.train_rows[: min(64, run.opening.algorithm.local.batch_size)]
+    return run.setup.task.data.train_rows[: min(64, run.setup.algorithm.local.batch_size)]
 
 
 def measure_layers(run: Adapted, roofline: Roofline) -> tuple[Row, ...]:
     """Each block that a client passes through, forward and (where something behind it moves) backward."""
-    network, space, examples = run.network, run.opening.space, run.opening.context.examples
+    network, space, examples = run.network, run.opened.space, run.opened.context.examples
     rows = _rows(run)
     first = min(space.first_block(network), network.depth + 1)
     space.bind(network)
@@ -141,7 +146,7 @@ def measure_layers(run: Adapted, roofline: Roofline) -> tuple[Row, ...]:
 def _layers(run: Adapted) -> list[tuple[str, int, Callable[[Tensor], Tensor]]]:
     """The network from where this run's examples enter it, cut at its entries: (name, block, function)."""
     network, found = run.network, []
-    for entry in range(run.opening.context.examples.entry, network.depth):
+    for entry in range(run.opened.context.examples.entry, network.depth):
         name = "stem, block 0" if entry == 0 else f"block {entry}"
         found.append((name, entry, lambda x, e=entry: network.features(x, e, e + 1)))
     head: nn.Linear = network.head

@@ -24,8 +24,8 @@ from fedgraft.config.load import Config, merge, to_toml, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
 from fedgraft.core.progress import phase
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.tracking import Progress, Silent
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.tracking import Progress, Silent
 
 Report = Callable[[str], None]
 _PAUSE = 0.1  # seconds between two looks at the processes
@@ -62,8 +62,8 @@ class Cell:
 
 def carry_out(cell: Cell, progress: Progress) -> None:
     """Run a cell in this process: the one place where a sweep calls a run."""
-    from fedgraft.run.centralized import run_centralized
-    from fedgraft.run.loop import run
+    from fedgraft.runs.centralized import run_centralized
+    from fedgraft.runs.loop import run
 
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     if cell.special is not None:

@@ -26,12 +26,12 @@ from torch import Tensor
 from fedgraft.config.load import Config, from_folder, merge, to_toml, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
-from fedgraft.run import checkpoint
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.job import Job, job_of, left_out
-from fedgraft.run.loop import is_finished, run
-from fedgraft.run.saving import UNMEASURED
-from fedgraft.run.tracking import Progress
+from fedgraft.runs import checkpoint
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import is_finished, run
+from fedgraft.runs.saving import UNMEASURED
+from fedgraft.runs.setup import RunSetup, clients_left_out, setup_of
+from fedgraft.runs.tracking import Progress
 
 log = logging.getLogger("fedgraft")
 
@@ -68,14 +68,14 @@ def plan(folder: Path, client: str, to: Path | None = None, fast: bool = False) 
     if config.privacy.dp is not None and config.privacy.dp.secret:
         raise FedgraftError(f"the noise of {folder} is not repeatable (privacy.dp.secret), so a replay is another run.")
     without = validate(merge(config.table, {"partition": {"without": [*config.partition.without, client]}}))
-    job = job_of(without)
-    before = left_out(config, job.task.data)
-    if job.federation.without == before:
+    setup = setup_of(without, for_training=False)
+    before = clients_left_out(config, setup.task.data)
+    if setup.federation.without == before:
         raise FedgraftError(f"{folder} never had the client {client!r}.")
-    number = min(job.federation.without - before)
+    number = min(setup.federation.without - before)
     lines = [line for line in record.metrics() if line["round"] > 0]
     first = _first_round(lines, number)
-    start, why = _start(job, folder, first, number in job.federation.joins)
+    start, why = _start(setup, folder, first, number in setup.federation.joins)
     place = to or folder.with_name(f"{folder.name}-without-{client}{'-approximate' * fast}")
     done = max((int(line["round"]) for line in lines), default=0)
     return Replay(without, place, number, start, done, _took_part(lines, number), why, client)
@@ -178,16 +178,16 @@ def _begun(
     return record
 
 
-def _start(job: Job, folder: Path, first: First | None, joined: bool) -> tuple[int, str]:
+def _start(setup: RunSetup, folder: Path, first: First | None, joined: bool) -> tuple[int, str]:
     """The round after whose checkpoint a replay may start, and why not a later one."""
-    a, head = job.algorithm, job.config.head
+    a, head = setup.algorithm, setup.config.head
     if head != "random" and not joined:
         return 0, f"the {head} head was made from sums with this client"
     if a.trainable.scores_data and not joined:
         return 0, "the mask was chosen by scores with this client"
     if a.federation_counts and not joined:
         return 0, "the class counts are a sum with this client"
-    if not len(job.task.data.validation_rows):
+    if not len(setup.task.data.validation_rows):
         return 0, "the best round was chosen by images of all clients"
     kept = [found.round for found in _good(folder) if first is None or found.round < first.round]
     start = max(kept, default=0)

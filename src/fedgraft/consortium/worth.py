@@ -27,15 +27,15 @@ from fedgraft.metrics import raw
 from fedgraft.metrics.metrics import ERRORS, Metric, check_metric
 from fedgraft.report import figures, html
 from fedgraft.report.values import label
-from fedgraft.run import checkpoint
-from fedgraft.run.centralized import as_central
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.head_init import install
-from fedgraft.run.job import Job, job_of
-from fedgraft.run.loop import is_finished, run
-from fedgraft.run.opening import open_run
-from fedgraft.run.saving import saved_edit
-from fedgraft.run.tracking import Progress
+from fedgraft.runs import checkpoint
+from fedgraft.runs.centralized import as_central
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.head_init import install
+from fedgraft.runs.loop import is_finished, run
+from fedgraft.runs.open_run import open_run
+from fedgraft.runs.saving import saved_edit
+from fedgraft.runs.setup import RunSetup, setup_of
+from fedgraft.runs.tracking import Progress
 
 ALONE, POOLED, FEDERATED = "alone", "pooled", "federated"
 UNKNOWN = "cannot be told"
@@ -83,11 +83,11 @@ def comparisons(config: Config, passes: int = 1) -> dict[str, Config]:
     return {ALONE: alone, POOLED: as_central(validate({**central, "algorithm": {"name": "fedavg"}}))}
 
 
-def passes_of(job: Job) -> int:
+def passes_of(setup: RunSetup) -> int:
     """About how often a federation goes over all its images."""
-    local, f, sizes = job.algorithm.local, job.federation, list(job.task.data.sizes_by_client().values())
+    local, f, sizes = setup.algorithm.local, setup.federation, list(setup.task.data.sizes_by_client().values())
     seen = sum(local.steps_for(n) * min(local.batch_size, n) for n in sizes if n) * f.per_round / f.clients
-    return max(1, round(f.rounds * seen / job.task.data.total))
+    return max(1, round(f.rounds * seen / setup.task.data.total))
 
 
 def make_missing(
@@ -97,7 +97,7 @@ def make_missing(
     if not is_finished(folder):
         raise FedgraftError(f"{folder} is not finished; let it end, or: fedgraft resume {folder}")
     places, asked = {FEDERATED: folder, **given}, from_folder(folder)
-    for name, config in comparisons(asked, passes_of(job_of(asked))).items():
+    for name, config in comparisons(asked, passes_of(setup_of(asked, for_training=False))).items():
         places.setdefault(name, folder / "worth" / f"{name}-{config.digest}")
         if not is_finished(places[name]):
             say(f"running {name} in {places[name]}")
@@ -111,13 +111,13 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     found = checkpoint.load_latest(RunFolder.open(folder).checkpoints)
     if found is None or found.meta.get("personal"):
         raise FedgraftError(f"{folder} has no checkpoint whose models can be compared; run it anew.")
-    job = job_of(from_folder(folder))
-    install(job.task.network, found.tensors["head"])
-    opening = open_run(job, None, saved_edit(found.tensors))
+    setup = setup_of(from_folder(folder), for_training=False)
+    install(setup.task.network, found.tensors["head"])
+    opened = open_run(setup, None, saved_edit(found.tensors))
     state, memories = from_tensors(found.round, found.tensors, found.meta)
-    a, context, made = opening.algorithm, opening.context, []
+    a, context, made = setup.algorithm, opened.context, []
     one_model = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
-    common = one_model or job.federation.clients == 1  # all images in one place: what was delivered, for everybody
+    common = one_model or setup.federation.clients == 1  # all images in one place: what was delivered, for everybody
     assert context.tests is not None
     for k, own in enumerate(rows):
         memory = memories.get(k, {})
@@ -132,11 +132,11 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
 
 def compare(places: Mapping[str, Path], metrics: Sequence[str], draws: int = 1000) -> dict[str, list[Site]]:
     """By metric: every site with every model."""
-    job = job_of(from_folder(places[FEDERATED]))
-    data, names = job.task.data, job.task.data.dataset.classes
+    setup = setup_of(from_folder(places[FEDERATED]), for_training=False)
+    data, names = setup.task.data, setup.task.data.dataset.classes
     for metric in metrics:
         check_metric(metric, names)
-    clients = [k for k in job.federation.members if len(data.test_rows(k))]
+    clients = [k for k in setup.federation.members if len(data.test_rows(k))]
     rows = [data.test_rows(k) if k in clients else torch.empty(0, dtype=torch.int64) for k in range(data.clients)]
     with phase("the models on the sites' test images", len(places), "models") as told:
         scored = {}
@@ -145,12 +145,12 @@ def compare(places: Mapping[str, Path], metrics: Sequence[str], draws: int = 100
             told.advance()
     sites: dict[str, list[Site]] = {metric: [] for metric in metrics}
     for k in counted("differences and their intervals", clients, unit="sites"):
-        labels = job.task.test_images.labels[rows[k]]
+        labels = setup.task.test_images.labels[rows[k]]
         models = {name: raw.exact(found[k], labels, names) for name, found in scored.items()}
-        gap = raw.paired(scored[FEDERATED][k], scored[ALONE][k], labels, names, job.config.seed, draws)
+        gap = raw.paired(scored[FEDERATED][k], scored[ALONE][k], labels, names, setup.config.seed, draws)
         for metric in metrics:
             each, less = {m: found.get(metric) for m, found in models.items()}, metric.partition(":")[0] in ERRORS
-            sites[metric].append(Site(job.client_names[k], len(labels), each, gap.get(metric), less))
+            sites[metric].append(Site(setup.client_names[k], len(labels), each, gap.get(metric), less))
     return sites
 
 

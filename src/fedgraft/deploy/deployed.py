@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from fedgraft.algorithms.algorithm import vary
 from fedgraft.config.load import Config, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
@@ -25,11 +24,11 @@ from fedgraft.data.partition.split import stratified_split
 from fedgraft.data.sources import Dataset, load_dataset, open_path
 from fedgraft.data.sources.class_map import check_names, odd_names, renamed
 from fedgraft.deploy import limits
-from fedgraft.run.engines import Remote
-from fedgraft.run.job import Job, job_of
-from fedgraft.run.loop import run
-from fedgraft.run.remote_data import RemoteData, data_held_elsewhere, empty_dataset
-from fedgraft.run.tracking import Progress
+from fedgraft.runs.engines import Remote
+from fedgraft.runs.loop import run
+from fedgraft.runs.remote_data import RemoteData, data_held_elsewhere, empty_dataset
+from fedgraft.runs.setup import RunSetup, setup_of
+from fedgraft.runs.tracking import Progress
 
 
 def config_of(text: str) -> Config:
@@ -107,29 +106,14 @@ def remote_data(
     return data_held_elsewhere(config, own, sizes, tuple(str(facts[client]["data"]) for client in sorted(facts)))
 
 
-def least_answers(config: Config) -> int:
-    """Answers a round needs: two by default where clients are on other machines: nobody is the mean."""
-    simulated = config.engine == "flower-sim"
-    return config.rounds.minimum_answers or min(1 if simulated else 2, config.partition.clients)
-
-
-def with_deployment_privacy(job: Job) -> Job:
-    """The job as a deployment means it: its noise and cohorts are secret unless the config says otherwise."""
-    p, privacy = job.config.privacy.dp, job.algorithm.privacy
-    if p is None or privacy.dp is None or job.config.engine == "flower-sim":
-        return job
-    if job.task.data.blind:
-        raise FedgraftError(
-            "under differential privacy nodes send nothing but noised updates, so the server needs images of its own "
-            "to measure on: submit with --server-data."
-        )
-    bound = replace(privacy, dp=replace(privacy.dp, bound=p.secret is not False))
-    return replace(job, algorithm=vary(job.algorithm, privacy=bound))
-
-
 def wait_for_clients(
-    config: Config, engine: Any, server_data: str = "", source: str = "", classes: Sequence[str] = ()
-) -> Job:
+    config: Config,
+    engine: Any,
+    server_data: str = "",
+    source: str = "",
+    classes: Sequence[str] = (),
+    secret: bytes | None = None,
+) -> RunSetup:
     """Wait for nodes, then the job of a config on their data, or on the config's own where they bring none."""
     engine.gather()
     facts: dict[int, Mapping[str, Any]] = engine.registry.facts
@@ -144,9 +128,13 @@ def wait_for_clients(
         if not server_data and not classes:  # else the names are not the nodes' to choose
             odd = odd_names({client: found["classes"] for client, found in facts.items()})
             engine.registry.leave_out(lambda told: next((odd[one] for one in told["classes"] if one in odd), ""))
-    job = job_of(config, remote_data(config, facts, server_data, source, classes) if bring else None)
-    engine.classes = job.task.data.dataset.classes if bring else ()
-    return job
+    data = remote_data(config, facts, server_data, source, classes) if bring else None
+    if secret is None:  # nothing is trained
+        setup = setup_of(config, data, for_training=False)
+    else:
+        setup = setup_of(config, data, deployed=True, secret=secret)
+    engine.classes = setup.task.data.dataset.classes if bring else ()
+    return setup
 
 
 def run_deployed(
@@ -159,11 +147,12 @@ def run_deployed(
 ) -> dict[str, Any]:
     """The server's part: wait for nodes, then the very run of `fedgraft run`, with clients on other machines."""
 
-    def build() -> tuple[Job, Remote]:
-        job = with_deployment_privacy(wait_for_clients(config, engine, server_data, source))
-        network = job.task.network
-        limits.state(limits.reply_limit(sum(p.numel() for p in network.parameters()), network.width, network.classes))
+    def build(secret: bytes) -> tuple[RunSetup, Remote]:
+        setup = wait_for_clients(config, engine, server_data, source, secret=secret)
+        network = setup.task.network
+        parameters = sum(p.numel() for p in network.parameters())
+        limits.state(limits.reply_limit(parameters, network.width, network.classes))
         remote: Remote = engine
-        return replace(job, federation=replace(job.federation, minimum_answers=least_answers(config))), remote
+        return setup, remote
 
     return run(config, folder, progress, build=build)

@@ -23,14 +23,14 @@ from fedgraft.core.state import ServerState, from_tensors
 from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.metrics import scores
 from fedgraft.report.values import cell
-from fedgraft.run import checkpoint
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.head_init import install
-from fedgraft.run.job import Job
-from fedgraft.run.measure import Measure, checked, report, tables
-from fedgraft.run.opening import Opening, open_run
-from fedgraft.run.predict import Predictor, predictor
-from fedgraft.run.saving import saved_edit
+from fedgraft.runs import checkpoint
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.head_init import install
+from fedgraft.runs.measure import Measure, checked, report, tables
+from fedgraft.runs.open_run import OpenRun, open_run
+from fedgraft.runs.predict import Predictor, predictor
+from fedgraft.runs.saving import saved_edit
+from fedgraft.runs.setup import RunSetup
 from fedgraft.server.sample import start
 
 USUAL = ("accuracy", "balanced_accuracy", "auroc")
@@ -63,21 +63,20 @@ def own_run(config: Config, model: Path) -> bool:
 def measure(config: Config, folder: Path, engine: Any, model: str = "", metrics: Sequence[str] = ()) -> dict[str, Any]:
     """Ask every node that is there about a model; its metrics by client and over all of them, and who refused."""
     chosen = tuple(metrics) or config.metrics or USUAL
-    job, opening, state = (
+    setup, opened, state = (
         _of_run(config, engine, Path(model))
         if own_run(config, Path(model))
         else (_of_weights(config, engine, predictor(model)))
     )
-    job = replace(job, config=job.config.model_copy(update={"metrics": chosen}))
-    engine.open(job.federation.run, opening.message(not job.task.data.rows_known))
-    asking = Measure(job, opening, engine)
+    engine.open(setup.federation.run, opened.message(not setup.task.data.rows_known))
+    asking = Measure(setup, opened, engine, chosen)
     responses, refused = asking.evaluated(state)
     sums = scores.merge([checked(r, len(asking.classes)) for r in responses], len(asking.classes))
     told = {
         "model": Path(model).name,
         "metrics": list(chosen),
         "class_names": list(asking.classes),
-        "clients": {str(r.client): asking.each([r])[job.client_names[r.client]] for r in responses},
+        "clients": {str(r.client): asking.each([r])[setup.client_names[r.client]] for r in responses},
         "pooled": report(sums, chosen, asking.classes) if responses else {},
         **(tables(sums, chosen) if responses else {}),
         "refused": {str(one.client): one.reason for one in refused},
@@ -87,43 +86,43 @@ def measure(config: Config, folder: Path, engine: Any, model: str = "", metrics:
     return told
 
 
-def _of_run(config: Config, engine: Any, model: Path) -> tuple[Job, Opening, ServerState]:
+def _of_run(config: Config, engine: Any, model: Path) -> tuple[RunSetup, OpenRun, ServerState]:
     """A run's delivered model, or what each of its clients has, in the run's own space."""
     found = checkpoint.load_latest(model / "checkpoints", config.digest)
     if found is None or found.meta.get("personal"):
         raise FedgraftError(f"{model} has no checkpoint whose model can be sent to nodes; run it anew.")
-    job = wait_for_clients(config, engine, classes=found.meta["classes"])
-    install(job.task.network, found.tensors["head"])
-    opening = open_run(job, None, saved_edit(found.tensors))
+    setup = wait_for_clients(config, engine, classes=found.meta["classes"])
+    install(setup.task.network, found.tensors["head"])
+    opened = open_run(setup, None, saved_edit(found.tensors))
     state, engine.memory = from_tensors(found.round, found.tensors, found.meta)
-    a, best = opening.algorithm, found.tensors.get("best/vector")
+    a, best = setup.algorithm, found.tensors.get("best/vector")
     common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
-    return job, opening, replace(state, vector=best) if common and best is not None else state
+    return setup, opened, replace(state, vector=best) if common and best is not None else state
 
 
-def _of_weights(config: Config, engine: Any, model: Predictor) -> tuple[Job, Opening, ServerState]:
+def _of_weights(config: Config, engine: Any, model: Predictor) -> tuple[RunSetup, OpenRun, ServerState]:
     """Any model, all of its weights; one that nodes would see otherwise than it was trained is refused."""
-    job = wait_for_clients(config, engine, classes=model.classes)
-    if tuple(job.task.data.dataset.classes) != tuple(model.classes):
+    setup = wait_for_clients(config, engine, classes=model.classes)
+    if tuple(setup.task.data.dataset.classes) != tuple(model.classes):
         raise FedgraftError(
             f"the model's classes are {', '.join(model.classes)[:200]}, and the federation's "
-            f"{', '.join(job.task.data.dataset.classes)[:200]}; evaluate a model of the same classes."
+            f"{', '.join(setup.task.data.dataset.classes)[:200]}; evaluate a model of the same classes."
         )
-    if job.task.transform.rule.digest != model.transform.rule.digest or (
-        (job.task.transform.mean, job.task.transform.std) != (model.transform.mean, model.transform.std)
+    if setup.task.transform.rule.digest != model.transform.rule.digest or (
+        (setup.task.transform.mean, setup.task.transform.std) != (model.transform.mean, model.transform.std)
     ):
         raise FedgraftError(
             "the model was trained on images prepared in another way than the federation's config says (size, "
             "normalisation); set data.image_size, data.resize and data.normalise as in its training."
         )
-    opening = open_run(job, None, {})
-    return job, opening, start(opening.algorithm, weights(opening, model), opening.space.trained)
+    opened = open_run(setup, None, {})
+    return setup, opened, start(setup.algorithm, weights(opened, model), opened.space.trained)
 
 
-def weights(opening: Opening, model: Predictor) -> Tensor:
+def weights(opened: OpenRun, model: Predictor) -> Tensor:
     """A model's weights as a vector of the open space; another architecture is refused."""
     have = {name: tuple(t.shape) for name, t in model.network.state_dict().items()}
-    space = opening.space
+    space = opened.space
     if strange := [part.name for part in (*space.parts, *space.buffers) if have.get(part.name) != part.shape]:
         raise FedgraftError(
             f"the model has another architecture than the federation's network ({strange[0]}); make a federation with "

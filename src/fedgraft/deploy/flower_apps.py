@@ -31,7 +31,7 @@ from fedgraft.engines.flower.wire import server_app
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
     from fedgraft.deploy.node import Nodes
-    from fedgraft.run.tracking import Progress
+    from fedgraft.runs.tracking import Progress
 
 __all__ = ["client", "server", "simulate"]
 
@@ -60,14 +60,17 @@ def _main(grid: Any, context: Any) -> None:
 
 
 def _run(grid: Any, settings: Mapping[str, str], progress: Progress | None = None) -> dict[str, Any]:
-    from fedgraft.deploy.deployed import config_of, least_answers, run_deployed
+    from fedgraft.deploy.deployed import config_of, run_deployed
     from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
+    from fedgraft.runs.setup import minimum_answers
 
     if not settings.get("config") or not settings.get("folder"):
         raise FedgraftError("the Flower run needs the settings 'config' and 'folder'; use fedgraft deploy submit.")
     logging.getLogger("fedgraft").setLevel(logging.INFO)
     config = config_of(settings["config"])
-    patience = Patience(config.rounds.deadline, float(settings.get("wait") or 300), least_answers(config))
+    patience = Patience(
+        config.rounds.deadline, float(settings.get("wait") or 300), minimum_answers(config, deployed=True)
+    )
     if settings.get("task"):
         patience = replace(patience, least=1)
     transport, members = FlowerTransport(grid), _members(settings.get("federation", ""))

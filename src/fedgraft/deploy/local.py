@@ -24,7 +24,7 @@ from fedgraft.deploy.server import control_of, start_server, state_of, stop_serv
 
 if TYPE_CHECKING:
     from fedgraft.config.load import Config
-    from fedgraft.run.tracking import Progress
+    from fedgraft.runs.tracking import Progress
 
 JOIN_SECONDS = 180.0
 _LOOK = 0.5  # seconds between two looks at the run's files
@@ -81,7 +81,7 @@ def local_federation(
 
 def run_locally(config: Config, folder: Path, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
     """Run a config on a local federation and show how it goes; returns the summary."""
-    from fedgraft.run.folder import RunFolder
+    from fedgraft.runs.folder import RunFolder
 
     say(f"starting a server and {config.partition.clients} nodes on this machine")
     with local_federation(config) as local:

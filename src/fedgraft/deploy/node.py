@@ -38,10 +38,10 @@ from fedgraft.deploy.keep import Keep, noise_key
 from fedgraft.deploy.slots import DiskSlots, recall
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, serve, without_path
 from fedgraft.local.memory import keep_freed_memory
-from fedgraft.run.head_init import install
-from fedgraft.run.job import job_of
-from fedgraft.run.opening import Opening, open_run
-from fedgraft.run.saving import saved_edit
+from fedgraft.runs.head_init import install
+from fedgraft.runs.open_run import OpenRun, open_run
+from fedgraft.runs.saving import saved_edit
+from fedgraft.runs.setup import setup_of
 
 log = logging.getLogger("fedgraft")
 
@@ -68,8 +68,9 @@ class Node:
             if worker_request.data
             else None
         )
-        self.job, self.run = job_of(config, federated), self.config.digest
-        self.opening: Opening | None = None
+        self.setup = setup_of(config, federated, for_training=False)
+        self.run = self.config.digest
+        self.opened: OpenRun | None = None
         self.digest = ""
         self.run_fingerprint = run_fingerprint_of(self.config, worker_request.classes, b"")
 
@@ -96,8 +97,7 @@ class Node:
         context.replays = self.keep is not None
         context.run_fingerprint = self.run_fingerprint
         context.noise_key = noise_key(lasting) if lasting else b""
-        algorithm = self.job.algorithm if self.opening is None else self.opening.algorithm
-        response, kept = handle_or_refuse(request, algorithm, context, {**memory, **lasting})
+        response, kept = handle_or_refuse(request, self.setup.algorithm, context, {**memory, **lasting})
         if self.keep is not None:  # on the disk before anything leaves
             self.keep.store(self.client, {name: t for name, t in kept.items() if never_goes_back(name)}, lasting)
             self.keep.believed(request, lasting, kept)
@@ -115,10 +115,10 @@ class Node:
         if self.digest:
             raise FedgraftError("a run cannot open a second edit space.")
         try:
-            install(self.job.task.network, tensors["head"])
+            install(self.setup.task.network, tensors["head"])
             given = "probe/inputs" in tensors
             probe = FeatureExamples(tensors["probe/inputs"], tensors["probe/labels"], 0) if given else None
-            self.opening = open_run(self.job, None, saved_edit(tensors), probe)
+            self.opened = open_run(self.setup, None, saved_edit(tensors), probe)
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
             log.warning("client %d was told a head or an edit space that does not fit: %r", self.client, error)
             raise Refused("the head or the edit space that was sent does not fit this network", "request") from error
@@ -131,13 +131,13 @@ class Node:
         """Return the context in which an action of this name works: on the backbone, all weights, or the edit space."""
         action = ACTIONS.get(action_name)
         phase = None if action is None else action.phase
-        if phase is Phase.HEAD or (action_name == "count" and self.opening is None):
-            return self.job.backbone_context
+        if phase is Phase.HEAD or (action_name == "count" and self.opened is None):
+            return self.setup.backbone_context
         if phase is Phase.CALIBRATION:
-            return self.job.scoring_context
-        if self.opening is None:
+            return self.setup.scoring_context
+        if self.opened is None:
             raise FedgraftError(f"client {self.client} was asked for {action_name!r} before the edit space was opened.")
-        return self.opening.context
+        return self.opened.context
 
 
 def run_fingerprint_of(config: Config, classes: Sequence[str], opened: bytes) -> str:

@@ -138,7 +138,7 @@ def stop_server(fed: FederationFolder) -> bool:
 
 def run_folder(fed: FederationFolder, folder: Path | None, resume: bool) -> Path:
     """The folder a run will write to, absolute; one that does not fit is refused before anything starts."""
-    from fedgraft.run.folder import RunFolder
+    from fedgraft.runs.folder import RunFolder
 
     config = fed.config
     path = (folder or fed.path / "runs" / f"{config.name}-{config.digest}").absolute()

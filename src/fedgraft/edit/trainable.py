@@ -90,7 +90,7 @@ def affordable(budgets: Sequence[int], fixed: int, unit: int = 1) -> list[int]:
     return found
 
 
-HEAD = 0.003  # of a linear head where nothing is known of its features; else `run/rates.py` says it
+HEAD = 0.003  # of a linear head where nothing is known of its features; else `runs/rates.py` says it
 
 
 @dataclass(frozen=True)

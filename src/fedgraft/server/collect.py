@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.mean import drift_report
-from fedgraft.aggregate.slots import Advanced, Answers, Weighting, weighted
+from fedgraft.aggregate.slots import Advanced, Aggregator, Answers, Weighting, weighted
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
 from fedgraft.core.messages import Request, Response, unpack_bits, wire_size
 from fedgraft.core.state import Federation, ServerState
@@ -66,6 +66,14 @@ class ServerContext:
     """What clients said of themselves; where the server dealt the data, what it knows of them."""
     layers: tuple[tuple[int, int, int], ...] = ()
     """(layer, begin, end): the observed layer in which a change of these coordinates shows first."""
+    aggregate: Aggregator | None = None
+    """How updates are combined where what trains brings a rule of its own; None: the algorithm's."""
+    rate_factor: float = 1.0
+    """Factor on the learning rate, from update-norm matching."""
+
+    def learning_rate(self, federation: Federation, state: ServerState) -> float:
+        """Return the learning rate of the coming round."""
+        return self.rate_factor * federation.rate(state)
 
     def judged(self, weighting: Weighting, answers: Answers) -> Answers:
         """The answers with the scalars that the server computes itself, where the weighting asks for some."""
@@ -149,6 +157,7 @@ def collect(
             accepted,
             federation,
             state,
+            context.learning_rate(federation, state),
             lambda r: local.of(r.client).steps_for(int(context.example_counts.counted(r.examples))),
         )
         rejections += outliers
@@ -215,7 +224,7 @@ def expectation(
         else None,
         ranges=ranges,
         example_counts=None if private else context.example_counts,
-        check=lambda response: _steps_lie(algorithm, response, federation.rate(state)),
+        check=lambda response: _steps_lie(algorithm, response, context.learning_rate(federation, state)),
     )
 
 

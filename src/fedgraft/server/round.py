@@ -53,13 +53,13 @@ def run_round(
     if context.active is not None:
         state = replace(state, active=context.active(state))
     cohort = server.sample(federation, state.round)
-    requests = server.instruct(algorithm, federation, state, cohort, context.space, context.origin)
+    requests = server.instruct(algorithm, federation, state, cohort, context.space, context.origin, context.rate_factor)
     before = remembered(engine, cohort)
     collected = collect(algorithm, federation, state, requests, engine, context)
     exchanged = time.perf_counter()
     # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
     rule = plain_tail(algorithm.server, context.trained) if len(state.vector) > context.trained else algorithm.server
-    step = Step(federation, state, rule, server.rate(federation, state))
+    step = Step(federation, state, rule, context.learning_rate(federation, state))
     seen = collected.accepted if algorithm.privacy.dp is None else ()
     with ThreadPoolExecutor(1) as beside:  # hashing holds no lock of Python's, and combining only reads the answers
         digests = beside.submit(digests_of, [a.response for a in seen])
@@ -139,7 +139,8 @@ def advance(algorithm: Algorithm, step: Step, collected: Collected, context: Ser
     answers = context.judged(algorithm.weighting, collected.answers)
     weights = algorithm.weighting.weights(answers)
     try:
-        done = algorithm.aggregate.advance(step, answers, weights)
+        aggregate = algorithm.aggregate if context.aggregate is None else context.aggregate
+        done = aggregate.advance(step, answers, weights)
     except TooFew as error:
         if error.least > step.federation.per_round:  # even a full cohort would be too small
             raise

@@ -40,11 +40,6 @@ def _drawn(federation: Federation, round: int) -> list[int]:
     return sorted(int(i) for i in stream.choice(federation.clients, count, replace=False, shuffle=False))
 
 
-def rate(federation: Federation, state: ServerState) -> float:
-    """The learning rate of the coming round."""
-    return federation.rate(state)
-
-
 def instruct(
     algorithm: Algorithm,
     federation: Federation,
@@ -52,11 +47,15 @@ def instruct(
     cohort: list[int],
     space: str,
     origin: Tensor | None = None,
+    rate_factor: float = 1.0,
 ) -> list[Request]:
-    """One training order per client of the cohort; `origin` is the model the run began with."""
-    settings: dict[str, Scalar] = {"lr": rate(federation, state)}
-    if algorithm.local.head_lr is not None:
-        settings["head_lr"] = algorithm.local.head_lr
+    """Return one training request per client of the cohort.
+
+    `origin` is the model the run began with; `rate_factor` raises the learning rate of everything but the head.
+    """
+    settings: dict[str, Scalar] = {"lr": rate_factor * federation.rate(state)}
+    if algorithm.local.head_lr is not None:  # a factor on the common rate, which must not raise the head's
+        settings["head_lr"] = algorithm.local.head_lr / rate_factor
     if algorithm.privacy.dp is not None:
         settings["clip"] = state.clip
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}

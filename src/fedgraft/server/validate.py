@@ -268,6 +268,7 @@ def without_outliers(
     accepted: Sequence[Accepted],
     federation: Federation,
     state: ServerState,
+    learning_rate: float,
     steps: Callable[[Response], int] = lambda response: 1,
 ) -> tuple[list[Accepted], list[Rejection]]:
     """The replies whose update, and whose auxiliary vectors, are not far longer than is usual.
@@ -278,7 +279,7 @@ def without_outliers(
     factor = federation.norm_factor
     if not factor:
         return list(accepted), []
-    usual = federation.rate(state) * statistics.median(state.norms) if state.norms else 0.0
+    usual = learning_rate * statistics.median(state.norms) if state.norms else 0.0
     least = HARMLESS * _norm(state.vector)
     taken = {a.response.client: steps(a.response) for a in accepted}
     middle = statistics.median(taken.values()) if taken else 1

@@ -17,7 +17,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.space import select
 from fedgraft.edit import edit_file, task_vectors
 from fedgraft.local.train import LocalTraining
-from fedgraft.run.edit_files import How, add_files
+from fedgraft.runs.edit_files import How, add_files
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -23,7 +23,7 @@ from fedgraft.algorithms import ALGORITHMS
 from fedgraft.config import presets
 from fedgraft.core.files import read_metrics
 from fedgraft.report.values import size
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -208,7 +208,7 @@ def test_only_what_is_near_is_suggested(words: list[str], part: str, run: Path, 
 def test_words_for_the_wrong_folder(run: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run given as data names `resume`; an export to a folder in use is refused before a network is loaded."""
     assert f"fedgraft resume {run}" in ask("run", run)[2]
-    monkeypatch.setattr("fedgraft.run.deliver.adapted", lambda *_, **__: pytest.fail("the network was loaded"))
+    monkeypatch.setattr("fedgraft.runs.deliver.adapted", lambda *_, **__: pytest.fail("the network was loaded"))
     code, _, told = ask("export", run, run)
     assert code == 2 and "already holds something" in told
 

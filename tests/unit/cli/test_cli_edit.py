@@ -20,12 +20,12 @@ from fedgraft.core.network_digest import digest
 from fedgraft.edit import edit_file as task_file
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
-from fedgraft.run import edit_files
-from fedgraft.run import loop as running
-from fedgraft.run.adapted import adapted
-from fedgraft.run.deliver import export_run
-from fedgraft.run.edit_files import edit_of_run
-from fedgraft.run.mask_figures import whole_mask
+from fedgraft.runs import edit_files
+from fedgraft.runs import loop as running
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.deliver import export_run
+from fedgraft.runs.edit_files import edit_of_run
+from fedgraft.runs.mask_figures import whole_mask
 
 with warnings.catch_warnings():  # typer's own import of click warns with some pairs of versions
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -86,7 +86,7 @@ def refused(*overrides: object) -> str:
 
 
 def images(folder: Path) -> Tensor:
-    task = adapted(folder).job.task
+    task = adapted(folder).setup.task
     return task.eval_images.batch(task.data.validation_rows[:20])
 
 
@@ -311,9 +311,9 @@ def test_figures(runs: Path, tmp_path: Path) -> None:
 
 def test_a_run_as_a_mask(runs: Path) -> None:
     setup = adapted(runs / "masked_head")
-    mask, chosen_ones = whole_mask(setup.network, setup.opening.space), setup.opening.opened.mask
+    mask, chosen_ones = whole_mask(setup.network, setup.opened.space), setup.opened.trainable.mask
     assert chosen_ones is not None and mask.count == chosen_ones.count
     assert mask.total == sum(p.numel() for p in setup.network.parameters())
     assert all(torch.equal(mask[name], chosen) for name, chosen in chosen_ones.items())
-    assert setup.opening.algorithm.trainable.label == "random 90 %"
-    assert adapted(runs / "lora").opening.algorithm.trainable.label == "LoRA r=2 mean"
+    assert setup.setup.algorithm.trainable.label == "random 90 %"
+    assert adapted(runs / "lora").setup.algorithm.trainable.label == "LoRA r=2 mean"

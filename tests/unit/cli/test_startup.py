@@ -14,7 +14,7 @@ from fedgraft.cli import main
 from fedgraft.cli.overrides import config_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.registry import ALGORITHMS, listed_algorithms, own_options
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 CODE = """
 import sys

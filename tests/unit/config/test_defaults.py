@@ -18,11 +18,11 @@ from fedgraft.edit.sparse import Sparse
 from fedgraft.edit.trainable import HEAD
 from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
-from fedgraft.run.engines import Engines
-from fedgraft.run.job import job_of
-from fedgraft.run.opening import open_run
-from fedgraft.run.rates import settled
-from fedgraft.run.reporting import describe
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.open_run import open_run
+from fedgraft.runs.rates import with_default_rates
+from fedgraft.runs.reporting import describe
+from fedgraft.runs.setup import setup_of
 from fedgraft.server import sample as server
 
 OWN = {"fedbabu": "body", "fedshibu": "body", "fedper": "everything", "fedrep": "everything"}
@@ -59,14 +59,14 @@ CURVATURE = 2.5  # so that a head's rate is 0.05 / 2.5
 
 
 def rates(*words: str, curvature: float | None = CURVATURE) -> tuple[float, float | None]:
-    made = settled(build_algorithm(load(None, list(words))), curvature)
+    made = with_default_rates(build_algorithm(load(None, list(words))), curvature)
     return made.lr, None if made.local.head_lr is None else round(made.lr * made.local.head_lr, 12)
 
 
 def test_a_head_alone_goes_at_the_inverse_of_its_curvature() -> None:
     assert rates("trainable.kind=head") == rates("local.lr=auto") == (0.02, None)
     assert rates("trainable.kind=head", curvature=None) == (HEAD, None)
-    at_random = settled(build_algorithm(load(None, ["trainable.kind=head"])), None, from_random=True)
+    at_random = with_default_rates(build_algorithm(load(None, ["trainable.kind=head"])), None, from_random=True)
     assert at_random.lr == pytest.approx(5 * HEAD)
     assert rates("trainable.kind=head", "local.lr=0.7") == rates("local.head_lr=0.7") == (0.7, None)
 
@@ -99,7 +99,7 @@ def test_python_gets_the_same_rates() -> None:
     plain, given = zoo.fedavg(trainable=Sparse()), zoo.fedavg(trainable=Sparse(), local=LocalTraining(lr=0.5))
     suits = Sparse().rates
     assert (plain.lr, given.lr, vary(plain, optimizer=adamw()).lr) == (suits.sgdm, 0.5, suits.adamw)
-    assert settled(given, CURVATURE).local.head_lr == pytest.approx(0.02 / 0.5)
+    assert with_default_rates(given, CURVATURE).local.head_lr == pytest.approx(0.02 / 0.5)
 
 
 PRIVATE = "privacy.dp.noise=1 rounds.sampling=poisson algorithm.weighting=uniform"
@@ -112,18 +112,18 @@ def test_the_rates_are_written_out_when_a_run_opens(more: str, times: float) -> 
     A head that starts at random (under differential privacy it always does) goes five times as fast.
     """
     words = ["data.source=synthetic", "data.count=200", "model.name=tiny", "partition.clients=2", "workers=1"]
-    job = job_of(load(None, [*words, *more.split(), "trainable.kind=last_blocks", "trainable.blocks=1"]))
-    opening = open_run(job, Engines(job))
-    rows = job.task.data.validation_rows
+    setup = setup_of(load(None, [*words, *more.split(), "trainable.kind=last_blocks", "trainable.blocks=1"]))
+    opened = open_run(setup, Engines(setup))
+    rows = setup.task.data.validation_rows
     with torch.no_grad():
-        x = job.task.network.eval().features(job.task.eval_images.batch(rows)).double().numpy()
+        x = setup.task.network.eval().features(setup.task.eval_images.batch(rows)).double().numpy()
     head = times * 0.05 * 10 / np.linalg.eigvalsh(x.T @ x / len(x))[-1]
-    lr, factor = opening.algorithm.lr, opening.algorithm.local.head_lr
+    lr, factor = setup.algorithm.lr, setup.algorithm.local.head_lr
     assert factor is not None and lr * factor == pytest.approx(head, rel=1e-5)
-    state = server.start(opening.algorithm, opening.space.gather(job.task.network), opening.space.trained)
-    (order,) = server.instruct(opening.algorithm, opening.federation, state, [0], opening.space.digest)
+    state = server.start(setup.algorithm, opened.space.gather(setup.task.network), opened.space.trained)
+    (order,) = server.instruct(setup.algorithm, setup.federation, state, [0], opened.space.digest)
     assert (order.settings["lr"], order.settings["head_lr"]) == (lr, factor)
-    assert f"rate {lr:.3g}, the head's {head:.3g}" in describe(job, opening)
+    assert f"rate {lr:.3g}, the head's {head:.3g}" in describe(setup, opened)
 
 
 def test_a_core_takes_a_tenth_of_the_rate_of_drawn_factors() -> None:

@@ -19,8 +19,8 @@ from fedgraft.data.sources import load_dataset
 from fedgraft.data.sources.features import load_features, make_feature_store
 from fedgraft.models.backbones import load_network
 from fedgraft.models.export import export
-from fedgraft.run.loop import run
-from fedgraft.run.predict import evaluate_run
+from fedgraft.runs.loop import run
+from fedgraft.runs.predict import evaluate_run
 
 
 def tables(**updates: Any) -> dict[str, np.ndarray]:

@@ -28,8 +28,8 @@ from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.evaluate import lines, question
 from fedgraft.deploy.node import agreed
 from fedgraft.privacy.secagg.keys import Identity, context, public_key, sign
-from fedgraft.run.deliver import export_run
-from fedgraft.run.predict import predictor
+from fedgraft.runs.deliver import export_run
+from fedgraft.runs.predict import predictor
 
 NAMES = ("north", "south", "east")
 SMALL = [

@@ -22,7 +22,7 @@ from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
 from fedgraft.edit.lora import adapted, attach, detach, initial_a, merge, target_layers
 from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
-from fedgraft.run.job import job_of
+from fedgraft.runs.setup import setup_of
 
 peft = pytest.importorskip("peft")
 WIDTH, CLASSES = 16, 5
@@ -272,7 +272,7 @@ WORDS = {
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_a_network_of_convolutions_has_no_place_for_factors(words: list[str]) -> None:
     with pytest.raises(FedgraftError, match="the backbone has none; train other weights") as caught:
-        job_of(tiny("model.name=resnet18:width=4", *words))
+        setup_of(tiny("model.name=resnet18:width=4", *words))
     assert "\n" not in str(caught.value)
 
 
@@ -288,7 +288,7 @@ def test_a_module_of_ones_own_is_told_which_layers_it_has(make: Any) -> None:
 
 def test_cores_that_are_wider_than_a_layer_are_refused_before_anybody_works() -> None:
     with pytest.raises(FedgraftError, match=r"has no 999 directions; lower the rank \(algorithm.rank of fedsb"):
-        job_of(tiny("algorithm.name=fedsb", "algorithm.rank=999"))
+        setup_of(tiny("algorithm.name=fedsb", "algorithm.rank=999"))
 
 
 def test_attaching_twice_and_taking_out_nothing_are_refused(network: Any) -> None:

@@ -15,7 +15,7 @@ from fedgraft.engines.batched import Batched
 from fedgraft.engines.choice import choose_engine
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
-from fedgraft.run.loop import run
+from fedgraft.runs.loop import run
 
 NO = "the optimizer is adamw, not sgdm"
 MUCH = 1e12

@@ -675,8 +675,8 @@ def test_flower_sim_runs_the_same_apps_to_the_same_bytes(tmp_path: Path, monkeyp
     from fedgraft.config.load import load
     from fedgraft.deploy import flower_apps
     from fedgraft.engines.flower import wire as flower_wire
-    from fedgraft.run.checkpoint import load_latest
-    from fedgraft.run.loop import run
+    from fedgraft.runs.checkpoint import load_latest
+    from fedgraft.runs.loop import run
 
     def play(server: Any, client: Any, nodes: int) -> None:
         grid = FakeGrid({10 + k: AppNode(client, k) for k in range(nodes)}, Clock())  # type: ignore[misc]

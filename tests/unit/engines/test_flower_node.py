@@ -30,8 +30,8 @@ from fedgraft.deploy.deployed import own_data, remote_data, run_deployed
 from fedgraft.deploy.node import Nodes
 from fedgraft.deploy.slots import DiskSlots
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse, _alive, ask_worker, private_folder, serve
-from fedgraft.run.checkpoint import load_latest
-from fedgraft.run.loop import run
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.loop import run
 
 SMALL = [
     "model.name=tiny",
@@ -167,8 +167,8 @@ def test_three_owners_and_a_server_without_any_image(head: str, tmp_path: Path) 
 def test_the_model_of_a_run_whose_images_are_elsewhere_is_handed_on(tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
-    from fedgraft.run.deliver import export_run
-    from fedgraft.run.predict import evaluate_run
+    from fedgraft.runs.deliver import export_run
+    from fedgraft.runs.predict import evaluate_run
 
     config = load(None, [*SMALL, "data.source=folder", "data.validation=0.25", "trainable.kind=lora"])
     run_deployed(config, tmp_path / "run", Direct(config, tmp_path / "run", hospitals(tmp_path)))

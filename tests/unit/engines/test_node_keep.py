@@ -24,8 +24,8 @@ from fedgraft.deploy.deployed import run_deployed
 from fedgraft.deploy.keep import Keep
 from fedgraft.deploy.keys import announced_identity, identity_of, make_node_key, public_identity
 from fedgraft.deploy.node import Node
-from fedgraft.run.checkpoint import load_latest
-from fedgraft.run.loop import run
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.loop import run
 
 SMALL = [
     "model.name=tiny",
@@ -160,7 +160,7 @@ def test_an_opening_that_does_not_fit_is_refused_by_name_and_noted(name: str, wo
     config, machines = world("model.head=random", "privacy.aggregation=clear")
     machines.gather()
     (node,) = machines.nodes[1].nodes.values()
-    network = node.job.task.network
+    network = node.setup.task.network
     fitting = torch.zeros(network.classes, network.width + 1)
     told = {n: fitting if isinstance(t, str) else t for n, t in HOSTILE[name].items()}
     machines.open(config.digest, told)

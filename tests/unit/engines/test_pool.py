@@ -366,7 +366,7 @@ def test_a_run_is_the_same_with_two_workers_and_none_is_left(tmp_path: Path, mon
     from safetensors.torch import load_file
 
     from fedgraft.config.load import load
-    from fedgraft.run.loop import run
+    from fedgraft.runs.loop import run
 
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     overrides = [

@@ -13,8 +13,8 @@ from tests.support.tiny import tiny, without_pictures
 from fedgraft.privacy import accounting
 from fedgraft.privacy.accounting import Budget, epsilon, epsilon_known_cohorts, epsilon_rdp, noise_for
 from fedgraft.report.display import protection_rows
-from fedgraft.run.loop import run
-from fedgraft.run.plan import plan
+from fedgraft.runs.loop import run
+from fedgraft.runs.plan import plan
 
 PRIVATE = [
     "rounds.sampling=poisson",

@@ -10,7 +10,7 @@ from tests.support.pages import Page, finished
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.report.compare import data_warnings, write_comparison
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 
 def test_comparison_shows_results_and_what_differs(tmp_path: Path) -> None:

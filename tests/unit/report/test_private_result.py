@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from fedgraft.report.display import results
-from fedgraft.run.api import Result
+from fedgraft.runs.api import Result
 
 TOLD = {
     "epsilon": 5.84,

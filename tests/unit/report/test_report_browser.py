@@ -12,8 +12,8 @@ import pytest
 from fedgraft.config.load import validate
 from fedgraft.report.compare import compare_runs
 from fedgraft.report.html import write_tables
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.loop import run
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [

@@ -14,7 +14,7 @@ from fedgraft import algorithms as zoo
 from fedgraft.config.load import load
 from fedgraft.local.train import LocalTraining
 from fedgraft.report.representation_figures import by_client, keep_mixing, read_mixing, shown_rounds
-from fedgraft.run.loop import run
+from fedgraft.runs.loop import run
 from fedgraft.server.round import RoundSummary
 
 TINY = [

@@ -16,7 +16,7 @@ from tests.support.pages import Page, finished
 from fedgraft.core.errors import FedgraftError
 from fedgraft.report.html import metrics_csv
 from fedgraft.report.run_page import write_report
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 
 def test_a_report_says_what_happened(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from fedgraft.config.load import load, to_toml
 from fedgraft.core.errors import FedgraftError
 from fedgraft.report.watch import braille, frame, last_losses, time_left, watch
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 OVERRIDES = ["model.name=tiny", "data.image_size=16", "rounds.total=8", "name=seen"]
 

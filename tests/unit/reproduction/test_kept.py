@@ -18,7 +18,7 @@ from fedgraft.config.load import from_folder, load, to_toml
 from fedgraft.consortium.attack import AttackPlan
 from fedgraft.consortium.attacked import OUTCOME
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.folder import RunFolder
 
 
 def _run(root: Path, data: str, seed: int, status: str = "finished") -> Path:

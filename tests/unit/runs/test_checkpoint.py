@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run import checkpoint
-from fedgraft.run.checkpoint import BadCheckpoint
+from fedgraft.runs import checkpoint
+from fedgraft.runs.checkpoint import BadCheckpoint
 
 
 def state(round: int) -> dict[str, Tensor]:
@@ -297,11 +297,11 @@ def trials(way: type[Naive] | type[Ours], kind: str, folder: Path, count: int) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("flip", 200), ("truncate", 60), ("zero tail", 60), ("append", 30)])
 def test_damage_never_loads_and_falls_back(tmp_path: Path, kind: str, count: int) -> None:
-    logging.getLogger("fedgraft.run.checkpoint").disabled = True
+    logging.getLogger("fedgraft.runs.checkpoint").disabled = True
     try:
         found = trials(Ours, kind, tmp_path / "ours", count)
     finally:
-        logging.getLogger("fedgraft.run.checkpoint").disabled = False
+        logging.getLogger("fedgraft.runs.checkpoint").disabled = False
     assert found.count("good") == count
 
 
@@ -329,7 +329,7 @@ def test_a_full_disk_costs_the_naive_checkpoint_its_only_copy(tmp_path: Path, mo
 KILLED = """
 import sys, torch
 from pathlib import Path
-from fedgraft.run import checkpoint
+from fedgraft.runs import checkpoint
 torch.set_num_threads(1)
 for round in range(1, 10**6):
     checkpoint.save(Path(sys.argv[1]), round, {"v": torch.full((200_000,), float(round))}, {}, best=round % 7)

@@ -15,9 +15,9 @@ from fedgraft import algorithms as zoo
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
 from fedgraft.privacy.protection import Protection
-from fedgraft.run.closed_form import class_covariances, class_mean_head, client_class_sums, cof_heads, ncm_head
-from fedgraft.run.job import head_only
-from fedgraft.run.loop import run
+from fedgraft.runs.closed_form import class_covariances, class_mean_head, client_class_sums, cof_heads, ncm_head
+from fedgraft.runs.loop import run
+from fedgraft.runs.setup import with_closed_form_head
 from fedgraft.server.secure_sum import Sums
 
 
@@ -128,6 +128,6 @@ def test_a_head_is_a_whole_algorithm(name: str, tmp_path: Path) -> None:
 
 def test_another_head_or_a_body_beside_it_is_refused() -> None:
     with pytest.raises(FedgraftError, match=r"leave it out, or set model\.head='ridge'"):
-        head_only(tiny("algorithm.name=fed3r", "model.head=ncm"), zoo.fed3r())
+        with_closed_form_head(tiny("algorithm.name=fed3r", "model.head=ncm"), zoo.fed3r())
     with pytest.raises(FedgraftError, match="on the untouched backbone"):
         zoo.fedncm(trainable=zoo.fedbabu().trainable)

@@ -24,14 +24,14 @@ from fedgraft.edit.sparse import Sparse
 from fedgraft.engines.in_process import InProcess
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
-from fedgraft.run import adapted as finished
-from fedgraft.run import checkpoint
-from fedgraft.run import loop as running
-from fedgraft.run.centralized import run_centralized
-from fedgraft.run.deliver import export_run
-from fedgraft.run.engines import Engines
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.opening import FederationAsk
+from fedgraft.runs import adapted as finished
+from fedgraft.runs import checkpoint
+from fedgraft.runs import loop as running
+from fedgraft.runs.centralized import run_centralized
+from fedgraft.runs.deliver import export_run
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.open_run import FederationAsk
 
 EAGER = ["trainable.sparse.adaptive_drift=1e9", "trainable.sparse.adaptive_patience=1"]
 """Every round counts as calm, so adaptive sparsity rises each time."""
@@ -70,7 +70,7 @@ def opened(*overrides: str) -> Open:
 
 def base(found: Any) -> VisionNetwork:
     """The network a job began with."""
-    return finished.Adapted(found.job, found.opening, torch.zeros(0)).base().eval()
+    return finished.Adapted(found.setup, found.opened, torch.zeros(0)).base().eval()
 
 
 def brute_force(found: Open, rows: Tensor) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def brute_force(found: Open, rows: Tensor) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_scores_are_the_central_ones() -> None:
     setup = opened('trainable.sparse.labels="true"', "trainable.sparse.calibration=oneshot")
-    kind, ask = setup.job.algorithm.trainable, FederationAsk(setup.job, Engines(setup.job))
+    kind, ask = setup.setup.algorithm.trainable, FederationAsk(setup.setup, Engines(setup.setup))
     assert isinstance(kind, Sparse)
     found = kind._scores(base(setup), ask, 1)
     wanted = brute_force(setup, setup.data.train_rows)
@@ -198,7 +198,7 @@ def test_resuming_keeps_the_mask(
 def test_own_masks_are_averaged_as_asked(fill: str) -> None:
     setup = opened("trainable.sparse.per_client=true", f"trainable.sparse.fill={fill}", "rounds.total=1", "workers=1")
     masks = {
-        k: unpack_bits(bits, setup.space.trained) for k, bits in setup.opening.opened.active(setup.begin()).items()
+        k: unpack_bits(bits, setup.space.trained) for k, bits in setup.opened.trainable.active(setup.begin()).items()
     }
     assert len(masks) == 3
     k = round(0.1 * setup.mask.total)
@@ -303,12 +303,12 @@ def test_update_norms_are_matched() -> None:
     grads = dict(zip(names, torch.autograd.grad(loss, [network.get_parameter(n) for n in names]), strict=True))
     dense = torch.sqrt(sum(g.double().square().sum() for g in grads.values()))
     sparse = torch.sqrt(sum(grads[name][chosen].double().square().sum() for name, chosen in setup.mask.items()))
-    assert (
-        setup.opening.rate_factor == pytest.approx(float(dense / sparse), rel=1e-4) and setup.opening.rate_factor > 1.4
-    )
-    assert setup.opening.federation.schedule(0, 4, ()) == pytest.approx(0.02 * setup.opening.rate_factor)
+    factor = setup.server_context.rate_factor
+    assert factor == pytest.approx(float(dense / sparse), rel=1e-4) and factor > 1.4
+    rate = setup.server_context.learning_rate(setup.setup.federation, setup.begin())
+    assert rate == pytest.approx(0.02 * factor)
     capped = opened("trainable.match_norm=1.25", "trainable.sparse.strategy=lowest_magnitude")
-    assert capped.opening.rate_factor == 1.25 and opened().opening.rate_factor == 1.0
+    assert capped.server_context.rate_factor == 1.25 and opened().server_context.rate_factor == 1.0
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_low_rank_runs_to_a_plain_model(mode: str, tmp_path: Path) -> None:
     ]
     summary = running.run(load(None, [*OVERRIDES, *lora, "trainable.head_too=true"]), tmp_path / "run", console=False)
     setup = finished.adapted(tmp_path / "run")
-    task = setup.job.task
+    task = setup.setup.task
     images = task.eval_images.batch(task.data.train_rows[:24])
     with torch.no_grad():
         factored = setup.network.eval()(images)
@@ -350,7 +350,7 @@ def test_central_runs_use_the_same_mask(tmp_path: Path) -> None:
     overrides = [*OVERRIDES, "centralized.kind=finetune", "centralized.epochs=2"]
     summary = run_centralized(load(None, overrides), tmp_path / "run", console=False)
     setup = finished.adapted(tmp_path / "run")
-    mask = setup.opening.opened.mask
+    mask = setup.opened.trainable.mask
     assert mask is not None and summary["edited"]["coordinates"] == mask.count
     start = dict(base(setup).named_parameters())
     frozen = [(p == start[n])[~mask[n]].all() for n, p in setup.network.named_parameters() if n in mask]

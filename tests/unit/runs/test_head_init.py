@@ -14,7 +14,7 @@ from tests.support.toy import CLASSES, WIDTH, Toy
 from tests.support.toy_heads import CLIENTS, setting
 
 from fedgraft.client.actions import action_named
-from fedgraft.run.head_init import (
+from fedgraft.runs.head_init import (
     GRID,
     LocalScorer,
     calibrate_temperature,

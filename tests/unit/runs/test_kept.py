@@ -13,11 +13,11 @@ from tests.support.tiny import tiny
 from fedgraft.core.messages import Request
 from fedgraft.data.pixels.store import cache_dir
 from fedgraft.engines.in_process import InProcess
-from fedgraft.run import opening
-from fedgraft.run.engines import Engines
-from fedgraft.run.job import job_of
-from fedgraft.run.kept import PartialSum
-from fedgraft.run.opening import open_run
+from fedgraft.runs import open_run as opening_module
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.kept import PartialSum
+from fedgraft.runs.open_run import open_run
+from fedgraft.runs.setup import setup_of
 
 SPARSE = (
     "trainable.kind=sparse",
@@ -50,9 +50,9 @@ def calibrated(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -
 
     with monkeypatch.context() as patch:
         patch.setattr(InProcess, "exchange", counting)
-        job = job_of(tiny(*SPARSE))
+        setup = setup_of(tiny(*SPARSE))
         try:
-            return open_run(job, Engines(job)).opened.stored["mask"], asked
+            return open_run(setup, Engines(setup)).opened.stored["mask"], asked
         except KeyboardInterrupt:
             return None, asked
 
@@ -66,8 +66,8 @@ def test_calibration_goes_on_where_it_was_stopped(clean: None, monkeypatch: pyte
     assert not list((cache_dir() / "edits").glob("part-*"))
     for path in (cache_dir() / "edits").iterdir():
         path.unlink()
-    monkeypatch.setattr(opening, "PartialSum", lambda *a: None)
-    monkeypatch.setattr(opening.FederationAsk, "kept", lambda self, recipe, make: make())
+    monkeypatch.setattr(opening_module, "PartialSum", lambda *a: None)
+    monkeypatch.setattr(opening_module.FederationAsk, "kept", lambda self, recipe, make: make())
     alone, asked = calibrated(monkeypatch)
     assert len(asked) == 24 and torch.equal(mask, alone)
 

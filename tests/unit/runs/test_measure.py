@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from fedgraft.core.messages import Request
 from fedgraft.metrics.evaluate import Evaluation
-from fedgraft.run import head_init
-from fedgraft.run.loop import run
-from fedgraft.run.measure import Found, Measure
+from fedgraft.runs import head_init
+from fedgraft.runs.loop import run
+from fedgraft.runs.measure import Found, Measure
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_validation_is_measured_on_rows_that_no_client_trains_on() -> None:
     trained = {int(row) for k in range(3) for row in found.data.rows(k)}
     assert len(held) and not trained & set(held.tolist())
     vector = found.space.gather(found.network)
-    measured = Measure(found.job, found.opening, found.engine()).validation(vector, 0).plain
+    measured = Measure(found.setup, found.opened, found.engine()).validation(vector, 0).plain
     logits = found.network(task.eval_images.batch(held)).detach()
     labels = task.eval_images.labels[held]
     assert measured.count == len(held)
@@ -51,7 +51,7 @@ def test_a_clients_own_accuracy_is_that_of_its_own_model() -> None:
             asked.extend(requests)
             return []
 
-    Measure(found.job, found.opening, Noting()).personal(replace(state, personal={1: own}))  # type: ignore[arg-type]
+    Measure(found.setup, found.opened, Noting()).personal(replace(state, personal={1: own}))  # type: ignore[arg-type]
     carried = {request.client: request.vector for request in asked}
     assert torch.equal(carried[1], own) and torch.equal(carried[0], state.vector)
 

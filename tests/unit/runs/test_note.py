@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedgraft.run.reporting import note_of
-from fedgraft.run.saving import Best
+from fedgraft.runs.reporting import note_of
+from fedgraft.runs.saving import Best
 
 START = Best(accuracy=16 / 17, score=16 / 17, round=0)
 

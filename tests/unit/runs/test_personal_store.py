@@ -17,11 +17,11 @@ from fedgraft import algorithms as zoo
 from fedgraft.aggregate.slots import PersonalModels
 from fedgraft.config.load import load
 from fedgraft.local.train import LocalTraining
-from fedgraft.run import checkpoint
-from fedgraft.run import loop as run_module
-from fedgraft.run.checkpoint import BadCheckpoint
-from fedgraft.run.loop import run
-from fedgraft.run.personal_store import PersonalStore
+from fedgraft.runs import checkpoint
+from fedgraft.runs import loop as run_module
+from fedgraft.runs.checkpoint import BadCheckpoint
+from fedgraft.runs.loop import run
+from fedgraft.runs.personal_store import PersonalStore
 
 LOCAL = LocalTraining(2, batch_size=6)
 TINY = [
@@ -236,7 +236,7 @@ def test_without_the_check_the_damage_would_go_unnoticed(
     newest = folder / "personal" / "round-00000004.f32"
     newest.write_bytes(bytes(len(newest.read_bytes())))
     real = PersonalStore.restore.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr("fedgraft.run.personal_store._Shelf.digest", lambda self, round: "")
+    monkeypatch.setattr("fedgraft.runs.personal_store._Shelf.digest", lambda self, round: "")
     careless = lambda cls, f, n, saved: real(cls, f, n, {**saved, "files": dict.fromkeys(saved["files"], "")})  # noqa: E731
     monkeypatch.setattr(PersonalStore, "restore", classmethod(careless))
     run(load(None, [*TINY, ON_DISK]), folder, console=False)

@@ -9,8 +9,8 @@ import pytest
 
 from fedgraft.config.load import load
 from fedgraft.report.values import size
-from fedgraft.run.loop import run
-from fedgraft.run.plan import plan
+from fedgraft.runs.loop import run
+from fedgraft.runs.plan import plan
 
 BASE = [
     "model.name=tiny",

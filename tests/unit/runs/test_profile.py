@@ -14,9 +14,9 @@ from fedgraft.config.load import load
 from fedgraft.consortium.profile import Row, phase_rows, profile_run, table
 from fedgraft.consortium.roofline import Roofline, best_seconds, measure_roofline
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run.centralized import run_centralized
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.loop import run
+from fedgraft.runs.centralized import run_centralized
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run
 
 PEAK = Roofline(flops=100.0, bandwidth=10.0)
 

@@ -19,9 +19,9 @@ import torch
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import plain, read_metrics, without_timing
 from fedgraft.report.run_record import describe, list_runs
-from fedgraft.run import checkpoint, environment
-from fedgraft.run.checkpoint import load_latest
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs import checkpoint, environment
+from fedgraft.runs.checkpoint import load_latest
+from fedgraft.runs.folder import RunFolder
 
 
 def line(round: int, **more: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_writing_needs_the_lock(run: RunFolder) -> None:
 @pytest.mark.slow
 def test_a_second_process_is_kept_out_and_a_killed_one_frees_the_folder(run: RunFolder) -> None:
     script = (
-        "import sys, time\nfrom fedgraft.run.folder import RunFolder\nrun = RunFolder.open(sys.argv[1])\n"
+        "import sys, time\nfrom fedgraft.runs.folder import RunFolder\nrun = RunFolder.open(sys.argv[1])\n"
         "with run.writing(console=False):\n    run.append({'round': 1})\n"
         "    print('in', flush=True)\n    time.sleep(60)\n"
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.run.trackers import TRACKERS, Careful, NoTracker, numbers, tracker
+from fedgraft.runs.trackers import TRACKERS, Careful, NoTracker, numbers, tracker
 
 CONFIG = {"algorithm": {"name": "fedavg", "lr": 0.1}, "rounds": 3}
 LINE = {

@@ -32,8 +32,8 @@ from fedgraft.metrics.evaluate import Evaluation, evaluate
 from fedgraft.models.backbones import load_network
 from fedgraft.models.card import Card
 from fedgraft.models.network import VisionNetwork
-from fedgraft.run.adapted import Adapted, adapted
-from fedgraft.run.task import Task
+from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.task import Task
 
 BACKBONE = "backbone."
 HALF = 1e-3
@@ -42,7 +42,7 @@ HALF = 1e-3
 
 def plain_space(found: Adapted, base: VisionNetwork) -> EditSpace:
     """The run's coordinates by the names of the plain network; low-rank factors become the weights they change."""
-    space = found.opening.space
+    space = found.opened.space
     layers = lora.adapted(found.network)
     if not layers:
         return space
@@ -59,7 +59,7 @@ def edit_of_run(folder: Path | str, last: bool = False) -> Edit:
 def edit_of(found: Adapted, name: str, last: bool = False) -> Edit:
     """What an opened run did to its base."""
     if last:
-        found.opening.context.load_model(found.last)
+        found.opened.context.load_model(found.last)
     base = found.base()
     space = plain_space(found, base)
     scope = BACKBONE if all(part.name.startswith(BACKBONE) for part, _, _ in space.ranges) else ""
@@ -85,7 +85,7 @@ class Base:
         """The network, unedited, the names of its classes where they are known, and its preprocessing."""
         if (Path(self.model) / "run.json").is_file():
             found = adapted(Path(self.model), data=False)
-            return found.base(), list(found.classes), found.job.task.transform.preprocessor
+            return found.base(), list(found.classes), found.setup.task.transform.preprocessor
         moved = {part.name: part.shape for part, _, _ in edit.space.ranges}
         classes = self.classes or moved.get("head.weight", (None,))[0]
         try:
@@ -170,11 +170,11 @@ def own_model(edit: Edit, folder: Path) -> tuple[VisionNetwork, Task]:
         before = edit.space.gather(base)
         for vector in (None, found.last):  # the best is in the network already
             if vector is not None:
-                found.opening.context.load_model(vector)
+                found.opened.context.load_model(vector)
             model = found.plain()
             gap = edit.space.gather(model) - before - edit.values
             if gap.norm() <= HALF * edit.values.norm():
-                return model, found.job.task
+                return model, found.setup.task
     raise FedgraftError(
         f"{folder} is not the run of the edit {edit.name!r}: the edit is of neither its best model nor its last; "
         "name the run that it was saved from (a sum of edits has none)."
@@ -205,7 +205,7 @@ def add_files(
 def sweep_on_run(edit: Edit, folder: Path, lambdas: Sequence[float]) -> list[tuple[float, Evaluation]]:
     """Accuracy of base + lambda * edit on a run's validation images, with the head that run began with."""
     found = adapted(folder)
-    rows, images = found.job.task.data.validation_rows, found.job.task.train_images
+    rows, images = found.setup.task.data.validation_rows, found.setup.task.train_images
     if not len(rows):
         raise FedgraftError(f"{folder} held out no validation images to choose a strength by; set data.validation.")
     return task.sweep(found.base(), edit, lambdas, lambda network: evaluate(network, images, rows))

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import plain, read_metrics, repair, without_timing, write_text
-from fedgraft.run import checkpoint
-from fedgraft.run.checkpoint import BadCheckpoint
+from fedgraft.runs import checkpoint
+from fedgraft.runs.checkpoint import BadCheckpoint
 
 NAME = "rounds.log"
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from fedgraft.core.state import ServerState
 
 if TYPE_CHECKING:
-    from fedgraft.run.job import Job
+    from fedgraft.runs.setup import RunSetup
 
 
 class Callback:
     """Called during a run; what it does cannot change the result, because states are never changed in place."""
 
-    def on_start(self, job: Job, state: ServerState) -> None:
+    def on_start(self, setup: RunSetup, state: ServerState) -> None:
         """Before the first round of this process."""
 
     def on_round_end(self, line: Mapping[str, Any], state: ServerState) -> None:

@@ -11,7 +11,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 
 import fedgraft.models
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.config.build import build_federation, check_private, device_named, fitting
+from fedgraft.config.build import check_private, device_named, fitting
 from fedgraft.config.load import load, merge, to_toml, validate
 from fedgraft.config.options import Config
 from fedgraft.core.code_identity import digest_of
@@ -33,16 +33,23 @@ from fedgraft.data.sources import Dataset
 from fedgraft.models import original
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.display import LiveProgress, protection_rows
-from fedgraft.run import checkpoint
-from fedgraft.run.adapted import Adapted, reopened
-from fedgraft.run.callbacks import Callback
-from fedgraft.run.deliver import deliver
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.job import Job, head_only, job_of, transform_for
-from fedgraft.run.loop import run_job
-from fedgraft.run.predict import Measured, Prediction, Predictor, files_of
-from fedgraft.run.task import Task
-from fedgraft.run.tracking import Progress
+from fedgraft.runs import checkpoint
+from fedgraft.runs.adapted import Adapted, reopened
+from fedgraft.runs.callbacks import Callback
+from fedgraft.runs.deliver import deliver
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.loop import run_setup
+from fedgraft.runs.predict import Measured, Prediction, Predictor, files_of
+from fedgraft.runs.setup import (
+    Circumstances,
+    RunParts,
+    RunSetup,
+    parts_from_config,
+    transform_for,
+    with_closed_form_head,
+)
+from fedgraft.runs.task import Task
+from fedgraft.runs.tracking import Progress
 
 log = logging.getLogger("fedgraft")
 
@@ -64,7 +71,7 @@ class Result:
     @property
     def task(self) -> Task:
         """What was learned: network, data and the transform between them."""
-        return self.found.job.task
+        return self.found.setup.task
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -130,7 +137,7 @@ class Result:
 
 
 def run(
-    algorithm: Algorithm | Job,
+    algorithm: Algorithm | RunParts,
     model: Any = None,
     clients: FederatedData | Sequence[Any] | None = None,
     rounds: int = 20,
@@ -154,17 +161,19 @@ def run(
     Without a folder the run lives in a temporary one, whose path the result names. With one, an interrupted run
     goes on where it stopped, and a finished one is not run again.
     """
-    if isinstance(algorithm, Job):
-        job, made = algorithm, None
-        place = Path(folder) if folder is not None else Path("runs") / f"{job.config.name}-{job.config.digest}"
+    if isinstance(algorithm, RunParts):
+        parts, made = algorithm, None
+        place = Path(folder) if folder is not None else Path("runs") / f"{parts.config.name}-{parts.config.digest}"
     else:
         data = _clients(clients)
         network = fedgraft.models.model(fitting(model, data.dataset), seed=seed)
-        config = head_only(_config(algorithm, data, rounds, seed, engine, workers, options), algorithm)
+        config = _config(algorithm, data, rounds, seed, engine, workers, options)
+        config = with_closed_form_head(config, algorithm)
         made = lambda: network.with_head(data.classes, seed)  # noqa: E731
-        job = _job(algorithm, network if network.classes == data.classes else made(), data, config, augment)
+        fitted = network if network.classes == data.classes else made()
+        parts = _parts(algorithm, fitted, data, config, augment)
         place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="fedgraft-")) / "run"
-    return _finished(job, place, progress, callbacks, made)
+    return _finished(parts, place, progress, callbacks, made)
 
 
 def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
@@ -181,37 +190,47 @@ def _clients(clients: FederatedData | Sequence[Any] | None) -> FederatedData:
     )
 
 
-def _job(
+def _parts(
     algorithm: Algorithm, network: VisionNetwork, data: FederatedData, config: Config, augment: Sequence[str]
-) -> Job:
+) -> RunParts:
+    """Return the parts of a run from objects; its identity covers all of them."""
     network = copy.deepcopy(network).to(device_named(config.device))  # what is given stays as it is
     algorithm.trainable.check(network)
     transform = transform_for(network, config, augment)
     identity = "objects-" + digest_of(config.digest, digest(network), *data.identity, transform.digest, algorithm)
-    federation = replace(build_federation(config, algorithm.lr, data.largest), run=identity)
-    return Job(config, algorithm, Task(network, data, transform, "objects"), federation, identity, from_objects=True)
+    task = Task(network, data, transform, "objects")
+    return RunParts(config, algorithm, task, identity, from_objects=True)
 
 
 def _finished(
-    job: Job,
+    parts: RunParts,
     folder: Path,
     progress: Progress | None,
     callbacks: Sequence[Callback],
     made: Callable[[], VisionNetwork] | None,
 ) -> Result:
     with nullcontext(progress) if progress is not None else LiveProgress(rich.get_console()) as shown:
-        if job.config.engine in LAUNCHERS:
-            summary = _launch(job.config, folder, shown)
+        config = parts.config
+        if config.engine in LAUNCHERS:
+            summary = _launch(config, folder, shown)
             done = None
         else:
-            summary, done = run_job(
-                lambda: (job, None), folder, job.identity, to_toml(job.config), shown, progress is None, callbacks
-            )
+
+            def build(secret: bytes) -> tuple[RunSetup, None]:
+                return RunSetup.build(parts, Circumstances(secret=secret)), None
+
+            console = progress is None
+            summary, done = run_setup(build, folder, parts.identity, to_toml(config), shown, console, callbacks)
     record = RunFolder.open(folder)
-    found = checkpoint.load_latest(record.checkpoints, job.identity)
+    found = checkpoint.load_latest(record.checkpoints, parts.identity)
     if found is None:
         raise FedgraftError(f"{folder} says that it is finished, and has no good checkpoint; run it anew.")
-    return Result(summary, record.metrics(), folder, reopened(job, found, done and done[1], made=made))
+    if done is None:
+        setup = RunSetup.build(parts, Circumstances(for_training=False))
+        opened = None
+    else:
+        setup, opened, _ = done
+    return Result(summary, record.metrics(), folder, reopened(setup, found, opened, made=made))
 
 
 LAUNCHERS = {"flower-sim": "fedgraft.deploy.flower_apps:simulate"}
@@ -226,9 +245,9 @@ def _launch(config: Config, folder: Path, progress: Progress) -> dict[str, Any]:
     return summary
 
 
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+def load_parts(path: str | Path, overrides: Sequence[str] = ()) -> RunParts:
     """The objects that a config file names: `.algorithm`, `.model`, `.clients`; `fg.run` runs them as they are."""
-    return job_of(load(Path(path), list(overrides)))
+    return parts_from_config(load(Path(path), list(overrides)))
 
 
 def _config(

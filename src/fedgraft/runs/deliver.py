@@ -12,9 +12,9 @@ from fedgraft.edit import edit_file
 from fedgraft.models.card import Card
 from fedgraft.models.export import appearing, check_free, export, write_labels
 from fedgraft.report.values import epsilon
-from fedgraft.run.adapted import Adapted, adapted
-from fedgraft.run.edit_files import edit_of
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.adapted import Adapted, adapted
+from fedgraft.runs.edit_files import edit_of
+from fedgraft.runs.folder import RunFolder
 
 Summary = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ def deliver(found: Adapted, summary: Summary, to: Path | str, kind: str = "merge
 
 def _merged(found: Adapted, card: Card, to: Path, name: str) -> Path:
     """The network as it was trained, factors merged, with the very preprocessing of its training."""
-    return export(found.plain(), to, found.classes, found.job.task.transform.preprocessor, card.text())
+    return export(found.plain(), to, found.classes, found.setup.task.transform.preprocessor, card.text())
 
 
 def _adapter(found: Adapted, card: Card, to: Path, name: str) -> Path:
@@ -46,7 +46,7 @@ def _adapter(found: Adapted, card: Card, to: Path, name: str) -> Path:
 
     base = found.base()
     text = card.text("adapter", bundled=not base.stored)
-    return export_adapter(found.network, base, to, found.classes, found.job.task.transform.preprocessor, text)
+    return export_adapter(found.network, base, to, found.classes, found.setup.task.transform.preprocessor, text)
 
 
 def _edit(found: Adapted, card: Card, to: Path, name: str) -> Path:
@@ -64,7 +64,7 @@ KINDS: dict[str, Callable[[Adapted, Card, Path, str], Path]] = {"merged": _merge
 
 def card_of(found: Adapted, summary: Summary) -> Card:
     """What there is to say about the model."""
-    task, config, algorithm = found.job.task, found.job.config, found.job.algorithm
+    task, config, algorithm = found.setup.task, found.setup.config, found.setup.algorithm
     edited, data = summary.get("edited", {}), summary.get("data", {})
     training: dict[str, object] = {
         "algorithm": algorithm.name,
@@ -108,7 +108,7 @@ def _metrics(summary: Summary) -> dict[str, object]:
 
 
 def _protection(found: Adapted, summary: Summary) -> str:
-    privacy = found.job.algorithm.privacy
+    privacy = found.setup.algorithm.privacy
     told = [
         "updates were summed under secure aggregation" if privacy.hidden else "updates were aggregated in the clear"
     ]

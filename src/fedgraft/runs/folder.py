@@ -23,7 +23,7 @@ from fedgraft.report.run_record import RunRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedgraft.run.checkpoint import Checkpoint
+    from fedgraft.runs.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -122,13 +122,13 @@ class RunFolder(RunRecord):
         """Store the state after a round, the metrics up to it first, bound to this folder's config."""
         self.sync()
         bound = {**meta, "config_digest": self.config_digest}
-        from fedgraft.run import checkpoint  # torch is not needed to look at a run
+        from fedgraft.runs import checkpoint  # torch is not needed to look at a run
 
         return checkpoint.save(self.checkpoints, round, tensors, bound, best=best)
 
     def resume(self, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
         """The newest good checkpoint, with the metrics cut back to its round; None means from the beginning."""
-        from fedgraft.run import checkpoint
+        from fedgraft.runs import checkpoint
 
         found = checkpoint.load_latest(self.checkpoints, self.config_digest, check)
         self.rewind(None if found is None else found.round)
@@ -136,7 +136,7 @@ class RunFolder(RunRecord):
 
     def mend(self) -> None:
         """Let a finished run whose last checkpoint is gone or damaged be continued: the same bytes come again."""
-        from fedgraft.run import checkpoint
+        from fedgraft.runs import checkpoint
 
         found = checkpoint.load_latest(self.checkpoints, self.config_digest)
         if self.status == "finished" and (found is None or found.skipped):
@@ -180,7 +180,7 @@ class RunFolder(RunRecord):
             os.close(descriptor)
 
     def _note_environment(self) -> None:
-        from fedgraft.run import environment
+        from fedgraft.runs import environment
 
         now, before = environment.facts(), self.environment()
         if before:

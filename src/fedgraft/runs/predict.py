@@ -24,8 +24,8 @@ from fedgraft.metrics import scores
 from fedgraft.metrics.metrics import Metric, compute
 from fedgraft.models.backbones import load_network
 from fedgraft.models.network import VisionNetwork
-from fedgraft.run.adapted import adapted
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.folder import RunFolder
 
 BATCH = 32
 
@@ -149,7 +149,7 @@ def predictor(source: Path | str) -> Predictor:
     folder = Path(source)
     if (folder / "run.json").is_file():
         found = adapted(folder, data=False)
-        return Predictor(found.network, found.classes, found.job.task.transform)
+        return Predictor(found.network, found.classes, found.setup.task.transform)
     if (folder / "adapter_config.json").is_file():
         raise FedgraftError(
             f"{folder} is an adapter, which peft loads on its base as its README.md says; for a folder that works by "
@@ -170,9 +170,9 @@ def evaluate_run(source: Path | str, data: Dataset | Path | str | None = None) -
     if not (Path(source) / "run.json").is_file() and (Path(source) / "config.json").is_file():
         raise FedgraftError(f"{source} is a model without images of its own; name a folder of some with --data.")
     found = adapted(RunFolder.open(source).path)
-    if found.job.task.data.blind:
+    if found.setup.task.data.blind:
         raise FedgraftError(f"the images of {source} are on its nodes; name a folder of others with --data.")
-    task = found.job.task
+    task = found.setup.task
     return Predictor(found.network, found.classes, task.transform).measure(task.test_images)
 
 

@@ -22,9 +22,9 @@ from fedgraft.core.protocols import Examples
 from fedgraft.core.state import ServerState
 from fedgraft.metrics import metrics, scores
 from fedgraft.metrics.evaluate import Evaluation, counted, evaluation_of
-from fedgraft.run.head_init import summed_counts
-from fedgraft.run.job import Job
-from fedgraft.run.opening import Opening
+from fedgraft.runs.head_init import summed_counts
+from fedgraft.runs.open_run import OpenRun
+from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import Engine
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import counts, evaluation, replies_to
@@ -45,25 +45,34 @@ class Found:
 class Measure:
     """Measures the models of one run."""
 
-    job: Job
-    opening: Opening
+    setup: RunSetup
+    opened: OpenRun
     engine: Engine
+    requested: tuple[str, ...] | None = None
+    """Metrics to compute; None: those of the config."""
     summed: dict[str, Found] = field(default_factory=dict)
     """The latest hidden sums for metrics, by the split and the model."""
 
     @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that are computed beside accuracy and loss."""
+        if self.requested is None:
+            return tuple(self.setup.config.metrics)
+        return self.requested
+
+    @property
     def counting(self) -> bool:
         """Whether the sums for metrics are counted."""
-        return bool(self.job.config.metrics) or self.job.config.select != "accuracy"
+        return bool(self.metric_names) or self.setup.config.select != "accuracy"
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the outputs."""
-        return self.job.task.data.dataset.classes
+        return self.setup.task.data.dataset.classes
 
     def score(self, found: Found) -> float:
         """The number that the best round is chosen by; higher is better."""
-        select = self.job.config.select
+        select = self.setup.config.select
         return found.plain.accuracy if select == "accuracy" else metrics.select_value(found.sums, select, self.classes)
 
     def line(self, found: Found) -> dict[str, Any]:
@@ -71,55 +80,55 @@ class Measure:
         told: dict[str, Any] = {"accuracy": found.plain.accuracy, "loss": found.plain.loss, "top5": found.plain.top5}
         if found.sums:
             numbers = metrics.numbers(found.sums, self.classes)
-            names = dict.fromkeys([*self.job.config.metrics, self.job.config.select])
+            names = dict.fromkeys([*self.metric_names, self.setup.config.select])
             told["metrics"] = {name: numbers[name] for name in names if name in numbers and name not in told}
         return told
 
     def tested(self, vector: Tensor, round: int) -> dict[str, Any]:
         """The delivered model on the test images, with the metrics that were asked for."""
-        found, chosen = self.test(vector, round), self.job.config.metrics
+        found, chosen = self.test(vector, round), self.metric_names
         told: dict[str, Any] = {"test": asdict(found.plain)}
         if chosen:
             told |= {"metrics": report(found.sums, chosen, self.classes), **tables(found.sums, chosen)}
-            told |= {"select": self.job.config.select, "class_names": list(self.classes)}
+            told |= {"select": self.setup.config.select, "class_names": list(self.classes)}
         return told
 
     def served(self, state: ServerState, best: Tensor) -> dict[str, Any]:
         """How each client is served: where asked for, and with metrics, unless the clients' sums are hidden."""
-        a, config = self.opening.algorithm, self.job.config
+        a, config = self.setup.algorithm, self.setup.config
         wanted = config.personal.evaluate != "never"
-        if not wanted and (not config.metrics or a.privacy.hidden or not config.rounds.test):
+        if not wanted and (not self.metric_names or a.privacy.hidden or not config.rounds.test):
             return {}
         common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
-        if config.metrics and common:
+        if self.metric_names and common:
             state = replace(state, vector=best)  # the delivered model is what clients get
         spread, each = self.personal(state)
         return ({"personal": spread} if wanted else {}) | ({"clients": each} if each else {})
 
     def validation(self, vector: Tensor, round: int) -> Found:
         """The common model on the validation images (on the clients' training images where there are none)."""
-        if self.job.task.data.blind:
+        if self.setup.task.data.blind:
             return self._counted(vector, round, "validation")
-        return self._here(vector, self.opening.context.examples, self.job.judging_rows)
+        return self._here(vector, self.opened.context.examples, self.setup.judging_rows)
 
     def test(self, vector: Tensor, round: int) -> Found:
         """The common model on the test images."""
-        if self.job.task.data.blind:
+        if self.setup.task.data.blind:
             return self._counted(vector, round, "test")
-        tests = self.opening.context.tests
+        tests = self.opened.context.tests
         assert tests is not None
         return self._here(vector, tests, torch.arange(len(tests.labels)))
 
     def _here(self, vector: Tensor, examples: Examples, rows: Tensor) -> Found:
-        self.opening.context.load_model(vector)
-        self.job.ready(examples, rows)
-        network, threads = self.opening.context.network, self.job.threads
+        self.opened.context.load_model(vector)
+        self.setup.ready(examples, rows)
+        network, threads = self.opened.context.network, self.setup.threads
         return Found(*counted(network, examples, rows, threads=threads, scores=self.counting))
 
     def _counted(self, vector: Tensor, round: int, split: str) -> Found:
         """The common model on images that the clients hold; they send counts and sums, nothing else."""
-        f, space, network = self.job.federation, self.opening.space.digest, self.job.task.network
-        privacy, those = self.opening.algorithm.privacy, f.evaluated if split == "test" else f.members
+        f, space, network = self.setup.federation, self.opened.space.digest, self.setup.task.network
+        privacy, those = self.setup.algorithm.privacy, f.evaluated if split == "test" else f.members
         asked = [k for k in those if f.there(k, round)]
         settings: dict[str, Scalar] = {"split": split, "scores": self.counting}
         if self.counting and privacy.hidden:
@@ -145,7 +154,7 @@ class Measure:
     @property
     def example_counts(self) -> ExampleCounts:
         """What clients said of themselves so far."""
-        return self.opening.server_context.example_counts
+        return self.opened.server_context.example_counts
 
     def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Response], str]]:
         """What the sums for metrics look like, and what is wrong with them in a reply."""
@@ -166,11 +175,11 @@ class Measure:
     def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
         """Every client on its own test images: mean, spread, before and after fine-tuning; and each one's metrics."""
         responses, _ = self.evaluated(state)
-        return _spread(responses), self.each(responses) if self.job.config.metrics else {}
+        return _spread(responses), self.each(responses) if self.metric_names else {}
 
     def evaluated(self, state: ServerState) -> tuple[list[Response], list[Rejection]]:
         """What clients find on their own test images, and who did not tell and why."""
-        p, f, space = self.job.config.personal, self.job.federation, self.opening.space.digest
+        p, f, space = self.setup.config.personal, self.setup.federation, self.opened.space.digest
         settings: dict[str, Scalar] = {
             "finetune_epochs": p.finetune_epochs,
             "finetune_part": p.finetune_part,
@@ -178,18 +187,18 @@ class Measure:
             "finetune_batch": p.finetune_batch,
             "lr": p.finetune_lr,
         }
-        settings |= {"scores": True} if self.job.config.metrics else {}
-        clients = [k for k in f.evaluated if f.there(k, state.round) and len(self.job.task.data.test_rows(k))]
-        given = self.opening.algorithm.aggregate.gives(state)
+        settings |= {"scores": True} if self.metric_names else {}
+        clients = [k for k in f.evaluated if f.there(k, state.round) and len(self.setup.task.data.test_rows(k))]
+        given = self.setup.algorithm.aggregate.gives(state)
         requests = [
             Request(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients
         ]
         if not requests:
             return [], []
-        for k in clients if self.job.task.data.rows_known else ():
-            self.example_counts.note(k, {"test images": len(self.job.task.data.test_rows(k))})
+        for k in clients if self.setup.task.data.rows_known else ():
+            self.example_counts.note(k, {"test images": len(self.setup.task.data.test_rows(k))})
         tuned = bool(p.finetune_epochs)
-        more, lie = self._score_fields(("", *(("finetuned/",) if tuned else ())) if self.job.config.metrics else ())
+        more, lie = self._score_fields(("", *(("finetuned/",) if tuned else ())) if self.metric_names else ())
         expected = evaluation(requests, self.example_counts, tuned, more, lie)
         accepted, rejections = validate_responses(self.engine.exchange(requests), expected)
         name_all(rejections, "evaluate")
@@ -197,12 +206,12 @@ class Measure:
 
     def each(self, responses: Sequence[Response]) -> dict[str, Any]:
         """The metrics of each client by its name."""
-        names, classes, found = self.job.client_names, self.classes, dict[str, Any]()
+        names, classes, found = self.setup.client_names, self.classes, dict[str, Any]()
         for response in sorted(responses, key=lambda r: r.client):
-            cells = report(checked(response, len(classes)), self.job.config.metrics, classes)
+            cells = report(checked(response, len(classes)), self.metric_names, classes)
             if any(name.startswith("finetuned/") for name in response.sums):
                 own = {k.removeprefix("finetuned/"): v for k, v in response.sums.items() if k.startswith("finetuned/")}
-                tuned = report(checked(replace(response, sums=own), len(classes)), self.job.config.metrics, classes)
+                tuned = report(checked(replace(response, sums=own), len(classes)), self.metric_names, classes)
                 cells |= {f"finetuned_{name}": value for name, value in tuned.items()}
             found[names[response.client]] = cells
         return found

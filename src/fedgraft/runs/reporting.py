@@ -14,10 +14,10 @@ from fedgraft.core.files import write_text
 from fedgraft.core.state import ServerState
 from fedgraft.data.federated import FederatedData
 from fedgraft.report.run_page import write_report
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.job import Job
-from fedgraft.run.opening import Opening
-from fedgraft.run.saving import Best, account_of, selected
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.open_run import OpenRun
+from fedgraft.runs.saving import Best, account_of, selected
+from fedgraft.runs.setup import RunSetup
 from fedgraft.server.round import RoundSummary
 
 log = logging.getLogger("fedgraft")
@@ -31,10 +31,10 @@ def keep_phases(folder: Path, seconds: Mapping[str, float]) -> None:
     write_text(folder / PHASES_FILE, json.dumps({"seconds": dict(seconds), "megabytes": memory}, indent=2) + "\n")
 
 
-def report_run(record: RunFolder, job: Job) -> None:
+def report_run(record: RunFolder, setup: RunSetup) -> None:
     """The report of a finished run."""
     try:
-        data = job.task.data
+        data = setup.task.data
         write_report(record.path, partition=data.histogram(), classes=data.dataset.classes, clients=data.client_names)
     except OSError as error:
         raise FedgraftError(
@@ -43,18 +43,18 @@ def report_run(record: RunFolder, job: Job) -> None:
         ) from error
 
 
-def describe(job: Job, opening: Opening) -> str:
+def describe(setup: RunSetup, opened: OpenRun) -> str:
     """One line for the log: what trains, who takes part, how it is carried out."""
-    f, space, network, entry = opening.federation, opening.space, job.task.network, opening.context.examples.entry
+    f, space, network, entry = setup.federation, opened.space, setup.task.network, opened.context.examples.entry
     below = "features" if entry == network.depth else f"blocks 1 to {entry} of {network.depth}"
     mode = f"{below} computed once" if entry else "from pixels"
     mode = mode if network.depth else "on given features"
     total = sum(p.numel() for p in network.parameters())
-    kind = "one model per client" if opening.algorithm.aggregate.personal else "one model"
+    kind = "one model per client" if setup.algorithm.aggregate.personal else "one model"
     left = f" ({len(f.without)} left out)" if f.without else ""
     return (
-        f"{opening.algorithm.name}: {space.trained:,} of {total:,} weights train, "
-        f"{f.per_round} of {f.clients} clients a round{left}, {f.rounds} rounds, {kind}, {mode}, {rates(opening)}"
+        f"{setup.algorithm.name}: {space.trained:,} of {total:,} weights train, "
+        f"{f.per_round} of {f.clients} clients a round{left}, {f.rounds} rounds, {kind}, {mode}, {rates(setup, opened)}"
     )
 
 
@@ -101,25 +101,25 @@ def _hint(start: float, private: bool, images: int) -> str:
     return hint
 
 
-def rates(opening: Opening) -> str:
+def rates(setup: RunSetup, opened: OpenRun) -> str:
     """The learning rates as they are, whoever chose them."""
-    lr, head = opening.algorithm.lr * opening.rate_factor, opening.algorithm.local.head_lr
+    lr, head = setup.algorithm.lr * opened.server_context.rate_factor, setup.algorithm.local.head_lr
     return f"rate {lr:.3g}" if head is None else f"rate {lr:.3g}, the head's {lr * head:.3g}"
 
 
 def summary_of(
-    job: Job, opening: Opening, state: ServerState, best: Best, lines: Sequence[Mapping[str, Any]]
+    setup: RunSetup, opened: OpenRun, state: ServerState, best: Best, lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What summary.json says of a finished run but for its test, its traffic and its time."""
-    config, algorithm, data = job.config, opening.algorithm, job.task.data
+    config, algorithm, data = setup.config, setup.algorithm, setup.task.data
     start = next((line["accuracy"] for line in lines if line["round"] == 0), None)
-    judged = 0 if data.blind or config.select != "accuracy" else len(job.judging_rows)
+    judged = 0 if data.blind or config.select != "accuracy" else len(setup.judging_rows)
     summary = {
         "kind": config.kind,
         "validation": {"accuracy": best.accuracy, **selected(config.select, best)},
         "best_round": best.round,
         "rounds": state.round,
-        "edited": {"coordinates": opening.space.trained, "of": sum(p.numel() for p in job.task.network.parameters())},
+        "edited": {"coordinates": opened.space.trained, "of": sum(p.numel() for p in setup.task.network.parameters())},
         "start": start,
         "data": facts_of(data),
         **note_of(start, best, state.round, algorithm.privacy.dp is not None, judged),

@@ -18,25 +18,21 @@ from torch.nn.functional import cross_entropy
 from fedgraft.aggregate.similarity import svcca_of_bases
 from fedgraft.aggregate.sketch import basis_of
 from fedgraft.aggregate.slots import Answers
-from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
-from fedgraft.config.build import schedule
 from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import EditSpace, select
-from fedgraft.core.state import Federation
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.data.federated import FederatedData
 from fedgraft.edit.trainable import TrainableSetup, layer_ranges
 from fedgraft.local.features import block_of, hidden, layer_names
 from fedgraft.models.network import VisionNetwork
-from fedgraft.run.engines import Engines
-from fedgraft.run.job import Job
-from fedgraft.run.kept import PartialSum, kept_tensors
-from fedgraft.run.rates import head_curvature, settled
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.kept import PartialSum, kept_tensors
+from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import ServerContext
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import mask, replies_to, same_share
@@ -46,18 +42,14 @@ COUNTS = "class_counts"
 
 
 @dataclass(frozen=True)
-class Opening:
-    """A run whose edit space is open."""
+class OpenRun:
+    """The edit space of a run, open on its network, and the contexts in which clients and server work."""
 
-    algorithm: Algorithm
-    """As given, with what the opened space brings: its own aggregation, a plain mean for statistics behind it."""
-    federation: Federation
-    opened: TrainableSetup
+    trainable: TrainableSetup
     context: ClientContext
     server_context: ServerContext
     head: Tensor
     """The head the run began with, (classes, width + 1)."""
-    rate_factor: float = 1.0
 
     @property
     def space(self) -> EditSpace:
@@ -65,63 +57,66 @@ class Opening:
         return self.context.space
 
     def message(self, with_probe: bool) -> dict[str, Tensor]:
-        """What another machine needs to open the same space, and the probe where it has no way to make it."""
-        tensors = {"head": self.head, **{f"edit/{name}": t for name, t in self.opened.stored.items()}}
-        if with_probe and isinstance(self.context.probe, FeatureExamples):
-            probe = self.context.probe
-            tensors |= {"probe/inputs": probe.features, "probe/labels": probe.labels}
+        """Return what another machine needs to open the same space, and the probe where it cannot make it."""
+        tensors = {"head": self.head}
+        for name, tensor in self.trainable.stored.items():
+            tensors[f"edit/{name}"] = tensor
+        probe = self.context.probe
+        if with_probe and isinstance(probe, FeatureExamples):
+            tensors["probe/inputs"] = probe.features
+            tensors["probe/labels"] = probe.labels
         return tensors
 
 
 def open_run(
-    job: Job, engines: Engines | None, saved: Mapping[str, Tensor] | None = None, probe: FeatureExamples | None = None
-) -> Opening:
-    """Open the job's edit space. Without engines nobody is asked, so `saved` must hold what the kind needs."""
-    task, config, network = job.task, job.config, job.task.network
-    head = torch.cat([network.head.weight.detach(), network.head.bias.detach()[:, None]], 1).cpu().clone()
-    algorithm, federation, factor = job.algorithm, job.federation, 1.0
-    if engines is not None:  # only who trains needs rates
-        algorithm = settled(algorithm, head_curvature(job), config.head == "random")
-        federation = replace(federation, schedule=schedule(config, algorithm.lr))
-    ask = None if engines is None else FederationAsk(job, engines)
-    counts, saved = _class_counts(job, engines, saved)
-    opened = job.algorithm.trainable.open(network, ask, saved)
+    setup: RunSetup,
+    engines: Engines | None,
+    saved: Mapping[str, Tensor] | None = None,
+    probe: FeatureExamples | None = None,
+) -> OpenRun:
+    """Open the edit space of a run. Without engines nobody is asked, so `saved` must hold what the kind needs."""
+    task = setup.task
+    config = setup.config
+    network = task.network
+    algorithm = setup.algorithm
+    weight = network.head.weight.detach()
+    bias = network.head.bias.detach()[:, None]
+    head = torch.cat([weight, bias], 1).cpu().clone()
+    ask = None if engines is None else FederationAsk(setup, engines)
+    counts, saved = _class_counts(setup, engines, saved)
+    trainable = algorithm.trainable.open(network, ask, saved)
     if counts is not None:
-        opened = replace(opened, stored={**opened.stored, COUNTS: counts})
-    for note in opened.notes:
+        trainable = replace(trainable, stored={**trainable.stored, COUNTS: counts})
+    for note in trainable.notes:
         log.info(note)
     if engines is not None:
         engines.close()  # workers of the preparations hold the network as it was before
-    space, private = shared_and_private(job.algorithm, network, opened.space)
-    if job.algorithm.privacy.dp is not None:  # noise would make variances negative: statistics stay as they are
+    space, private = shared_and_private(algorithm, network, trainable.space)
+    if algorithm.privacy.dp is not None:  # noise would make variances negative: statistics stay as they are
         space = EditSpace(space.parts)
-    algorithm = algorithm if opened.aggregate is None else vary(algorithm, aggregate=opened.aggregate)
+    rate_factor = 1.0
     if config.trainable.match_norm is not None:
-        rows = job.judging_rows[:256]
-        factor = min(config.trainable.match_norm, norm_ratio(network, space, task.eval_images, rows))
-        log.info("update-norm matching: the learning rate is raised %.2f times", factor)
-        old = federation.schedule
-        federation = replace(federation, schedule=lambda t, total, history: factor * old(t, total, history))
-        if algorithm.local.head_lr is not None:  # the head has its own rate, which is not raised
-            algorithm = vary(algorithm, head_lr=algorithm.local.head_lr / factor)
+        ratio = norm_ratio(network, space, task.eval_images, setup.judging_rows[:256])
+        rate_factor = min(config.trainable.match_norm, ratio)
+        log.info("update-norm matching: the learning rate is raised %.2f times", rate_factor)
     entry = task.entry_for(space.first_block(network), config)
-    held = task.data.validation_rows
+    validation_rows = task.data.validation_rows
     context = ClientContext(
         network,
         space,
-        job.train_at(entry),
+        setup.train_at(entry),
         task.data.rows,
         config.seed,
-        task.at_entry(task.test_images, entry),
-        task.data.test_rows,
-        private,
-        None if private is None else private.gather(network),
-        make_probe(job, entry) if probe is None else _placed(probe, probe_entry(job, entry)),
+        tests=task.at_entry(task.test_images, entry),
+        test_rows=task.data.test_rows,
+        private=private,
+        private_start=None if private is None else private.gather(network),
+        probe=make_probe(setup, entry) if probe is None else _placed(probe, probe_entry(setup, entry)),
         origin=space.gather(network) if algorithm.download is not None else None,
-        sends_buffers=opened.sends_buffers,
-        held=lambda client: held,
+        sends_buffers=trainable.sends_buffers,
+        held=lambda client: validation_rows,
         class_counts=counts,
-        policies=job.policies,
+        policies=setup.policies,
     )
     server_context = ServerContext(
         space.digest,
@@ -129,13 +124,15 @@ def open_run(
         space.trained,
         network.width,
         network.classes,
-        opened.active,
-        context.origin,
-        lambda answers: align(job, context, answers, entry),
-        claims_of(task.data),
-        layer_ranges(network, space, algorithm.weighting.options.get("layers", ())),
+        active=trainable.active,
+        origin=context.origin,
+        align=lambda answers: align(setup, context, answers, entry),
+        example_counts=claims_of(task.data),
+        layers=layer_ranges(network, space, algorithm.weighting.options.get("layers", ())),
+        aggregate=trainable.aggregate,
+        rate_factor=rate_factor,
     )
-    return Opening(algorithm, federation, opened, context, server_context, head, factor)
+    return OpenRun(trainable, context, server_context, head)
 
 
 def claims_of(data: FederatedData) -> ExampleCounts:
@@ -144,35 +141,36 @@ def claims_of(data: FederatedData) -> ExampleCounts:
 
 
 def _class_counts(
-    job: Job, engines: Engines | None, saved: Mapping[str, Tensor] | None
+    setup: RunSetup, engines: Engines | None, saved: Mapping[str, Tensor] | None
 ) -> tuple[Tensor | None, Mapping[str, Tensor] | None]:
     """The federation's class counts, where clients need them: asked for, or as saved; and the rest of what was saved.
 
     Under secure aggregation only their sum is opened.
     """
-    if not job.algorithm.federation_counts:
+    if not setup.algorithm.federation_counts:
         return None, saved
     if saved is not None:
         return saved[COUNTS], {name: tensor for name, tensor in saved.items() if name != COUNTS}
     assert engines is not None
-    return engines.sums(job.scoring_context).ask(action_named("class_counts"))["counts"], None
+    return engines.sums(setup.scoring_context).ask(action_named("class_counts"))["counts"], None
 
 
 class FederationAsk:
-    """Asks the clients of a job on behalf of a trainable kind, and keeps what was made from their answers."""
+    """Asks the clients of a setup on behalf of a trainable kind, and keeps what was made from their answers."""
 
-    def __init__(self, job: Job, engines: Engines) -> None:
-        self.job, self.engines = job, engines
-        self.seed, self.clients, self.examples = job.config.seed, job.federation.clients, job.task.data.total
-        self._sums = engines.sums(job.scoring_context)
+    def __init__(self, setup: RunSetup, engines: Engines) -> None:
+        self.setup = setup
+        self.engines = engines
+        self.seed, self.clients, self.examples = setup.config.seed, setup.federation.clients, setup.task.data.total
+        self._sums = engines.sums(setup.scoring_context)
         self._begun: list[PartialSum] = []
 
     def sums(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[str, Tensor]:
         """The clients' answers, added up by name; hidden where the run hides them."""
         begun = None
-        if self.job.task.data.rows_known:  # else nobody here knows whether the clients' data is still the same
-            told = json.dumps([self.job.federation.clients, action, dict(settings)], sort_keys=True)
-            begun = PartialSum("edits", [*identity_of(self.job), told], vector)
+        if self.setup.task.data.rows_known:  # else nobody here knows whether the clients' data is still the same
+            told = json.dumps([self.setup.federation.clients, action, dict(settings)], sort_keys=True)
+            begun = PartialSum("edits", [*identity_of(self.setup), told], vector)
             self._begun.append(begun)
         return self._sums.ask(action_named(action), vector, settings, begun)
 
@@ -182,28 +180,31 @@ class FederationAsk:
         """The mask over so many coordinates that every client answers by itself."""
         asked = self._sums
         requests = [Request(asked.run, -1, k, action, "", vector, {}, dict(settings)) for k in asked.clients]
-        expected = mask(requests, claims_of(self.job.task.data), coordinates)
+        expected = mask(requests, claims_of(self.setup.task.data), coordinates)
         return {r.client: r.evidence for r in same_share(replies_to(asked.exchange, requests, expected))}
 
     def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What this machine kept from making the same for the same network and data, else what `make` gives now."""
-        found = kept_tensors("edits", [*identity_of(self.job), *recipe], make, lambda: not self._sums.lost)
+        found = kept_tensors("edits", [*identity_of(self.setup), *recipe], make, lambda: not self._sums.lost)
         for begun in self._begun:
             begun.forget()
         return found
 
 
-def identity_of(job: Job) -> list[str]:
+def identity_of(setup: RunSetup) -> list[str]:
     """What a result of the clients' data and the whole network depends on."""
-    task = job.task
-    hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
-    return [digest(task.network), *task.data.identity, task.transform.digest, str(job.config.seed), *hidden]
+    task = setup.task
+    hidden = [
+        *setup.left_out,
+        *(["secure"] if setup.algorithm.privacy.hidden else []),
+    ]  # rounded sums give other last bits
+    return [digest(task.network), *task.data.identity, task.transform.digest, str(setup.config.seed), *hidden]
 
 
-def probe_entry(job: Job, entry: int) -> int:
+def probe_entry(setup: RunSetup, entry: int) -> int:
     """Where a probe enters: as late as the clients' images do, and before every layer that is looked at."""
-    layers = job.algorithm.weighting.options.get("layers", ())
-    return min([entry, *(block_of(name) for name in layer_names(job.task.network, layers))])
+    layers = setup.algorithm.weighting.options.get("layers", ())
+    return min([entry, *(block_of(name) for name in layer_names(setup.task.network, layers))])
 
 
 def _placed(probe: FeatureExamples, entry: int) -> FeatureExamples:
@@ -211,22 +212,25 @@ def _placed(probe: FeatureExamples, entry: int) -> FeatureExamples:
     return FeatureExamples(probe.features, probe.labels, entry)
 
 
-def _probe(job: Job, entry: int, count: int, purpose: str, *place: int) -> FeatureExamples:
+def _probe(setup: RunSetup, entry: int, count: int, purpose: str, *place: int) -> FeatureExamples:
     """So many validation images, drawn for this place, computed up to where they enter."""
-    rows, images = job.task.data.validation_rows, job.task.at_entry(job.task.eval_images, probe_entry(job, entry))
-    picked = rows[torch.randperm(len(rows), generator=torch_stream(job.config.seed, purpose, *place))[:count]]
+    rows, images = (
+        setup.task.data.validation_rows,
+        setup.task.at_entry(setup.task.eval_images, probe_entry(setup, entry)),
+    )
+    picked = rows[torch.randperm(len(rows), generator=torch_stream(setup.config.seed, purpose, *place))[:count]]
     return FeatureExamples(images.batch(picked), images.labels[picked], images.entry)
 
 
-def make_probe(job: Job, entry: int) -> FeatureExamples | None:
+def make_probe(setup: RunSetup, entry: int) -> FeatureExamples | None:
     """Validation images that every client has, row by row, where an algorithm compares representations."""
-    return _probe(job, entry, job.probe_size, "probe") if job.probe_size else None
+    return _probe(setup, entry, setup.probe_size, "probe") if setup.probe_size else None
 
 
-def align(job: Job, context: ClientContext, answers: Answers, entry: int) -> Tensor:
+def align(setup: RunSetup, context: ClientContext, answers: Answers, entry: int) -> Tensor:
     """Server-side alignment: SVCCA by layer of each submitted update, on a secret probe, another one each round."""
-    a = job.algorithm.weighting.options
-    probe = _probe(job, entry, int(a["probe"]), "secret_probe", answers.round)
+    a = setup.algorithm.weighting.options
+    probe = _probe(setup, entry, int(a["probe"]), "secret_probe", answers.round)
     assert answers.start is not None
     context.release()
 

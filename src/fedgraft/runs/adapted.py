@@ -17,22 +17,22 @@ from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.lora import adapted as adapters
 from fedgraft.edit.lora import merge
 from fedgraft.models.network import VisionNetwork
-from fedgraft.run import checkpoint
-from fedgraft.run.checkpoint import Checkpoint
-from fedgraft.run.folder import RunFolder
-from fedgraft.run.head_init import install
-from fedgraft.run.job import Job, job_of
-from fedgraft.run.opening import Opening, open_run
-from fedgraft.run.remote_data import absent_data
-from fedgraft.run.saving import saved_edit
+from fedgraft.runs import checkpoint
+from fedgraft.runs.checkpoint import Checkpoint
+from fedgraft.runs.folder import RunFolder
+from fedgraft.runs.head_init import install
+from fedgraft.runs.open_run import OpenRun, open_run
+from fedgraft.runs.remote_data import absent_data
+from fedgraft.runs.saving import saved_edit
+from fedgraft.runs.setup import RunSetup, setup_of
 
 
 @dataclass(frozen=True)
 class Adapted:
     """A run's parts with its best model (by validation) in the network; `last` is the model of its last round."""
 
-    job: Job
-    opening: Opening
+    setup: RunSetup
+    opened: OpenRun
     last: Tensor
     made: Callable[[], VisionNetwork] | None = None
     """Makes the network anew, where the config cannot."""
@@ -40,17 +40,17 @@ class Adapted:
     @property
     def network(self) -> VisionNetwork:
         """The network, adapted."""
-        return self.job.task.network
+        return self.setup.task.network
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the outputs."""
-        return self.job.task.data.dataset.classes
+        return self.setup.task.data.dataset.classes
 
     def base(self) -> VisionNetwork:
         """The plain network the run began with: its backbone and the head it started from."""
-        network = build_network(self.job.config, self.job.task.data.dataset) if self.made is None else self.made()
-        install(network, self.opening.head)
+        network = build_network(self.setup.config, self.setup.task.data.dataset) if self.made is None else self.made()
+        install(network, self.opened.head)
         return network
 
     def plain(self) -> VisionNetwork:
@@ -82,20 +82,22 @@ def adapted(folder: Path | str, data: bool = True) -> Adapted:
     if found.meta.get("elsewhere") or not (data or given):
         config = config.model_copy(update={"trainable": config.trainable.model_copy(update={"match_norm": None})})
         none = FeatureExamples(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
-        return reopened(job_of(config, absent_data(config, found.meta["classes"])), found, None, none)
-    return reopened(job_of(config), found)
+        return reopened(
+            setup_of(config, absent_data(config, found.meta["classes"]), for_training=False), found, None, none
+        )
+    return reopened(setup_of(config, for_training=False), found)
 
 
 def reopened(
-    job: Job,
+    setup: RunSetup,
     found: Checkpoint,
-    opening: Opening | None = None,
+    opened: OpenRun | None = None,
     probe: FeatureExamples | None = None,
     made: Callable[[], VisionNetwork] | None = None,
 ) -> Adapted:
     """A job with the model of a checkpoint in its network; its edit space is opened unless it is open already."""
-    if opening is None:
-        install(job.task.network, found.tensors["head"])
-        opening = open_run(job, None, saved_edit(found.tensors), probe)
-    opening.context.load_model(found.tensors.get("best/vector", found.tensors["vector"]))
-    return Adapted(job, opening, found.tensors["vector"], made)
+    if opened is None:
+        install(setup.task.network, found.tensors["head"])
+        opened = open_run(setup, None, saved_edit(found.tensors), probe)
+    opened.context.load_model(found.tensors.get("best/vector", found.tensors["vector"]))
+    return Adapted(setup, opened, found.tensors["vector"], made)

@@ -10,8 +10,8 @@ from typing import Any
 
 from fedgraft.config.load import Config, merge, validate
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run.loop import run
-from fedgraft.run.tracking import Progress
+from fedgraft.runs.loop import run
+from fedgraft.runs.tracking import Progress
 
 
 def as_central(config: Config) -> Config:

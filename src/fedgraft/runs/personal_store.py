@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.run.checkpoint import BadCheckpoint, listing
+from fedgraft.runs.checkpoint import BadCheckpoint, listing
 
 _NAME = re.compile(r"round-(\d{8,})\.f32")
 _BLOCK = 1 << 22  # bytes hashed at a time

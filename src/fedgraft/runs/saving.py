@@ -13,8 +13,8 @@ from fedgraft.config.build import budget
 from fedgraft.config.options import Config
 from fedgraft.core.state import Memories, ServerState, to_tensors
 from fedgraft.privacy.dp import HIDDEN_NOT_COVERED, NOT_COVERED
-from fedgraft.run.job import Job
-from fedgraft.run.opening import Opening
+from fedgraft.runs.open_run import OpenRun
+from fedgraft.runs.setup import RunSetup
 
 UNMEASURED = -1e9
 """The score of a model that nobody validated: every measured one is better."""
@@ -38,20 +38,20 @@ def selected(metric: str, best: Best) -> dict[str, float]:
 
 
 def pack_run(
-    job: Job, opening: Opening, state: ServerState, memories: Memories, best: Best
+    setup: RunSetup, opened: OpenRun, state: ServerState, memories: Memories, best: Best
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything that a resumed run needs, as named tensors and plain numbers."""
     tensors, meta = to_tensors(state, memories)
-    tensors["head"] = opening.head
-    tensors |= {f"edit/{key}": value for key, value in opening.opened.stored.items()}
+    tensors["head"] = opened.head
+    tensors |= {f"edit/{key}": value for key, value in opened.trainable.stored.items()}
     if best.vector is not None:
         tensors["best/vector"] = best.vector
     meta |= {
-        "space": opening.space.digest,
+        "space": opened.space.digest,
         "best": {"accuracy": best.accuracy, "score": best.score, "round": best.round, "stale": best.stale},
     }
-    meta["classes"] = list(job.task.data.dataset.classes)  # the outputs must be named where the data is not at hand
-    if not job.task.data.rows_known:
+    meta["classes"] = list(setup.task.data.dataset.classes)  # the outputs must be named where the data is not at hand
+    if not setup.task.data.rows_known:
         meta["elsewhere"] = True
     return tensors, meta
 

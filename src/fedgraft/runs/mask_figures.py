@@ -20,8 +20,8 @@ from fedgraft.edit.lora import adapted as adapters
 from fedgraft.edit.masks import Mask, density_by, overlap
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.figures import bars, curves, heatmap, scatter_front
-from fedgraft.run.adapted import adapted
-from fedgraft.run.folder import RunFolder
+from fedgraft.runs.adapted import adapted
+from fedgraft.runs.folder import RunFolder
 
 _SHARE = "Share of weights that are trained"
 
@@ -50,11 +50,11 @@ def figures_of_runs(runs: Sequence[Path], out: Path) -> list[Path]:
 
 def _see(folder: RunFolder) -> Seen:
     run = adapted(folder.path)
-    space, stored = run.opening.space, run.opening.opened.stored
+    space, stored = run.opened.space, run.opened.trainable.stored
     mask = None if adapters(run.network) else whole_mask(run.network, space)
     bits = {name.removeprefix("own/"): value for name, value in stored.items() if name.startswith("own/")}
     own = {f"client {k}": unpack_bits(value, space.trained) for k, value in bits.items()}
-    return Seen(run.opening.algorithm.trainable.label, folder, run.network, mask, own)
+    return Seen(run.setup.algorithm.trainable.label, folder, run.network, mask, own)
 
 
 def _distinct(labels: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from fedgraft.config.load import Config
 from fedgraft.core.progress import Phase, Watcher
 from fedgraft.report.run_record import NOW_FILE
-from fedgraft.run.trackers import Tracker, tracker
+from fedgraft.runs.trackers import Tracker, tracker
 
 LOG = "fedgraft.phases"
 """The logger of phases, which a terminal that shows them anyway leaves out."""

@@ -27,11 +27,11 @@ from fedgraft.core.space import EditSpace
 from fedgraft.edit.trainable import is_head
 from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.metrics.scores import guesses
-from fedgraft.run.closed_form import client_class_sums, cof_heads, ncm_head
-from fedgraft.run.engines import Engines
-from fedgraft.run.job import Job
-from fedgraft.run.kept import kept_tensors
-from fedgraft.run.opening import claims_of
+from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
+from fedgraft.runs.engines import Engines
+from fedgraft.runs.kept import kept_tensors
+from fedgraft.runs.open_run import claims_of
+from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import Engine
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import counted, counts, replies_to
@@ -213,24 +213,27 @@ def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
     return torch.cat([network.features(examples.batch(p).to(device), examples.entry).cpu() for p in rows.split(512)])
 
 
-def install_head(job: Job, engines: Engines) -> Start | None:
+def install_head(setup: RunSetup, engines: Engines) -> Start | None:
     """Give the network a head made from the clients' sums, or leave it at its random start."""
-    m, network, data = job.config.model, job.task.network, job.task.data
-    if job.config.head == "random":
+    m, network, data = setup.config.model, setup.task.network, setup.task.data
+    if setup.config.head == "random":
         return None
-    context = job.backbone_context
-    judge = _judge(job, engines)
-    hidden = [*job.left_out, *(["secure"] if job.algorithm.privacy.hidden else [])]  # rounded sums give other last bits
+    context = setup.backbone_context
+    judge = _judge(setup, engines)
+    hidden = [
+        *setup.left_out,
+        *(["secure"] if setup.algorithm.privacy.hidden else []),
+    ]  # rounded sums give other last bits
     recipe = (
-        job.config.head,
+        setup.config.head,
         m.model_dump_json(include={"ridge", "probe_steps", "head_clients"}),
-        job.config.data.model_dump_json(),
+        setup.config.data.model_dump_json(),
     )
-    identity = [digest(network, network.depth), *data.identity, job.task.transform.digest, str(job.config.seed)]
-    sums = engines.sums(context, job.head_clients)
+    identity = [digest(network, network.depth), *data.identity, setup.task.transform.digest, str(setup.config.seed)]
+    sums = engines.sums(context, setup.head_clients)
 
     def make() -> dict[str, Tensor]:
-        made = _make_head(job, sums, judge)
+        made = _make_head(setup, sums, judge)
         return {"head": made, "traffic": torch.tensor([sums.up, sums.down])}
 
     kept = kept_tensors("heads", ["with traffic, one error", *recipe, *identity, *hidden], make, lambda: not sums.lost)
@@ -239,48 +242,52 @@ def install_head(job: Job, engines: Engines) -> Start | None:
     install(network, head)
     start = Start(*judge([head])[0], {"bytes_up": up, "bytes_down": down}, judge)
     log.info(
-        "head initialisation (%s): validation accuracy %.4f, loss %.4f", job.config.head, start.accuracy, start.loss
+        "head initialisation (%s): validation accuracy %.4f, loss %.4f", setup.config.head, start.accuracy, start.loss
     )
     return start
 
 
-def own_starts(job: Job, engines: Engines, space: EditSpace, start: Start | None) -> dict[int, Tensor]:
+def own_starts(setup: RunSetup, engines: Engines, space: EditSpace, start: Start | None) -> dict[int, Tensor]:
     """Where clients share nothing: the vector each one starts from, with the head that its own images alone give.
 
     A head of everybody's sums would not be training alone. Empty where heads are not made of sums or do not train.
     """
-    network, head = job.task.network, job.task.network.head
+    network, head = setup.task.network, setup.task.network.head
     trains = any(is_head(network, part.name) and part.index is None for part in space.parts)
     judge = None if start is None else start.judge
-    alone = job.algorithm.aggregate.personal and not job.algorithm.aggregate.shares  # else models would never advance
-    if judge is None or not alone or job.task.data.blind or not trains:
+    alone = (
+        setup.algorithm.aggregate.personal and not setup.algorithm.aggregate.shares
+    )  # else models would never advance
+    if judge is None or not alone or setup.task.data.blind or not trains:
         return {}
     common = torch.cat([head.weight, head.bias[:, None]], 1).detach().clone()
     found = {}
-    for client in job.federation.members:
-        install(network, _make_head(job, engines.sums(job.backbone_context, [client]), judge))
+    for client in setup.federation.members:
+        install(network, _make_head(setup, engines.sums(setup.backbone_context, [client]), judge))
         found[client] = space.gather(network)
     install(network, common)
     engines.close()
     return found
 
 
-def _judge(job: Job, engines: Engines) -> Judge:
+def _judge(setup: RunSetup, engines: Engines) -> Judge:
     """On the server's images, or on those that clients hold out."""
-    data, context = job.task.data, job.backbone_context
+    data, context = setup.task.data, setup.backbone_context
     if data.blind:
-        return RemoteScorer(engines.preparing(context), job.federation.run, job.federation.founders, claims_of(data))
+        return RemoteScorer(
+            engines.preparing(context), setup.federation.run, setup.federation.founders, claims_of(data)
+        )
     rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
-    return LocalScorer(features_of(job.task.network, context.examples, rows), job.task.train_images.labels[rows])
+    return LocalScorer(features_of(setup.task.network, context.examples, rows), setup.task.train_images.labels[rows])
 
 
-def _make_head(job: Job, sums: Sums, judge: Judge) -> Tensor:
-    m = job.config.model
-    if job.config.head == "probe":
+def _make_head(setup: RunSetup, sums: Sums, judge: Judge) -> Tensor:
+    m = setup.config.model
+    if setup.config.head == "probe":
         return probe_head(sums, m.probe_steps)
-    if job.config.head == "ncm":
+    if setup.config.head == "ncm":
         return calibrate_temperature(ncm_head(sums), judge)
-    if job.config.head == "cof":
+    if setup.config.head == "cof":
         head, penalty = strongest(cof_heads(client_class_sums(sums), GRID if m.ridge is None else (m.ridge,)), judge)
         return calibrate_temperature(head, judge)
     head, penalty = ridge_head(sums, m.ridge, judge)

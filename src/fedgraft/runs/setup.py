@@ -1,0 +1,447 @@
+"""Everything a run is made from, built once and never changed afterwards.
+
+`RunParts` are the objects that a config names, or that a script hands over: algorithm, network, data. `RunSetup.build`
+fills in what only a run knows: the keys of its noise, the defaults of a deployment, default learning rates, who takes
+part when. It can be read from top to bottom, and nothing replaces a part of a `RunSetup` later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.client.context import ClientContext
+from fedgraft.client.policy import Policy
+from fedgraft.config.agreement import rules_of
+from fedgraft.config.build import build_algorithm, build_federation, build_network, device_named
+from fedgraft.config.federate import federate
+from fedgraft.config.load import merge, validate
+from fedgraft.config.options import Config
+from fedgraft.core.errors import FedgraftError
+from fedgraft.core.progress import phase
+from fedgraft.core.protocols import Examples
+from fedgraft.core.rng import torch_stream
+from fedgraft.core.state import Federation
+from fedgraft.data.feature_cache import CachedExamples
+from fedgraft.data.federated import FederatedData
+from fedgraft.data.pixels.transforms import STATISTICS, Transform, rule_for
+from fedgraft.engines.choice import cores
+from fedgraft.engines.pool import prepare_features
+from fedgraft.metrics.metrics import check_metric
+from fedgraft.models.network import VisionNetwork
+from fedgraft.privacy.dp import simulation_key
+from fedgraft.runs.closed_form import check_clear
+from fedgraft.runs.rates import head_curvature, with_default_rates
+from fedgraft.runs.task import Task
+from fedgraft.runs.trackers import require
+from fedgraft.server.sample import sample
+
+SECRET_BYTES = 32
+"""Length of the secret from which the noise and the cohorts of a private run follow."""
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The objects of a run before a run fills in its defaults."""
+
+    config: Config
+    algorithm: Algorithm
+    task: Task
+    identity: str
+    """What decides the bytes of the result; a folder belongs to one identity."""
+    from_objects: bool = False
+    """The parts came from Python: the folder's config.toml alone cannot build them again."""
+
+    @property
+    def model(self) -> VisionNetwork:
+        """The network, with a head for the data's classes."""
+        return self.task.network
+
+    @property
+    def clients(self) -> FederatedData:
+        """The data, divided among clients."""
+        return self.task.data
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a run is set up for, besides its config."""
+
+    deployed: bool = False
+    """Clients are on other machines."""
+    for_training: bool = True
+    """Rounds will be trained, so default learning rates are measured; else the model is only opened again."""
+    secret: bytes = b""
+    """The run's secret; without one, private noise that must be secret is refused in training."""
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A run that is ready to begin: options, algorithm, task, and who takes part."""
+
+    config: Config
+    algorithm: Algorithm
+    """With its privacy keys and its learning rates filled in."""
+    task: Task
+    federation: Federation
+    identity: str
+    from_objects: bool = False
+
+    @classmethod
+    def build(cls, parts: RunParts, circumstances: Circumstances | None = None) -> RunSetup:
+        """Fill in what the parts leave open, and refuse what cannot work."""
+        circumstances = circumstances or Circumstances()
+        config = parts.config
+        task = parts.task
+        _require_metrics_and_clients(parts)
+        algorithm = _with_noise_key(parts.algorithm, config, task.data, circumstances)
+        if circumstances.for_training:
+            with phase("measuring the curvature of the head", minor=True):
+                curvature = head_curvature(task, algorithm)
+            algorithm = with_default_rates(algorithm, curvature, from_random=config.head == "random")
+        cohort_secret = b""
+        if algorithm.privacy.dp is not None and algorithm.privacy.dp.bound:
+            cohort_secret = _derived(circumstances.secret, "cohorts")
+        membership: dict[str, Any] = {}
+        if not parts.from_objects:
+            membership = _membership(config, task.data)
+        federation = build_federation(
+            config,
+            algorithm.lr,
+            run=parts.identity,
+            largest=task.data.largest,
+            minimum_answers=minimum_answers(config, circumstances.deployed),
+            secret=cohort_secret,
+            **membership,
+        )
+        if not federation.founders and task.data.others_known:
+            raise FedgraftError(
+                "E-RUN-NOBODY-BEGINS",
+                "partition.joins leaves nobody to begin with",
+                "keep at least one client that is there from the start",
+            )
+        return cls(config, algorithm, task, federation, parts.identity, parts.from_objects)
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """What the clients are called: their sites, or their numbers."""
+        return self.task.data.client_names
+
+    @property
+    def model(self) -> VisionNetwork:
+        """The network, with a head for the data's classes."""
+        return self.task.network
+
+    @property
+    def clients(self) -> FederatedData:
+        """The data, divided."""
+        return self.task.data
+
+    @cached_property
+    def judging_rows(self) -> Tensor:
+        """Rows of the training images to measure on: the validation images, or the clients' where none are held out.
+
+        Images of clients that nothing is made from do not choose the best model either.
+        """
+        data = self.task.data
+        if len(data.validation_rows):
+            return data.validation_rows
+        if not self.federation.without or not data.rows_known:
+            return data.train_rows
+        theirs = torch.cat([data.rows(k) for k in self.federation.members])
+        return data.train_rows[torch.isin(data.train_rows, theirs)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Who is not there before the first round, as words of an identity."""
+        return [f"without {k}" for k in sorted({*range(self.federation.clients)} - {*self.federation.founders})]
+
+    @property
+    def probe_size(self) -> int:
+        """How many images every client must have in common, 0 for none; more than are held out are refused."""
+        wanted = [int(one.options["probe"]) for one in self.algorithm.wants if one.needs_probe]
+        count, held = max(wanted, default=0), len(self.task.data.validation_rows)
+        if held < count:
+            raise FedgraftError(
+                f"the probe needs {count} validation images and there are {held}; raise data.validation or lower "
+                "algorithm.probe"
+            )
+        return count
+
+    @property
+    def cohort(self) -> list[int]:
+        """The clients of the first round."""
+        return sample(self.federation, 0)
+
+    @property
+    def threads(self) -> int:
+        """How many things this process may do side by side between rounds, each on one thread."""
+        workers, on_cpu = self.config.workers, self.task.network.head.weight.device.type == "cpu"
+        alone = workers == 1 or torch.get_num_threads() > 1 or not on_cpu
+        return 1 if alone else workers or cores()
+
+    def ready(self, examples: Examples, rows: Tensor) -> None:
+        """Compute what is not kept of these rows yet, side by side on all cores; without a feature cache do nothing."""
+        if isinstance(examples, CachedExamples) and self.threads > 1:
+            prepare_features(examples, rows, self.threads)
+
+    @cached_property
+    def backbone_context(self) -> ClientContext:
+        """The context of head initialisation: the untouched backbone's features, kept on disk for all runs."""
+        task = self.task
+        cached = task.at_entry(task.eval_images, task.network.depth, self._met_again())
+        some = self.config.model.head_clients < 1 and task.data.rows_known
+        asked = [task.data.rows(k) for k in self.head_clients] if some else [task.data.train_rows]
+        self.ready(cached, torch.cat([*asked, task.data.validation_rows]))
+        return replace(task.whole(cached, self.config.seed), policies=self.policies)
+
+    @property
+    def head_clients(self) -> list[int]:
+        """Those whose sums make the head: all who are there from the start, or the share of them that is drawn."""
+        founders, share = self.federation.founders, self.config.model.head_clients
+        count = max(1, round(share * len(founders)))
+        drawn = torch.randperm(len(founders), generator=torch_stream(self.config.seed, "head_clients"))[:count]
+        return [founders[place] for place in sorted(drawn.tolist())]
+
+    def _met_again(self) -> Examples | None:
+        """The images where the rounds will want them, if they will meet most of them: then nothing is computed twice.
+
+        Fewer are left alone: tokens of images that nobody asks for would only fill the disk.
+        """
+        task, local = self.task, self.algorithm.local
+        rows = len(task.data.train_rows)
+        met = self.config.rounds.total * len(self.cohort) * local.steps_for(max(1, rows // task.data.clients))
+        if not task.transform.deterministic or 2 * met * local.batch_size < rows:
+            return None
+        return self.train_at(task.entry_for(self._first_block, self.config))
+
+    def train_at(self, entry: int) -> Examples:
+        """The training images where they enter: one table, whoever asks first for it, the head's sums or the rounds."""
+        if entry not in self._tables:
+            self._tables[entry] = self.task.at_entry(self.task.train_images, entry)
+        return self._tables[entry]
+
+    @cached_property
+    def _tables(self) -> dict[int, Examples]:
+        return {}
+
+    @cached_property
+    def scoring_context(self) -> ClientContext:
+        """The context in which clients score weights for a mask: images where the rounds meet them, as they are."""
+        task = self.task
+        entry = 0 if self.config.data.augment else task.entry_for(self._first_block, self.config)
+        images = self.train_at(entry) if entry else task.eval_images
+        return replace(task.whole(images, self.config.seed), policies=self.policies)
+
+    @property
+    def _first_block(self) -> int:
+        return self.algorithm.trainable.first_block(self.task.network)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The rules that clients hold orders against: those of the config; of objects, the algorithm's."""
+        return () if self.from_objects else rules_of(self.config, self.algorithm)
+
+
+def parts_from_config(config: Config, data: FederatedData | None = None) -> RunParts:
+    """Return the objects that a config names; `data` where it lies elsewhere than the config says."""
+    identity = config.digest
+    algorithm = build_algorithm(config)
+    rules_of(config, algorithm)
+    config = with_closed_form_head(config, algorithm)
+    if data is None:
+        with phase("reading the data"):
+            data = federate(config)
+    if data.clients != config.partition.clients:  # the data says who its owners are
+        config = validate(merge(config.table, {"partition": {"clients": data.clients}}))
+        algorithm = build_algorithm(config)
+    with phase("loading the network"):
+        network = build_network(config, data.dataset).to(device_named(config.device))
+    algorithm.trainable.check(network)
+    if config.rounds.keep_contributions and not _subtractable(algorithm):
+        raise FedgraftError(
+            "E-RUN-CONTRIBUTIONS",
+            "rounds.keep_contributions needs a mean of updates in the clear and a server rule without memory, which "
+            f"{algorithm.name} as configured is not",
+            "leave it out: unlearn without --fast works for all",
+        )
+    require(config.track.trackers)
+    task = Task(network, data, transform_for(network, config), config.model.name)
+    return RunParts(config, algorithm, task, identity)
+
+
+def setup_of(
+    config: Config,
+    data: FederatedData | None = None,
+    *,
+    deployed: bool = False,
+    for_training: bool = True,
+    secret: bytes = b"",
+) -> RunSetup:
+    """Return the setup of a config; the keywords are fields of `Circumstances`."""
+    parts = parts_from_config(config, data)
+    return RunSetup.build(parts, Circumstances(deployed, for_training, secret))
+
+
+def minimum_answers(config: Config, deployed: bool) -> int:
+    """Return how many answers a round needs: two by default on other machines, because one alone is no mean."""
+    if config.rounds.minimum_answers:
+        return config.rounds.minimum_answers
+    if deployed and config.engine != "flower-sim":
+        return min(2, config.partition.clients)
+    return 1
+
+
+def _require_metrics_and_clients(parts: RunParts) -> None:
+    """Refuse a metric that these classes do not have, and several clients where training is in one place."""
+    check_metric(parts.config.select, parts.task.data.dataset.classes)
+    aggregate = parts.algorithm.aggregate
+    clients = parts.config.partition.clients
+    if clients > 1 and not (aggregate.shares or aggregate.personal):
+        raise FedgraftError(
+            "E-RUN-ONE-PLACE",
+            f"{parts.algorithm.name} trains in one place, and here are {clients} clients",
+            "run `fedgraft centralized`, or set partition.clients=1 with partition.kind='iid'",
+        )
+
+
+def _with_noise_key(
+    algorithm: Algorithm, config: Config, data: FederatedData, circumstances: Circumstances
+) -> Algorithm:
+    """Return the algorithm with the key of its noise: from the run's secret, or from the seed for experiments."""
+    dp = algorithm.privacy.dp
+    if dp is None:
+        return algorithm
+    follows_secret = dp.bound
+    if circumstances.deployed and config.privacy.dp is not None and config.engine != "flower-sim":
+        if data.blind:
+            raise FedgraftError(
+                "E-RUN-PRIVATE-NO-DATA",
+                "under differential privacy nodes send nothing but noised updates, so the server needs images of its "
+                "own to measure on",
+                "submit with --server-data",
+            )
+        follows_secret = config.privacy.dp.secret is not False  # secret unless the config says otherwise
+    if follows_secret:
+        if circumstances.for_training and len(circumstances.secret) != SECRET_BYTES:
+            raise FedgraftError(
+                "E-RUN-SECRET-MISSING",
+                "the noise of this run must follow from a secret, and the run has none",
+                "run it in a folder (fg.run(..., folder=...)), or set privacy.dp.secret=false for an experiment",
+            )
+        key = _derived(circumstances.secret, "noise")
+    elif dp.key:
+        key = dp.key
+    else:
+        key = simulation_key(config.seed)
+    protected = replace(algorithm.privacy, dp=replace(dp, key=key, bound=follows_secret))
+    return vary(algorithm, privacy=protected)
+
+
+def _derived(secret: bytes, purpose: str) -> bytes:
+    """Return a key for one purpose that follows from the run's secret."""
+    return hashlib.sha256(f"fedgraft {purpose}".encode() + secret).digest()
+
+
+def _subtractable(algorithm: Algorithm) -> bool:
+    """Return whether what a client added to the common model can be seen and taken off again."""
+    in_the_clear = not algorithm.privacy.hidden and algorithm.privacy.dp is None
+    return in_the_clear and algorithm.aggregate.is_mean and algorithm.server.memoryless
+
+
+def _membership(config: Config, data: FederatedData) -> dict[str, Any]:
+    """Return who takes part and when, by client number, as fields of a federation."""
+    partition = config.partition
+    joins = _rounds_by_number(partition.joins, "joins", data)
+    leaves = _rounds_by_number(partition.leaves, "leaves", data)
+    for client, first_round in joins.items():
+        if leaves.get(client, first_round) < first_round:
+            raise FedgraftError(
+                "E-RUN-LEAVES-BEFORE-JOINING",
+                f"client {data.client_names[client]} leaves before it joins",
+                "see partition.joins and partition.leaves",
+            )
+    excluded = set(numbers_of(partition.without, "without", data).values())
+    evaluate_only = set(numbers_of(partition.evaluate_only, "evaluate_only", data).values())
+    return {
+        "without": clients_left_out(config, data),
+        "evaluate_only": frozenset(evaluate_only - excluded),
+        "joins": joins,
+        "leaves": leaves,
+    }
+
+
+def _rounds_by_number(rounds: dict[str, int], option: str, data: FederatedData) -> dict[int, int]:
+    """Return rounds that an option gives by client name, by client number."""
+    by_number = {}
+    for name, number in numbers_of(rounds, option, data).items():
+        by_number[number] = rounds[name]
+    return by_number
+
+
+def clients_left_out(config: Config, data: FederatedData) -> frozenset[int]:
+    """Return the numbers of the clients that nothing is made from."""
+    partition = config.partition
+    excluded = set(numbers_of(partition.without, "without", data).values())
+    excluded |= set(numbers_of(partition.evaluate_only, "evaluate_only", data).values())
+    if len(excluded) >= data.clients:
+        option = "without" if partition.without else "evaluate_only"
+        raise FedgraftError(
+            "E-RUN-NOBODY-LEFT", f"partition.{option} leaves nobody", "keep at least one client", option=option
+        )
+    return frozenset(excluded)
+
+
+def numbers_of(names: Iterable[str], option: str, data: FederatedData) -> dict[str, int]:
+    """Return the numbers of clients that an option names, by name or number; a node knows only itself."""
+    if not data.others_known:
+        return {}
+    known = {str(number): number for number in range(data.clients)}
+    for number, name in enumerate(data.client_names):
+        known.setdefault(name, number)
+    numbers = {}
+    for name in names:
+        if name not in known:
+            raise FedgraftError(
+                "E-RUN-UNKNOWN-CLIENT",
+                f"partition.{option} names {name!r}, and the clients are {', '.join(data.client_names)[:300]}",
+                option=option,
+                client=name,
+            )
+        numbers[name] = known[name]
+    return numbers
+
+
+def with_closed_form_head(config: Config, algorithm: Algorithm) -> Config:
+    """Return the config of an algorithm that is a head in one exchange: its way to make the head, and no round.
+
+    A head that cannot be made from hidden sums is refused here, before anything is read.
+    """
+    closed_form = algorithm.closed_form
+    instead = "algorithm.name='fedncm'" if closed_form else "model.head='ncm'"
+    check_clear("cof" in (closed_form, config.head) and algorithm.privacy.hidden, instead)
+    if not closed_form:
+        return config
+    if "head" in config.model.model_fields_set and config.model.head != closed_form:
+        raise FedgraftError(
+            "E-RUN-OTHER-HEAD",
+            f"{algorithm.name} is the head model.head={closed_form!r} itself, and model.head={config.model.head!r} is "
+            "another",
+            f"leave it out, or set model.head={closed_form!r}",
+        )
+    return validate(merge(config.table, {"model": {"head": closed_form}, "rounds": {"total": 0}}))
+
+
+def transform_for(network: VisionNetwork, config: Config, augment: Sequence[str] | None = None) -> Transform:
+    """Return how images reach this network: by its own preprocessing where its folder names one, else cropped."""
+    rule = rule_for(network, config.data.resize, config.data.grey_window)
+    mean, std = STATISTICS.get(config.data.normalise, (network.mean, network.std))
+    training_transforms = tuple(config.data.augment if augment is None else augment)
+    return Transform(rule, training_transforms, tuple(mean), tuple(std))  # type: ignore[arg-type]
