@@ -97,7 +97,7 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 from fedgraft.deploy.limits import state
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
-from fedgraft.messages import Order
+from fedgraft.core.messages import Request
 
 app = ServerApp()
 
@@ -135,7 +135,7 @@ def main(grid, context):
             json.dump(found, file)
 
     def fedgraft(vector, r):
-        orders = [Order("b", r, k, "train", vector=vector) for k in range(clients)]
+        orders = [Request("b", r, k, "train", vector=vector) for k in range(clients)]
         got = engine.exchange(orders)
         assert len(got) == clients and all(len(a[1]) > 4 * len(vector) for a in got), got
 

@@ -16,7 +16,7 @@ def main() -> None:
         state = fedgraft.start(run.algorithm, run.space.gather(task.network), run.space.trained)
         state, summary = fedgraft.run_round(run.algorithm, run.federation, state, engine, run.server_context)
         engines.close()
-    run.context.show(state.vector)
+    run.context.load_model(state.vector)
     result = fedgraft.evaluate(task.network, task.eval_images, task.data.validation_rows)
     print(f"clients {summary.cohort}: {summary.record['bytes_up']:,} bytes up, {summary.record['bytes_down']:,} down")
     print(f"{run.space.trained:,} coordinates moved by {summary.record['update_norm']:.4f} in all")

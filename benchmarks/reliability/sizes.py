@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 from fedgraft.server import validate as screening
 from fedgraft.aggregate.codecs import VALUES
 from dataclasses import replace
-from fedgraft.server.validate import Expectation, validate_replies
-from fedgraft.messages import Reply, pack
+from fedgraft.server.validate import Expectation, validate_responses
+from fedgraft.core.messages import Response, pack
 
 def resident(field):
     with open("/proc/self/status") as file:
@@ -35,7 +35,7 @@ expected = Expectation("run", 1, frozenset([0]), space="s", length=length, codec
 if naive:  # the planted bug: nobody looks at the size before parsing
     real = screening.unpack
     screening.unpack = lambda kind, data, **limits: real(kind, bytes(data))
-warm = Reply("run", 1, 0, "s", 5, VALUES.encode(torch.zeros(100), torch.Generator(), {}))
+warm = Response("run", 1, 0, "s", 5, VALUES.encode(torch.zeros(100), torch.Generator(), {}))
 print(expected.limit, flush=True)
 for line in sys.stdin:
     with open(line.strip(), "rb") as file:
@@ -44,11 +44,11 @@ for line in sys.stdin:
     if child == 0:
         # Pages of the payload and of the code are there before the peak is reset.
         sum(mapped[i] for i in range(0, len(mapped), 4096))
-        validate_replies([(0, pack(warm))], replace(expected, length=100))
+        validate_responses([(0, pack(warm))], replace(expected, length=100))
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
         total = resident("VmRSS")
-        accepted, rejections = validate_replies([(0, memoryview(mapped))], expected)
+        accepted, rejections = validate_responses([(0, memoryview(mapped))], expected)
         print(resident("VmHWM") - total, len(accepted), len(rejections), flush=True)
         os._exit(0)
     os.waitpid(child, 0)

@@ -281,7 +281,7 @@ def test_two_files_of_one_name_are_refused() -> None:
 
 def test_a_dead_run_says_why() -> None:
     died = RunState(1, "failed", "ServerApp failed with exception: boom")
-    log = "INFO: begin\nTraceback (most recent):\n  File x\nfedgraft.errors.FedgraftError: client 2 has no data.\n"
+    log = "INFO: begin\nTraceback (most recent):\n  File x\nfedgraft.core.errors.FedgraftError: client 2 has no data.\n"
     assert reason_of(died, log) == "client 2 has no data."
     assert reason_of(died, "INFO: begin\nKeyError: 'x'\nINFO: end") == "KeyError: 'x'"
     assert reason_of(died, "INFO: begin") == "ServerApp failed with exception: boom"

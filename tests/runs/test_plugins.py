@@ -43,7 +43,7 @@ registry.LOSSES["focal"] = focal
 ''',
     "trainable": '''
 from fedgraft.edit.dense import Dense
-from fedgraft.registry import TRAINABLES
+from fedgraft.core.registry import TRAINABLES
 
 def biases():
     """Ben Zaken et al. 2022 (BitFit): the biases and nothing else."""
@@ -54,7 +54,7 @@ TRAINABLES["biases"] = biases
     "strategy": """
 import torch
 from fedgraft.edit.choose import Strategy
-from fedgraft.registry import STRATEGIES
+from fedgraft.core.registry import STRATEGIES
 
 def by_place(weights, seed):
     return {name: torch.arange(t.numel()).view(t.shape).float() for name, t in weights.items()}
@@ -62,7 +62,7 @@ def by_place(weights, seed):
 STRATEGIES["first"] = lambda: Strategy(largest=False, scores=by_place)
 """,
     "aggregation": """
-from fedgraft.registry import AGGREGATORS
+from fedgraft.core.registry import AGGREGATORS
 
 AGGREGATORS["middle"] = lambda attackers: lambda stack, weights: stack.median(0).values
 """,

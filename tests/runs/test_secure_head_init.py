@@ -57,13 +57,14 @@ def asked(sums: Sums, action: str, toy: Toy) -> dict[str, Tensor]:
         names = "\n".join(n for n, _ in toy.network.named_parameters() if "layers" in n)
         told = {"estimator": "per_sample", "labels": "true", "draw": 1, "share": 1.0, "batch": 4, "names": names}
         vector = torch.cat([p.detach().view(-1) for _, p in toy.network.named_parameters()])
-        return sums.ask(action, vector, told)
+        return sums.ask(action_named(action), vector, told)
     if action == "head_gradient":
         shape = (toy.network.classes, toy.network.width + 1)
         return sums.ask(
-            action, head=torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            action_named(action),
+            head=torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
         )
-    return sums.ask(action)
+    return sums.ask(action_named(action))
 
 
 # ---- numbers of several digits --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.support.hostile import LIES, VICTIM, WorkerResponse, World, outcome, policy_of
+from tests.support.hostile import LIES, VICTIM, Answer, World, outcome, policy_of
 from tests.support.lies import ANY
 from tests.support.lies import LIES as REPLIES
 from tests.support.tiny import Open
@@ -99,7 +99,7 @@ class DeployedWorld(World):
             context.policies = (replace(self.policy, pinned_peers=False),)
             context.run_fingerprint = self.stage.run_fingerprint
 
-    def tell(self, request: Request) -> WorkerResponse:
+    def tell(self, request: Request) -> Answer:
         if request.client != VICTIM:
             whole, purpose = self.context, request.settings.get("sums", request.action)
             self.context = self.stage.open.setup.backbone_context if purpose == "statistics" else whole

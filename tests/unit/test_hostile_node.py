@@ -12,6 +12,7 @@ from tests.support.lies import ANY, LIES, Lie, Lying, put, values
 from tests.support.toy import CLASSES, WIDTH, Toy
 
 from fedgraft import algorithms as zoo
+from fedgraft.client.actions import action_named
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request
 from fedgraft.edit.masks import Mask
@@ -91,7 +92,9 @@ def summed(action: str, **more: Any) -> Callable[[Toy, Any], Any]:
     def ask(toy: Toy, engine: Any) -> Any:
         asking = Sums(engine.exchange, "toy", range(5), toy.network, CLEAR)
         asking.example_counts = toy.server_context.example_counts
-        found = asking.ask(action, **({"vector": toy.space.gather(toy.network)} if "settings" in more else {}), **more)
+        found = asking.ask(
+            action_named(action), **({"vector": toy.space.gather(toy.network)} if "settings" in more else {}), **more
+        )
         assert set(asking.lost) == {LIAR}
         return [found[name] for name in sorted(found)]
 

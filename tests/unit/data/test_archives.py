@@ -67,7 +67,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from fedgraft.data import npz
-from fedgraft.errors import FedgraftError
+from fedgraft.core.errors import FedgraftError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sorted(Path(sys.argv[1]).glob("*.npz")):
     try:

@@ -84,7 +84,7 @@ class Direct:
     def deliver(self, request: Request) -> Any:
         k, after = request.client, int(self.memory[request.client]["step"]) if request.client in self.memory else 0
         self.actions.append(request.action)
-        request = replace(
+        worker_request = replace(
             self.requests[k],
             after=after,
             becomes=after + 1,
@@ -92,11 +92,11 @@ class Direct:
             classes=tuple(self.classes),
             request=pack(replace(request, client=0)),
         )
-        answer = self.nodes[k].carry_out(request)
+        answer = self.nodes[k].carry_out(worker_request)
         if answer.need:
-            answer = self.nodes[k].carry_out(replace(request, opened=self.opened))
+            answer = self.nodes[k].carry_out(replace(worker_request, opened=self.opened))
             self.sent += len(self.opened)
-        self.sent, self.received = self.sent + len(request.request), self.received + len(answer.response)
+        self.sent, self.received = self.sent + len(worker_request.request), self.received + len(answer.response)
         if answer.step:
             self.memory[k] = {"step": torch.tensor([answer.step])}
         return (k, answer.response) if request.action == "train" else unpack(Response, answer.response)
