@@ -27,10 +27,10 @@ from fedgraft.local.losses import cross_entropy
 from fedgraft.local.optimizers import adamw
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import Mechanism
-from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private
+from fedgraft.privacy.protection import DifferentialPrivacy, Secure, private
 from fedgraft.runs.setup import with_closed_form_head
 
-SECURE = Protection(hidden=True)
+SECURE = Secure()
 NOTHING = Dense("nothing", lambda network, name: False, trains_head=False, trains_body=False)
 PARTLY = Sparse(adaptive_start=0.5)
 EACH = LowRank(aggregate="stack")

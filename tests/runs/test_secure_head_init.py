@@ -27,7 +27,7 @@ from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.data.federated import FederatedData
 from fedgraft.engines.pool import Pool
-from fedgraft.privacy.protection import Protection
+from fedgraft.privacy.protection import Clear, Privacy, Secure
 from fedgraft.privacy.secagg.ring import Ring, Segment, Unfit
 from fedgraft.privacy.secagg.secure_sum import STAGES
 from fedgraft.runs.engines import Engines
@@ -37,7 +37,7 @@ from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import secure_sum as secure_round
 from fedgraft.server.secure_sum import ANSWERS, Sums
 
-SECURE = Protection(hidden=True)
+SECURE = Secure()
 ACTIONS = ["statistics", "class_sums", "head_gradient", "fisher_scores"]
 
 
@@ -48,7 +48,7 @@ def secured(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
 
 def clear(toy: Toy, clients: Iterable[int] = CLIENTS) -> Sums:
     """The same in the clear."""
-    return Sums(toy.engine.exchange, "toy", clients, toy.network, Protection())
+    return Sums(toy.engine.exchange, "toy", clients, toy.network, Clear())
 
 
 def asked(sums: Sums, action: str, toy: Toy) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def tensors_of(value: Any, seen: set[int]) -> list[Tensor]:
     return [t for v in own.values() for t in tensors_of(v, seen)]
 
 
-def leaks(privacy: Protection, action: str) -> bool:
+def leaks(privacy: Privacy, action: str) -> bool:
     """Whether anything the server received or held while summing is, or could be read as, a client's own numbers."""
     toy = Toy(vary(zoo.fedavg(), privacy=privacy))
     held: list[Any] = []
@@ -264,7 +264,7 @@ def leaks(privacy: Protection, action: str) -> bool:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_the_server_holds_nothing_of_one_client(action: str) -> None:
     assert not leaks(SECURE, action)
-    assert leaks(Protection(), action)  # the broken variant: the clear path
+    assert leaks(Clear(), action)  # the broken variant: the clear path
 
 
 def test_a_mask_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,8 +355,8 @@ def test_an_answer_over_its_size_is_not_even_unpacked(monkeypatch: pytest.Monkey
     assert sum(over for _, _, over in read) == 1 and all(limit is not None and limit < 1 << 18 for _, limit, _ in read)
 
 
-@pytest.mark.parametrize("privacy", [SECURE, Protection()], ids=["secure", "clear"])
-def test_large_answers_are_asked_for_in_groups(privacy: Protection, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("privacy", [SECURE, Clear()], ids=["secure", "clear"])
+def test_large_answers_are_asked_for_in_groups(privacy: Privacy, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may hold all answers of one exchange, so one exchange does not ask for too many."""
     monkeypatch.setattr(secure_round, "_HELD", 1)
     monkeypatch.setattr(secure_round, "_GROUP", 2)
@@ -386,7 +386,7 @@ def test_long_vectors_add_up_to_the_same_bits_in_groups(monkeypatch: pytest.Monk
     assert all(torch.equal(grouped[name], whole[name]) for name in whole)
     toy = Toy(zoo.fedavg())
     inner = toy.engine.exchange
-    sums = Sums(lambda o: [r for r in inner(o) if r.client > 1], "toy", CLIENTS, toy.network, Protection())
+    sums = Sums(lambda o: [r for r in inner(o) if r.client > 1], "toy", CLIENTS, toy.network, Clear())
     found = asked(sums, "fisher_scores", toy)
     assert all(torch.equal(found[name], without[name]) for name in without) and sorted(sums.lost) == [0, 1]
 
@@ -434,12 +434,12 @@ def test_a_client_serves_each_sum_once_and_refuses_another_layout(caplog: pytest
 def test_dropout_layers_draw_the_same_under_secure_aggregation() -> None:
     """Turning the protection on does not change what is trained."""
 
-    def run(privacy: Protection) -> Tensor:
+    def run(privacy: Privacy) -> Tensor:
         toy = Toy(vary(zoo.fedavg(), privacy=privacy))
         toy.network.backbone["layers"][0].append(Noisy())  # type: ignore[index]
         return toy.run(2).vector
 
-    torch.testing.assert_close(run(SECURE), run(Protection()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(run(SECURE), run(Clear()), rtol=0, atol=1e-5)
 
 
 class Noisy(torch.nn.Module):

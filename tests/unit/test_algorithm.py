@@ -21,9 +21,9 @@ from fedgraft.edit.trainable import is_head
 from fedgraft.local.corrections import control_variates, dynamic, proximal
 from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining
-from fedgraft.privacy.protection import Protection
+from fedgraft.privacy.protection import Private, Secure
 
-SECURE = Protection(hidden=True)
+SECURE = Secure()
 
 ILLEGAL: dict[str, tuple[Any, str]] = {
     "secure aggregation with Krum": (
@@ -68,7 +68,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         "corrects towards one common model",
     ),
     "privacy with weights": (
-        lambda: vary(zoo.fedavg(), privacy=Protection(dp=cast(Any, object()))),
+        lambda: vary(zoo.fedavg(), privacy=Private(dp=cast(Any, object()))),
         "count at most once",
     ),
     "own masks with a mixture": (
@@ -115,7 +115,7 @@ def test_close_relatives_of_the_illegal_ones_are_allowed() -> None:
     vary(zoo.scaffold(), privacy=SECURE)
     vary(zoo.fedalign(align="client"), privacy=SECURE)
     vary(zoo.scaffold(local=LocalTraining(optimizer=sgdm(0.9, nesterov=True))))
-    vary(zoo.fedavg(), privacy=Protection(dp=cast(Any, object())), weighting=uniform())
+    vary(zoo.fedavg(), privacy=Private(dp=cast(Any, object())), weighting=uniform())
     vary(zoo.fedprox(), trainable=Sparse(adaptive_start=0.5))
     vary(zoo.fedshibu(), correction=proximal(0.1))
     vary(zoo.fedavg(), aggregate=robust_aggregator("krum", 1), correction=dynamic(0.1))

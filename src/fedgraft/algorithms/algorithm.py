@@ -21,7 +21,7 @@ from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.train import LocalTraining
 from fedgraft.local.update_links import StepRange, UpdateLink
-from fedgraft.privacy.protection import CLEAR, Protection
+from fedgraft.privacy.protection import CLEAR, Privacy
 from fedgraft.privacy.secagg.ring import Segment
 from fedgraft.privacy.secagg.secure_sum import CUT, weighted_segments
 
@@ -73,7 +73,7 @@ class Algorithm:
     aggregate: Aggregator | Mixing | Clusters = field(default_factory=mean)
     server: ServerRule = field(default_factory=plain)
     client_state: ClientState = field(default_factory=ClientState)
-    privacy: Protection = CLEAR
+    privacy: Privacy = CLEAR
     fixed_head: bool = False
     """The head stays at its start, as in FedBABU: a kind that trains it contradicts the algorithm."""
     download: float | None = None
@@ -130,14 +130,14 @@ def secure_segments(
     The limits follow from the config and the order's `settings` (`lr`, `largest`), which server and clients both know.
     Whether a client had to cut something is part of the sum; not under privacy, whose account does not cover it.
     """
-    limit = algorithm.privacy.limit
+    limit = algorithm.privacy.sum_options.limit
     scale, reports = _sent_scale(algorithm, settings)
     # Control variates have the size of gradients, not of updates.
     sums = dict.fromkeys(algorithm.local.correction.sends, (trained, 64 * limit))
     # What lies behind the trained coordinates (statistics of batch norm) is not scaled by any link.
     tail = length - trained if scale != 1 else 0
     segments = weighted_segments(length - tail, limit * scale, sums, reports, (tail, limit))
-    return segments if algorithm.privacy.dp is not None else (*segments, CUT)
+    return (*segments, CUT) if algorithm.privacy.flags_cut_numbers else segments
 
 
 def _sent_scale(algorithm: Algorithm, settings: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
@@ -166,7 +166,8 @@ def vary(algorithm: Algorithm, **slots: Any) -> Algorithm:
 
 def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
     """Each rule: is it broken, and one sentence why it is one."""
-    hidden, private = a.privacy.hidden, a.privacy.dp is not None
+    hidden = a.privacy.collects_sum
+    private = a.privacy.noise is not None
     correction, kept = a.local.correction, not a.client_state.empty
     effective_steps = a.local.optimizer.effective_steps
     # Where what trains and what travels are the algorithm's own, nobody can be told to choose another.

@@ -44,8 +44,8 @@ def implied_policy(algorithm: Algorithm) -> Policy:
     """Return what an algorithm promises without anybody asking: what can be hidden is, where it hides."""
     shown_alone = tuple(sorted(action.name for action in ACTIONS.values() if action.shown_alone))
     # Under differential privacy nothing is answered that no noise covers.
-    allowed = ("train",) if algorithm.privacy.dp is not None else ()
-    return Policy(secure=algorithm.privacy.hidden, in_the_clear=shown_alone, actions=allowed)
+    allowed = ("train",) if algorithm.privacy.answers_only_accounted else ()
+    return Policy(secure=algorithm.privacy.collects_sum, in_the_clear=shown_alone, actions=allowed)
 
 
 def validate_request(request: Request, algorithm: Algorithm, context: ClientContext) -> None:

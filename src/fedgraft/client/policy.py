@@ -126,13 +126,16 @@ class Policy:
 
     def check_protection(self, algorithm: Algorithm) -> None:
         """Refuse a run that has less protection than is required."""
-        dp = algorithm.privacy.dp
-        if self.secure and not algorithm.privacy.hidden:
+        privacy = algorithm.privacy
+        if self.secure and not privacy.collects_sum:
             raise Refused("the run has no secure aggregation", "secure")
-        if dp is None and (self.noise is not None or self.epsilon is not None):
+        requires_noise = self.noise is not None or self.epsilon is not None
+        if requires_noise and privacy.noise is None:
             raise Refused("the run has no differential privacy", "epsilon")
-        if dp is not None and self.noise is not None and dp.mechanism.noise < self.noise:
-            raise Refused(f"the noise is {dp.mechanism.noise:g}, and at least {self.noise:g} is required", "noise")
+        if self.noise is not None and privacy.noise is not None:
+            multiplier = privacy.noise.mechanism.noise
+            if multiplier < self.noise:
+                raise Refused(f"the noise is {multiplier:g}, and at least {self.noise:g} is required", "noise")
 
     def _number(self, name: str, value: float) -> None:
         owner = self.ranges.get("lr" if name == "finetune_lr" else name)

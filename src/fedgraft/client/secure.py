@@ -148,8 +148,7 @@ def check_plan(plan: Plan, request: Request, algorithm: Algorithm, context: Clie
         raise SecureRefusal(
             f"client {request.client}: the plan of the secure sum is not that of round {request.round}", "plan"
         )
-    dp = algorithm.privacy.dp if action.in_rounds else None
-    expected_room = None if dp is None else dp.mechanism.population
+    expected_room = algorithm.privacy.sum_capacity() if action.in_rounds else None
     if plan.room != expected_room:
         raise SecureRefusal("the plan of the secure sum has room for another number of clients", "plan")
     for policy in policies_in_force(algorithm, context):

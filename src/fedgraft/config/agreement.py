@@ -36,7 +36,7 @@ def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     A head that is made from sums is measured by counts, also where the model is measured by hidden sums later on.
     """
     held = config.data.validation > 0 and (config.rounds.evaluate_every > 0 or config.rounds.test)
-    summed = held and algorithm.privacy.hidden and (bool(config.metrics) or config.select != "accuracy")
+    summed = held and algorithm.privacy.collects_sum and (bool(config.metrics) or config.select != "accuracy")
     judged = config.data.validation > 0 and (algorithm.closed_form or config.head) != "random"
     asked = {
         "train": config.rounds.total > 0,
@@ -55,9 +55,11 @@ def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 def implied_by(config: Config, algorithm: Algorithm) -> Policy:
     """The rules of a run without an owner's: where it hides, it shows only what its own config says it will show, and
     under differential privacy nobody answers what its account does not know of."""
-    asked = needed(config, algorithm) if algorithm.privacy.dp is not None else ()  # no noise covers anything else
+    asked = (
+        needed(config, algorithm) if algorithm.privacy.answers_only_accounted else ()
+    )  # no noise covers anything else
     return Policy(
-        secure=algorithm.privacy.hidden,
+        secure=algorithm.privacy.collects_sum,
         in_the_clear=shown(config, algorithm),
         actions=asked,
         most_clients=max(config.partition.clients, 2),
@@ -82,7 +84,7 @@ def rules_of(config: Config, algorithm: Algorithm, owner: Policy | None = None) 
 
 def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> Policy:
     """A policy under which this config runs and, as far as rules can tell, nothing else does but what is in `also`."""
-    hidden, rounds, dp = algorithm.privacy.hidden, config.rounds.total, algorithm.privacy.dp
+    hidden, rounds, dp = algorithm.privacy.collects_sum, config.rounds.total, algorithm.privacy.noise
     open_ones = shown(config, algorithm)
     account, cohort = budget(config, algorithm, rounds), per_round(config)
     wanted, every = needed(config, algorithm), config.rounds.evaluate_every or max(1, rounds)
@@ -103,8 +105,8 @@ def safe_for(config: Config, algorithm: Algorithm, also: Sequence[str] = ()) -> 
         delta=None if account is None else account.delta,
         noise=None if dp is None else dp.mechanism.noise,
         cohort=max(2, (2 * cohort + 2) // 3) if config.rounds.sampling == "fixed" and hidden else 2,
-        threshold=0.6 if algorithm.privacy.threshold is None else 0.5,
-        degree=algorithm.privacy.degree or 2,
+        threshold=0.6 if algorithm.privacy.sum_options.threshold is None else 0.5,
+        degree=algorithm.privacy.sum_options.degree or 2,
         most_clients=max(config.partition.clients, 2),
         rounds=rounds,
         sums=sums,
@@ -144,11 +146,11 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
     note("steps", (steps or 4) > (policy.steps or math.inf), f"a client takes {steps} steps a round")
     low, high = policy.ranges.get("lr", (0.0, math.inf))
     note("ranges.lr", not low <= algorithm.lr <= high, f"the learning rate is {algorithm.lr:g}")
-    clip = algorithm.privacy.dp.clip if algorithm.privacy.dp is not None else None
+    clip = algorithm.privacy.initial_clip() or None
     low, high = policy.ranges.get("clip", (0.0, math.inf))
     note("ranges.clip", clip is not None and not low <= clip <= high, f"updates are clipped at {clip}")
     for action in needed(config, algorithm):
-        hides = algorithm.privacy.hidden and action not in shown(config, algorithm)
+        hides = algorithm.privacy.collects_sum and action not in shown(config, algorithm)
         request = Request(
             policy.config, 0, 0, "secure.keys" if hides else action, settings={"sums": action} if hides else {}
         )
@@ -156,15 +158,16 @@ def broken_rules(policy: Policy, config: Config, algorithm: Algorithm) -> list[s
             policy.check_action(request)
         except Refused as refusal:
             note(refusal.rule, True, str(refusal))
-    if algorithm.privacy.hidden:
+    if algorithm.privacy.collects_sum:
         found += _plan_breaks(policy, config, algorithm)
     return list(dict.fromkeys(found))
 
 
 def _plan_breaks(policy: Policy, config: Config, algorithm: Algorithm) -> list[str]:
     clients, privacy = max(2, per_round(config)), algorithm.privacy
-    degree = None if privacy.degree is None or privacy.degree >= clients - 1 else privacy.degree
-    plan = Plan("", 0, tuple(range(clients)), (Segment("one", 1, 1.0),), degree, privacy.threshold)
+    options = privacy.sum_options
+    segments = (Segment("one", 1, 1.0),)
+    plan = Plan("", 0, tuple(range(clients)), segments, options.degree_among(clients), options.threshold)
     try:
         policy.check_plan(plan)
     except Refused as refusal:

@@ -226,8 +226,8 @@ def check_private(config: Config, algorithm: Algorithm) -> None:
     ):
         if wrong:
             raise FedgraftError(f"under differential privacy {sentence}")
-    if algorithm.privacy.dp is not None:  # made beside the config
-        m, clients = algorithm.privacy.dp.mechanism, config.partition.clients
+    if algorithm.privacy.noise is not None:  # made beside the config
+        m, clients = algorithm.privacy.noise.mechanism, config.partition.clients
         if (m.probability, m.population) != (q := per_round(config) / clients, clients):
             raise FedgraftError(
                 f"the noise is for {m.population} clients of which {m.probability:g} take part in a round, and here "
@@ -237,7 +237,7 @@ def check_private(config: Config, algorithm: Algorithm) -> None:
 
 def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:
     """The account after so many rounds; without a target it is kept, but ends nothing."""
-    p, dp = config.privacy.dp, algorithm.privacy.dp
+    p, dp = config.privacy.dp, algorithm.privacy.noise
     if p is None or dp is None:
         return None
     m = dp.mechanism

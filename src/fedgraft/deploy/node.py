@@ -166,11 +166,11 @@ def agreed(config: Config, owner: Policy | None, task: str = "") -> tuple[Policy
     """
     algorithm = build_algorithm(config)
     if task:
-        if algorithm.privacy.dp is not None and "evaluate" not in (owner.actions if owner else ()):
+        if algorithm.privacy.answers_only_accounted and "evaluate" not in (owner.actions if owner else ()):
             raise Refused("the run is private, and no noise covers an evaluation", "actions")
         if owner is not None and not owner.agrees(config.fingerprint):
             raise Refused("it is not the config that was agreed to", "config")
-        own = Policy(secure=algorithm.privacy.hidden, in_the_clear=("evaluate",), actions=("evaluate",))
+        own = Policy(secure=algorithm.privacy.collects_sum, in_the_clear=("evaluate",), actions=("evaluate",))
         return (own,) if owner is None else (own, owner)
     first, *others = rules_of(config, algorithm, owner)
     return (replace(first, rounds=config.rounds.total), *others)

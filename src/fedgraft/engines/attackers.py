@@ -77,7 +77,7 @@ class Attacked:
     def __post_init__(self) -> None:
         if self.attack not in NAMES:
             raise FedgraftError(f"there is no attack {self.attack!r}; choose one of {', '.join(NAMES)}.")
-        if self._on_changes and self.engine.algorithm.privacy.hidden:
+        if self._on_changes and self.engine.algorithm.privacy.collects_sum:
             raise FedgraftError(
                 f"the attack {self.attack} rewrites updates, and inside a secure sum nobody sees one; "
                 "use label_flip or backdoor, or privacy.aggregation='clear'."

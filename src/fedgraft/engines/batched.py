@@ -76,7 +76,7 @@ def applies(algorithm: Algorithm, context: ClientContext) -> str | None:
         (rule.amp is not None, f"training is in {rule.amp}"),
         (not algorithm.compression.exact, f"the codec {algorithm.compression.name} would magnify rounding"),
         (bool(algorithm.wants), "clients report what they see in the trained network"),
-        (algorithm.privacy.hidden, "updates are hidden"),
+        (algorithm.privacy.collects_sum, "updates are hidden"),
         (not all(link.even for link in algorithm.update), "clients work on their update before they send it"),
         (_drops(context), "dropout draws by client"),
     ]

@@ -1,13 +1,17 @@
-"""Who may see what: nothing hidden, or only the sum over those who stay; with or without differential privacy.
+"""Who may see what, as a strategy: `Clear`, `Secure`, `Private`, `SecureAndPrivate`.
 
-`secure` and `private` wrap an algorithm; they compose, and an algorithm that they cannot carry is refused when it is
-built.
+A strategy says how a round is collected, how it advances, what is recorded and what is allowed. Other rooms ask it for
+the behaviour they need; none of them takes it apart. `secure` and `private` put an algorithm under a strategy; they
+compose, and an algorithm that they cannot carry is refused when it is built.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +20,21 @@ from fedgraft.aggregate.server_rules import RoundInfo
 from fedgraft.aggregate.slots import Step
 from fedgraft.core.state import ServerState
 from fedgraft.local.update_links import Sending, UpdateLink
-from fedgraft.privacy.dp import AdaptiveClip, Mechanism, bound_key, clip, sensitivity
+from fedgraft.privacy.dp import (
+    HIDDEN_NOT_COVERED,
+    NOT_COVERED,
+    AdaptiveClip,
+    Mechanism,
+    bound_key,
+    clip,
+    sensitivity,
+)
+from fedgraft.privacy.secagg.ring import Ring, Segment
 
 if TYPE_CHECKING:
     from fedgraft.algorithms.algorithm import Algorithm
+
+log = logging.getLogger("fedgraft")
 
 
 @dataclass(frozen=True)
@@ -68,34 +83,244 @@ class DifferentialPrivacy:
 
 
 @dataclass(frozen=True)
-class Protection:
-    """`hidden`: the server sees only the sum over those who stay. `dp`: clipped and noised."""
+class SumOptions:
+    """Options of a secure sum; they mean nothing where updates are in the clear."""
 
-    hidden: bool = False
     limit: float = 1.0
-    """Largest absolute value of a coordinate inside the hidden sum; what is beyond is cut."""
+    """Largest absolute value of a coordinate inside the sum; what is beyond is cut."""
     threshold: int | None = None
     """Shares needed to open a lost client's masks; None: two thirds of the holders."""
     degree: int | None = None
     """Neighbours of a client in large cohorts; None: everyone."""
-    dp: DifferentialPrivacy | None = None
+
+    def degree_among(self, clients: int) -> int | None:
+        """Return the degree in a cohort of so many clients; None: everyone holds shares of everyone."""
+        if self.degree is None or self.degree >= clients - 1:
+            return None
+        return self.degree
+
+
+class CollectedSum(Protocol):
+    """What a private round advances from: the accepted updates, or the sum that secure aggregation opened."""
+
+    def clipped_updates(self) -> tuple[list[Tensor], float]:
+        """Return the updates in the clear, and how many were within the clipping bound."""
+        ...
+
+    def opened_mean(self) -> tuple[Tensor | None, Mapping[str, float], int]:
+        """Return the opened mean (None: aborted), its scalars, and how many clients are in it."""
+        ...
+
+    @property
+    def rounding(self) -> float | None:
+        """Size of a step of the sum's fixed-point numbers."""
+        ...
+
+
+@dataclass(frozen=True)
+class Clear:
+    """The server sees every update; nothing is noised."""
+
     links: tuple[UpdateLink, ...] = ()
-    """What the protection adds to the client's chain of update links."""
+    """What the strategy adds to the client's chain of update links."""
+    sum_options: SumOptions = SumOptions()
+
+    # How a round is collected.
+    collects_sum = False
+    """The server sees only the sum over those who stay, never one client's update."""
+    drops_outliers = True
+    """Updates that are far longer than usual are refused."""
+    weighs_examples = True
+    """Clients report how many examples and which loss they have."""
+    needs_clip = False
+    """Training requests carry a clipping bound."""
+
+    # What is recorded and allowed.
+    records_clients = True
+    """The record of a round says who took part."""
+    delivers_best_round = True
+    """The best round by validation is delivered; else the last one, which is what the account speaks of."""
+    answers_only_accounted = False
+    """Clients answer nothing that the privacy account does not cover."""
+    keeps_statistics_fixed = False
+    """Batch-norm statistics do not travel."""
+    flags_cut_numbers = False
+    """A secure sum counts the clients whose numbers it had to cut."""
+
+    def initial_clip(self) -> float:
+        """Return the clipping bound of the first round; 0 where nothing is clipped."""
+        return 0.0
+
+    def request_settings(self, clip_bound: float) -> dict[str, float]:
+        """Return what the strategy adds to the settings of a training request."""
+        return {}
+
+    def sum_capacity(self) -> int | None:
+        """Return how many clients the fixed-point numbers of a training sum must have room for; None: those in it."""
+        return None
+
+    def rounding(self, segments: tuple[Segment, ...]) -> float | None:
+        """Return the step of the secure sum's fixed-point numbers where the noise must cover it."""
+        return None
+
+    def advance(self, step: Step, collected: CollectedSum) -> ServerState | None:
+        """Return the next state where the strategy releases a noised sum; None: the algorithm advances by itself."""
+        return None
+
+    def labels(self) -> list[str]:
+        """Name the protections, for a line of the log."""
+        return []
+
+    def identity_words(self) -> list[str]:
+        """Return what tells the results of this strategy's sums from those in the clear: rounding changes last bits."""
+        return []
+
+    def uncovered(self) -> list[str]:
+        """Return what an epsilon does not speak about; nothing without one."""
+        return []
+
+    @property
+    def noise(self) -> DifferentialPrivacy | None:
+        """The mechanism whose account is kept; None: there is no noise."""
+        return None
 
 
-CLEAR = Protection()
+@dataclass(frozen=True)
+class Secure(Clear):
+    """Secure aggregation: five stages instead of one, and the server opens only the sum over those who stay."""
+
+    collects_sum = True
+    flags_cut_numbers = True
+
+    def labels(self) -> list[str]:
+        """Name the protection."""
+        return ["secure aggregation"]
+
+    def identity_words(self) -> list[str]:
+        """Sums are rounded to fixed-point numbers."""
+        return ["secure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private(Clear):
+    """Client-level differential privacy: the server sees clipped updates and releases their noised sum."""
+
+    dp: DifferentialPrivacy
+
+    drops_outliers = False  # everything is clipped
+    weighs_examples = False  # numbers of examples and losses are not part of the account
+    needs_clip = True
+    records_clients = False  # who took part is private
+    delivers_best_round = False
+    answers_only_accounted = True
+    keeps_statistics_fixed = True  # noise would make variances negative
+
+    @property
+    def noise(self) -> DifferentialPrivacy | None:
+        """The mechanism of the account."""
+        return self.dp
+
+    def initial_clip(self) -> float:
+        """Return the bound that clipping starts with."""
+        return self.dp.clip
+
+    def request_settings(self, clip_bound: float) -> dict[str, float]:
+        """Return the clipping bound of the round."""
+        return {"clip": clip_bound}
+
+    def advance(self, step: Step, collected: CollectedSum) -> ServerState | None:
+        """Return the state after the noised sum of clipped updates; also when nobody answered."""
+        updates, within = collected.clipped_updates()
+        return self.dp.advance(step, updates, within, len(updates))
+
+    def labels(self) -> list[str]:
+        """Name the protection."""
+        return ["noise"]
+
+    def uncovered(self) -> list[str]:
+        """Return what the account does not cover."""
+        return list(NOT_COVERED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureAndPrivate(Private):
+    """Both: the server opens only the sum of clipped updates and releases it with noise."""
+
+    collects_sum = True
+
+    def sum_capacity(self) -> int | None:
+        """Return the population: the step must not depend on who was sampled, or one client would move it."""
+        return self.dp.mechanism.population
+
+    def rounding(self, segments: tuple[Segment, ...]) -> float | None:
+        """Return the step of the update's fixed-point numbers, which adds to the sensitivity."""
+        return Ring(segments, self.dp.mechanism.population).step("update")
+
+    def advance(self, step: Step, collected: CollectedSum) -> ServerState | None:
+        """Return the state after the noised sum that secure aggregation opened; also when it was aborted."""
+        total, counted = bounded_sum(collected, step.state.clip, len(step.state.vector))
+        _, scalars, _ = collected.opened_mean()
+        within = min(max(0.0, scalars.get("within", 0.0) * counted), float(counted))
+        return self.dp.advance(step, [total], within, counted, collected.rounding)
+
+    def labels(self) -> list[str]:
+        """Name both protections."""
+        return ["secure aggregation", "noise"]
+
+    def identity_words(self) -> list[str]:
+        """Sums are rounded to fixed-point numbers."""
+        return ["secure"]
+
+    def uncovered(self) -> list[str]:
+        """Return what the account does not cover, and what nobody can check inside a secure sum."""
+        return [*NOT_COVERED, *HIDDEN_NOT_COVERED]
+
+
+def bounded_sum(collected: CollectedSum, clip_bound: float, length: int) -> tuple[Tensor, int]:
+    """Return the sum behind an opened mean, and how many clients it counts: one less than are in it.
+
+    A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting one less
+    than there are, (n - 1) times the mean, keeps every such step within one client's share. A sum that is longer than
+    clipped updates can give is not used.
+    """
+    mean, _, clients = collected.opened_mean()
+    counted = max(0, clients - 1)
+    rounding = collected.rounding or 0.0
+    total = torch.zeros(length) if mean is None else mean * counted
+    longest = counted * (clip_bound + rounding * math.sqrt(length)) * 1.001
+    if float(torch.linalg.vector_norm(total.double())) > longest:
+        log.warning("the secure sum is longer than clipped updates give: a client did not clip; nothing is used")
+        total = torch.zeros(length)
+    return total, counted
+
+
+Privacy = Clear
+"""Any strategy: all of them are a `Clear` with other behaviour."""
+CLEAR = Clear()
 
 
 def secure(
     algorithm: Algorithm, limit: float = 1.0, threshold: int | None = None, degree: int | None = None
 ) -> Algorithm:
-    """The algorithm under secure aggregation: five stages instead of one, and the server opens only the sum."""
-    kept = replace(algorithm.privacy, hidden=True, limit=limit, threshold=threshold, degree=degree)
-    return replace(algorithm, privacy=kept)
+    """Return the algorithm under secure aggregation."""
+    current = algorithm.privacy
+    options = SumOptions(limit, threshold, degree)
+    strategy: Privacy
+    if isinstance(current, Private):
+        strategy = SecureAndPrivate(links=current.links, sum_options=options, dp=current.dp)
+    else:
+        strategy = Secure(current.links, options)
+    return replace(algorithm, privacy=strategy)
 
 
 def private(algorithm: Algorithm, dp: DifferentialPrivacy) -> Algorithm:
-    """The algorithm under client-level differential privacy; it must weigh every client the same."""
+    """Return the algorithm under client-level differential privacy; it must weigh every client the same."""
     link = dp.link()
-    own = tuple(old for old in algorithm.update if old not in algorithm.privacy.links)
-    return replace(algorithm, privacy=replace(algorithm.privacy, dp=dp, links=(link,)), update=(*own, link))
+    current = algorithm.privacy
+    strategy: Privacy
+    if current.collects_sum:
+        strategy = SecureAndPrivate(links=(link,), sum_options=current.sum_options, dp=dp)
+    else:
+        strategy = Private(links=(link,), dp=dp)
+    other_links = tuple(old for old in algorithm.update if old not in current.links)
+    return replace(algorithm, privacy=strategy, update=(*other_links, link))

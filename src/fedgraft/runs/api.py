@@ -277,7 +277,7 @@ def _config(
                 f"the option {name!r} is the algorithm's or the data's to say: give it to the object, for example "
                 "fg.secure(algorithm) or fg.fedavg(trainable=...)."
             )
-    if (dp := algorithm.privacy.dp) is not None:  # the account reads the config
+    if (dp := algorithm.privacy.noise) is not None:  # the account reads the config
         told = {"noise": dp.mechanism.noise, "clip": dp.clip, "adaptive": dp.adaptive is not None, "secret": dp.bound}
         sampled = {"sampling": "poisson", "fraction": dp.mechanism.probability}
         base = merge(base, {"privacy": {"dp": told}, "rounds": sampled})

@@ -38,7 +38,7 @@ def unit(rows: Tensor) -> Tensor:
 
 def client_class_sums(sums: Sums) -> Tensor:
     """Every client's sums by class, (clients, width+1, classes)."""
-    check_clear(sums.privacy.hidden)
+    check_clear(sums.privacy.collects_sum)
     return torch.stack([response.sums["cross"] for response in sums.each(action_named("class_sums"))])
 
 

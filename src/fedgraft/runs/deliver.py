@@ -110,7 +110,9 @@ def _metrics(summary: Summary) -> dict[str, object]:
 def _protection(found: Adapted, summary: Summary) -> str:
     privacy = found.setup.algorithm.privacy
     told = [
-        "updates were summed under secure aggregation" if privacy.hidden else "updates were aggregated in the clear"
+        "updates were summed under secure aggregation"
+        if privacy.collects_sum
+        else "updates were aggregated in the clear"
     ]
     told += [summary["protection"]] if "protection" in summary else []
     if "privacy" in summary:
@@ -118,5 +120,5 @@ def _protection(found: Adapted, summary: Summary) -> str:
         told.append(f"epsilon {epsilon(account['epsilon'])} at delta {account['delta']:.3g}, per client")
         told += [f"not covered: {text}" for text in summary["privacy"].get("not_covered", [])]
     else:
-        told.append("no noise was added" if privacy.dp is None else "noise was added")
+        told.append("no noise was added" if privacy.noise is None else "noise was added")
     return "; ".join(told) + "."

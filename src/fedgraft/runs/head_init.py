@@ -222,7 +222,7 @@ def install_head(setup: RunSetup, engines: Engines) -> Start | None:
     judge = _judge(setup, engines)
     hidden = [
         *setup.left_out,
-        *(["secure"] if setup.algorithm.privacy.hidden else []),
+        *setup.algorithm.privacy.identity_words(),
     ]  # rounded sums give other last bits
     recipe = (
         setup.config.head,

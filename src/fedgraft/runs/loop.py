@@ -170,7 +170,7 @@ class _Run:
         line: dict[str, Any] = {"round": 0, "seconds": {}}
         found = self.measure.validation(state.vector, 0)
         line |= self.measure.line(found)
-        if self.setup.algorithm.privacy.dp is None:  # what private training did not make is not delivered by it
+        if self.setup.algorithm.privacy.delivers_best_round:  # what private training did not make is not delivered
             self.best = Best(found.plain.accuracy, self.measure.score(found), 0, 0, state.vector)
         self.spent += time.perf_counter() - began
         self.phases["head initialisation"] = self.spent
@@ -267,7 +267,7 @@ class _Run:
         best, score = self.best, self.measure.score(result)
         stale = 0 if score > best.score + self.config.rounds.min_delta else best.stale + 1
         # Under differential privacy nothing chooses: the model after the last round is what the account speaks of.
-        if score > best.score or self.setup.algorithm.privacy.dp is not None:
+        if score > best.score or not self.setup.algorithm.privacy.delivers_best_round:
             best = Best(result.plain.accuracy, score, state.round, 0, state.vector)
         self.best = replace(best, stale=stale)
         if self.config.personal.evaluate == "always":

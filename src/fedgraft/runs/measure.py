@@ -97,7 +97,7 @@ class Measure:
         """How each client is served: where asked for, and with metrics, unless the clients' sums are hidden."""
         a, config = self.setup.algorithm, self.setup.config
         wanted = config.personal.evaluate != "never"
-        if not wanted and (not self.metric_names or a.privacy.hidden or not config.rounds.test):
+        if not wanted and (not self.metric_names or a.privacy.collects_sum or not config.rounds.test):
             return {}
         common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
         if self.metric_names and common:
@@ -131,7 +131,7 @@ class Measure:
         privacy, those = self.setup.algorithm.privacy, f.evaluated if split == "test" else f.members
         asked = [k for k in those if f.there(k, round)]
         settings: dict[str, Scalar] = {"split": split, "scores": self.counting}
-        if self.counting and privacy.hidden:
+        if self.counting and privacy.collects_sum:
             known = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
             if known in self.summed:  # a round without a step: clients give the same sum only once
                 return self.summed[known]

@@ -92,7 +92,7 @@ def open_run(
     if engines is not None:
         engines.close()  # workers of the preparations hold the network as it was before
     space, private = shared_and_private(algorithm, network, trainable.space)
-    if algorithm.privacy.dp is not None:  # noise would make variances negative: statistics stay as they are
+    if algorithm.privacy.keeps_statistics_fixed:
         space = EditSpace(space.parts)
     rate_factor = 1.0
     if config.trainable.match_norm is not None:
@@ -196,7 +196,7 @@ def identity_of(setup: RunSetup) -> list[str]:
     task = setup.task
     hidden = [
         *setup.left_out,
-        *(["secure"] if setup.algorithm.privacy.hidden else []),
+        *setup.algorithm.privacy.identity_words(),
     ]  # rounded sums give other last bits
     return [digest(task.network), *task.data.identity, task.transform.digest, str(setup.config.seed), *hidden]
 

@@ -122,7 +122,7 @@ def summary_of(
         "edited": {"coordinates": opened.space.trained, "of": sum(p.numel() for p in setup.task.network.parameters())},
         "start": start,
         "data": facts_of(data),
-        **note_of(start, best, state.round, algorithm.privacy.dp is not None, judged),
+        **note_of(start, best, state.round, not algorithm.privacy.delivers_best_round, judged),
         **account_of(config, algorithm, state.round, lines),
     }
     return summary if data.rows_known else {**summary, "classes": list(data.dataset.classes)}

@@ -12,7 +12,6 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.config.build import budget
 from fedgraft.config.options import Config
 from fedgraft.core.state import Memories, ServerState, to_tensors
-from fedgraft.privacy.dp import HIDDEN_NOT_COVERED, NOT_COVERED
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
 
@@ -63,8 +62,7 @@ def saved_edit(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def protection_of(algorithm: Algorithm) -> str:
     """How a round's updates were protected, for its line in the log."""
-    kinds = ("secure aggregation" if algorithm.privacy.hidden else "", "noise" if algorithm.privacy.dp else "")
-    return ", ".join(filter(None, kinds)) or "none"
+    return ", ".join(algorithm.privacy.labels()) or "none"
 
 
 def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -80,10 +78,9 @@ def account_of(config: Config, algorithm: Algorithm, rounds: int, lines: Sequenc
         "noise": account.noise,
         "sampling": account.probability,
         "rounds": account.spent,
-        "not_covered": list(NOT_COVERED),
-        "repeatable_noise": not (algorithm.privacy.dp and algorithm.privacy.dp.bound),
+        "not_covered": algorithm.privacy.uncovered(),
+        "repeatable_noise": not (algorithm.privacy.noise and algorithm.privacy.noise.bound),
     }
-    if algorithm.privacy.hidden:
-        told["not_covered"] += HIDDEN_NOT_COVERED
+    if algorithm.privacy.collects_sum:
         told["aborted"] = sum("aborted" in line for line in lines)
     return {"privacy": told}

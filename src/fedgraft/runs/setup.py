@@ -37,6 +37,7 @@ from fedgraft.engines.pool import prepare_features
 from fedgraft.metrics.metrics import check_metric
 from fedgraft.models.network import VisionNetwork
 from fedgraft.privacy.dp import simulation_key
+from fedgraft.privacy.protection import Private
 from fedgraft.runs.closed_form import check_clear
 from fedgraft.runs.rates import head_curvature, with_default_rates
 from fedgraft.runs.task import Task
@@ -107,7 +108,7 @@ class RunSetup:
                 curvature = head_curvature(task, algorithm)
             algorithm = with_default_rates(algorithm, curvature, from_random=config.head == "random")
         cohort_secret = b""
-        if algorithm.privacy.dp is not None and algorithm.privacy.dp.bound:
+        if algorithm.privacy.noise is not None and algorithm.privacy.noise.bound:
             cohort_secret = _derived(circumstances.secret, "cohorts")
         membership: dict[str, Any] = {}
         if not parts.from_objects:
@@ -316,7 +317,7 @@ def _with_noise_key(
     algorithm: Algorithm, config: Config, data: FederatedData, circumstances: Circumstances
 ) -> Algorithm:
     """Return the algorithm with the key of its noise: from the run's secret, or from the seed for experiments."""
-    dp = algorithm.privacy.dp
+    dp = algorithm.privacy.noise
     if dp is None:
         return algorithm
     follows_secret = dp.bound
@@ -341,8 +342,9 @@ def _with_noise_key(
         key = dp.key
     else:
         key = simulation_key(config.seed)
-    protected = replace(algorithm.privacy, dp=replace(dp, key=key, bound=follows_secret))
-    return vary(algorithm, privacy=protected)
+    assert isinstance(algorithm.privacy, Private)
+    keyed = replace(dp, key=key, bound=follows_secret)
+    return vary(algorithm, privacy=replace(algorithm.privacy, dp=keyed))
 
 
 def _derived(secret: bytes, purpose: str) -> bytes:
@@ -352,7 +354,7 @@ def _derived(secret: bytes, purpose: str) -> bytes:
 
 def _subtractable(algorithm: Algorithm) -> bool:
     """Return whether what a client added to the common model can be seen and taken off again."""
-    in_the_clear = not algorithm.privacy.hidden and algorithm.privacy.dp is None
+    in_the_clear = not algorithm.privacy.labels()
     return in_the_clear and algorithm.aggregate.is_mean and algorithm.server.memoryless
 
 
@@ -426,7 +428,7 @@ def with_closed_form_head(config: Config, algorithm: Algorithm) -> Config:
     """
     closed_form = algorithm.closed_form
     instead = "algorithm.name='fedncm'" if closed_form else "model.head='ncm'"
-    check_clear("cof" in (closed_form, config.head) and algorithm.privacy.hidden, instead)
+    check_clear("cof" in (closed_form, config.head) and algorithm.privacy.collects_sum, instead)
     if not closed_form:
         return config
     if "head" in config.model.model_fields_set and config.model.head != closed_form:

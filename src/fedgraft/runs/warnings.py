@@ -45,7 +45,7 @@ def warnings_for(setup: RunSetup, opened: OpenRun, engines: Engines) -> list[str
     if algorithm.aggregate.personal and m < setup.federation.clients:
         found.append("with partial participation only the cohort's models are mixed; the others wait")
     found += _drowned(setup, opened)
-    return found + _unprotected(setup) + (_one_by_one(setup) if algorithm.privacy.hidden else [])
+    return found + _unprotected(setup) + (_one_by_one(setup) if algorithm.privacy.collects_sum else [])
 
 
 LOUD = 3.0
@@ -56,7 +56,7 @@ vit-tiny's head on CIFAR-100, 40 rounds at epsilon 8 (docs/results/q5.md): as lo
 
 def _drowned(setup: RunSetup, opened: OpenRun) -> list[str]:
     """Whether noise is much longer than all that clients can say together: each update is clipped, noise is not."""
-    dp, weights = setup.algorithm.privacy.dp, opened.space.size
+    dp, weights = setup.algorithm.privacy.noise, opened.space.size
     if dp is None:
         return []
     times = dp.mechanism.noise * math.sqrt(weights) / dp.mechanism.expected
@@ -72,7 +72,7 @@ def _drowned(setup: RunSetup, opened: OpenRun) -> list[str]:
 def _unprotected(setup: RunSetup) -> list[str]:
     """What the protection or the privacy account does not cover."""
     a, found = setup.algorithm, list[str]()
-    if a.privacy.dp is not None and not a.privacy.dp.bound:
+    if a.privacy.noise is not None and not a.privacy.noise.bound:
         found.append(
             "REPEATABLE, FOR EXPERIMENTS: noise and cohorts follow from the public seed, so this epsilon protects "
             "nobody; set privacy.dp.secret=true"
@@ -85,8 +85,8 @@ def _unprotected(setup: RunSetup) -> list[str]:
         )
     for shown in (w for w in a.wants if w.name == "representation" and w.options.get("noise")):
         found.append(_shown(setup, int(shown.options["samples"]), float(shown.options["noise"])))
-    where = "secure aggregation, without noise" if a.privacy.hidden else "the clear"
-    demands = a.privacy.dp is not None
+    where = "secure aggregation, without noise" if a.privacy.collects_sum else "the clear"
+    demands = a.privacy.noise is not None
     if demands and setup.config.head != "random":
         found.append(
             f"head initialisation sums feature statistics in {where}, outside the account; "

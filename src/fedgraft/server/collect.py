@@ -6,7 +6,6 @@ Everything that arrives is hostile until it is checked. `Collected` is what a ro
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,7 +18,6 @@ from fedgraft.aggregate.slots import Advanced, Aggregator, Answers, Weighting, w
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
 from fedgraft.core.messages import Request, Response, unpack_bits, wire_size
 from fedgraft.core.state import Federation, ServerState
-from fedgraft.privacy.secagg.ring import Ring
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.secure_sum import HiddenSum, secure_sum
 from fedgraft.server.validate import (
@@ -120,21 +118,15 @@ class Collected:
         cut = {"cut": self.hidden.cut} if self.hidden.cut else {}
         return {"clients": {"ids": list(self.hidden.survivors)}, **cut}
 
-    def private_sum(self, clip: float, length: int) -> tuple[list[Tensor], float, int, float | None]:
-        """Summands, how many were within the bound, how many answered, the step of rounding if the sum was hidden."""
-        if self.hidden is None:
-            within = sum(a.response.scalars.get("within", 0.0) for a in self.accepted)
-            return list(self.answers.updates), within, len(self.accepted), None
-        # A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting
-        # one less than there are, (n - 1) times the mean, keeps every such step within one client's share.
-        told, update = max(0, self.count - 1), self.hidden.update
-        total = torch.zeros(length) if update is None else update * told
-        most = told * (clip + (self.rounding or 0.0) * math.sqrt(length)) * 1.001
-        if float(torch.linalg.vector_norm(total.double())) > most:
-            log.warning("the hidden sum is longer than clipped updates give: somebody did not clip; nothing is used")
-            total = torch.zeros(length)
-        within = min(max(0.0, self.hidden.scalars.get("within", 0.0) * told), float(told))
-        return [total], within, told, self.rounding
+    def clipped_updates(self) -> tuple[list[Tensor], float]:
+        """Return the updates in the clear, and how many were within the clipping bound."""
+        within = sum(a.response.scalars.get("within", 0.0) for a in self.accepted)
+        return list(self.answers.updates), within
+
+    def opened_mean(self) -> tuple[Tensor | None, Mapping[str, float], int]:
+        """Return the mean that the secure sum opened (None: aborted), its scalars, and how many clients are in it."""
+        assert self.hidden is not None
+        return self.hidden.update, self.hidden.scalars, self.count
 
 
 def collect(
@@ -146,12 +138,12 @@ def collect(
     context: ServerContext,
 ) -> Collected:
     """Exchange the orders for what the run's protection lets the server see."""
-    if algorithm.privacy.hidden:
+    if algorithm.privacy.collects_sum:
         return _collect_hidden(algorithm, federation, requests, engine, context)
     responses = list(engine.exchange(requests)) if requests else []
     cohort = [request.client for request in requests]
     accepted, rejections = validate_responses(responses, expectation(algorithm, federation, state, cohort, context))
-    if algorithm.privacy.dp is None:  # there everything is clipped
+    if algorithm.privacy.drops_outliers:
         local = algorithm.local
         accepted, outliers = without_outliers(
             accepted,
@@ -179,12 +171,11 @@ def _collect_hidden(
     parts = (engine.exchange, context.length, context.trained, context.example_counts)
     done = secure_sum(algorithm, federation, requests, *parts) if requests else HiddenSum()
     lost = tuple(Rejection(client, why) for client, why in done.lost.items())
-    dp = algorithm.privacy.dp
     nobody = Answers((), torch.zeros(0, dtype=torch.float64), ())
     rounding = None
-    if dp is not None:  # also where nobody was asked; no link depends on an order's settings under privacy
+    if algorithm.privacy.noise is not None:  # also where nobody was asked: no link depends on settings under privacy
         segments = secure_segments(algorithm, context.length, context.trained, {})
-        rounding = Ring(segments, dp.mechanism.population).step("update")
+        rounding = algorithm.privacy.rounding(segments)
     return Collected(nobody, (), done, lost, done.bytes_up, done.bytes_down, rounding)
 
 
@@ -198,7 +189,7 @@ def expectation(
         for wanted in algorithm.wants
         for name, shape in wanted.evidence.items()
     }
-    private = algorithm.privacy.dp is not None
+    private = not algorithm.privacy.weighs_examples
     ranges = {name: Range(0.0, one.largest) for one in algorithm.wants for name in one.scalars}
     for link in algorithm.update:
         ranges |= {name: Range(0.0, most, name in link.whole) for name, most in link.scalars.items()}

@@ -60,7 +60,7 @@ def run_round(
     # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
     rule = plain_tail(algorithm.server, context.trained) if len(state.vector) > context.trained else algorithm.server
     step = Step(federation, state, rule, context.learning_rate(federation, state))
-    seen = collected.accepted if algorithm.privacy.dp is None else ()
+    seen = collected.accepted if algorithm.privacy.records_clients else ()
     with ThreadPoolExecutor(1) as beside:  # hashing holds no lock of Python's, and combining only reads the answers
         digests = beside.submit(digests_of, [a.response for a in seen])
         new, record, extra = checked(step, advance(algorithm, step, collected, context), collected)
@@ -127,10 +127,11 @@ def added(step: Step, mean: Tensor, collected: Collected, weights: Tensor) -> di
 
 def advance(algorithm: Algorithm, step: Step, collected: Collected, context: ServerContext) -> Outcome:
     """The next state from what came back: each update by itself, or the hidden sum of all."""
-    hidden, dp, count = collected.hidden, algorithm.privacy.dp, collected.count
-    if dp is not None:  # also when nobody answered: who was there is private
-        total, within, answered, rounding = collected.private_sum(step.state.clip, len(step.state.vector))
-        return dp.advance(step, total, within, answered, rounding), collected.notes(), {}
+    released = algorithm.privacy.advance(step, collected)
+    if released is not None:  # also when nobody answered: who was there is private
+        return released, collected.notes(), {}
+    hidden = collected.hidden
+    count = collected.count
     if count < max(1, step.federation.minimum_answers) or (hidden is not None and hidden.update is None):
         return server.skip(step.state), {**collected.notes(), "skipped": True}, {}
     if hidden is not None and hidden.update is not None:  # the mean that secure aggregation opened

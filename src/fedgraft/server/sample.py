@@ -15,8 +15,8 @@ from fedgraft.core.state import Federation, ServerState
 
 def start(algorithm: Algorithm, vector: Tensor, trained: int) -> ServerState:
     """The state before round 0; the server rule steers the first `trained` coordinates."""
-    dp = algorithm.privacy.dp
-    return ServerState(0, vector.clone(), algorithm.server.init(trained), clip=dp.clip if dp else 0.0)
+    clip = algorithm.privacy.initial_clip()
+    return ServerState(0, vector.clone(), algorithm.server.init(trained), clip=clip)
 
 
 def sample(federation: Federation, round: int) -> list[int]:
@@ -56,8 +56,7 @@ def instruct(
     settings: dict[str, Scalar] = {"lr": rate_factor * federation.rate(state)}
     if algorithm.local.head_lr is not None:  # a factor on the common rate, which must not raise the head's
         settings["head_lr"] = algorithm.local.head_lr / rate_factor
-    if algorithm.privacy.dp is not None:
-        settings["clip"] = state.clip
+    settings |= algorithm.privacy.request_settings(state.clip)
     common = {name: state.rule[name] for name in algorithm.local.correction.receives}
     common |= algorithm.aggregate.gives(state)
     made = []

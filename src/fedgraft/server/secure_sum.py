@@ -22,7 +22,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import HEADER_BYTES, BadMessage, Request, Response, Scalar, unpack, wire_size
 from fedgraft.core.protocols import Network
 from fedgraft.core.state import Federation
-from fedgraft.privacy.protection import Protection
+from fedgraft.privacy.protection import Privacy
 from fedgraft.privacy.secagg.binding import request_digest
 from fedgraft.privacy.secagg.keys import OF
 from fedgraft.privacy.secagg.plan import Data
@@ -79,7 +79,7 @@ class SecureSession:
 
     def __init__(
         self,
-        privacy: Protection,
+        privacy: Privacy,
         requests: Sequence[Request],
         exchange: Exchange,
         example_counts: ExampleCounts | None = None,
@@ -96,13 +96,11 @@ class SecureSession:
     def total(self, segments: tuple[Segment, ...]) -> SumResult:
         """The sum of what the orders ask for; raises `SecureAbort` when too few clients are left."""
         first, clients = next(iter(self.requests.values())), tuple(sorted(self.requests))
-        degree = self.privacy.degree
-        degree = None if degree is None or degree >= len(clients) - 1 else degree
+        degree = self.privacy.sum_options.degree_among(len(clients))
         name = series(first.run, str(first.settings["sums"]))
-        # Under privacy the step must not depend on who was sampled, or one client would move everybody's rounding.
-        private = self.privacy.dp if first.settings["sums"] == "train" else None
-        room = private.mechanism.population if private else None
-        threshold, bound = self.privacy.threshold, request_digest(first)
+        in_rounds = first.settings["sums"] == "train"
+        room = self.privacy.sum_capacity() if in_rounds else None
+        threshold, bound = self.privacy.sum_options.threshold, request_digest(first)
         plan = Plan(name, first.round, clients, segments, degree, threshold, room, bound)
         server = SecureServer(plan, self.example_counts.identities)
         try:
@@ -197,7 +195,7 @@ def secure_sum(
             requests[0].round + 1,
             cut,
             len(result.survivors),
-            algorithm.privacy.limit,
+            algorithm.privacy.sum_options.limit,
         )
     return HiddenSum(update, sums, scalars, result.survivors, session.lost, session.up, session.down, True, cut)
 
@@ -237,7 +235,7 @@ class Sums:
     """
 
     def __init__(
-        self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, privacy: Protection
+        self, exchange: Exchange, run: str, clients: Iterable[int], network: Network, privacy: Privacy
     ) -> None:
         self.exchange = exchange
         self.run = run
@@ -265,7 +263,7 @@ class Sums:
         requested = dict(settings or {})
         number = -1
         space = ""
-        if self.privacy.hidden:
+        if self.privacy.collects_sum:
             # Sums outside the rounds are counted where they are hidden: clients serve each number once.
             requested["sums"] = action.name
             number = self.asked
@@ -274,7 +272,7 @@ class Sums:
         for client in self.clients:
             requests.append(Request(self.run, number, client, action.name, space, vector, auxiliary, requested))
         self.asked += 1
-        if self.privacy.hidden:
+        if self.privacy.collects_sum:
             total, lost = self._sum_hidden(action, requests)
         else:
             total, lost = self._sum_in_the_clear(action, requests, begun)

@@ -111,10 +111,10 @@ def test_fedawa_trusts_who_goes_along() -> None:
 @pytest.mark.parametrize("name", ["fedties", "feddare", "fedfisher", "fedawa"])
 def test_the_server_needs_each_update(name: str) -> None:
     from fedgraft.algorithms.algorithm import vary
-    from fedgraft.privacy.protection import Protection
+    from fedgraft.privacy.protection import Secure
 
     with pytest.raises(FedgraftError, match="secure aggregation"):
-        vary(zoo.named(name), privacy=Protection(hidden=True))
+        vary(zoo.named(name), privacy=Secure())
 
 
 def edits(folder: Path) -> tuple[list[Path], list[task_vectors.Edit]]:

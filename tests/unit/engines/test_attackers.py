@@ -33,7 +33,7 @@ from fedgraft.engines.attackers import (
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
 from fedgraft.local.train import LocalTraining
-from fedgraft.privacy.protection import Protection
+from fedgraft.privacy.protection import Secure
 from fedgraft.server.collect import expectation
 from fedgraft.server.round import run_round
 from fedgraft.server.sample import instruct, sample
@@ -260,7 +260,7 @@ def test_refusals() -> None:
     context = Toy(zoo.fedavg()).context
     with pytest.raises(FedgraftError, match="no attack 'sing_flip'"):
         Attacked(InProcess(zoo.fedavg(), context), LIARS, "sing_flip")
-    secure = vary(zoo.fedavg(), privacy=Protection(hidden=True))
+    secure = vary(zoo.fedavg(), privacy=Secure())
     with pytest.raises(FedgraftError, match="inside a secure sum nobody sees one"):
         Attacked(InProcess(secure, context), LIARS, "scaling")
     Attacked(InProcess(secure, context), LIARS, "label_flip")  # data may lie there as well

@@ -27,7 +27,7 @@ from fedgraft.local.optimizers import adamw, sgdm
 from fedgraft.local.train import LocalTraining, drawn
 from fedgraft.local.update_links import UpdateLink
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism
-from fedgraft.privacy.protection import DifferentialPrivacy, Protection, private
+from fedgraft.privacy.protection import DifferentialPrivacy, Secure, private
 
 HEAD = head()
 
@@ -328,7 +328,7 @@ REFUSED: dict[str, tuple[Algorithm, str]] = {
     "ditto": (zoo.ditto(local=LOCAL, trainable=HEAD), "keep a part"),
     "top_k": (vary(fedavg(), compression=codec("top_k:0.5")), "top_k"),
     "crsm": (zoo.fedavg_crsm(samples=4, local=LOCAL, trainable=HEAD), "report"),
-    "secure": (vary(fedavg(), privacy=Protection(hidden=True)), "hidden"),
+    "secure": (vary(fedavg(), privacy=Secure()), "hidden"),
 }
 
 

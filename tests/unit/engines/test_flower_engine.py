@@ -733,7 +733,7 @@ def test_without_ray_flower_sim_is_one_sentence(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", ["clear", "secure"])
 def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: Any) -> None:
-    from fedgraft.privacy.protection import Protection
+    from fedgraft.privacy.protection import Clear, Secure
     from fedgraft.server.secure_sum import Sums
 
     toy = Toy(algorithm("fedavg"))
@@ -743,9 +743,9 @@ def test_a_node_with_malformed_sums_before_round_zero_is_left_out_by_name(kind: 
         grid.nodes[engine.registry.nodes[client]].spoil = lambda a, data=data: (
             replace(a, response=data) if a.response else a
         )  # type: ignore[misc]
-    sums = Sums(engine.exchange, "toy", range(5), toy.network, Protection(hidden=kind == "secure"))
+    sums = Sums(engine.exchange, "toy", range(5), toy.network, Secure() if kind == "secure" else Clear())
     found = sums.ask(action_named("statistics"))
-    benign = Sums(InProcess(toy.algorithm, toy.context).exchange, "toy", [0, 2], toy.network, Protection())
+    benign = Sums(InProcess(toy.algorithm, toy.context).exchange, "toy", [0, 2], toy.network, Clear())
     assert set(sums.lost) == (set(spoilt) if kind == "clear" else {1})
     if kind == "clear":
         assert torch.equal(found["gram"], benign.ask(action_named("statistics"))["gram"])

@@ -14,14 +14,14 @@ from tests.support.toy_heads import CLIENTS, setting
 from fedgraft import algorithms as zoo
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
-from fedgraft.privacy.protection import Protection
+from fedgraft.privacy.protection import Privacy, Secure
 from fedgraft.runs.closed_form import class_covariances, class_mean_head, client_class_sums, cof_heads, ncm_head
 from fedgraft.runs.loop import run
 from fedgraft.runs.setup import with_closed_form_head
 from fedgraft.server.secure_sum import Sums
 
 
-def sums(toy: Toy, privacy: Protection | None = None) -> Sums:
+def sums(toy: Toy, privacy: Privacy | None = None) -> Sums:
     return Sums(toy.engine.exchange, "toy", CLIENTS, toy.network, privacy or toy.algorithm.privacy)
 
 
@@ -48,10 +48,10 @@ def test_fedncm_by_hand_and_a_class_nobody_holds() -> None:
 
 def test_the_hidden_class_means_are_the_clear_ones() -> None:
     toy, _, _, _ = setting()
-    hidden = ncm_head(sums(toy, Protection(hidden=True)))
+    hidden = ncm_head(sums(toy, Secure()))
     torch.testing.assert_close(hidden, ncm_head(sums(toy)), rtol=1e-6, atol=1e-8)
     with pytest.raises(FedgraftError, match="needs each client's class means"):
-        client_class_sums(sums(toy, Protection(hidden=True)))
+        client_class_sums(sums(toy, Secure()))
 
 
 def by_class(toy_features: torch.Tensor, owner: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ def update_response(
     generator = torch_stream(context.seed, "encode", request.round, request.client)
     encoded = algorithm.compression.encode(update, generator, memory)
     response = replace(empty_response(request, context), update=encoded, scalars=scalars)
-    if algorithm.privacy.dp is not None:
+    if not algorithm.privacy.weighs_examples:
         # Losses and numbers of examples are not part of the privacy account: a private client keeps them to itself.
         return replace(response, examples=0, metrics={})
     loss, steps = loss_and_steps
@@ -79,7 +79,7 @@ def _layout(scope: SumScope) -> tuple[Segment, ...]:
 def _validate(request: Request, algorithm: Algorithm, context: ClientContext) -> None:
     """Refuse a training request whose numbers or further tensors are not those of this run."""
     settings: dict[str, type] = {}
-    if algorithm.privacy.dp is not None:
+    if algorithm.privacy.needs_clip:
         settings["clip"] = float
     if is_secure_stage(request):
         settings["largest"] = float
