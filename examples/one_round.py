@@ -12,9 +12,9 @@ def main() -> None:
     with fedgraft.one_thread():  # the number of threads changes the last bits of a sum
         fedgraft.install_head(setup, engines)  # head initialisation: clients send sums, never images
         run = fedgraft.open_run(setup, engines)  # the coordinates that may move, as one flat vector
-        engine = engines.training(run.algorithm, run.context)
-        state = fedgraft.start(run.algorithm, run.space.gather(task.network), run.space.trained)
-        state, summary = fedgraft.run_round(run.algorithm, run.federation, state, engine, run.server_context)
+        engine = engines.training(setup.algorithm, run.context)
+        state = fedgraft.start(setup.algorithm, run.space.gather(task.network), run.space.trained)
+        state, summary = fedgraft.run_round(setup.algorithm, setup.federation, state, engine, run.server_context)
         engines.close()
     run.context.load_model(state.vector)
     result = fedgraft.evaluate(task.network, task.eval_images, task.data.validation_rows)

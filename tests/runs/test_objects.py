@@ -220,7 +220,7 @@ def test_a_config_file_as_objects(result: fg.Result, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(to_toml(load(None, [word for word in CONFIG if "lr" not in word])))
     for path in (tmp_path / "mine.toml", str(tmp_path / "mine.toml")):
         setup = fg.load(path, ["local.lr=0.02"])
-        assert isinstance(setup, fg.RunSetup) and setup.algorithm.local.lr == 0.02
+        assert isinstance(setup, fg.RunParts) and setup.algorithm.local.lr == 0.02
         found = fg.run(setup, folder=tmp_path / "run")  # the second time it is finished, and opened again
         assert same_bits(tensors_of(tmp_path / "run"), tensors_of(result.folder))
         assert found.evaluate() == result.evaluate()

@@ -118,8 +118,8 @@ def test_fifty_rounds_on_the_head_leave_the_backbone_as_it_was(tmp_path: Path) -
 
     chosen = config(*overrides)
 
-    def watched() -> tuple[RunSetup, None]:
-        setup = setup_of(chosen)
+    def watched(secret: bytes) -> tuple[RunSetup, None]:
+        setup = setup_of(chosen, secret=secret)
         kept["network"] = setup.task.network
         kept["before"] = {n: p.detach().clone() for n, p in setup.task.network.named_parameters()}
         return setup, None

@@ -279,9 +279,9 @@ class SecureAndPrivate(Private):
 def bounded_sum(collected: CollectedSum, clip_bound: float, length: int) -> tuple[Tensor, int]:
     """Return the sum behind an opened mean, and how many clients it counts: one less than are in it.
 
-    A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting one less
-    than there are, (n - 1) times the mean, keeps every such step within one client's share. A sum that is longer than
-    clipped updates can give is not used.
+    A cohort of one gives nothing and one of two would give both: one client would move the sum by two. Counting one
+    less than there are, (n - 1) times the mean, keeps every such step within one client's share. A sum that is longer
+    than clipped updates can give is not used.
     """
     mean, _, clients = collected.opened_mean()
     counted = max(0, clients - 1)

@@ -52,7 +52,7 @@ def calibrated(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -
         patch.setattr(InProcess, "exchange", counting)
         setup = setup_of(tiny(*SPARSE))
         try:
-            return open_run(setup, Engines(setup)).opened.stored["mask"], asked
+            return open_run(setup, Engines(setup)).trainable.stored["mask"], asked
         except KeyboardInterrupt:
             return None, asked
 
