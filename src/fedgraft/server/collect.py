@@ -1,4 +1,4 @@
-"""Carrying the orders of a round out and taking in what comes back: each update, validated, or only their hidden sum.
+"""Exchanging the requests of a round for responses: each update, validated, or only their secure sum.
 
 Everything that arrives is hostile until it is checked. `Collected` is what a round goes on with.
 """
@@ -38,10 +38,10 @@ EVIDENCE = 1e9
 
 
 class Engine(Protocol):
-    """Where orders are carried out. Answers may be missing, late, doubled or hostile; their order does not matter."""
+    """Where requests are carried out. Answers may be missing, late, doubled or hostile, in any order."""
 
     def exchange(self, requests: Sequence[Request]) -> Iterable[Arrival]:
-        """Deliver the orders and return what came back; (client, sentence) says why a client did not answer."""
+        """Deliver the requests and return what came back; (client, sentence) says why a client did not answer."""
         ...
 
 
@@ -73,13 +73,15 @@ class ServerContext:
         """Return the learning rate of the coming round."""
         return self.rate_factor * federation.rate(state)
 
-    def judged(self, weighting: Weighting, answers: Answers) -> Answers:
-        """The answers with the scalars that the server computes itself, where the weighting asks for some."""
+    def with_server_scores(self, weighting: Weighting, answers: Answers) -> Answers:
+        """Return the answers with the scalars that the server computes itself, where the weighting asks for some."""
         if not weighting.judged:
             return answers
         assert self.align is not None
-        told = zip(answers.scalars, self.align(answers).tolist(), strict=True)
-        scalars = [{**said, **dict(zip(weighting.judged, row, strict=True))} for said, row in told]
+        scalars = []
+        for reported, row in zip(answers.scalars, self.align(answers).tolist(), strict=True):
+            computed = dict(zip(weighting.judged, row, strict=True))
+            scalars.append({**reported, **computed})
         return replace(answers, scalars=scalars)
 
 
@@ -98,25 +100,28 @@ class Collected:
 
     @property
     def count(self) -> int:
-        """Clients whose update is in."""
-        return len(self.accepted) if self.hidden is None else len(self.hidden.survivors)
+        """How many clients' updates are in."""
+        return len(self.used)
 
     @property
     def used(self) -> set[int]:
         """The clients whose updates go into the step."""
-        return {a.response.client for a in self.accepted} if self.hidden is None else set(self.hidden.survivors)
+        if self.hidden is not None:
+            return set(self.hidden.survivors)
+        return {item.response.client for item in self.accepted}
 
     def notes(self) -> dict[str, Any]:
-        """What a hidden sum says for the record: who is in it, or that it was aborted."""
+        """Return what a hidden sum says for the record: who is in it, or that it was aborted."""
         if self.hidden is None:
             return {}
-        asked_in_vain = self.hidden.asked and self.hidden.update is None
-        if self.rounding is not None:  # under differential privacy the cohort is nobody's business
-            return {"aborted": True} if asked_in_vain else {}
-        if asked_in_vain:
+        if self.hidden.asked and self.hidden.update is None:
             return {"aborted": True}
-        cut = {"cut": self.hidden.cut} if self.hidden.cut else {}
-        return {"clients": {"ids": list(self.hidden.survivors)}, **cut}
+        if self.rounding is not None:  # under differential privacy the cohort is nobody's business
+            return {}
+        notes: dict[str, Any] = {"clients": {"ids": list(self.hidden.survivors)}}
+        if self.hidden.cut:
+            notes["cut"] = self.hidden.cut
+        return notes
 
     def clipped_updates(self) -> tuple[list[Tensor], float]:
         """Return the updates in the clear, and how many were within the clipping bound."""
@@ -137,64 +142,90 @@ def collect(
     engine: Engine,
     context: ServerContext,
 ) -> Collected:
-    """Exchange the orders for what the run's protection lets the server see."""
+    """Exchange the requests for what the run's privacy strategy lets the server see."""
     if algorithm.privacy.collects_sum:
-        return _collect_hidden(algorithm, federation, requests, engine, context)
+        return _collect_sum(algorithm, federation, requests, engine, context)
     responses = list(engine.exchange(requests)) if requests else []
     cohort = [request.client for request in requests]
-    accepted, rejections = validate_responses(responses, expectation(algorithm, federation, state, cohort, context))
+    expected = expectation(algorithm, federation, state, cohort, context)
+    accepted, rejections = validate_responses(responses, expected)
     if algorithm.privacy.drops_outliers:
-        local = algorithm.local
-        accepted, outliers = without_outliers(
-            accepted,
-            federation,
-            state,
-            context.learning_rate(federation, state),
-            lambda r: local.of(r.client).steps_for(int(context.example_counts.counted(r.examples))),
-        )
+
+        def steps_of(response: Response) -> int:
+            examples = int(context.example_counts.counted(response.examples))
+            return algorithm.local.of(response.client).steps_for(examples)
+
+        learning_rate = context.learning_rate(federation, state)
+        accepted, outliers = without_outliers(accepted, federation, state, learning_rate, steps_of)
         rejections += outliers
-    refused = {one.client for one in rejections if not one.silent} - {a.response.client for a in accepted}
-    answers = replace(read(accepted, state, context), dropped=len(refused))
+    refused = {rejection.client for rejection in rejections if not rejection.silent}
+    refused -= {item.response.client for item in accepted}
+    answers = replace(read_answers(accepted, state, context), dropped=len(refused))
     return Collected(
         answers,
         accepted,
         rejections=tuple(rejections),
-        bytes_up=sum(map(size_of, responses)),
-        bytes_down=sum(map(wire_size, requests)),
+        bytes_up=sum(response_bytes(response) for response in responses),
+        bytes_down=sum(wire_size(request) for request in requests),
     )
 
 
-def _collect_hidden(
+def _collect_sum(
     algorithm: Algorithm, federation: Federation, requests: list[Request], engine: Engine, context: ServerContext
 ) -> Collected:
-    """Five stages instead of one; the server sees only the sum over those who stay."""
-    parts = (engine.exchange, context.length, context.trained, context.example_counts)
-    done = secure_sum(algorithm, federation, requests, *parts) if requests else HiddenSum()
-    lost = tuple(Rejection(client, why) for client, why in done.lost.items())
-    nobody = Answers((), torch.zeros(0, dtype=torch.float64), ())
+    """Carry the requests through the stages of a secure sum; the server sees only the sum over those who stay."""
+    hidden = HiddenSum()
+    if requests:
+        hidden = secure_sum(
+            algorithm,
+            federation,
+            requests,
+            engine.exchange,
+            context.length,
+            context.trained,
+            context.example_counts,
+        )
+    lost = tuple(Rejection(client, reason) for client, reason in hidden.lost.items())
+    no_answers = Answers((), torch.zeros(0, dtype=torch.float64), ())
     rounding = None
     if algorithm.privacy.noise is not None:  # also where nobody was asked: no link depends on settings under privacy
         segments = secure_segments(algorithm, context.length, context.trained, {})
         rounding = algorithm.privacy.rounding(segments)
-    return Collected(nobody, (), done, lost, done.bytes_up, done.bytes_down, rounding)
+    return Collected(no_answers, (), hidden, lost, hidden.bytes_up, hidden.bytes_down, rounding)
 
 
 def expectation(
     algorithm: Algorithm, federation: Federation, state: ServerState, cohort: Sequence[int], context: ServerContext
 ) -> Expectation:
-    """What a well-formed training reply of this round looks like."""
+    """Return what a well-formed response to a training request of this round looks like."""
     sizes = {"width": context.width, "classes": context.classes, "trained": context.trained}
-    evidence = {
-        name: Field(tuple(sizes[n] if isinstance(n, str) else n for n in shape), limit=EVIDENCE)
-        for wanted in algorithm.wants
-        for name, shape in wanted.evidence.items()
-    }
-    private = not algorithm.privacy.weighs_examples
-    ranges = {name: Range(0.0, one.largest) for one in algorithm.wants for name in one.scalars}
+    evidence: dict[str, Field] = {}
+    scalars: list[str] = []
+    ranges: dict[str, Range] = {}
+    for observation in algorithm.wants:
+        for name, shape in observation.evidence.items():
+            known_shape = tuple(sizes[side] if isinstance(side, str) else side for side in shape)
+            evidence[name] = Field(known_shape, limit=EVIDENCE)
+        for name in observation.scalars:
+            scalars.append(name)
+            ranges[name] = Range(0.0, observation.largest)
+    scalars += algorithm.reports
     for link in algorithm.update:
-        ranges |= {name: Range(0.0, most, name in link.whole) for name, most in link.scalars.items()}
-    bits = {k: state.active_of(k) for k in cohort}
-    lengths = {k: int(unpack_bits(b, context.trained).sum()) for k, b in bits.items() if b is not None}
+        for name, largest_value in link.scalars.items():
+            ranges[name] = Range(0.0, largest_value, name in link.whole)
+    lengths = {}
+    for client in cohort:
+        active_bits = state.active_of(client)
+        if active_bits is not None:
+            lengths[client] = int(unpack_bits(active_bits, context.trained).sum())
+    example_counts: ExampleCounts | None = context.example_counts
+    max_examples = None
+    if not algorithm.privacy.weighs_examples:  # every client counts once, so nobody needs to know
+        example_counts = None
+        max_examples = 0
+    elif federation.largest > 1 and context.example_counts.dealt:  # as inside a secure sum
+        max_examples = federation.largest
+    learning_rate = context.learning_rate(federation, state)
     return Expectation(
         run=federation.run,
         round=state.round,
@@ -204,100 +235,110 @@ def expectation(
         lengths=lengths,
         codec=algorithm.compression,
         sums={name: Field((context.trained,)) for name in algorithm.local.correction.sends},
-        scalars=[*(name for wanted in algorithm.wants for name in wanted.scalars), *algorithm.reports],
+        scalars=scalars,
         evidence=evidence,
         norm_bound=federation.norm_bound,
-        # Under privacy every client counts once, so nobody needs to know; else as inside a secure sum.
-        max_examples=0
-        if private
-        else federation.largest
-        if federation.largest > 1 and context.example_counts.dealt
-        else None,
+        max_examples=max_examples,
         ranges=ranges,
-        example_counts=None if private else context.example_counts,
-        check=lambda response: _steps_lie(algorithm, response, context.learning_rate(federation, state)),
+        example_counts=example_counts,
+        check=lambda response: implausible_steps(algorithm, response, learning_rate),
     )
 
 
-def _steps_lie(algorithm: Algorithm, response: Response, lr: float) -> str:
-    """Effective steps that these examples do not give; they scale everybody's step (FedNova)."""
-    rule, told = (
-        algorithm.local.of(response.client),
-        [name for link in algorithm.update if link.needs_effective_steps for name in link.scalars],
-    )
-    if not told or rule.optimizer.effective_steps is None:
+def implausible_steps(algorithm: Algorithm, response: Response, learning_rate: float) -> str:
+    """Say which effective steps a client's examples cannot give (they scale everybody's step in FedNova)."""
+    names: list[str] = []
+    for link in algorithm.update:
+        if link.needs_effective_steps:
+            names += link.scalars
+    local = algorithm.local.of(response.client)
+    effective_steps = local.optimizer.effective_steps
+    if not names or effective_steps is None:
         return ""
-    steps = rule.steps_for(response.examples)
-    most = rule.rate(lr, response.examples) * rule.optimizer.effective_steps(steps) * (1 + 1e-6)
-    lies = [name for name in told if not 0 < response.scalars[name] <= most]
-    return (
-        f"scalar {lies[0]!r} is {response.scalars[lies[0]]:.4g}, and its examples give at most {most:.4g}"
-        if lies
-        else ""
-    )
+    steps = local.steps_for(response.examples)
+    largest_value = local.rate(learning_rate, response.examples) * effective_steps(steps) * (1 + 1e-6)
+    for name in names:
+        value = response.scalars[name]
+        if not 0 < value <= largest_value:
+            return f"scalar {name!r} is {value:.4g}, and its examples give at most {largest_value:.4g}"
+    return ""
 
 
-def read(accepted: Sequence[Accepted], state: ServerState, context: ServerContext) -> Answers:
-    """The accepted replies as the weighting and the aggregator see them, updates spread over the whole space."""
-    bits = [state.active_of(a.response.client) for a in accepted]
-    active = [unpack_bits(b, context.trained) for b in bits if b is not None]
-    updates = [a.update for a in accepted if a.update is not None]
+def read_answers(accepted: Sequence[Accepted], state: ServerState, context: ServerContext) -> Answers:
+    """Return the accepted responses as weighting and aggregation see them, updates spread over the whole space."""
+    active = []
+    for item in accepted:
+        active_bits = state.active_of(item.response.client)
+        if active_bits is not None:
+            active.append(unpack_bits(active_bits, context.trained))
+    updates = [item.update for item in accepted if item.update is not None]
     if active:
-        updates = [spread(update, where) for update, where in zip(updates, active, strict=True)]
+        updates = [spread(update, coordinates) for update, coordinates in zip(updates, active, strict=True)]
+    example_counts = [context.example_counts.counted(item.response.examples) for item in accepted]
     return Answers(
-        tuple(a.response.client for a in accepted),
-        torch.tensor([context.example_counts.counted(a.response.examples) for a in accepted], dtype=torch.float64),
+        tuple(item.response.client for item in accepted),
+        torch.tensor(example_counts, dtype=torch.float64),
         updates,
-        [a.response.scalars for a in accepted],
-        [a.response.evidence for a in accepted],
+        [item.response.scalars for item in accepted],
+        [item.response.evidence for item in accepted],
         active,
         state.vector,
         state.round,
-        sums=[a.response.sums for a in accepted],
+        sums=[item.response.sums for item in accepted],
         trained=context.trained,
         layers=context.layers,
     )
 
 
 def spread(update: Tensor, active: Tensor) -> Tensor:
-    """An update of the active coordinates as one of all coordinates, zero elsewhere."""
+    """Return an update of the active coordinates as one of all coordinates, zero elsewhere."""
     full = torch.zeros(len(active))
     full[active] = update
     return full
 
 
-def describe(answers: Answers, collected: Collected, weights: Tensor, done: Advanced) -> dict[str, Any]:
-    """The numbers of a round by client: loss, update norm, drift, cosine to the mean."""
-    share = weights / weights.sum()
-    report = drift_report(answers.updates, done.update[: len(answers.updates[0])])
-    losses = [float(a.response.metrics.get("loss", float("nan"))) for a in collected.accepted]
-    layers = [name for name in answers.scalars[0] if name.startswith("alignment:")]
-    alignment = {name.partition(":")[2]: [s[name] for s in answers.scalars] for name in layers}
-    return {
-        "train_loss": weighted(share, losses),
+def describe(answers: Answers, collected: Collected, weights: Tensor, advanced: Advanced) -> dict[str, Any]:
+    """Return the numbers of a round by client: loss, update norm, drift, cosine to the mean."""
+    shares = weights / weights.sum()
+    drift = drift_report(answers.updates, advanced.update[: len(answers.updates[0])])
+    losses = [float(item.response.metrics.get("loss", float("nan"))) for item in collected.accepted]
+    record: dict[str, Any] = {
+        "train_loss": weighted(shares, losses),
         "clients": {
             "ids": list(answers.clients),
             "loss": losses,
-            "norm": [a.norm for a in collected.accepted],
-            "drift": report.drifts.tolist(),
-            "cosine": report.cosines.tolist(),
-            "weight": share.tolist(),
+            "norm": [item.norm for item in collected.accepted],
+            "drift": drift.drifts.tolist(),
+            "cosine": drift.cosines.tolist(),
+            "weight": shares.tolist(),
         },
-        **({"alignment": alignment} if alignment else {}),
     }
+    alignment = {}
+    for name in answers.scalars[0]:
+        if name.startswith("alignment:"):
+            layer = name.partition(":")[2]
+            alignment[layer] = [scalars[name] for scalars in answers.scalars]
+    if alignment:
+        record["alignment"] = alignment
+    return record
 
 
 def relative_drift(clients: Mapping[str, list[float]]) -> float:
-    """Mean over clients of their distance to the mean update, in units of their own update."""
-    pairs = [(d, n) for d, n in zip(clients["drift"], clients["norm"], strict=True) if n > 0]
-    return sum(d / n for d, n in pairs) / len(pairs) if pairs else 0.0
+    """Return the mean over clients of their distance to the mean update, in units of their own update."""
+    ratios = []
+    for drift, norm in zip(clients["drift"], clients["norm"], strict=True):
+        if norm > 0:
+            ratios.append(drift / norm)
+    return sum(ratios) / len(ratios) if ratios else 0.0
 
 
-def size_of(response: Arrival) -> int:
-    """Bytes of one answer on the wire."""
-    message = response[1] if isinstance(response, tuple) else response
+def response_bytes(arrival: Arrival) -> int:
+    """Return the bytes of one answer on the wire; 0 for what has no wire form."""
+    message = arrival[1] if isinstance(arrival, tuple) else arrival
+    if isinstance(message, bytes | bytearray):
+        return len(message)
     if not isinstance(message, Response):
-        return len(message) if isinstance(message, bytes | bytearray) else 0
+        return 0
     try:
         return wire_size(message)
     except (AttributeError, KeyError, TypeError):  # a malformed object has no wire form; validation has dropped it

@@ -1,11 +1,13 @@
-"""What clients say of themselves (how many images they have): the first word counts, and nobody sets the others' scale.
+"""What clients say of themselves, above all how many images they have: the first word counts.
 
 Where the server dealt the data itself it knows every number. Where clients bring data of their own it has their word:
-it may not change from reply to reply, and in weights it counts up to `FACTOR` times the median of all, no more.
+it may not change from response to response, and in weights it counts up to `FACTOR` times the median of all, no more,
+so that nobody sets the others' scale.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -14,37 +16,42 @@ FACTOR = 10.0
 
 
 class ExampleCounts:
-    """The first word of every client, by (client, name)."""
+    """The first claim of every client, by (client, name of the number)."""
 
     def __init__(self, examples: Mapping[int, int] | None = None, dealt: bool = True) -> None:
-        self.said = {(client, "examples"): float(n) for client, n in (examples or {}).items()}
+        self.claims: dict[tuple[int, str], float] = {}
+        for client, count in (examples or {}).items():
+            self.claims[client, "examples"] = float(count)
         self.dealt = dealt
-        """The server dealt the data: the numbers are known, not said."""
+        """The server dealt the data: the numbers are known, not claimed."""
         self.identities: dict[int, bytes] = {}
         """The key under which each client first came into a secure sum; another one later is not its own."""
         self.barred: dict[int, str] = {}
-        """Who is in no further secure sum, and why."""
+        """Clients that are in no further secure sum, and why."""
 
-    def contradiction(self, client: int, told: Mapping[str, float]) -> str:
-        """What of this a client said otherwise before; empty: nothing."""
-        for name, value in told.items():
-            before = self.said.get((client, name), value)
+    def contradiction(self, client: int, claimed: Mapping[str, float]) -> str:
+        """Say which number a client claimed otherwise before; empty: none."""
+        for name, value in claimed.items():
+            before = self.claims.get((client, name), value)
             if value != before:
                 return f"claims {value:.16g} {name} and had {before:.16g} before"
         return ""
 
-    def note(self, client: int, told: Mapping[str, float]) -> None:
-        """Remember what a client said, where it is the first time."""
-        for name, value in told.items():
-            self.said.setdefault((client, name), float(value))
+    def note(self, client: int, claimed: Mapping[str, float]) -> None:
+        """Remember what a client claims, where it is the first time."""
+        for name, value in claimed.items():
+            self.claims.setdefault((client, name), float(value))
 
-    def most(self, name: str = "examples") -> float:
-        """The largest number that counts in full; endless where the server dealt the data."""
-        if self.dealt:  # asked for every client of every round, so nothing is looked through in vain
-            return float("inf")
-        values = [value for (_, what), value in self.said.items() if what == name and value > 0]
-        return FACTOR * statistics.median(values) if values else float("inf")
+    def cap(self, name: str = "examples") -> float:
+        """Return the largest number that counts in full; infinite where the server dealt the data."""
+        if self.dealt:  # asked for every client of every round, so nothing is searched in vain
+            return math.inf
+        values = []
+        for (_, claimed_name), value in self.claims.items():
+            if claimed_name == name and value > 0:
+                values.append(value)
+        return FACTOR * statistics.median(values) if values else math.inf
 
     def counted(self, value: float, name: str = "examples") -> float:
-        """What a claimed number counts for."""
-        return min(float(value), self.most(name))
+        """Return what a claimed number counts for."""
+        return min(float(value), self.cap(name))

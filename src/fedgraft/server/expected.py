@@ -55,14 +55,14 @@ def counts(
     The number of images is the same for all models, and in every reply about the same split.
     """
 
-    def told(response: Response) -> dict[str, float]:
+    def claims(response: Response) -> dict[str, float]:
         return {"examples": response.examples, f"{split} images": float(response.sums["counts"][0, 3])}
 
     def check(response: Response) -> str:
         return lie(response) if plausible(response.sums["counts"]) else "counted what cannot be"
 
     fields = {"counts": Field((models, 4), torch.float64), **(sums or {})}
-    return asked(requests, example_counts, sums=fields, told=told, check=check)
+    return asked(requests, example_counts, sums=fields, claims=claims, check=check)
 
 
 def plausible(counts: Tensor) -> bool:
@@ -91,10 +91,10 @@ def evaluation(
     if finetuned:
         wanted |= {"finetuned_loss": LOSS, "finetuned_accuracy": SHARE}
 
-    def told(response: Response) -> dict[str, float]:
+    def claims(response: Response) -> dict[str, float]:
         return {"examples": response.examples, "test images": response.metrics["count"]}
 
-    return asked(requests, example_counts, metrics=wanted, told=told, sums=sums or {}, check=lie)
+    return asked(requests, example_counts, metrics=wanted, claims=claims, sums=sums or {}, check=lie)
 
 
 def mask(requests: Sequence[Request], example_counts: ExampleCounts, coordinates: int) -> Expectation:

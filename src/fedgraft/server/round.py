@@ -37,120 +37,156 @@ class RoundSummary:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Matrices for figures: the mixing matrix, alignment scores."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    """Digest of each accepted reply's bytes by client; none where who took part is hidden or private."""
+    """Digest of each accepted response's bytes by client; empty where who took part is hidden or private."""
 
 
-def digests_of(responses: Sequence[Response]) -> dict[int, str]:
-    """Digest of each reply's bytes by client."""
-    return {response.client: message_digest(response) for response in responses}
+Outcome = tuple[ServerState, dict[str, Any], Mapping[str, Tensor]]
+"""The next state, the record of the round, and matrices for figures."""
+
+NORM_HISTORY = 5
+"""Rounds whose median length of an update says what is usual."""
 
 
 def run_round(
     algorithm: Algorithm, federation: Federation, state: ServerState, engine: Engine, context: ServerContext
 ) -> tuple[ServerState, RoundSummary]:
-    """One round: sample, instruct, exchange, validate, weigh, aggregate, step."""
+    """Run one round: sample, instruct, exchange, validate, weigh, aggregate, step."""
     began = time.perf_counter()
     if context.active is not None:
         state = replace(state, active=context.active(state))
     cohort = server.sample(federation, state.round)
     requests = server.instruct(algorithm, federation, state, cohort, context.space, context.origin, context.rate_factor)
-    before = remembered(engine, cohort)
+    memories_before = _memories(engine, cohort)
     collected = collect(algorithm, federation, state, requests, engine, context)
     exchanged = time.perf_counter()
-    # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
-    rule = plain_tail(algorithm.server, context.trained) if len(state.vector) > context.trained else algorithm.server
+    rule = algorithm.server
+    if len(state.vector) > context.trained:
+        # Statistics behind the trained coordinates (batch norm) take the plain mean, whatever the server rule.
+        rule = plain_tail(algorithm.server, context.trained)
     step = Step(federation, state, rule, context.learning_rate(federation, state))
-    seen = collected.accepted if algorithm.privacy.records_clients else ()
-    with ThreadPoolExecutor(1) as beside:  # hashing holds no lock of Python's, and combining only reads the answers
-        digests = beside.submit(digests_of, [a.response for a in seen])
-        new, record, extra = checked(step, advance(algorithm, step, collected, context), collected)
-    used = set() if "skipped" in record else collected.used
-    take_back(engine, {k: memory for k, memory in before.items() if k not in used})
-    if "skipped" not in record:
-        record["update_norm"] = float((new.vector - state.vector).norm())
-    seconds = {"exchange": exchanged - began, "aggregate": time.perf_counter() - exchanged}
-    counted = algorithm.aggregate.shares  # clients that train alone send nothing
+    recorded = collected.accepted if algorithm.privacy.records_clients else ()
+    with ThreadPoolExecutor(1) as executor:  # hashing does not hold Python's lock, and combining only reads the answers
+        digests = executor.submit(_digest_responses, [a.response for a in recorded])
+        outcome = advance(algorithm, step, collected, context)
+        new_state, record, extra = reject_nonfinite_step(step, outcome, collected)
+    skipped = "skipped" in record
+    used_clients = set() if skipped else collected.used
+    _take_back_unused(engine, memories_before, used_clients)
+    if not skipped:
+        record["update_norm"] = float((new_state.vector - state.vector).norm())
+    sends = algorithm.aggregate.shares  # clients that train alone send nothing
+    dropped = [{"client": rejection.client, "reason": rejection.reason} for rejection in collected.rejections]
     record |= {
-        "bytes_up": collected.bytes_up if counted else 0,
-        "bytes_down": collected.bytes_down if counted else 0,
+        "bytes_up": collected.bytes_up if sends else 0,
+        "bytes_down": collected.bytes_down if sends else 0,
         "round": state.round + 1,
         "lr": step.lr,
-        "seconds": seconds,
-        "dropped": [{"client": r.client, "reason": r.reason} for r in collected.rejections],
+        "seconds": {"exchange": exchanged - began, "aggregate": time.perf_counter() - exchanged},
+        "dropped": dropped,
     }
-    return new, RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests.result())
+    summary = RoundSummary(state.round, tuple(cohort), record, collected.rejections, extra, digests.result())
+    return new_state, summary
 
 
-def remembered(engine: Engine, cohort: Sequence[int]) -> dict[int, ClientMemory | None]:
-    """What the clients of a round remember before it; nothing where the engine does not know."""
-    return {k: engine.memory.get(k) for k in cohort} if isinstance(engine, Remembering) else {}
+def _digest_responses(responses: Sequence[Response]) -> dict[int, str]:
+    """Return the digest of each response's bytes by client."""
+    return {response.client: message_digest(response) for response in responses}
 
 
-def take_back(engine: Engine, before: Mapping[int, ClientMemory | None]) -> None:
+def _memories(engine: Engine, cohort: Sequence[int]) -> dict[int, ClientMemory | None]:
+    """Return what the clients of a round remember before it; empty where the engine does not know."""
+    if not isinstance(engine, Remembering):
+        return {}
+    return {client: engine.memory.get(client) for client in cohort}
+
+
+def _take_back_unused(
+    engine: Engine, memories_before: Mapping[int, ClientMemory | None], used_clients: set[int]
+) -> None:
     """Let clients whose answers were not used go on from what they remembered before this round."""
-    if isinstance(engine, Remembering):
-        for client, memory in before.items():
+    if not isinstance(engine, Remembering):
+        return
+    for client, memory in memories_before.items():
+        if client not in used_clients:
             engine.take_back(client, memory)
 
 
-MEMORY = 5
-"""Rounds whose median length of an update says what is usual."""
-Outcome = tuple[ServerState, dict[str, Any], Mapping[str, Tensor]]
-
-
-def checked(step: Step, outcome: Outcome, collected: Collected) -> Outcome:
-    """The outcome, or a skipped round where the step would leave a model or a server's memory that nobody can use."""
-    new = outcome[0]
-    models = [new.vector, *(new.model_of(k) for k in collected.answers.clients if k in new.personal)]
-    bad = not all(largest(model) <= LARGEST for model in models)  # also where it is not a number
-    if not bad and all(bool(torch.isfinite(t).all()) for t in new.rule.values() if t.is_floating_point()):
-        return outcome
-    norms = {a.response.client: a.norm for a in collected.accepted}
-    longest = f"; the longest update is client {max(norms, key=lambda k: norms[k])}'s" if norms else ""
-    why = f"the server's step would leave numbers that no model can hold{longest}"
-    return server.skip(step.state), {**collected.notes(), "skipped": True, "refused": why}, {}
-
-
-def added(step: Step, mean: Tensor, collected: Collected, weights: Tensor) -> dict[int, Tensor]:
-    """The contributions so far with this round's: of client k with weight w, the mean minus the mean of the others.
-
-    That is w / (1 - w) times (its update - the mean); of a client by itself, all of the step.
-    """
-    kept, info = dict(step.state.contributions), step.info(collected.answers, weights)
-    for k, update, w in zip(collected.answers.clients, collected.answers.updates, weights / weights.sum(), strict=True):
-        share = float(w)
-        more = mean if share >= 1 else share / (1 - share) * (update - mean)
-        moved, _ = step.rule.step(torch.zeros_like(mean), more, dict(step.state.rule), info)
-        kept[k] = kept[k] + moved if k in kept else moved
-    return kept
-
-
 def advance(algorithm: Algorithm, step: Step, collected: Collected, context: ServerContext) -> Outcome:
-    """The next state from what came back: each update by itself, or the hidden sum of all."""
+    """Return the next state from what came back: each update by itself, or the hidden sum of all."""
     released = algorithm.privacy.advance(step, collected)
     if released is not None:  # also when nobody answered: who was there is private
         return released, collected.notes(), {}
     hidden = collected.hidden
-    count = collected.count
-    if count < max(1, step.federation.minimum_answers) or (hidden is not None and hidden.update is None):
+    too_few = collected.count < max(1, step.federation.minimum_answers)
+    aborted = hidden is not None and hidden.update is None
+    if too_few or aborted:
         return server.skip(step.state), {**collected.notes(), "skipped": True}, {}
     if hidden is not None and hidden.update is not None:  # the mean that secure aggregation opened
-        info = RoundInfo(step.federation.clients, count, step.lr, hidden.sums, hidden.scalars)
+        info = RoundInfo(step.federation.clients, collected.count, step.lr, hidden.sums, hidden.scalars)
         return step.server_step(hidden.update, info), collected.notes(), {}
-    answers = context.judged(algorithm.weighting, collected.answers)
+    answers = context.with_server_scores(algorithm.weighting, collected.answers)
     weights = algorithm.weighting.weights(answers)
+    aggregate = algorithm.aggregate if context.aggregate is None else context.aggregate
     try:
-        aggregate = algorithm.aggregate if context.aggregate is None else context.aggregate
-        done = aggregate.advance(step, answers, weights)
+        advanced = aggregate.advance(step, answers, weights)
     except TooFew as error:
         if error.least > step.federation.per_round:  # even a full cohort would be too small
             raise
         return server.skip(step.state), {"skipped": True}, {}
-    record = describe(answers, collected, weights, done)
-    usual = statistics.median(a.norm for a in collected.accepted) / step.lr if step.lr > 0 else 0.0
-    new = replace(done.state, norms=(*step.state.norms, usual)[-MEMORY:])
+    record = describe(answers, collected, weights, advanced)
+    median_norm = statistics.median(item.norm for item in collected.accepted)
+    norm_per_rate = median_norm / step.lr if step.lr > 0 else 0.0
+    norms = (*step.state.norms, norm_per_rate)[-NORM_HISTORY:]
+    new_state = replace(advanced.state, norms=norms)
     if step.federation.keeps_contributions:
-        new = replace(new, contributions=added(step, done.update, collected, weights))
+        contributions = accumulate_contributions(step, advanced.update, collected, weights)
+        new_state = replace(new_state, contributions=contributions)
     if algorithm.trainable.partial:
-        new = replace(new, drifts=(*step.state.drifts, relative_drift(record["clients"])))
-    return new, record, done.extra
+        drifts = (*step.state.drifts, relative_drift(record["clients"]))
+        new_state = replace(new_state, drifts=drifts)
+    return new_state, record, advanced.extra
+
+
+def reject_nonfinite_step(step: Step, outcome: Outcome, collected: Collected) -> Outcome:
+    """Return `outcome`, or a skipped round if the new model or server state has non-finite or out-of-range values."""
+    new_state = outcome[0]
+    models = [new_state.vector]
+    for client in collected.answers.clients:
+        if client in new_state.personal:
+            models.append(new_state.model_of(client))
+    models_usable = all(largest(model) <= LARGEST for model in models)  # False where one is not a number
+    if models_usable and _is_finite_state(new_state):
+        return outcome
+    reason = "the server's step would leave numbers that no model can hold"
+    norms = {item.response.client: item.norm for item in collected.accepted}
+    if norms:
+        longest = max(norms, key=lambda client: norms[client])
+        reason += f"; the longest update is client {longest}'s"
+    return server.skip(step.state), {**collected.notes(), "skipped": True, "refused": reason}, {}
+
+
+def _is_finite_state(state: ServerState) -> bool:
+    """Return whether every floating-point tensor of the server rule's state is finite."""
+    for tensor in state.rule.values():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return False
+    return True
+
+
+def accumulate_contributions(step: Step, mean: Tensor, collected: Collected, weights: Tensor) -> dict[int, Tensor]:
+    """Return the leave-one-out contribution of each client, summed over rounds.
+
+    The contribution of client k with weight w is the mean minus the mean of the others: w / (1 - w) times (its update -
+    the mean); of a client by itself, all of the step.
+    """
+    contributions = dict(step.state.contributions)
+    answers = collected.answers
+    info = step.info(answers, weights)
+    shares = weights / weights.sum()
+    for client_id, update, share_tensor in zip(answers.clients, answers.updates, shares, strict=True):
+        share = float(share_tensor)
+        leave_one_out = mean if share >= 1 else share / (1 - share) * (update - mean)
+        contribution, _ = step.rule.step(torch.zeros_like(mean), leave_one_out, dict(step.state.rule), info)
+        previous = contributions.get(client_id)
+        contributions[client_id] = contribution if previous is None else previous + contribution
+    return contributions
