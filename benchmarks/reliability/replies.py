@@ -39,7 +39,7 @@ from fedgraft.server.collect import ServerContext
 from fedgraft.server.round import advance
 from fedgraft.server.validate import Expectation
 
-LAYERS = len(zoo.fedalign(align="server").weighting.judged)
+LAYERS = len(zoo.fedalign(align="server").weighting.server_scored)
 
 
 def scored(answers: Answers) -> Tensor:

@@ -211,7 +211,7 @@ def test_low_rank_factors_respect_frozen_blocks(tmp_path: Path) -> None:
         "personal.finetune_epochs=0",
     ]
     found = carry_out(tmp_path, *overrides, "local.lr=0.001")
-    assert len(lora.adapted(found.network)) == 2  # Q and V of the second block
+    assert len(lora.adapter_layers(found.network)) == 2  # Q and V of the second block
     assert found.opened.context.examples.entry == 1
 
 
@@ -223,7 +223,7 @@ def test_low_rank_runs_leave_the_base_alone(mode: str, tmp_path: Path) -> None:
     carry_out(tmp_path / "pool", *overrides, "workers=2")
     assert torch.equal(bits(final_vector(tmp_path / "pool")), bits(final_vector(tmp_path / "alone")))
     start = {name: bits(p) for name, p in alone.base().named_parameters()}
-    targets = {f"{name}.weight" for name in lora.adapted(alone.network)}
+    targets = {f"{name}.weight" for name in lora.adapter_layers(alone.network)}
     assert len(targets) == 4  # Q and V of two blocks
     moved = set()
     for name, tensor in alone.network.named_parameters():

@@ -34,7 +34,7 @@ from fedgraft.edit.dense import head, last_blocks
 from fedgraft.edit.lora import merge
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
-from fedgraft.edit.trainable import InTurn
+from fedgraft.edit.trainable import RoundRobinMasks
 from fedgraft.engines import batched as batched_module
 from fedgraft.engines.batched import Batched
 from fedgraft.engines.in_process import InProcess
@@ -163,7 +163,7 @@ class Table(Toy):
             self.server_context = replace(self.server_context, align=scores)
         if bounded:  # a third of the clients moves a third of the coordinates, the others two thirds
             size = self.space.trained
-            turns = InTurn([pack_bits(torch.arange(size) % 3 < n) for n in (1, 2, 2)])
+            turns = RoundRobinMasks([pack_bits(torch.arange(size) % 3 < n) for n in (1, 2, 2)])
             self.server_context = replace(self.server_context, active=lambda state: turns)
         if halves:
             self.server_context = replace(self.server_context, active=self.half)

@@ -7,7 +7,7 @@ from tests.support.toy import Toy, client_rows
 from torch import Tensor
 
 from fedgraft import algorithms as zoo
-from fedgraft.local.self_weight import parted
+from fedgraft.local.self_weight import split_aside
 
 
 def test_no_step_sees_an_image_that_was_set_aside() -> None:
@@ -23,7 +23,7 @@ def test_no_step_sees_an_image_that_was_set_aside() -> None:
 
     toy.examples.batch = batch  # type: ignore[method-assign]
     toy.run(3)
-    aside = {int(row) for k in range(5) for row in parted(client_rows(k), 0.3, 7, k)[1]}
+    aside = {int(row) for k in range(5) for row in split_aside(client_rows(k), 0.3, 7, k)[1]}
     assert aside and trained
     assert not aside & trained
     assert aside <= measured

@@ -138,7 +138,7 @@ def test_a_rule_that_cannot_work_says_why_and_the_others_go_on(tmp_path: Path) -
     bulyan, mean = (
         next(one for one in found if one.rule == rule and one.attack == "zero") for rule in ("bulyan", "mean")
     )
-    assert bulyan.accuracy is None and "needs at least 11 replies" in bulyan.note
+    assert bulyan.accuracy is None and "needs at least 11 responses" in bulyan.note
     assert mean.accuracy is not None
 
 
@@ -183,7 +183,7 @@ CELLS = [
     Measured("iid", "mean", "scaling", 0, 0.2, 0.0),
     Measured("iid", "mean", "backdoor", 0, 0.88, 0.95),
     Measured("iid", "krum", BENIGN, 0, 0.8, 0.1),
-    Measured("iid", "krum", "scaling", 0, None, None, "Krum needs at least 7 replies."),
+    Measured("iid", "krum", "scaling", 0, None, None, "Krum needs at least 7 responses."),
     Measured("iid", "krum", "backdoor", 0, 0.7, 0.2),
 ]
 
@@ -227,7 +227,7 @@ def test_given_features_have_no_place_for_a_trigger(tmp_path: Path) -> None:
 def test_three_files(tmp_path: Path) -> None:
     markdown, lines, page = write(CELLS, tmp_path / "out", "A <note>.")
     assert "| mean | 90.00 | 20.00 | 88.00 | 70.0 (scaling) | 10.00 | 95.00 |" in markdown.read_text()
-    assert "- krum: Krum needs at least 7 replies." in markdown.read_text()
+    assert "- krum: Krum needs at least 7 responses." in markdown.read_text()
     rows = list(csv.DictReader(lines.open()))
     assert len(rows) == 6 and rows[1]["accuracy"] == "0.2" and rows[4]["accuracy"] == ""
     html = page.read_text()

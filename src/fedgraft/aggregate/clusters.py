@@ -1,8 +1,9 @@
-"""Several common models, one for each cluster of clients that nobody knows beforehand (IFCA, Ghosh et al. 2020).
+"""Clustered federated learning: several common models, one per cluster of clients (IFCA, Ghosh et al. 2020).
 
-Every order carries all models, as offsets from the mean one. A client takes the one with the least loss on its own
-training images, trains it, and says which it was; the server averages within clusters. All models start at the same
-pretrained weights, so in the first round each client draws its cluster. One cluster is FedAvg, bit for bit.
+The clusters are not known beforehand. Every request carries all models, as offsets from their mean. A client takes the
+model with the least loss on its own training images, trains it, and reports which one it was; the server averages
+within clusters. All models start at the same pretrained weights, so in the first round each client draws its cluster.
+One cluster is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fedgraft.core.state import ServerState
 
 @dataclass(frozen=True)
 class Clusters:
-    """So many common models; clients choose theirs anew in every round."""
+    """Aggregation into `count` common models; clients choose their cluster anew in every round."""
 
     count: int = 2
     linear = False
@@ -34,33 +35,41 @@ class Clusters:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """`clusters:` and their number."""
         return f"clusters:{self.count}"
 
     @property
     def reports(self) -> Mapping[str, float]:
-        """The number of the cluster comes with every update."""
+        """The scalar that comes with every update, the index of the client's cluster, and its largest value."""
         return {"cluster": float(self.count - 1)}
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
-        """All models, as offsets from the order's, (clusters, k); nothing while they are still equal."""
-        return {"clusters": state.rule["clusters"]} if "clusters" in state.rule else {}
+        """Return all models as offsets from the model of the request, (clusters, k); nothing while they are equal."""
+        if "clusters" not in state.rule:
+            return {}
+        return {"clusters": state.rule["clusters"]}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
-        """Each cluster's model moves by the mean of its clients' updates; the common vector is the mean of all."""
-        state, info = step.state, step.info(answers, weights)
+        """Move each cluster's model by the mean of its clients' updates; the common vector is the mean of all."""
+        state = step.state
+        info = step.info(answers, weights)
         offsets = state.rule.get("clusters", torch.zeros(self.count, len(state.vector)))
-        told = [min(max(round(s["cluster"]), 0), self.count - 1) for s in answers.scalars]
-        whole = weighted_mean([offsets[c] + u for c, u in zip(told, answers.updates, strict=True)], weights)
-        anchor, _ = step.rule.step(state.vector, whole, {}, info)
-        moved = torch.empty_like(offsets)
-        for c in range(self.count):
-            mine = [i for i, cluster in enumerate(told) if cluster == c]
-            model = state.vector + offsets[c]
-            if mine:
-                update = weighted_mean([answers.updates[i] for i in mine], weights[mine])
+        chosen = []
+        moved_models = []  # relative to the common vector
+        for scalars, update in zip(answers.scalars, answers.updates, strict=True):
+            cluster = min(max(round(scalars["cluster"]), 0), self.count - 1)
+            chosen.append(cluster)
+            moved_models.append(offsets[cluster] + update)
+        mean_update = weighted_mean(moved_models, weights)
+        anchor, _ = step.rule.step(state.vector, mean_update, {}, info)
+        new_offsets = torch.empty_like(offsets)
+        for cluster in range(self.count):
+            members = [i for i, choice in enumerate(chosen) if choice == cluster]
+            model = state.vector + offsets[cluster]
+            if members:
+                update = weighted_mean([answers.updates[i] for i in members], weights[members])
                 model, _ = step.rule.step(model, update, {}, info)
-            torch.sub(model, anchor, out=moved[c])
-        rule = {**state.rule, "clusters": moved}
-        new = replace(state, round=state.round + 1, vector=anchor, rule=rule)
-        return Advanced(new, whole, {"clusters": torch.tensor(told)})
+            torch.sub(model, anchor, out=new_offsets[cluster])
+        rule = {**state.rule, "clusters": new_offsets}
+        new_state = replace(state, round=state.round + 1, vector=anchor, rule=rule)
+        return Advanced(new_state, mean_update, {"clusters": torch.tensor(chosen)})

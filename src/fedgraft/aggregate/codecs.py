@@ -1,13 +1,13 @@
-"""How an update becomes bytes: values only, half precision, int8 with stochastic rounding, top-k with error feedback.
+"""Codecs for updates: float32 values, half precision, int8 with stochastic rounding, top-k with error feedback.
 
 Both sides know the edit space, so no codec sends positions that the space implies. A codec states the exact layout
-of its arrays for a given length; `decode` holds a hostile payload against that layout before it allocates anything.
+of its arrays for a given length; `decode` checks a hostile payload against that layout before it allocates anything.
 
-Values that are not finite never raise on the client: they travel as not-finite values or scales, and the server's
-`decode` refuses the payload. Nothing saturates: half precision carries a power of two that fits the largest value.
+Values that are not finite never raise on the client: they are sent as not-finite values or scales, and the server's
+`decode` refuses the payload. Nothing saturates: half precision sends a power of two that fits the largest value.
 
-Int8 follows the unbiased stochastic rounding of QSGD (Alistarh et al. 2017); top-k keeps what it did not send and
-adds it to the next update (error feedback, Stich et al. 2018).
+Int8 follows the unbiased stochastic rounding of QSGD (Alistarh et al. 2017); top-k stores the coordinates it did not
+send and adds them to the next update (error feedback, Stich et al. 2018).
 """
 
 from __future__ import annotations
@@ -28,36 +28,39 @@ ClientMemory = MutableMapping[str, Tensor]
 
 
 class BadPayload(FedgraftError):
-    """A payload that is not what its codec writes for this length."""
+    """A payload does not have the layout or the contents that its codec produces for this length."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("E-CODEC-PAYLOAD", message)
 
 
 class Codec(Protocol):
-    """A pair encode / expand with the exact layout of the arrays between them.
+    """A pair of functions encode / expand with the exact layout of the arrays between them.
 
     Law: `decode(encode(v), codec, len(v))` has v's length and is finite exactly when v is (values
     within 0.1 % of float32's largest may be refused); its distance to v is what the class documents.
     """
 
     exact: bool
-    """What is decoded is what was encoded, bit for bit."""
+    """The decoded vector equals the encoded one, bit for bit."""
     remembers: bool
-    """What it did not send waits in the client's memory, over one fixed set of coordinates."""
+    """The coordinates it did not send are stored in the client's memory, so the edit space must not change."""
 
     @property
     def name(self) -> str:
-        """Identity on the wire, parameters included; `codec(name)` gives an equal codec back."""
+        """Identity in messages, parameters included; `codec(name)` returns an equal codec."""
         ...
 
     def layout(self, length: int) -> Layout:
-        """Each array's dtype and number of elements for a vector of this length."""
+        """Return each array's dtype and number of elements for a vector of this length."""
         ...
 
     def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
-        """A float32 vector (k,) as a payload; `memory` is what this client keeps from one round to the next."""
+        """Return the payload of a float32 vector (k,); may change `memory`, the client's state between rounds."""
         ...
 
     def expand(self, arrays: Mapping[str, Tensor], length: int) -> Tensor:
-        """Arrays that already fit the layout as a float32 vector (length,); raises `BadPayload` for bad contents."""
+        """Return the float32 vector (length,) of arrays that fit the layout; raise `BadPayload` for bad contents."""
         ...
 
 
@@ -71,15 +74,15 @@ class Values:
     name: ClassVar[str] = "values"
 
     def layout(self, length: int) -> Layout:
-        """One float32 per coordinate."""
+        """Return the layout: one float32 per coordinate."""
         return {"values": (torch.float32, length)}
 
     def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
-        """The vector as it is."""
+        """Return a payload that refers to the vector itself."""
         return Payload(self.name, len(vector), {"values": vector})
 
     def expand(self, arrays: Mapping[str, Tensor], length: int) -> Tensor:
-        """The array as it is."""
+        """Return the array itself."""
         return arrays["values"]
 
 
@@ -96,25 +99,29 @@ class Half:
     name: ClassVar[str] = "half"
 
     def layout(self, length: int) -> Layout:
-        """One float16 per coordinate and one scale."""
+        """Return the layout: one float16 per coordinate and one scale."""
         return {"values": (torch.float16, length), "scale": (torch.float32, 1)}
 
     def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
-        """Scale by an exact power of two, round to nearest."""
-        largest = float(vector.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if len(vector) else 0.0
-        exponent = max(math.frexp(largest)[1] - 15, -126) if largest else 0
+        """Return the vector scaled by an exact power of two and rounded to nearest."""
+        largest = 0.0
+        if len(vector):
+            largest = float(vector.nan_to_num(0.0, 0.0, 0.0).abs().amax())
+        exponent = 0
+        if largest:
+            exponent = max(math.frexp(largest)[1] - 15, -126)
         scale = torch.tensor([math.ldexp(1.0, exponent)], dtype=torch.float32)
         return Payload(self.name, len(vector), {"values": (vector / scale).half(), "scale": scale})
 
     def expand(self, arrays: Mapping[str, Tensor], length: int) -> Tensor:
-        """Undo the scale."""
+        """Return the values multiplied by the scale."""
         _check_scales(arrays["scale"])
         return arrays["values"].float().mul_(arrays["scale"])
 
 
 @dataclass(frozen=True)
 class Int8:
-    """Whole numbers in [-127, 127] times one float32 scale per chunk; rounding is random and unbiased."""
+    """Integers in [-127, 127] times one float32 scale per chunk; rounding is random and unbiased."""
 
     exact = False
     remembers = False
@@ -123,34 +130,35 @@ class Int8:
     name: ClassVar[str] = "int8"
 
     def layout(self, length: int) -> Layout:
-        """One int8 per coordinate and one float32 per chunk."""
+        """Return the layout: one int8 per coordinate and one float32 per chunk."""
         return {"values": (torch.int8, length), "scales": (torch.float32, -(-length // self.chunk))}
 
     def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
-        """floor(x / scale + u) with u uniform in [0, 1): its expectation is x / scale."""
-        rows = self._rows(vector)  # (chunks, chunk)
+        """Return floor(x / scale + u) with u uniform in [0, 1): its expectation is x / scale."""
+        rows = self._chunk_rows(vector)  # (chunks, chunk)
         scales = rows.abs().amax(dim=1) / 127  # not finite where a value is not finite: decode refuses it
         steps = rows / torch.where(scales == 0, 1.0, scales)[:, None]
         steps += torch.rand(steps.shape, generator=generator)
-        whole = steps.floor_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8).view(-1)[: len(vector)]
-        return Payload(self.name, len(vector), {"values": whole, "scales": scales})
+        integers = steps.floor_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8).view(-1)[: len(vector)]
+        return Payload(self.name, len(vector), {"values": integers, "scales": scales})
 
     def expand(self, arrays: Mapping[str, Tensor], length: int) -> Tensor:
-        """Multiply each chunk by its scale."""
+        """Return the values with each chunk multiplied by its scale."""
         _check_scales(arrays["scales"])
-        return self._rows(arrays["values"].float()).mul(arrays["scales"][:, None]).view(-1)[:length]
+        return self._chunk_rows(arrays["values"].float()).mul(arrays["scales"][:, None]).view(-1)[:length]
 
-    def _rows(self, vector: Tensor) -> Tensor:
+    def _chunk_rows(self, vector: Tensor) -> Tensor:
+        """Return the vector padded with zeros and shaped (chunks, chunk)."""
         padding = -len(vector) % self.chunk
         return torch.nn.functional.pad(vector, (0, padding)).view(-1, self.chunk)
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest `fraction` of the coordinates, exactly; the rest waits in the client's memory for a later round.
+    """The largest `fraction` of the coordinates, exactly; the residual stays in the client's memory for a later round.
 
-    With a memory the sum of what was decoded plus the residual equals the sum of the updates. Clear the memory when
-    the edit space changes. Without a memory the rest is lost.
+    With a memory the sum of all decoded vectors plus the residual equals the sum of the updates. Clear the memory when
+    the edit space changes. Without a memory the residual is lost.
     """
 
     exact = False
@@ -160,7 +168,12 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
-            raise FedgraftError(f"top-k sends a fraction in (0, 1] of the coordinates, not {self.fraction}")
+            raise FedgraftError(
+                "E-CODEC-TOP-K-FRACTION",
+                f"the codec top_k cannot send the fraction {self.fraction} of the coordinates",
+                "choose a fraction above 0 and at most 1",
+                fraction=self.fraction,
+            )
 
     @property
     def name(self) -> str:
@@ -168,64 +181,81 @@ class TopK:
         return f"top_k:{self.fraction!r}"
 
     def layout(self, length: int) -> Layout:
-        """One int32 position and one float32 per coordinate sent."""
+        """Return the layout: one int32 position and one float32 per coordinate sent."""
         sent = min(length, math.ceil(self.fraction * length))
         return {"indices": (torch.int32, sent), "values": (torch.float32, sent)}
 
     def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
-        """Send the largest of update plus residual; an update that is not finite leaves the memory as it was."""
-        residual = None if memory is None else memory.get("residual")
-        if residual is not None and len(residual) != len(vector):
+        """Return the largest entries of update plus residual, and store the rest as the new residual in `memory`.
+
+        A sum that is not finite leaves the memory unchanged.
+        """
+        residual = None
+        if memory is not None:
+            residual = memory.get("residual")
+        if residual is None:
+            total = vector.clone()
+        elif len(residual) == len(vector):
+            total = vector + residual
+        else:
             raise FedgraftError(
-                f"the top-k memory has {len(residual)} coordinates and the update {len(vector)}: "
-                "clear the client's memory when the edit space changes"
+                "E-CODEC-RESIDUAL-SIZE",
+                f"the top-k memory of the client has {len(residual)} coordinates and the update {len(vector)}",
+                "clear the client's memory when the edit space changes",
+                residual=len(residual),
+                update=len(vector),
             )
-        total = vector.clone() if residual is None else vector + residual
         # topk counts NaN as largest, so a diverged client is seen by the server and not hidden in its residual.
-        indices = total.abs().topk(self.layout(len(vector))["indices"][1], sorted=False).indices.sort().values
+        count = self.layout(len(vector))["indices"][1]
+        indices = total.abs().topk(count, sorted=False).indices.sort().values
         values = total[indices]
         if memory is not None and bool(torch.isfinite(total).all()):
             memory["residual"] = total.index_fill_(0, indices, 0.0)
         return Payload(self.name, len(vector), {"indices": indices.to(torch.int32), "values": values})
 
     def expand(self, arrays: Mapping[str, Tensor], length: int) -> Tensor:
-        """Zeros, with the values at their positions; positions must be increasing and inside."""
+        """Return zeros with the values at their positions; positions must be increasing and inside the vector."""
         indices = arrays["indices"].long()
-        inside = not len(indices) or (int(indices[0]) >= 0 and int(indices[-1]) < length)
-        if not inside or not bool((indices[1:] > indices[:-1]).all()):
-            raise BadPayload("positions are not increasing, or lie outside the vector")
+        if len(indices) and (int(indices[0]) < 0 or int(indices[-1]) >= length):
+            raise BadPayload("positions lie outside the vector")
+        if not bool((indices[1:] > indices[:-1]).all()):
+            raise BadPayload("positions are not increasing")
         return torch.zeros(length).index_copy_(0, indices, arrays["values"])
 
 
-VALUES, HALF, INT8 = Values(), Half(), Int8()
+VALUES = Values()
+HALF = Half()
+INT8 = Int8()
 NAMES = ("values", "half", "int8", "top_k:<fraction>")
 
 
 def codec(name: str) -> Codec:
-    """The codec of this name: `values`, `half`, `int8`, or `top_k:0.01`."""
-    plain: dict[str, Codec] = {c.name: c for c in (VALUES, HALF, INT8)}
-    kind, _, fraction = name.partition(":")
+    """Return the codec of this name: `values`, `half`, `int8`, or `top_k:0.01`."""
+    plain: dict[str, Codec] = {"values": VALUES, "half": HALF, "int8": INT8}
     if name in plain:
         return plain[name]
+    kind, _, fraction = name.partition(":")
     try:
         if kind == "top_k":
             return TopK(float(fraction))
     except ValueError:
         pass
-    raise FedgraftError(f"there is no codec {name!r}; choose one of {', '.join(NAMES)}")
+    raise FedgraftError(
+        "E-CODEC-UNKNOWN", f"there is no codec {name!r}", f"choose one of {', '.join(NAMES)}", name=name
+    )
 
 
 def body_bytes(codec: Codec, length: int) -> int:
-    """Bytes of the arrays that this codec sends for a vector of this length."""
+    """Return the bytes of the arrays that this codec sends for a vector of this length."""
     return sum(dtype.itemsize * count for dtype, count in codec.layout(length).values())
 
 
 def decode(payload: Payload, codec: Codec, length: int) -> Tensor:
-    """The finite float32 vector (length,) of a payload of unknown origin, or `BadPayload`."""
+    """Return the finite float32 vector (length,) of an untrusted payload; raise `BadPayload` if it is malformed."""
     if payload.codec != codec.name:
-        raise BadPayload(f"encoded as {str(payload.codec)[:40]!r} where {codec.name!r} was asked for")
+        raise BadPayload(f"encoded as {str(payload.codec)[:40]!r} where {codec.name!r} was requested")
     if type(payload.length) is not int or payload.length != length:
-        raise BadPayload(f"stands for {str(payload.length)[:40]} coordinates, not {length}")
+        raise BadPayload(f"has {str(payload.length)[:40]} coordinates, not {length}")
     layout = codec.layout(length)
     if not isinstance(payload.arrays, Mapping) or set(payload.arrays) != set(layout):
         raise BadPayload(f"arrays are not {sorted(layout)}")
@@ -238,7 +268,7 @@ def decode(payload: Payload, codec: Codec, length: int) -> Tensor:
 
 
 def check_tensor(tensor: object, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
-    """Refuse anything that is not a plain CPU tensor of this dtype and shape."""
+    """Raise `BadPayload` unless the object is a dense CPU tensor of this dtype and shape."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise BadPayload(f"{name!r} is not a plain tensor")
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -246,14 +276,15 @@ def check_tensor(tensor: object, dtype: torch.dtype, shape: tuple[int, ...], nam
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
+    """Return whether no element is NaN or infinite."""
     if not tensor.is_floating_point():
         return True
     # A finite sum proves it at a tenth of the cost; a sum that overflowed proves nothing. Smallest and largest element
-    # carry NaN and infinity along, and need no copy of what a stranger sent.
+    # carry NaN and infinity along, and need no copy of an untrusted tensor.
     return math.isfinite(float(tensor.sum())) or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _check_scales(scales: Tensor) -> None:
+    """Raise `BadPayload` for a scale that is negative or not finite."""
     if not is_finite(scales) or bool((scales < 0).any()):
         raise BadPayload("a scale is negative or not finite")

@@ -1,8 +1,8 @@
 """The weighted mean of updates (FedAvg, McMahan et al. 2017) and its relatives, streamed client by client.
 
-Sums run in float64 in the order the clients are given, coordinate by coordinate, so neither the number of threads
-nor the size of a chunk can change a bit. Rounding once at the end gives three exact laws: updates that are all zero
-average to zero, equal updates average to themselves, and one client's mean is its update, bit for bit.
+Sums run in float64 in client order, coordinate by coordinate, so neither the number of threads nor the size of a
+chunk can change a bit. Rounding once at the end gives three exact laws: updates that are all zero average to zero,
+equal updates average to themselves, and one client's mean is its update, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,24 +20,34 @@ CHUNK = 1 << 16  # coordinates worked on at a time: a float64 piece of this leng
 
 
 def chunks(size: int, chunk: int = CHUNK) -> Iterator[slice]:
-    """Consecutive slices that cover `size` coordinates."""
+    """Return consecutive slices that cover `size` coordinates."""
     return (slice(begin, min(begin + chunk, size)) for begin in range(0, size, chunk))
 
 
 def normalised(weights: Tensor) -> Tensor:
-    """Weights over the clients that are given, float64 and summing to one; already normalised ones keep their bits."""
+    """Return the client weights as float64 summing to one; weights that already sum to one keep their bits."""
     weights = weights.detach().to(torch.float64).reshape(-1)
     if not len(weights):
-        raise FedgraftError("there is no client to average: every reply was missing or refused; ask more clients.")
+        raise FedgraftError(
+            "E-AGGREGATE-NO-UPDATES",
+            "there is no client to average because every response was missing or refused",
+            "sample more clients per round",
+        )
     total = float(weights.sum())
     if not (math.isfinite(total) and total > 0 and bool((weights >= 0).all())):
-        raise FedgraftError("client weights must be finite, none negative and not all zero; check the weighing rule.")
-    # Dividing twice would move the last bit, and with it the promise that degenerate rules equal FedAvg exactly.
-    return weights if abs(total - 1.0) <= 1e-12 else weights / total
+        raise FedgraftError(
+            "E-AGGREGATE-WEIGHTS",
+            "client weights must be finite, none negative and not all zero",
+            "check the weighting rule",
+        )
+    # Dividing twice would move the last bit, and with it the law that degenerate rules equal FedAvg exactly.
+    if abs(total - 1.0) <= 1e-12:
+        return weights
+    return weights / total
 
 
 def accumulate(rows: Iterable[Tensor], factors: Tensor) -> Tensor:
-    """The sum of factor times row as float64, in the given order; a row whose factor is zero is not looked at."""
+    """Return the sum of factor times row as float64, in the order of the rows; a row of factor zero is not read."""
     total: Tensor | None = None
     for row, factor in zip(rows, factors.tolist(), strict=True):
         if factor == 0.0:
@@ -47,14 +57,22 @@ def accumulate(rows: Iterable[Tensor], factors: Tensor) -> Tensor:
             continue
         _add(total, row, factor)
     if total is None:
-        raise FedgraftError("there is nothing to sum: no vector was given, or every weight is zero.")
+        raise FedgraftError(
+            "E-AGGREGATE-NO-UPDATES",
+            "there is nothing to sum because there is no vector or every weight is zero",
+            "check the weighting rule and the number of clients",
+        )
     return total
 
 
 def _add(total: Tensor, row: Tensor, factor: float) -> None:
-    """total += factor * row, widened in a small buffer (three times as quick as letting torch promote)."""
+    """Add factor * row to `total` in place, converting through a small buffer (three times as fast as promotion)."""
     if row.shape != total.shape:
-        raise FedgraftError(f"an update of shape {tuple(row.shape)} cannot join a sum of {tuple(total.shape)}.")
+        raise FedgraftError(
+            "E-AGGREGATE-SHAPES",
+            f"an update of shape {tuple(row.shape)} cannot be added to a sum of shape {tuple(total.shape)}",
+            "send updates of the same edit space from all clients",
+        )
     buffer = torch.empty(min(CHUNK, len(total)), dtype=torch.float64)
     for piece in chunks(len(total)):
         wide = buffer[: piece.stop - piece.start].copy_(row[piece])
@@ -62,52 +80,62 @@ def _add(total: Tensor, row: Tensor, factor: float) -> None:
 
 
 def weighted_mean(updates: Iterable[Tensor], weights: Tensor) -> Tensor:
-    """The mean update, float32; weights are normalised over exactly the clients that are given."""
+    """Return the weighted mean of the client updates as float32; the weights are normalised over these clients."""
     return accumulate(updates, normalised(weights)).to(torch.float32)
 
 
 def sum_unweighted(vectors: Iterable[Tensor]) -> Tensor:
-    """The plain sum of auxiliary vectors (control variates and the like), float32."""
-    held = iter(vectors)
-    first = next(held, None)
-    if first is None:
-        raise FedgraftError("there is nothing to sum: no client sent the auxiliary vector.")
-    total = first.to(torch.float64, copy=True)
-    for vector in held:
-        _add(total, vector, 1.0)
+    """Return the unweighted sum of auxiliary vectors (control variates and the like) as float32."""
+    total: Tensor | None = None
+    for vector in vectors:
+        if total is None:
+            total = vector.to(torch.float64, copy=True)
+        else:
+            _add(total, vector, 1.0)
+    if total is None:
+        raise FedgraftError(
+            "E-AGGREGATE-NO-UPDATES",
+            "there is nothing to sum because no client sent the auxiliary vector",
+            "sample more clients per round",
+        )
     return total.to(torch.float32)
 
 
 def count_normalised(updates: Iterable[Tensor], masks: Iterable[Tensor], weights: Tensor) -> Tensor:
-    """Mean under per-client masks: each coordinate is divided by the weight of the clients that may move it.
+    """Return the mean under per-client masks: each coordinate is averaged over the clients whose mask contains it.
 
-    What a client sends outside its mask is ignored. The other choice, zero-filling, is `weighted_mean` of updates
-    that are zero outside their masks; it shrinks coordinates that few clients chose.
+    Values outside a client's mask are ignored. The alternative, zero-filling, is `weighted_mean` of updates that are
+    zero outside their masks; it shrinks coordinates that few clients chose.
     """
-    total = count = torch.zeros(0, dtype=torch.float64)
-    whole = 0.0
+    total = torch.zeros(0, dtype=torch.float64)
+    count = total  # weight of the clients whose mask contains the coordinate
+    all_weights = 0.0
     for update, mask, weight in zip(updates, masks, normalised(weights).tolist(), strict=True):
         if not len(total):
             total, count = torch.zeros(2, len(update), dtype=torch.float64)
         total += torch.where(mask, update, 0).to(torch.float64) * weight
         count += mask.to(torch.float64) * weight
-        whole += weight
-    # Where everybody may move, nothing is divided: equal masks give the plain mean, bit for bit.
-    return torch.where(count == whole, total, torch.where(count > 0, total / count, 0.0)).to(torch.float32)
+        all_weights += weight
+    # Where every mask contains the coordinate, nothing is divided: equal masks give the plain mean, bit for bit.
+    mean = torch.where(count == all_weights, total, torch.where(count > 0, total / count, 0.0))
+    return mean.to(torch.float32)
 
 
 def norm(vector: Tensor) -> float:
-    """Euclidean length, summed in float64."""
-    wide = (vector[piece].to(torch.float64) for piece in chunks(len(vector)))
-    return math.sqrt(sum(float(part @ part) for part in wide))
+    """Return the Euclidean norm, summed in float64."""
+    total = 0.0
+    for piece in chunks(len(vector)):
+        part = vector[piece].to(torch.float64)
+        total += float(part @ part)
+    return math.sqrt(total)
 
 
 @dataclass(frozen=True)
 class DriftReport:
-    """How far each client went, one float64 entry per client."""
+    """How far each client moved from the common model, one float64 entry per client."""
 
     norms: Tensor
-    """Length of the update."""
+    """Norm of the update."""
     drifts: Tensor
     """Distance of the update to the mean update."""
     cosines: Tensor
@@ -115,24 +143,37 @@ class DriftReport:
 
 
 def drift_report(updates: Iterable[Tensor], mean: Tensor) -> DriftReport:
-    """Norm, drift and cosine to the mean of every update, reading each once.
+    """Return norm, drift and cosine to the mean of every update, reading each update once.
 
     |c - a|^2 is |c|^2 - 2 c.a + |a|^2 in float64, exactly zero where c equals a.
     """
-    whole = mean.to(torch.float64) if len(mean) <= CHUNK else None  # a long mean is widened piece by piece
-    pieces = [(piece, whole) for piece in chunks(len(mean))]
-    size, rows = 0.0, []
-    for piece, kept in pieces:
-        a = mean[piece].to(torch.float64) if kept is None else kept
-        size += float(a @ a)
+    short_mean: Tensor | None = None
+    if len(mean) <= CHUNK:  # one piece: convert it once; a long mean is converted piece by piece
+        short_mean = mean.to(torch.float64)
+
+    def mean_piece(piece: slice) -> Tensor:
+        if short_mean is not None:
+            return short_mean
+        return mean[piece].to(torch.float64)
+
+    pieces = list(chunks(len(mean)))
+    mean_square = 0.0
+    for piece in pieces:
+        a = mean_piece(piece)
+        mean_square += float(a @ a)
+    rows = []
     for update in updates:
-        square = inner = 0.0
-        for piece, kept in pieces:
-            a = mean[piece].to(torch.float64) if kept is None else kept
+        square = 0.0
+        inner = 0.0
+        for piece in pieces:
+            a = mean_piece(piece)
             c = update[piece].to(torch.float64)
-            square, inner = square + float(c @ c), inner + float(c @ a)
+            square += float(c @ c)
+            inner += float(c @ a)
         rows.append((square, inner))
     squares, inners = torch.tensor(rows, dtype=torch.float64).unbind(1)  # each (m,)
-    scale = squares.sqrt() * math.sqrt(size)
+    norms = squares.sqrt()
+    scale = norms * math.sqrt(mean_square)
     cosines = torch.where(scale > 0, inners / scale, 0.0).clamp(-1, 1)
-    return DriftReport(squares.sqrt(), (squares - 2 * inners + size).clamp(min=0).sqrt(), cosines)
+    drifts = (squares - 2 * inners + mean_square).clamp(min=0).sqrt()
+    return DriftReport(norms, drifts, cosines)

@@ -1,10 +1,10 @@
-"""Aggregation that survives some lying clients, on the stack of updates.
+"""Robust aggregation: combine client updates so that a few malicious clients cannot steer the model.
 
-Coordinate median and trimmed mean (Yin et al. 2018), Krum and multi-Krum (Blanchard et al. 2017), Bulyan (El Mhamdi
-et al. 2018), geometric median (Pillutla et al. 2022, smoothed Weiszfeld), centered clipping (Karimireddy et al. 2021),
-norm clipping, and nearest-neighbour mixing (Allouah et al. 2023) before any of them. All but the mean ignore the
-clients' weights: a number of examples is a claim, and an attacker would claim much. A row with NaN or infinity counts
-as a client that did not move.
+Coordinate-wise median and trimmed mean (Yin et al. 2018), Krum and multi-Krum (Blanchard et al. 2017), Bulyan
+(El Mhamdi et al. 2018), geometric median (Pillutla et al. 2022, smoothed Weiszfeld), centered clipping (Karimireddy
+et al. 2021), norm clipping, and nearest-neighbour mixing (Allouah et al. 2023) as a step before any of them.
+All rules except the mean ignore the clients' weights: a number of examples is a claim, and an attacker would claim
+a large one. A row that contains NaN or infinity is treated as an update of zero.
 """
 
 from __future__ import annotations
@@ -22,22 +22,31 @@ from fedgraft.core.ranges import Count, Number, Positive, in_range
 from fedgraft.core.registry import AGGREGATORS
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""(updates (m, k), weights (m,)) -> one update (k,)."""
+"""Aggregation rule: (updates (m, k), weights (m,)) -> one update (k,)."""
 Prepare = Callable[[Tensor], Tensor]
-"""A step before a combiner: updates (m, k) -> updates (m, k)."""
+"""Transformation of the stack before a rule: updates (m, k) -> updates (m, k)."""
 
 
 def finite_rows(stack: Tensor) -> Tensor:
-    """The stack with every row that holds NaN or infinity replaced by zeros; no copy when all rows are finite."""
+    """Return the stack with every row that contains NaN or infinity replaced by zeros.
+
+    The stack itself is returned, without a copy, if all rows are finite.
+    """
     if not len(stack):
-        raise FedgraftError("there is no update to combine: every reply was missing or refused; ask more clients.")
-    # Smallest and largest entry carry NaN and infinity along, at a tenth of the cost of asking each entry.
-    finite = torch.stack([torch.stack(torch.aminmax(row)).isfinite().all() for row in stack])
-    return stack if bool(finite.all()) else torch.where(finite[:, None], stack, 0.0)
+        raise FedgraftError(
+            "E-AGGREGATE-NO-UPDATES",
+            "there is no update to combine because every response was missing or refused",
+            "sample more clients per round",
+        )
+    # Smallest and largest entry carry NaN and infinity along, at a tenth of the cost of testing each entry.
+    finite = torch.stack([torch.stack(torch.aminmax(row)).isfinite().all() for row in stack])  # (m,)
+    if bool(finite.all()):
+        return stack
+    return torch.where(finite[:, None], stack, 0.0)
 
 
 def squared_distances(stack: Tensor) -> Tensor:
-    """All squared distances between rows, (m, m) float64, from the Gram matrix and never below zero."""
+    """Return all squared distances between rows, (m, m) float64, computed from the Gram matrix and never negative."""
     gram = torch.zeros(len(stack), len(stack), dtype=torch.float64)
     for piece in chunks(stack.shape[1]):
         part = stack[:, piece].to(torch.float64)
@@ -48,65 +57,83 @@ def squared_distances(stack: Tensor) -> Tensor:
 
 
 class TooFew(FedgraftError):
-    """Too few replies for a rule to withstand so many attackers; `least` would do."""
+    """Too few responses for a rule to withstand the expected attackers; `least` is the number it needs."""
 
-    def __init__(self, sentence: str, least: int) -> None:
-        super().__init__(sentence)
+    def __init__(self, rule: str, attackers: int, least: int, clients: int) -> None:
+        super().__init__(
+            "E-AGGREGATE-TOO-FEW-RESPONSES",
+            f"{rule} against {attackers} malicious clients needs at least {least} responses and got {clients}",
+            "sample more clients per round or expect fewer attackers",
+            rule=rule,
+            attackers=attackers,
+            least=least,
+            clients=clients,
+        )
         self.least = least
 
 
-def need(clients: int, least: int, rule: str, attackers: int) -> None:
-    """Refuse to combine fewer replies than the rule's promise needs."""
+def require_responses(clients: int, least: int, rule: str, attackers: int) -> None:
+    """Raise `TooFew` if there are fewer responses than the guarantee of the rule needs."""
     if attackers < 0 or clients < least:
-        raise TooFew(
-            f"{rule} against {attackers} lying clients needs at least {least} replies and got {clients}; "
-            "ask more clients per round or expect fewer attackers.",
-            least,
-        )
+        raise TooFew(rule, attackers, least, clients)
 
 
-def _ordered(rows: Tensor) -> Tensor:
-    """Sort each coordinate over clients, (m, piece): odd-even exchange of rows, 10x torch.sort at m = 10."""
-    held = list(rows)
-    for turn in range(len(held)):
-        for i in range(turn % 2, len(held) - 1, 2):
-            held[i], held[i + 1] = torch.minimum(held[i], held[i + 1]), torch.maximum(held[i], held[i + 1])
-    return torch.stack(held)
+def _sort_columns(rows: Tensor) -> Tensor:
+    """Return the rows (m, piece) with each coordinate sorted over clients.
+
+    Odd-even exchange of whole rows; ten times as fast as torch.sort at m = 10.
+    """
+    exchanged = list(rows)
+    for turn in range(len(exchanged)):
+        for i in range(turn % 2, len(exchanged) - 1, 2):
+            smaller = torch.minimum(exchanged[i], exchanged[i + 1])
+            larger = torch.maximum(exchanged[i], exchanged[i + 1])
+            exchanged[i] = smaller
+            exchanged[i + 1] = larger
+    return torch.stack(exchanged)
 
 
 def _by_coordinate(stack: Tensor, rule: Callable[[Tensor], Tensor], rows: Sequence[int] | None = None) -> Tensor:
-    """Apply a rule that looks at each coordinate alone to ordered pieces (m, piece), of chosen rows when given."""
+    """Apply a coordinate-wise rule to the sorted columns of the stack, or of the selected `rows` of it."""
     out = torch.empty(stack.shape[1])
     for piece in chunks(stack.shape[1]):
-        part = stack[:, piece] if rows is None else stack[:, piece][rows]
-        out[piece] = rule(_ordered(part)).to(torch.float32)
+        part = stack[:, piece]
+        if rows is not None:
+            part = part[rows]
+        out[piece] = rule(_sort_columns(part)).to(torch.float32)
     return out
 
 
-def _middle(ordered: Tensor) -> Tensor:
-    """Median of each ordered column; an even number of clients gives the midpoint of the two in the middle."""
+def _median_of_sorted(ordered: Tensor) -> Tensor:
+    """Return the median of each sorted column; for an even number of rows the midpoint of the two middle ones."""
     m = len(ordered)
     return (ordered[(m - 1) // 2].to(torch.float64) + ordered[m // 2]) / 2
 
 
 def _row_mean(rows: Tensor) -> Tensor:
+    """Return the unweighted mean of the rows as float64."""
     return accumulate(rows, torch.full((len(rows),), 1 / len(rows), dtype=torch.float64))
 
 
 def mean() -> Rule:
-    """The weighted mean, for comparison: one attacker moves it anywhere."""
+    """Return the weighted mean as a rule, for comparison: one attacker can move it anywhere."""
     return lambda stack, weights: weighted_mean(stack, weights)
 
 
 def median() -> Rule:
-    """Coordinate-wise median."""
-    return lambda stack, weights: _by_coordinate(finite_rows(stack), _middle)
+    """Return the coordinate-wise median as a rule."""
+    return lambda stack, weights: _by_coordinate(finite_rows(stack), _median_of_sorted)
 
 
 def trimmed_mean(beta: float = 0.2) -> Rule:
-    """Coordinate-wise mean after dropping the floor(beta m) smallest and as many largest values."""
+    """Return the rule that drops the floor(beta m) smallest and largest values per coordinate and averages the rest."""
     if not 0 <= beta < 0.5:
-        raise FedgraftError(f"the trimmed share beta is {beta}; it must be at least 0 and below 0.5.")
+        raise FedgraftError(
+            "E-AGGREGATE-TRIM-SHARE",
+            f"the trimmed share beta is {beta}",
+            "choose at least 0 and below 0.5",
+            beta=beta,
+        )
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
         cut = int(beta * len(stack) + 1e-9)  # 0.29 * 100 is 28.999... in floating point
@@ -116,31 +143,40 @@ def trimmed_mean(beta: float = 0.2) -> Rule:
 
 
 def krum_scores(distances: Tensor, attackers: int) -> Tensor:
-    """Sum of squared distances to the m - f - 2 nearest others, (m,)."""
+    """Return for each update the sum of squared distances to its m - f - 2 nearest neighbours, (m,)."""
     m = len(distances)
     others = distances.clone().fill_diagonal_(torch.inf).sort(1).values[:, : max(m - 1, 0)]
     return others[:, : max(1, m - attackers - 2)].sum(1)
 
 
 def krum(attackers: int) -> Rule:
-    """The one update whose m - f - 2 nearest neighbours are closest."""
+    """Return the rule that takes the one update whose m - f - 2 nearest neighbours are closest."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
-        need(len(stack), 2 * attackers + 3, "Krum", attackers)
+        require_responses(len(stack), 2 * attackers + 3, "Krum", attackers)
         stack = finite_rows(stack)
-        return stack[int(krum_scores(squared_distances(stack), attackers).argmin())].clone()
+        scores = krum_scores(squared_distances(stack), attackers)
+        return stack[int(scores.argmin())].clone()
 
     return aggregate
 
 
 def multi_krum(attackers: int, keep: int | None = None) -> Rule:
-    """The plain mean of the `keep` updates (default m - f) with the best Krum scores."""
+    """Return the rule that averages the `keep` updates (default m - f) with the best Krum scores, unweighted."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
-        need(len(stack), 2 * attackers + 3, "multi-Krum", attackers)
-        count = len(stack) - attackers if keep is None else keep
+        require_responses(len(stack), 2 * attackers + 3, "multi-Krum", attackers)
+        count = keep
+        if count is None:
+            count = len(stack) - attackers
         if not 1 <= count <= len(stack):
-            raise FedgraftError(f"multi-Krum cannot keep {count} of {len(stack)} updates; choose between 1 and all.")
+            raise FedgraftError(
+                "E-AGGREGATE-KRUM-KEEP",
+                f"multi-Krum cannot keep {count} of {len(stack)} updates",
+                "choose between 1 and all of them",
+                keep=count,
+                updates=len(stack),
+            )
         stack = finite_rows(stack)
         best = krum_scores(squared_distances(stack), attackers).argsort(stable=True)[:count]
         # Summed in client order, so that keeping everyone is the plain mean bit for bit.
@@ -150,44 +186,48 @@ def multi_krum(attackers: int, keep: int | None = None) -> Rule:
 
 
 def bulyan(attackers: int) -> Rule:
-    """Select m - 2f updates by repeated Krum, then average per coordinate the m - 4f values nearest their median."""
+    """Return Bulyan: select m - 2f updates by repeated Krum, then average the m - 4f values nearest their median."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
         m = len(stack)
-        need(m, 4 * attackers + 3, "Bulyan", attackers)
+        require_responses(m, 4 * attackers + 3, "Bulyan", attackers)
         stack = finite_rows(stack)
-        distances, left, chosen = squared_distances(stack), list(range(m)), []
+        distances = squared_distances(stack)
+        candidates = list(range(m))
+        selected = []
         for _ in range(m - 2 * attackers):
-            scores = krum_scores(distances[left][:, left], attackers)
-            chosen.append(left.pop(int(scores.argmin())))
-
-        return _by_coordinate(stack, lambda ordered: _around_median(ordered, m - 4 * attackers), sorted(chosen))
+            scores = krum_scores(distances[candidates][:, candidates], attackers)
+            selected.append(candidates.pop(int(scores.argmin())))
+        return _by_coordinate(stack, lambda ordered: _mean_around_median(ordered, m - 4 * attackers), sorted(selected))
 
     return aggregate
 
 
-def _around_median(ordered: Tensor, count: int) -> Tensor:
-    """Per coordinate the mean of the `count` values nearest the median: in order, they are `count` in a row."""
-    middle = _middle(ordered)
-    best, effective_steps = _row_mean(ordered[:count]), torch.full_like(middle, torch.inf)
+def _mean_around_median(ordered: Tensor, count: int) -> Tensor:
+    """Return per coordinate the mean of the `count` values nearest the median.
+
+    In sorted columns these values are consecutive, so it is enough to compare all windows of `count` rows.
+    """
+    middle = _median_of_sorted(ordered)
+    best_mean = _row_mean(ordered[:count])
+    best_distance = torch.full_like(middle, torch.inf)
     for begin in range(len(ordered) - count + 1):
         window = ordered[begin : begin + count]
-        far = torch.maximum(middle - window[0], window[-1] - middle)
-        best, effective_steps = (
-            torch.where(far < effective_steps, _row_mean(window), best),
-            torch.minimum(far, effective_steps),
-        )
-    return best
+        distance = torch.maximum(middle - window[0], window[-1] - middle)
+        best_mean = torch.where(distance < best_distance, _row_mean(window), best_mean)
+        best_distance = torch.minimum(distance, best_distance)
+    return best_mean
 
 
 def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: float = 1e-10) -> Rule:
-    """The point with the smallest sum of distances to all updates, by smoothed Weiszfeld steps.
+    """Return the rule that finds the point with the smallest sum of distances to all updates (smoothed Weiszfeld).
 
-    The point is always a mean of the updates, so every step works on the m x m distances alone and the long vectors
-    are read twice in all. It starts from weights 1 / median distance, so that a far one counts for nothing at once.
+    The point is always a mean of the updates, so every iteration works on the m x m distances alone and the long
+    vectors are read twice in all. It starts from weights 1 / median distance, so that an outlier has little weight
+    from the first iteration on.
 
-    Unlike RFA (Pillutla et al.), it does not weigh the distances by examples: a number of examples is a claim, and one
-    liar who claims more than half of all would be the median.
+    Unlike RFA (Pillutla et al.), it does not weight the distances by examples: a number of examples is a claim, and
+    one attacker who claims more than half of all examples would be the median.
     """
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
@@ -200,7 +240,7 @@ def geometric_median(iterations: int = 100, smoothing: float = 1e-6, tolerance: 
 
 
 def _weiszfeld(squared: Tensor, iterations: int, smoothing: float, tolerance: float) -> Tensor:
-    """Shares of the updates in their geometric median, (m,) summing to one."""
+    """Return the shares of the updates in their geometric median, (m,) summing to one."""
     typical = squared.sqrt().median(1).values  # (m,)
     floor = max(smoothing * float(typical.median()), 1e-150)
     shares = 1 / typical.clamp(min=floor)
@@ -208,18 +248,18 @@ def _weiszfeld(squared: Tensor, iterations: int, smoothing: float, tolerance: fl
     for _ in range(iterations):
         # |z - x_k|^2 for z = sum_j a_j x_j with sum a = 1
         gaps = squared @ shares - 0.5 * (shares @ squared @ shares)
-        new = 1 / gaps.clamp(min=0).sqrt().clamp(min=floor)
-        new = new / new.sum()
-        moved = float((new - shares).abs().max())
-        shares = new
-        if moved < tolerance:
+        new_shares = 1 / gaps.clamp(min=0).sqrt().clamp(min=floor)
+        new_shares = new_shares / new_shares.sum()
+        change = float((new_shares - shares).abs().max())
+        shares = new_shares
+        if change < tolerance:
             break
     return shares
 
 
 @in_range
 def centered_clipping(tau: Positive | None = None, iterations: Count = 3) -> Rule:
-    """Move a centre v by the mean of the clipped differences to it: v + mean_i (x_i - v) min(1, tau / |x_i - v|).
+    """Return centered clipping: move a centre v by the mean clipped difference, mean_i (x_i - v) min(1, tau/|x_i - v|).
 
     Karimireddy, He and Jaggi, Learning from History (2021). One update moves v by at most tau / m per iteration,
     wherever it is. The paper starts from the last round's aggregate; a rule here has no memory, so v starts from the
@@ -229,7 +269,7 @@ def centered_clipping(tau: Positive | None = None, iterations: Count = 3) -> Rul
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
         stack = finite_rows(stack)
-        centre = _by_coordinate(stack, _middle).to(torch.float64)
+        centre = _by_coordinate(stack, _median_of_sorted).to(torch.float64)
         radius = tau
         for _ in range(iterations):
             distances = _distances_to(stack, centre)
@@ -242,7 +282,7 @@ def centered_clipping(tau: Positive | None = None, iterations: Count = 3) -> Rul
 
 
 def _distances_to(stack: Tensor, centre: Tensor) -> list[float]:
-    """The distance of each row (k,) to the centre."""
+    """Return the distance of each row (k,) to the centre."""
     squares = torch.zeros(len(stack), dtype=torch.float64)
     for piece in chunks(stack.shape[1]):
         squares += (stack[:, piece].to(torch.float64) - centre[piece]).square().sum(1)
@@ -250,7 +290,7 @@ def _distances_to(stack: Tensor, centre: Tensor) -> list[float]:
 
 
 def _move_clipped(stack: Tensor, centre: Tensor, distances: Sequence[float], radius: float) -> None:
-    """Add to the centre, in place, the mean of the differences of all rows to it, none longer than the radius."""
+    """Add to the centre, in place, the mean difference of all rows to it, each clipped to the radius."""
     scales = torch.ones(len(stack), dtype=torch.float64)
     for i, distance in enumerate(distances):
         if distance > radius:
@@ -261,14 +301,21 @@ def _move_clipped(stack: Tensor, centre: Tensor, distances: Sequence[float], rad
 
 
 def clip_norms(limit: float | None = None) -> Prepare:
-    """Shorten every update to at most `limit` (default: the median length of this round's updates)."""
+    """Return the step that clips every update to the norm `limit` (default: the median norm of the round)."""
     if limit is not None and not limit > 0:
-        raise FedgraftError(f"updates cannot be clipped to the length {limit}; give a positive number.")
+        raise FedgraftError(
+            "E-AGGREGATE-CLIP-NORM",
+            f"updates cannot be clipped to the norm {limit}",
+            "choose a positive number",
+            limit=limit,
+        )
 
     def prepare(stack: Tensor) -> Tensor:
         stack = finite_rows(stack)
         norms = [norm(row) for row in stack]
-        bound = statistics.median(norms) if limit is None else limit
+        bound = limit
+        if bound is None:
+            bound = statistics.median(norms)
         out = stack.clone()
         for row, length in zip(out, norms, strict=True):
             if length > bound:
@@ -279,11 +326,11 @@ def clip_norms(limit: float | None = None) -> Prepare:
 
 
 def nearest_mixing(attackers: int) -> Prepare:
-    """Replace every update by the mean of the m - f updates nearest to it, itself included."""
+    """Return the step that replaces every update by the mean of the m - f updates nearest to it, itself included."""
 
     def prepare(stack: Tensor) -> Tensor:
         m = len(stack)
-        need(m, 2 * attackers + 1, "nearest-neighbour mixing", attackers)
+        require_responses(m, 2 * attackers + 1, "nearest-neighbour mixing", attackers)
         stack = finite_rows(stack)
         nearest = squared_distances(stack).argsort(dim=1, stable=True)[:, : m - attackers]
         mixing = torch.zeros(m, m, dtype=torch.float64).scatter_(1, nearest, 1 / (m - attackers))
@@ -296,7 +343,7 @@ def nearest_mixing(attackers: int) -> Prepare:
 
 
 def prepared(rule: Rule, *steps: Prepare) -> Rule:
-    """A combiner that runs `steps` in order on the stack and then `rule`."""
+    """Return a rule that runs `steps` in order on the stack and then `rule`."""
 
     def aggregate(stack: Tensor, weights: Tensor) -> Tensor:
         for step in steps:
@@ -317,12 +364,12 @@ AGGREGATORS |= {
     "centered_clipping": lambda attackers, responses: centered_clipping(),
     "norm_clip": lambda attackers, responses: prepared(mean(), clip_norms()),
 }
-"""By name: `make(attackers, replies)` gives a rule against so many attackers among so many replies."""
+"""Rules by name: `make(attackers, responses)` returns the rule for that many attackers among that many responses."""
 
 
 def trimmed_against(attackers: int, responses: int) -> Rule:
-    """The trimmed mean that cuts as many on each side as there may be attackers."""
-    need(responses, 2 * attackers + 1, "the trimmed mean", attackers)
+    """Return the trimmed mean that cuts on each side as many values as there may be attackers."""
+    require_responses(responses, 2 * attackers + 1, "the trimmed mean", attackers)
     return trimmed_mean(attackers / responses)
 
 
@@ -330,18 +377,32 @@ def trimmed_against(attackers: int, responses: int) -> Rule:
 def robust_aggregator(
     name: str, attackers: Number = 0, neighbours: bool = False, clip: Positive | None = None
 ) -> Aggregator:
-    """A rule that withstands attackers, with optional clipping and nearest-neighbour mixing before it."""
-    AGGREGATORS.find(name)  # a name that does not exist is refused now, not in the first round
+    """Return the aggregator of a robust rule, with optional clipping and nearest-neighbour mixing before it."""
+    AGGREGATORS.find(name)  # an unknown name is refused now, not in the first round
 
     def update(answers: Answers, weights: Tensor) -> Tensor:
         stack = torch.stack(list(answers.updates))
-        # Validation has caught some already: that many fewer are left among the replies.
+        # Validation has already dropped some attackers: that many fewer are left among the responses.
         left = max(0, attackers - answers.dropped)
-        steps = [*([] if clip is None else [clip_norms(clip)]), *([nearest_mixing(left)] if neighbours else [])]
+        steps = []
+        if clip is not None:
+            steps.append(clip_norms(clip))
+        if neighbours:
+            steps.append(nearest_mixing(left))
         rule: Rule = AGGREGATORS.build(name, {}, attackers=left, responses=len(stack))
         return prepared(rule, *steps)(stack, weights)
 
-    label = "+".join([*([] if clip is None else ["clip"]), *(["nnm"] if neighbours else []), name])
-    on = {"robust='mean'": name != "mean", "neighbours=false": neighbours, "clip_norm=none": clip is not None}
-    off = " and ".join(f"algorithm.{option}" for option, used in on.items() if used)
-    return Aggregator(label, update, linear=False, instead=off)
+    label = []
+    if clip is not None:
+        label.append("clip")
+    if neighbours:
+        label.append("nnm")
+    label.append(name)
+    switches = []  # the settings that turn this aggregator into the plain mean
+    if name != "mean":
+        switches.append("algorithm.robust='mean'")
+    if neighbours:
+        switches.append("algorithm.neighbours=false")
+    if clip is not None:
+        switches.append("algorithm.clip_norm=none")
+    return Aggregator("+".join(label), update, linear=False, instead=" and ".join(switches))

@@ -1,9 +1,9 @@
-"""How the combined update becomes a step: a pair of pure functions, init(size) and step(vector, update, state, info).
+"""Server optimizers: how the mean update becomes a step, as two pure functions init(size) and step(...).
 
 FedAvg, FedAvgM (Hsu et al. 2019), FedAdam / FedYogi / FedAdagrad (Reddi et al. 2021), the server halves of SCAFFOLD
 (Karimireddy et al. 2020), FedDyn (Acar et al. 2021) and FedNova (Wang et al. 2020), and FedGMA (Tenison et al. 2023).
-Vectors hold active coordinates only, so server state cannot reach a frozen one; where a subset rests for a round, the
-round itself keeps it in place.
+Vectors contain only coordinates of the edit space, so server state cannot reach a frozen one; where some coordinates
+are inactive for a round, the round itself leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """What a server rule may know of the round besides the mean update."""
+    """What a server rule knows of the round besides the mean update."""
 
     clients_total: int
     clients_answered: int
@@ -38,7 +38,7 @@ class RoundInfo:
 
 @dataclass(frozen=True)
 class ServerRule:
-    """`init(size)` makes the state, `step(vector, update, state, info)` returns the next vector and state.
+    """`init(size)` returns the initial state, `step(vector, update, state, info)` the next vector and state.
 
     Neither changes its arguments. `needs` names the sums and scalars that `info` must carry.
     """
@@ -48,28 +48,36 @@ class ServerRule:
     step: Callable[[Tensor, Tensor, State, RoundInfo], tuple[Tensor, State]]
     needs: tuple[str, ...] = ()
     inspect: Callable[[Sequence[Tensor], Tensor], Mapping[str, Tensor]] | None = None
-    """What it must see of each client's update: named vectors from `(updates, weights)`; a hidden sum has none."""
+    """Named vectors computed from the single client updates, `(updates, weights)`; impossible under secure sums."""
     memoryless: bool = False
-    """x + lr * update and nothing remembered, so there may as well be one model per client."""
+    """The step is x + lr * update without state, so it also works with one model per client."""
 
 
 def _zeros(*names: str) -> Callable[[int], State]:
+    """Return an `init` whose state has one zero vector per name."""
     return lambda size: {name: torch.zeros(size) for name in names}
 
 
 def _take(values: Mapping[str, Any], name: str, rule: str) -> Any:
+    """Return the value of this name, or raise an error that names the server rule."""
     if name not in values:
-        raise FedgraftError(f"the server rule {rule} needs {name!r} from the clients' replies, and it is missing.")
+        raise FedgraftError(
+            "E-AGGREGATE-RULE-INPUT",
+            f"the server rule {rule} needs {name!r} from the clients' responses, and it is missing",
+            "combine the rule with clients that send it",
+            rule=rule,
+            name=name,
+        )
     return values[name]
 
 
 def plain(lr: float = 1.0) -> ServerRule:
-    """x + lr * update: FedAvg."""
+    """Return FedAvg: x + lr * update."""
     return ServerRule("plain", _zeros(), lambda x, update, state, info: (x + lr * update, state), memoryless=True)
 
 
 def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:
-    """FedAvgM: v = beta v + update; x + lr * v."""
+    """Return FedAvgM: v = beta v + update; x + lr * v."""
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         v = beta * state["velocity"] + update
@@ -85,10 +93,18 @@ Correction = Literal["none", "kingma", "flower"]
 def _adaptive(
     name: str, second: SecondMoment, lr: float, betas: tuple[float, float], tau: float, correction: Correction = "none"
 ) -> ServerRule:
-    """m = b1 m + (1 - b1) update; v = second(v, update^2); x + lr m / (sqrt(v) + tau)."""
+    """Return the rule m = b1 m + (1 - b1) update; v = second(v, update^2); x + lr m / (sqrt(v) + tau)."""
     if not tau > 0:
-        raise FedgraftError(f"the server rule {name} needs tau above 0, not {tau}: an unmoved coordinate is 0 / tau.")
-    shift = {"none": 0, "kingma": 0, "flower": 1}[correction]  # Flower counts its first round as the second
+        raise FedgraftError(
+            "E-AGGREGATE-TAU",
+            f"the server rule {name} cannot use tau = {tau}: the step of an unmoved coordinate is 0 / tau",
+            "choose tau above 0",
+            rule=name,
+            tau=tau,
+        )
+    shift = 0
+    if correction == "flower":  # Flower counts its first round as the second
+        shift = 1
 
     def init(size: int) -> State:
         return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros((), dtype=torch.int64)}
@@ -108,38 +124,41 @@ def _adaptive(
 def adam(
     lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3, correction: Correction = "none"
 ) -> ServerRule:
-    """FedAdam; `correction` is none (Reddi et al.), Kingma and Ba's, or Flower's (theirs, one round ahead)."""
+    """Return FedAdam; `correction` of the bias: none (Reddi et al.), Kingma and Ba's, or Flower's (one round ahead)."""
     return _adaptive("adam", lambda v, s: betas[1] * v + (1 - betas[1]) * s, lr, betas, tau, correction)
 
 
 def yogi(lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3) -> ServerRule:
-    """FedYogi: the second moment moves by a fixed share of the squared update, up or down."""
+    """Return FedYogi: the second moment moves by a fixed share of the squared update, up or down."""
     return _adaptive("yogi", lambda v, s: v - (1 - betas[1]) * s * torch.sign(v - s), lr, betas, tau)
 
 
 def adagrad(lr: float = 0.1, beta: float = 0.0, tau: float = 1e-3) -> ServerRule:
-    """FedAdagrad: the second moment is the sum of all squared updates."""
+    """Return FedAdagrad: the second moment is the sum of all squared updates."""
     return _adaptive("adagrad", lambda v, s: v + s, lr, (beta, 0.0), tau)
 
 
 def scaffold(lr: float = 1.0) -> ServerRule:
-    """x + lr * update; c + (|S| / K) * mean(c_k' - c_k), which is the unweighted sum `control` over K."""
+    """Return SCAFFOLD: x + lr * update; c + (|S| / K) * mean(c_k' - c_k), the unweighted sum `control` over K."""
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         moved = _take(info.sums, "control", "scaffold")
-        return x + lr * update, {"control": state["control"] + moved / info.clients_total}
+        control = state["control"] + moved / info.clients_total
+        return x + lr * update, {"control": control}
 
     return ServerRule("scaffold", _zeros("control"), step, ("control",))
 
 
 def feddyn(alpha: float) -> ServerRule:
-    """h - alpha (|S| / K) * update; x + update - h / alpha, where `update` is the unweighted mean over S.
+    """Return FedDyn: h - alpha (|S| / K) * update; x + update - h / alpha; `update` is the unweighted mean over S.
 
-    With alpha = 0 all correction terms are zero and h / alpha has no value: that case is defined as FedAvg. For any
+    With alpha = 0 all correction terms are zero and h / alpha is undefined: that case is defined as FedAvg. For any
     alpha > 0 the server's step does not depend on alpha (it cancels); alpha acts through the clients' loss.
     """
     if alpha < 0:
-        raise FedgraftError(f"FedDyn needs alpha of at least 0, not {alpha}.")
+        raise FedgraftError(
+            "E-AGGREGATE-FEDDYN-ALPHA", f"FedDyn cannot use alpha = {alpha}", "choose at least 0", alpha=alpha
+        )
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         if alpha == 0:
@@ -151,7 +170,7 @@ def feddyn(alpha: float) -> ServerRule:
 
 
 def fednova(lr: float = 1.0) -> ServerRule:
-    """x + lr * tau_eff * sum p_k d_k, where clients send d_k = update / |a_k|_1 and the scalar `tau` = |a_k|_1."""
+    """Return FedNova: x + lr * tau_eff * sum p_k d_k; clients send d_k = update / |a_k|_1 and `tau` = |a_k|_1."""
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         return x + lr * float(_take(info.scalars, "tau", "fednova")) * update, state
@@ -160,33 +179,40 @@ def fednova(lr: float = 1.0) -> ServerRule:
 
 
 def sign_agreement(updates: Iterable[Tensor], weights: Tensor) -> Tensor:
-    """|sum p_k sign(update_k)| per coordinate, in [0, 1]: how far clients agree on the direction."""
+    """Return |sum p_k sign(update_k)| per coordinate, in [0, 1]: how far clients agree on the direction."""
     return accumulate((update.sign() for update in updates), normalised(weights)).abs().to(torch.float32)
 
 
 def fedgma(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> ServerRule:
-    """Scale the update by 1 where `agreement` reaches the threshold, elsewhere by the agreement (soft) or 0 (AND)."""
+    """Return FedGMA: scale the update by 1 where `agreement` reaches the threshold.
+
+    Elsewhere it is scaled by the agreement (soft) or by 0 (AND).
+    """
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         agreement = _take(info.sums, "agreement", "fedgma")
-        below = agreement if soft else torch.zeros_like(agreement)
+        below = agreement
+        if not soft:
+            below = torch.zeros_like(agreement)
         return x + lr * torch.where(agreement >= threshold, 1.0, below) * update, state
 
-    def agreement(updates: Sequence[Tensor], weights: Tensor) -> Mapping[str, Tensor]:
+    def inspect(updates: Sequence[Tensor], weights: Tensor) -> Mapping[str, Tensor]:
         return {"agreement": sign_agreement(updates, weights)}
 
-    return ServerRule("fedgma", _zeros(), step, ("agreement",), agreement)
+    return ServerRule("fedgma", _zeros(), step, ("agreement",), inspect)
 
 
 def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
-    """The rule on the first `trained` coordinates; the rest (batch-norm statistics) takes the plain mean."""
+    """Return the rule restricted to the first `trained` coordinates; batch-norm statistics take the plain mean."""
 
     def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
         sums = {name: vector[:trained] for name, vector in info.sums.items()}
-        head = RoundInfo(info.clients_total, info.clients_answered, info.lr, sums, info.scalars)
-        moved, new = rule.step(x[:trained], update[:trained], state, head)
-        tail = x[trained:] + update[trained:] if len(update) > trained else x[trained:]  # own masks send no statistics
-        return torch.cat([moved, tail]), new
+        trained_info = RoundInfo(info.clients_total, info.clients_answered, info.lr, sums, info.scalars)
+        moved, new_state = rule.step(x[:trained], update[:trained], state, trained_info)
+        tail = x[trained:]
+        if len(update) > trained:  # with one mask per client, clients send no statistics
+            tail = x[trained:] + update[trained:]
+        return torch.cat([moved, tail]), new_state
 
     return replace(rule, init=lambda size: rule.init(trained), step=step)
 

@@ -1,10 +1,10 @@
-"""SVCCA from sketched bases, with an error that is known after the fact.
+"""SVCCA from sketched bases, with an error bound computed from the sketch.
 
 A basis of the leading p directions of X (n, d) comes from a random projection with a few power steps (Halko, Martinsson
 and Tropp 2011) at O(n d l) instead of a full decomposition. Canonical correlations are singular values of a product of
-two projectors, so each moves by at most sin θx + sin θy, the angles between sketched and true subspaces. By Davis and
-Kahan sin θ <= |G Q - Q Λ| / (λ_p - λ_(p+1) - e) for G = X Xᵀ, its Ritz values λ and the energy e that the sketch does
-not hold: all known. Where the gap is not positive nothing is promised and the bound is 1.
+two projectors, so each changes by at most sin θx + sin θy, the angles between sketched and true subspaces. By Davis and
+Kahan sin θ <= |G Q - Q Λ| / (λ_p - λ_(p+1) - e) for G = X Xᵀ, its Ritz values λ and the energy e outside the sketch:
+all are known. Where the gap is not positive there is no guarantee and the bound is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SketchedBasis:
 
 
 def sketched_basis(x: Tensor, keep: int, generator: torch.Generator, extra: int = 20, power: int = 2) -> SketchedBasis:
-    """The leading `keep` directions of x (n, d), centred over rows, from a sketch of keep + extra columns."""
+    """Return the leading `keep` directions of x (n, d), centred over rows, from a sketch of keep + extra columns."""
     x = x.to(torch.float64)
     x = x - x.mean(0)
     size = min(keep + extra, *x.shape)
@@ -35,21 +35,27 @@ def sketched_basis(x: Tensor, keep: int, generator: torch.Generator, extra: int 
     for _ in range(power):
         q = torch.linalg.qr(x @ torch.linalg.qr(x.T @ q).Q).Q
     u, s, _ = torch.linalg.svd(q.T @ x, full_matrices=False)
-    ritz, found = s.square(), (q @ u)[:, :keep]
+    ritz = s.square()
+    basis = (q @ u)[:, :keep]
     outside = max(0.0, float(x.square().sum() - ritz.sum()))
-    residual = float((x @ (x.T @ found) - found * ritz[:keep]).norm())
-    below = float(ritz[keep]) if keep < len(ritz) else 0.0
-    gap = float(ritz[keep - 1]) - below - outside
-    return SketchedBasis(found, min(1.0, residual / gap) if gap > 0 else 1.0)
+    residual = float((x @ (x.T @ basis) - basis * ritz[:keep]).norm())
+    next_value = 0.0
+    if keep < len(ritz):
+        next_value = float(ritz[keep])
+    gap = float(ritz[keep - 1]) - next_value - outside
+    sine = 1.0
+    if gap > 0:
+        sine = min(1.0, residual / gap)
+    return SketchedBasis(basis, sine)
 
 
 def basis_of(x: Tensor, keep: int, sketch: int = 0) -> Tensor:
-    """The leading directions of x (n, d): exact, or with `sketch` from a sketch of so many columns more than are kept.
+    """Return the leading `keep` directions of x (n, d), exactly or from a sketch of keep + `sketch` columns.
 
     Four power steps: on layers of a real ViT, whose spectra have no gap, scores then differ by at most a thousandth
-    with 40 more columns. A sketch as wide as the layer would be no cheaper and is left to the exact decomposition.
+    with 40 more columns. A sketch as wide as the layer would be no cheaper, so the exact decomposition is used.
     """
     if not sketch or keep + sketch >= min(x.shape) or not torch.isfinite(x).all():
         return svcca_basis(x, keep)
-    # One drawing for all: what is compared must not differ by the luck of its sketch.
+    # The same random projection for all networks: compared scores must not differ by the draw of their sketch.
     return sketched_basis(x, keep, torch.Generator().manual_seed(0), sketch, power=4).basis

@@ -1,8 +1,8 @@
-"""The two slots in which clients' updates meet: how much each counts, and how they become one model or one each.
+"""The two server-side slots of an algorithm: the weighting of clients, and the aggregation of their updates.
 
-An `Aggregator` makes one update and lets the server rule step; a `Mixing` makes one model per client from the rows of a
-similarity matrix. Both `advance` the server's state, so a round need not know which of them it has. What they can and
-cannot do are flags.
+An `Aggregator` combines the updates into one and lets the server rule step; a `Mixing` computes one model per client
+from the rows of a similarity matrix. Both `advance` the server's state, so a round need not know which of them it has.
+Flags say what each of them supports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedgraft.core.state import EVERYONE, Federation, ServerState
 
 @dataclass(frozen=True)
 class Answers:
-    """The accepted replies of one round, decoded, in client order."""
+    """The accepted responses of one round, decoded, in client order."""
 
     clients: tuple[int, ...]
     examples: Tensor
@@ -32,26 +32,26 @@ class Answers:
     scalars: Sequence[Mapping[str, float]] = ()
     evidence: Sequence[Mapping[str, Tensor]] = ()
     active: Sequence[Tensor] = ()
-    """With partly active spaces: which coordinates each client could move, bool (k,)."""
+    """With partly active spaces: which coordinates each client could change, bool (k,)."""
     start: Tensor | None = None
     """The common model the round began with."""
     round: int = 0
     dropped: int = 0
-    """Clients whose reply was refused: attackers that need not be withstood any more."""
+    """Number of clients whose response was refused; that many attackers fewer are left among the updates."""
     sums: Sequence[Mapping[str, Tensor]] = ()
-    """Auxiliary vectors by client; they are summed without weights."""
+    """Auxiliary vectors of each client; they are summed without weights."""
     trained: int = 0
-    """Coordinates that train; statistics of normalisation lie behind them. 0: all."""
+    """Number of trained coordinates; normalisation statistics follow them. 0: all are trained."""
     layers: Sequence[tuple[int, int, int]] = ()
-    """With alignment: (layer, begin, end), by which observed layer the drift of these coordinates is seen."""
+    """With alignment: (layer, begin, end), the observed layer whose score weights these coordinates."""
 
 
 @dataclass(frozen=True)
 class Observe:
-    """Something a client reports after training: numbers, or tensors of a known shape.
+    """An observation that a client reports after training: numbers, or tensors of a known shape.
 
-    `name` is the entry in the client's table; shapes may use the names `width` and `classes` of the network
-    and `trained`, the coordinates that train.
+    `name` is the entry in `client.observe.OBSERVATIONS`; shapes may use the names `width` and `classes` of the
+    network and `trained`, the number of trained coordinates.
     """
 
     name: str
@@ -59,47 +59,50 @@ class Observe:
     evidence: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     needs_probe: bool = False
-    """It looks at images that every client has, row by row."""
+    """It uses the probe images, the same for every client, row by row."""
     largest: float = 1.0 + 1e-4
-    """Largest value of each scalar; none is negative. Scores are at most 1, but for rounding."""
+    """Largest value of each scalar; none is negative. Scores are at most 1 up to rounding."""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """How much each client counts: `weights(answers)` -> float64 (m,), not necessarily normalised."""
+    """The weights of the clients: `weights(answers)` -> float64 (m,), not necessarily normalised."""
 
     name: str
     weights: Callable[[Answers], Tensor]
     wants: tuple[Observe, ...] = ()
     own: Callable[[float, Mapping[str, float], float], float] | None = None
-    """`own(examples, scalars, largest)`: the weight a client gives itself, in [0, 1], where it can know it; `largest`
-    is the most examples anybody may have. Secure aggregation then carries the weight inside."""
-    judged: tuple[str, ...] = ()
-    """Scalars that the server computes from the updates itself, so that nobody can lie about them."""
+    """`own(examples, scalars, largest)`: the weight in [0, 1] that a client computes for itself, where it can;
+    `largest` is the upper limit of examples per client. Secure aggregation applies the weight on the client."""
+    server_scored: tuple[str, ...] = ()
+    """Scalars that the server computes itself from the updates, so that no client can report a wrong one."""
     uniform: bool = False
-    """Every client counts the same, which an account of differential privacy needs."""
+    """Every client has the same weight, which the accounting of differential privacy needs."""
     instead: str = "algorithm.weighting='examples'"
-    """What to set for weights that a client knows by itself."""
+    """The setting for weights that a client can compute for itself."""
     needs_moving_body: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the server needs to know to compute `judged`: layers, directions, the size of its secret probe."""
+    """Options for computing `server_scored`: layers, directions, the size of the server's secret probe."""
 
 
 def by_examples() -> Weighting:
-    """Weights in proportion to the number of examples, normalised over those who answered."""
+    """Return weights in proportion to the number of examples, over the clients that responded."""
     return Weighting("examples", lambda answers: answers.examples, own=lambda n, scalars, largest: n / largest)
 
 
 def uniform() -> Weighting:
-    """Every client counts the same."""
+    """Return the same weight for every client."""
     return Weighting(
-        "uniform", lambda answers: torch.ones_like(answers.examples), own=lambda n, scalars, largest: 1.0, uniform=True
+        "uniform",
+        lambda answers: torch.ones_like(answers.examples),
+        own=lambda n, scalars, largest: 1.0,
+        uniform=True,
     )
 
 
 @dataclass(frozen=True)
 class Step:
-    """Where the server stands when the updates are in: the state, its rule, the round's learning rate."""
+    """The server before its step: the federation, the state, the server rule, the learning rate of the round."""
 
     federation: Federation
     state: ServerState
@@ -107,32 +110,39 @@ class Step:
     lr: float
 
     def server_step(self, update: Tensor, info: RoundInfo) -> ServerState:
-        """The state after one common update."""
+        """Return the state after one common update."""
         vector, rule = self.rule.step(self.state.vector, update, dict(self.state.rule), info)
         return replace(self.state, round=self.state.round + 1, vector=vector, rule=rule)
 
     def info(self, answers: Answers, weights: Tensor) -> RoundInfo:
-        """What the server rule may know of these answers."""
+        """Return the information about the round that the server rule reads besides the mean update."""
         share = weights / weights.sum()
-        names, sums = answers.scalars[0].keys(), answers.sums[0].keys() if answers.sums else ()
-        seen = self.rule.inspect(answers.updates, weights) if self.rule.inspect else {}
+        sums: dict[str, Tensor] = {}
+        if answers.sums:
+            for name in answers.sums[0]:
+                sums[name] = sum_unweighted([vectors[name] for vectors in answers.sums])
+        if self.rule.inspect:
+            sums |= self.rule.inspect(answers.updates, weights)
+        scalars = {}
+        for name in answers.scalars[0]:
+            scalars[name] = weighted(share, [numbers[name] for numbers in answers.scalars])
         return RoundInfo(
             clients_total=self.federation.clients,
             clients_answered=len(answers.clients),
             lr=self.lr,
-            sums={**{name: sum_unweighted([s[name] for s in answers.sums]) for name in sums}, **seen},
-            scalars={name: weighted(share, [s[name] for s in answers.scalars]) for name in names},
+            sums=sums,
+            scalars=scalars,
         )
 
 
 def weighted(share: Tensor, values: Sequence[float]) -> float:
-    """The mean of these numbers with these normalised weights."""
+    """Return the mean of the values with normalised weights `share`."""
     return float((share * torch.tensor(values, dtype=torch.float64)).sum())
 
 
 @dataclass(frozen=True)
 class Advanced:
-    """The next state, the mean update that clients are compared with, matrices for figures."""
+    """The next state, the common update that clients are compared with, and matrices for figures."""
 
     state: ServerState
     update: Tensor
@@ -141,45 +151,46 @@ class Advanced:
 
 @dataclass(frozen=True)
 class Aggregator:
-    """One model for all: `update(answers, weights)` -> one vector, then the server rule's step."""
+    """One common model: `update(answers, weights)` -> one vector, then the step of the server rule."""
 
     name: str
     update: Callable[[Answers, Tensor], Tensor]
     linear: bool = True
-    """A weighted sum, which secure aggregation can carry; robust rules need each update by itself."""
+    """The update is a weighted sum, which secure aggregation can compute; robust rules need each update."""
     is_mean: bool = False
-    """Exactly the weighted mean, which is what an account of differential privacy covers."""
+    """Exactly the weighted mean, which the accounting of differential privacy covers."""
     of_trainable: bool = False
-    """The trainable kind's own way to combine its updates."""
+    """The aggregation belongs to the trainable kind."""
     shares: bool = True
-    """False: everything stays in one place, so nothing is counted as sent."""
+    """False: training is centralized, so no traffic is counted."""
     instead: str = "algorithm.name='fedavg'"
-    """What to set for a mean."""
+    """The setting that gives a plain mean instead."""
     personal = False
     several = False
     wants: tuple[Observe, ...] = ()
     reports: ClassVar[Mapping[str, float]] = {}
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
-        """What orders carry beside the model."""
+        """Return the tensors that requests carry beside the model."""
         return {}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
-        """Combine the updates and step."""
+        """Combine the updates and take the step of the server rule."""
         update = self.update(answers, weights)
-        new = step.server_step(update, step.info(answers, weights))
-        if EVERYONE in step.state.active:  # what rests this round does not move, whatever a server rule remembers of it
-            new = replace(new, vector=torch.where(answers.active[0], new.vector, step.state.vector))
-        return Advanced(new, update)
+        new_state = step.server_step(update, step.info(answers, weights))
+        if EVERYONE in step.state.active:  # inactive coordinates do not move, whatever momentum the server rule has
+            vector = torch.where(answers.active[0], new_state.vector, step.state.vector)
+            new_state = replace(new_state, vector=vector)
+        return Advanced(new_state, update)
 
 
 def mean() -> Aggregator:
-    """The weighted mean of the updates."""
+    """Return the weighted mean of the updates."""
     return Aggregator("mean", lambda answers, weights: weighted_mean(answers.updates, weights), is_mean=True)
 
 
 def count_mean() -> Aggregator:
-    """Under per-client masks: each coordinate averaged over those clients that may move it."""
+    """Return the mean under per-client masks: each coordinate averaged over the clients whose mask contains it."""
 
     def update(answers: Answers, weights: Tensor) -> Tensor:
         return count_normalised(answers.updates, answers.active, weights)
@@ -189,29 +200,29 @@ def count_mean() -> Aggregator:
 
 @runtime_checkable
 class PersonalModels(Protocol):
-    """Personal models kept elsewhere than in memory: a mapping that makes the next one itself."""
+    """Personal models stored outside memory: a mapping that can produce its own successor."""
 
     def renewed(
         self, round: int, clients: Sequence[int], pieces: Iterable[tuple[slice, Tensor]], keep: bool
     ) -> Mapping[int, Tensor]:
-        """The models after this round (0: the start); `pieces` are columns of the clients', (m, k)."""
+        """Return the models after this round (0: the start); `pieces` are columns of the clients' models (m, k)."""
         ...
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """One model per client: rows of a similarity matrix say how the bodies are mixed."""
+    """One model per client: each row of a similarity matrix gives the weights of its mixture."""
 
     name: str
     similarity: Callable[[Answers], Tensor]
     """(m, m), non-negative, diagonal 1."""
     wants: tuple[Observe, ...] = ()
     absent_keep: bool = True
-    """Clients outside the cohort keep their model; else they fall back to the mean of the others."""
+    """Clients outside the cohort keep their model; otherwise they fall back to the mean of the others."""
     shares: bool = True
-    """False: nothing is shared (local training only), so nothing is counted as sent."""
+    """False: local training only, so no traffic is counted."""
     shows_mean: bool = False
-    """Orders carry the mean of all models beside the client's own."""
+    """Requests carry the mean of all models beside the client's own."""
     instead = Aggregator.instead
     linear = True
     is_mean = False
@@ -221,20 +232,23 @@ class Mixing:
     reports: ClassVar[Mapping[str, float]] = {}
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
-        """What orders carry beside the model."""
-        return {"common": state.vector} if self.shows_mean else {}
+        """Return the tensors that requests carry beside the model."""
+        if not self.shows_mean:
+            return {}
+        return {"common": state.vector}
 
     def advance(self, step: Step, answers: Answers, weights: Tensor) -> Advanced:
-        """Each answering client's model becomes its row's mixture of all of them."""
+        """Replace the model of each responding client by its row's mixture of all of them."""
         state = step.state
         matrix = mixing_matrix(self.similarity(answers), answers.examples)
-        anchor, models = state.vector, [state.model_of(k) for k in answers.clients]
+        anchor = state.vector
+        models = [state.model_of(k) for k in answers.clients]
 
-        def offsets(piece: slice) -> Tensor:  # (m, piece): made as they are needed, because all of them may be large
-            found = torch.empty(len(models), piece.stop - piece.start)
-            for row, model, update in zip(found, models, answers.updates, strict=True):
+        def offsets(piece: slice) -> Tensor:  # (m, piece): computed piece by piece, because all of them may be large
+            rows = torch.empty(len(models), piece.stop - piece.start)
+            for row, model, update in zip(rows, models, answers.updates, strict=True):
                 torch.sub(model[piece], anchor[piece], out=row).add_(update[piece])
-            return found
+            return rows
 
         common = torch.empty_like(anchor)
         personal: Mapping[int, Tensor]
@@ -243,8 +257,9 @@ class Mixing:
             personal = state.personal.renewed(state.round + 1, answers.clients, pieces, self.absent_keep)
         else:
             mixed = mix(anchor, offsets, matrix, (weights, common))
-            kept = state.personal if self.absent_keep else {}
-            personal = {**kept, **dict(zip(answers.clients, mixed, strict=True))}
-        # The anchor follows the mean: who never took part starts from what the others have, not from the past.
-        new = replace(state, round=state.round + 1, vector=common, personal=personal)
-        return Advanced(new, common - anchor, {"mixing": matrix})
+            personal = dict(zip(answers.clients, mixed, strict=True))
+            if self.absent_keep:
+                personal = {**state.personal, **personal}
+        # The anchor follows the mean: a client that joins late starts from the present models, not from old ones.
+        new_state = replace(state, round=state.round + 1, vector=common, personal=personal)
+        return Advanced(new_state, common - anchor, {"mixing": matrix})

@@ -69,7 +69,7 @@ def _learned(fixed: float | None, aside: float) -> dict[str, Any]:
 
     def rows(answers: Answers) -> Tensor:
         told = [fixed if fixed is not None else s["self_weight"] for s in answers.scalars]
-        return self_weights.matrix(torch.tensor(told), answers.examples)
+        return self_weights.self_weight_similarity(torch.tensor(told), answers.examples)
 
     asks = (Observe("self_weight", ("self_weight",), options={"aside": aside}),)
     return {"similarity": rows, "wants": () if fixed is not None else asks, "shows_mean": fixed is None}

@@ -70,14 +70,14 @@ def fedalign(
 
     options = {"layers": layers, "keep": keep, "top": top, "probe": probe, "sketch": sketch}
     observe = Observe("alignment", names, options=options, needs_probe=True)
-    wants, judged = ((), names) if align == "server" else ((observe,), ())
+    wants, server_scored = ((), names) if align == "server" else ((observe,), ())
     mine = own if align == "client" else None
     weighting = Weighting(
         f"alignment:{align}",
         weights,
         wants,
         mine,
-        judged,
+        server_scored,
         needs_moving_body=True,
         options=options,
         instead="algorithm.align='client'",

@@ -18,7 +18,7 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound
 from fedgraft.local.features import features as look_through
 from fedgraft.local.features import hidden
-from fedgraft.local.self_weight import learned, parted
+from fedgraft.local.self_weight import learn_self_weight, split_aside
 from fedgraft.privacy.dp import bound_key, gaussian, simulation_key
 
 
@@ -107,10 +107,10 @@ def _self_weight(
     common = request.auxiliary.get("common")
     if common is None:
         raise Refused("the order lacks the mean of all models, with which a self-weight is learned", "request")
-    rows = parted(context.rows(request.client), float(wanted.options["aside"]), context.seed, request.client)[1]
+    rows = split_aside(context.rows(request.client), float(wanted.options["aside"]), context.seed, request.client)[1]
     space, network = context.space, context.network
     own = space.gather(network)
-    weight = learned(network, lambda v: space.scatter(v, network), own, common, context.examples, rows)
+    weight = learn_self_weight(network, lambda v: space.scatter(v, network), own, common, context.examples, rows)
     return {"self_weight": weight}, {}
 
 

@@ -18,7 +18,7 @@ from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import Bound, EditSpace, select
 from fedgraft.local.adaptive_start import AdaptiveStart
 from fedgraft.local.corrections import Correction, proximal
-from fedgraft.local.self_weight import parted
+from fedgraft.local.self_weight import split_aside
 from fedgraft.local.train import LocalTraining, Trained, train
 from fedgraft.local.update_links import Sending, run_chain
 from fedgraft.metrics.evaluate import Evaluation, counted, evaluate
@@ -98,7 +98,7 @@ def _fit(
     if head_learning_rate is not None:
         local = replace(local, head_lr=float(head_learning_rate))
     all_rows = context.rows(request.client)
-    training_rows, _ = parted(all_rows, algorithm.client_state.aside, context.seed, request.client)
+    training_rows, _ = split_aside(all_rows, algorithm.client_state.aside, context.seed, request.client)
     return train(
         context.network,
         bound,
@@ -168,7 +168,7 @@ def _learn_adaptive_start(
     generator = torch_stream(context.seed, "adaptive_start", request.round, request.client)
     rows = context.rows(request.client)
     learnable = learnable.to(bound.values.device)
-    return {"keep": rule.learned(network, bound, learnable, context.examples, rows, memory, generator)}
+    return {"keep": rule.learn(network, bound, learnable, context.examples, rows, memory, generator)}
 
 
 def _train_active_coordinates(

@@ -1,7 +1,7 @@
-"""The edit space: which coordinates of a network may move, as one flat float32 vector.
+"""The edit space: which coordinates of a network may change, as one flat float32 vector.
 
 Everything a federation does happens on such vectors. A space is a list of parts; a part is a whole tensor or
-chosen positions of one. Coordinates outside the space have no place in the vector, so nothing that happens to
+selected positions of one. Coordinates outside the space have no place in the vector, so nothing that is done to
 the vector - decay, momentum, averaging, noise - can reach them.
 """
 
@@ -29,18 +29,20 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """Coordinates of the whole tensor."""
+        """Number of coordinates of the whole tensor."""
         return int(torch.Size(self.shape).numel())
 
     @property
     def size(self) -> int:
-        """Coordinates of this part."""
-        return self.numel if self.index is None else int(self.index.numel())
+        """Number of coordinates of this part."""
+        if self.index is None:
+            return self.numel
+        return int(self.index.numel())
 
 
 @dataclass(frozen=True, eq=False)
 class EditSpace:
-    """An ordered set of coordinates. `parts` are trained; `buffers` (batch-norm statistics) only travel along.
+    """An ordered set of coordinates. `parts` are trained; `buffers` (batch-norm statistics) are only transported.
 
     Law: for any vector v of this space, `scatter(v)` then `gather()` returns v bit for bit, and no other
     coordinate of the network changes.
@@ -51,7 +53,7 @@ class EditSpace:
 
     @cached_property
     def trained(self) -> int:
-        """Coordinates that optimizers move: the head of every vector."""
+        """Number of coordinates that an optimizer updates; they come first in every vector."""
         return sum(part.size for part in self.parts)
 
     @cached_property
@@ -61,25 +63,28 @@ class EditSpace:
 
     @cached_property
     def digest(self) -> str:
-        """Identity of the set of coordinates: names, shapes and positions, not values."""
+        """Digest of the set of coordinates: names, shapes and positions, not values."""
         h = hashlib.blake2b(digest_size=16)
-        for part, trained in [*((p, True) for p in self.parts), *((p, False) for p in self.buffers)]:
-            h.update(f"{part.name}{part.shape}{trained}".encode())
-            if part.index is not None:
-                h.update(part.index.to(torch.int64).numpy().tobytes())
+        for trained, parts in ((True, self.parts), (False, self.buffers)):
+            for part in parts:
+                h.update(f"{part.name}{part.shape}{trained}".encode())
+                if part.index is not None:
+                    h.update(part.index.to(torch.int64).numpy().tobytes())
         return h.hexdigest()
 
     @cached_property
     def ranges(self) -> tuple[tuple[Part, int, int], ...]:
-        """Each part with where it begins and ends in the vector."""
-        found, begin = [], 0
+        """Each part with its begin and end in the vector."""
+        ranges = []
+        begin = 0
         for part in (*self.parts, *self.buffers):
-            found.append((part, begin, begin + part.size))
-            begin += part.size
-        return tuple(found)
+            end = begin + part.size
+            ranges.append((part, begin, end))
+            begin = end
+        return tuple(ranges)
 
     def gather(self, network: Network) -> Tensor:
-        """The network's present values on this space, a fresh float32 vector."""
+        """Return the present values of the network on this space as a new float32 vector."""
         tensors = _tensors(network)
         vector = torch.empty(self.size)
         for part, begin, end in self.ranges:
@@ -90,7 +95,12 @@ class EditSpace:
         """Write a vector of this space into the network; every other coordinate keeps its bits."""
         if vector.shape != (self.size,) or vector.dtype != torch.float32:
             raise FedgraftError(
-                f"a vector of {tuple(vector.shape)} {vector.dtype} does not fit this edit space of {self.size} float32"
+                "E-SPACE-VECTOR",
+                f"a vector of shape {tuple(vector.shape)} and type {vector.dtype} does not fit "
+                f"this edit space of {self.size} float32 coordinates",
+                "use a vector of the same trainable and the same network",
+                shape=tuple(vector.shape),
+                size=self.size,
             )
         tensors = _tensors(network)
         with torch.no_grad():
@@ -98,39 +108,42 @@ class EditSpace:
                 _write(part, tensors[part.name], vector[begin:end])
 
     def restrict(self, active: Tensor) -> EditSpace:
-        """The space of the trained coordinates that are True in `active`; buffers do not belong to it."""
+        """Return the space of the trained coordinates that are True in `active`, without buffers."""
         parts = []
         for part, begin, end in self.ranges[: len(self.parts)]:
-            chosen = active[begin:end].nonzero().view(-1)
-            if len(chosen) == part.size:
+            positions = active[begin:end].nonzero().view(-1)
+            if len(positions) == part.size:
                 parts.append(part)
-            elif len(chosen):
-                parts.append(Part(part.name, part.shape, chosen if part.index is None else part.index[chosen]))
+            elif len(positions):
+                if part.index is not None:
+                    positions = part.index[positions]
+                parts.append(Part(part.name, part.shape, positions))
         return EditSpace(tuple(parts))
 
     def bind(self, network: Network) -> Bound:
-        """Prepare a network for training on this space: gradients only where something may move."""
+        """Prepare a network for training on this space: only tensors with trained coordinates get gradients."""
         return Bound(self, network)
 
-    def without(self, unwanted: Callable[[str], bool]) -> EditSpace:
-        """The space without the tensors of these names."""
-        keep = lambda parts: tuple(part for part in parts if not unwanted(part.name))  # noqa: E731
-        return EditSpace(keep(self.parts), keep(self.buffers))
+    def without(self, excluded: Callable[[str], bool]) -> EditSpace:
+        """Return the space without the tensors whose name is excluded."""
+        parts = tuple(part for part in self.parts if not excluded(part.name))
+        buffers = tuple(part for part in self.buffers if not excluded(part.name))
+        return EditSpace(parts, buffers)
 
     def slices(self) -> Mapping[str, slice]:
-        """Where each tensor lies in a vector."""
+        """Return the slice of each tensor in a vector, by name."""
         return {part.name: slice(begin, end) for part, begin, end in self.ranges}
 
     def first_block(self, network: Network) -> int:
-        """The earliest block that holds a trained coordinate: what lies before it is fixed and can be kept."""
+        """Return the earliest block with a trained coordinate; the features before it are fixed and can be cached."""
         return min((network.block_of(part.name) for part in self.parts), default=network.depth + 1)
 
 
 class Bound:
     """A network whose coordinates in a space are driven by one flat vector.
 
-    Whole tensors become views into `values`, so stepping the vector steps the network; chosen positions are
-    written by index, at a cost of their number. Tensors with nothing to train get no gradient at all.
+    Whole tensors become views into `values`, so stepping the vector steps the network; selected positions are
+    written by index, at a cost proportional to their number. Tensors without trained coordinates get no gradient.
     """
 
     def __init__(self, space: EditSpace, network: Network) -> None:
@@ -140,40 +153,52 @@ class Bound:
         device = next(iter(self._tensors.values())).device
         self.values = space.gather(network).to(device)
         self._gradient = torch.zeros(space.trained, device=device)
-        self._index = {p.name: p.index.to(device) for p in space.parts if p.index is not None}
-        trained = {part.name for part in space.parts}
+        self._index: dict[str, Tensor] = {}
+        for part in space.parts:
+            if part.index is not None:
+                self._index[part.name] = part.index.to(device)
+        trained_names = {part.name for part in space.parts}
         for name, parameter in network.named_parameters():
-            parameter.requires_grad_(name in trained)
+            parameter.requires_grad_(name in trained_names)
             parameter.grad = None
-        self._sparse = [(p, b, e) for p, b, e in space.ranges if p.index is not None]
+        self._sparse_ranges = [entry for entry in space.ranges if entry[0].index is not None]
         for part, begin, end in space.ranges[: len(space.parts)]:
             if part.index is None:
                 self._tensors[part.name].data = self.values[begin:end].view(part.shape)
 
     @property
     def trained(self) -> int:
-        """How many of the values an optimizer trainable."""
+        """Number of values that an optimizer updates."""
         return self.space.trained
 
     @cached_property
     def head(self) -> slice:
-        """Where the head's coordinates lie among the trained ones; empty where it does not move."""
-        found = [(b, e) for p, b, e in self.space.ranges[: len(self.space.parts)] if self._in_head(p.name)]
-        return slice(found[0][0], found[-1][1]) if found else slice(0, 0)
+        """The slice of the head's coordinates among the trained ones; empty if the head is frozen."""
+        head_ranges = []
+        for part, begin, end in self.space.ranges[: len(self.space.parts)]:
+            if self._in_head(part.name):
+                head_ranges.append((begin, end))
+        if not head_ranges:
+            return slice(0, 0)
+        first_begin = head_ranges[0][0]
+        last_end = head_ranges[-1][1]
+        return slice(first_begin, last_end)
 
     def _in_head(self, name: str) -> bool:
         return self.network.block_of(name) > self.network.depth
 
     def training_mode(self) -> None:
-        """Let the network train. Statistics (batch norm) that are not in the space stay as they are, to the bit."""
+        """Put the network into training mode. Batch-norm statistics outside the space keep their bits."""
         self.network.train()
-        mine = {part.name for part in self.space.buffers}
+        buffer_names = {part.name for part in self.space.buffers}
         for prefix, module in self.network.named_modules():
-            if getattr(module, "running_mean", None) is not None and f"{prefix}.running_mean" not in mine:
+            if getattr(module, "running_mean", None) is None:
+                continue
+            if f"{prefix}.running_mean" not in buffer_names:
                 module.eval()
 
     def load(self, vector: Tensor) -> None:
-        """Set the values, and the network with them."""
+        """Set the values, and with them the network."""
         self.values.copy_(vector)
         self.push()
         with torch.no_grad():
@@ -182,13 +207,16 @@ class Bound:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Carry changed values into the tensors that are not views of them."""
-        for part, begin, end in self._sparse:
+        """Write changed values into the tensors that are not views of them."""
+        for part, begin, end in self._sparse_ranges:
             _write(part, self._tensors[part.name], self.values[begin:end])
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
-        """Take the gradients of the last backward pass as one vector of length `trained`, and clear them."""
+        """Return the gradients of the last backward pass as one vector of length `trained`, and clear them.
+
+        The vector is reused by the next call.
+        """
         for part, begin, end in self.space.ranges[: len(self.space.parts)]:
             tensor = self._tensors[part.name]
             out = self._gradient[begin:end]
@@ -203,59 +231,88 @@ class Bound:
 
     @torch.no_grad()
     def pull_buffers(self) -> None:
-        """Read the buffers (batch-norm statistics) back into the tail of `values`."""
+        """Read the buffers (batch-norm statistics) of the network into the tail of `values`."""
         for part, begin, end in self.space.ranges[len(self.space.parts) :]:
             self.values[begin:end] = _read(part, self._tensors[part.name])
 
 
-def select(network: Network, wanted: Callable[[str], bool], buffers: bool = True) -> EditSpace:
-    """The space of all parameters whose name is wanted, with the float buffers of the same modules."""
-    parts = tuple(Part(n, tuple(p.shape)) for n, p in network.named_parameters() if wanted(n))
-    extra = tuple(
-        Part(n, tuple(b.shape)) for n, b in network.named_buffers() if buffers and b.is_floating_point() and wanted(n)
-    )
+def select(network: Network, included: Callable[[str], bool], buffers: bool = True) -> EditSpace:
+    """Return the space of all parameters whose name is included, with the included floating-point buffers."""
+    parts = []
+    for name, parameter in network.named_parameters():
+        if included(name):
+            parts.append(Part(name, tuple(parameter.shape)))
+    buffer_parts = []
+    if buffers:
+        for name, buffer in network.named_buffers():
+            if buffer.is_floating_point() and included(name):
+                buffer_parts.append(Part(name, tuple(buffer.shape)))
     if not parts:
-        raise FedgraftError("the edit space is empty: no parameter of the network was selected")
-    return EditSpace(parts, extra)
+        raise FedgraftError(
+            "E-SPACE-EMPTY",
+            "the edit space is empty because no parameter of the network was selected",
+            "select at least one parameter",
+        )
+    return EditSpace(tuple(parts), tuple(buffer_parts))
 
 
 def masked(network: Network, mask: Mapping[str, Tensor], dense: Iterable[str] = ()) -> EditSpace:
-    """The space of the coordinates that are True in `mask`, plus whole tensors named in `dense`.
+    """Return the space of the coordinates that are True in `mask`, plus the whole tensors named in `dense`.
 
     Tensors are matched by name; a name the network does not have, or another shape, is refused.
     """
-    whole = set(dense)
+    dense_names = set(dense)
     parameters = dict(network.named_parameters())
-    unknown = sorted((set(mask) | whole) - set(parameters))
+    unknown = sorted((set(mask) | dense_names) - set(parameters))
     if unknown:
-        raise FedgraftError(f"the mask names {unknown[0]!r}, which this network does not have")
+        raise FedgraftError(
+            "E-SPACE-MASK-NAME",
+            f"the mask names {unknown[0]!r}, which this network does not have",
+            "use a mask of the same network",
+            name=unknown[0],
+        )
     parts = []
     for name, parameter in parameters.items():
-        if name in whole:
-            parts.append(Part(name, tuple(parameter.shape)))
+        shape = tuple(parameter.shape)
+        if name in dense_names:
+            parts.append(Part(name, shape))
         elif name in mask:
             if mask[name].shape != parameter.shape:
-                raise FedgraftError(f"the mask of {name!r} is {tuple(mask[name].shape)}, not {tuple(parameter.shape)}")
+                raise FedgraftError(
+                    "E-SPACE-MASK-SHAPE",
+                    f"the mask of {name!r} has the shape {tuple(mask[name].shape)}, not {shape}",
+                    "use a mask of the same network",
+                    name=name,
+                )
             index = mask[name].reshape(-1).nonzero().view(-1)
             if len(index) == parameter.numel():
-                parts.append(Part(name, tuple(parameter.shape)))
+                parts.append(Part(name, shape))
             elif len(index):
-                parts.append(Part(name, tuple(parameter.shape), index))
+                parts.append(Part(name, shape, index))
     if not parts:
-        raise FedgraftError("the edit space is empty: the mask keeps no coordinate of the network")
+        raise FedgraftError(
+            "E-SPACE-EMPTY",
+            "the edit space is empty because the mask keeps no coordinate of the network",
+            "choose a larger density",
+        )
     return EditSpace(tuple(parts))
 
 
 def _tensors(network: Network) -> dict[str, nn.Parameter | Tensor]:
+    """Return all parameters and buffers of the network by name."""
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
 def _read(part: Part, tensor: Tensor) -> Tensor:
+    """Return the values of the part, flat."""
     flat = tensor.detach().reshape(-1)
-    return flat if part.index is None else flat[part.index.to(flat.device)]
+    if part.index is None:
+        return flat
+    return flat[part.index.to(flat.device)]
 
 
 def _write(part: Part, tensor: Tensor, values: Tensor) -> None:
+    """Write the flat values of the part into the tensor, in place."""
     if part.index is None:
         tensor.data.copy_(values.view(part.shape))
     else:

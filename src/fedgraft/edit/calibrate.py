@@ -1,15 +1,15 @@
-"""Calibration: from scores to one mask, in one round or several.
+"""Mask calibration: from sensitivity scores to one mask, in one round or several.
 
-`oneshot` scores once. `average(R)` averages R different draws. `progressive(R)` is TaLoS: after round r a fraction
-ρ^{r/R} of all coordinates is kept, what was excluded is multiplied by `soft` in the next rounds' forward passes and
-never returns, and the weights come back bit for bit. Scores are asked for through a function, so the same code
-serves one machine and a federation whose clients send sums.
+`oneshot` scores once. `average(R)` averages R different draws. `progressive(R)` is TaLoS (Iurada et al. 2025): after
+round r a fraction ρ^{r/R} of all coordinates remains, excluded coordinates are multiplied by `soft` in the forward
+passes of the next rounds and never return, and at the end the weights are restored bit for bit. Scores come from a
+function, so the same code serves one machine and a federation whose clients send sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,67 +22,87 @@ from fedgraft.edit.masks import Mask, intersection, union, votes
 from fedgraft.edit.scope import Scope
 
 NEGLIGIBLE = 1e-11
-"""A score this small beside the mean is rounding; the K biases of a trained ViT in float32 reach 3e-12 of it."""
+"""A score below this share of the mean is rounding; the K biases of a trained ViT in float32 reach 3e-12 of it."""
 
 
 @dataclass(frozen=True)
-class Mode:
-    """How many rounds of scores are asked for, and what happens between them."""
+class CalibrationMode:
+    """How many rounds of scores are computed, and how the mask shrinks between them."""
 
     name: str
     rounds: int = 1
     schedule: str = "exponential"
     soft: float = 1.0
 
-    def kept(self, round: int, total: int, density: float) -> int:
-        """Coordinates that remain after this round (counted from 1), of `total` at the start."""
+    def remaining(self, round: int, total: int, density: float) -> int:
+        """Return how many of `total` coordinates remain after this round (counted from 1)."""
         progress = round / self.rounds
-        return budget(total, density**progress if self.schedule == "exponential" else 1 - (1 - density) * progress)
+        if self.schedule == "exponential":
+            share = density**progress
+        else:
+            share = 1 - (1 - density) * progress
+        return budget(total, share)
 
 
-def oneshot() -> Mode:
-    """Score once, choose once."""
-    return Mode("oneshot")
+def oneshot() -> CalibrationMode:
+    """Return the mode that scores once and chooses once."""
+    return CalibrationMode("oneshot")
 
 
-def average(rounds: int) -> Mode:
-    """Average the scores of several different draws, choose once."""
-    return _checked(Mode("average", rounds))
+def average(rounds: int) -> CalibrationMode:
+    """Return the mode that averages the scores of several different draws and chooses once."""
+    return _checked(CalibrationMode("average", rounds))
 
 
-def progressive(rounds: int = 4, schedule: str = "exponential", soft: float = 0.1) -> Mode:
-    """Shrink the mask round by round, scoring anew each time with what was excluded scaled by `soft`."""
-    return _checked(Mode("progressive", rounds, schedule, soft))
+def progressive(rounds: int = 4, schedule: str = "exponential", soft: float = 0.1) -> CalibrationMode:
+    """Return the mode that shrinks the mask round by round, scoring with excluded coordinates scaled by `soft`."""
+    return _checked(CalibrationMode("progressive", rounds, schedule, soft))
 
 
-def _checked(mode: Mode) -> Mode:
+def _checked(mode: CalibrationMode) -> CalibrationMode:
+    """Return the mode, or raise an error for impossible options."""
     if mode.rounds < 1:
-        raise FedgraftError(f"calibration in {mode.rounds} rounds is impossible; give at least 1")
+        raise FedgraftError(
+            "E-EDIT-CALIBRATION-ROUNDS",
+            f"calibration in {mode.rounds} rounds is impossible",
+            "choose at least 1 round",
+            rounds=mode.rounds,
+        )
     if mode.schedule not in ("exponential", "linear"):
-        raise FedgraftError(f"calibration schedule {mode.schedule!r} is not one of exponential, linear")
+        raise FedgraftError(
+            "E-EDIT-CALIBRATION-SCHEDULE",
+            f"there is no calibration schedule {mode.schedule!r}",
+            "choose exponential or linear",
+            schedule=mode.schedule,
+        )
     if not 0 <= mode.soft <= 1:
-        raise FedgraftError(f"the soft factor {mode.soft} is not between 0 and 1")
+        raise FedgraftError(
+            "E-EDIT-CALIBRATION-SOFT",
+            f"the soft factor of calibration is {mode.soft}",
+            "choose a number between 0 and 1",
+            soft=mode.soft,
+        )
     return mode
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The mask, and what is worth knowing about how it came to be."""
+    """The mask, with figures about how it was chosen."""
 
     mask: Mask
-    kept: tuple[int, ...]
+    remaining: tuple[int, ...]
     """Coordinates left after each round."""
     total: int
-    """Coordinates the mask could choose from."""
+    """Coordinates that the mask could choose from."""
     energy: float
-    """Share of the sum of all scores that the chosen coordinates hold, by the first round's scores."""
+    """Share of the chosen coordinates in the sum of all scores, by the first round's scores."""
     negligible: Mapping[str, int] = field(default_factory=dict)
     """Chosen coordinates whose score is only rounding, by tensor: for example the biases of K, which have no effect."""
 
 
 @contextmanager
 def softened(weights: Mapping[str, Tensor], alive: Mapping[str, Tensor], soft: float) -> Iterator[None]:
-    """Multiply the coordinates that are not alive by `soft`, in place; all bits are restored on the way out."""
+    """Multiply the coordinates that are not alive by `soft`, in place; all bits are restored on exit."""
     saved = {name: weights[name].detach().clone() for name in alive}
     try:
         for name, mask in alive.items():
@@ -98,7 +118,7 @@ def calibrate(
     score_round: Callable[[int], Mapping[str, Tensor]],
     strategy: str,
     density: float,
-    mode: Mode = Mode("oneshot"),
+    mode: CalibrationMode = CalibrationMode("oneshot"),
     *,
     scope: Scope | None = None,
     weights: Mapping[str, Tensor] | None = None,
@@ -107,85 +127,133 @@ def calibrate(
     """Choose round(density * total) coordinates by the scores of `score_round(1)`, `score_round(2)`, ...
 
     `weights` are the live tensors that the scores are computed with; progressive calibration scales them in place
-    while it asks for scores. `rule` goes to `choose` (threshold, floor, order, block_of). Magnitude and random
-    scores do not depend on the data, so they are asked for once whatever the mode.
+    while scores are computed. `rule` is passed to `choose` (threshold, floor, order, block_of). Magnitude and random
+    scores do not depend on the data, so they are computed once whatever the mode.
     """
-    plan = strategy_named(strategy)
-    mode = _checked(mode if plan.scores is None else oneshot())
-    restrict: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = scope.restrict if scope else dict
-    rule["largest"] = plan.largest
+    strategy_rule = strategy_named(strategy)
+    if strategy_rule.scores is not None:
+        mode = oneshot()
+    mode = _checked(mode)
+    rule["largest"] = strategy_rule.largest
+
+    def restrict(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if scope is None:
+            return dict(tensors)
+        return scope.restrict(tensors)
 
     def scores(round: int) -> Mapping[str, Tensor]:
         return restrict(score_round(round))
 
     if mode.name == "progressive":
-        first, alive, kept = _shrink(scores, density, mode, None if weights is None else restrict(weights), rule)
+        live_weights = None
+        if weights is not None:
+            live_weights = restrict(weights)
+        first, alive, remaining = _shrink(scores, density, mode, live_weights, rule)
     else:
         first = _averaged(scores, mode.rounds)
         alive = choose(first, density, **rule)
-        kept = (alive.count,)
-    mask = scope.expand(alive) if scope else alive
-    return Calibration(mask, kept, alive.total, energy_share(first, alive), negligible_counts(first, alive))
+        remaining = (alive.count,)
+    mask = alive
+    if scope is not None:
+        mask = scope.expand(alive)
+    return Calibration(mask, remaining, alive.total, energy_share(first, alive), negligible_counts(first, alive))
 
 
 def _averaged(scores: Callable[[int], Mapping[str, Tensor]], rounds: int) -> Mapping[str, Tensor]:
-    """The mean of the rounds' scores, which must differ."""
+    """Return the mean of the scores of all rounds, which must differ."""
     first = scores(1)
     total = {name: tensor.clone() for name, tensor in first.items()}
     for round in range(2, rounds + 1):
-        found = scores(round)
-        if all(torch.equal(found[name], first[name]) for name in first):
-            raise FedgraftError(f"rounds 1 and {round} gave identical scores; averaging needs a new draw each round")
+        round_scores = scores(round)
+        if all(torch.equal(round_scores[name], first[name]) for name in first):
+            raise FedgraftError(
+                "E-EDIT-CALIBRATION-SAME-SCORES",
+                f"calibration rounds 1 and {round} gave identical scores",
+                "draw other samples in each round",
+                round=round,
+            )
         for name, tensor in total.items():
-            tensor.add_(found[name])
-    return {name: tensor / rounds for name, tensor in total.items()} if rounds > 1 else first
+            tensor.add_(round_scores[name])
+    if rounds == 1:
+        return first
+    return {name: tensor / rounds for name, tensor in total.items()}
 
 
 def _shrink(
     scores: Callable[[int], Mapping[str, Tensor]],
     density: float,
-    mode: Mode,
+    mode: CalibrationMode,
     weights: Mapping[str, Tensor] | None,
     rule: Mapping[str, Any],
 ) -> tuple[Mapping[str, Tensor], Mask, tuple[int, ...]]:
-    """Progressive rounds; the choice is made among survivors only, so nothing excluded can return."""
+    """Return the first round's scores, the last mask and the coordinates left after each progressive round.
+
+    Each round chooses among the remaining coordinates only, so an excluded one cannot return.
+    """
     if weights is None and mode.soft != 1 and mode.rounds > 1:
-        raise FedgraftError("progressive calibration scales excluded weights: give the live weights, or soft=1")
+        raise FedgraftError(
+            "E-EDIT-CALIBRATION-WEIGHTS",
+            "progressive calibration scales excluded weights and has no weights to scale",
+            "pass the live weights, or use soft=1",
+        )
     first = scores(1)
     total = sum(tensor.numel() for tensor in first.values())
-    alive = choose(first, k=mode.kept(1, total, density), **rule)
-    kept = [alive.count]
+    alive = choose(first, k=mode.remaining(1, total, density), **rule)
+    remaining = [alive.count]
     for round in range(2, mode.rounds + 1):
-        with softened(weights, alive, mode.soft) if weights is not None and mode.soft != 1 else nullcontext():
-            found = scores(round)
-        alive = choose(found, k=mode.kept(round, total, density), among=alive, **rule)
-        kept.append(alive.count)
-    return first, alive, tuple(kept)
+        if weights is not None and mode.soft != 1:
+            with softened(weights, alive, mode.soft):
+                round_scores = scores(round)
+        else:
+            round_scores = scores(round)
+        alive = choose(round_scores, k=mode.remaining(round, total, density), among=alive, **rule)
+        remaining.append(alive.count)
+    return first, alive, tuple(remaining)
+
+
+def _score_sum(scores: Mapping[str, Tensor]) -> float:
+    """Return the sum of all scores."""
+    return sum(float(tensor.sum(dtype=torch.float64)) for tensor in scores.values())
 
 
 def energy_share(scores: Mapping[str, Tensor], mask: Mask) -> float:
-    """Which share of the sum of all scores the mask's coordinates hold."""
-    total = sum(float(tensor.sum(dtype=torch.float64)) for tensor in scores.values())
-    held = sum(float(scores[name][chosen].sum(dtype=torch.float64)) for name, chosen in mask.items())
-    return held / total if total else 0.0
+    """Return the share of the mask's coordinates in the sum of all scores."""
+    total = _score_sum(scores)
+    if not total:
+        return 0.0
+    inside = _score_sum({name: scores[name][chosen] for name, chosen in mask.items()})
+    return inside / total
 
 
 def negligible_counts(scores: Mapping[str, Tensor], mask: Mask) -> dict[str, int]:
-    """Chosen coordinates with a score that is only rounding, by tensor; tensors without any are left out."""
-    total = sum(float(tensor.sum(dtype=torch.float64)) for tensor in scores.values())
-    limit = NEGLIGIBLE * total / max(1, mask.total)
-    counts = {name: int((scores[name][chosen] <= limit).count_nonzero()) for name, chosen in mask.items()}
-    return {name: count for name, count in counts.items() if count}
+    """Return how many chosen coordinates have a score that is only rounding, for each tensor that has some."""
+    limit = NEGLIGIBLE * _score_sum(scores) / max(1, mask.total)
+    counts = {}
+    for name, chosen in mask.items():
+        count = int((scores[name][chosen] <= limit).count_nonzero())
+        if count:
+            counts[name] = count
+    return counts
 
 
 def merge(masks: Sequence[Mask], how: str, density: float | None = None) -> Mask:
-    """One mask from the clients' masks: `union`, `intersection`, or `vote` for the round(density * total) coordinates
-    with the most votes, ties going by a fixed hash."""
-    if how in ("union", "intersection"):
-        return union(masks) if how == "union" else intersection(masks)
+    """Return one mask from the clients' masks: `union`, `intersection`, or `vote`.
+
+    `vote` takes the round(density * total) coordinates with the most votes and breaks ties by a fixed hash.
+    """
+    if how == "union":
+        return union(masks)
+    if how == "intersection":
+        return intersection(masks)
     if how != "vote" or density is None:
-        raise FedgraftError(f"merge {how!r}: use union, intersection, or vote with a density")
-    counted, wanted = votes(masks), budget(masks[0].total, density)
-    if wanted == 0:
-        return Mask({name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in counted.items()})
-    return choose(counted, k=wanted, largest=True, order="hash")
+        raise FedgraftError(
+            "E-EDIT-MASK-MERGE",
+            f"masks cannot be merged by {how!r} with density {density}",
+            "use union, intersection, or vote with a density",
+            how=how,
+        )
+    counts = votes(masks)
+    k = budget(masks[0].total, density)
+    if k == 0:
+        return Mask({name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in counts.items()})
+    return choose(counts, k=k, largest=True, order="hash")

@@ -1,7 +1,8 @@
-"""Choosing exactly k coordinates by score, whatever the ties, zeros and infinities.
+"""Selection of exactly k coordinates by score, whatever the ties, zeros and infinities.
 
-The threshold is found by partition (no quantile, so above 2^24 elements too): coordinates strictly better than it
-are in, and those equal to it fill the rest in a fixed order. Strategies are named by what is trained.
+The threshold is found by partition (not by a quantile, so it works above 2^24 elements too): coordinates with a better
+score than the threshold are chosen, and those equal to it fill the rest in a fixed order. Strategies are named by what
+is trained.
 """
 
 from __future__ import annotations
@@ -26,21 +27,27 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Strategy:
-    """Whether the largest scores are trained, and where scores come from: the clients' Fisher scores (`scores` is
-    None), or a function `scores(weights, seed)` of the weights alone."""
+    """Whether the largest scores are trained, and the source of the scores.
+
+    `scores` is None for the clients' Fisher scores, or a function `scores(weights, seed)` of the weights alone.
+    """
 
     largest: bool
     scores: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
 
 
 def magnitude_scores(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Absolute value of every weight."""
+    """Return the absolute value of every weight."""
     return {name: tensor.detach().abs() for name, tensor in weights.items()}
 
 
 def random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Uniform scores, each tensor from a stream of its own name, so that the order of tensors plays no part."""
-    return {name: torch.rand(t.shape, generator=torch_stream(seed, "mask", name)) for name, t in weights.items()}
+    """Return uniform random scores; each tensor has its own stream, so the order of tensors does not matter."""
+    scores = {}
+    for name, tensor in weights.items():
+        generator = torch_stream(seed, "mask", name)
+        scores[name] = torch.rand(tensor.shape, generator=generator)
+    return scores
 
 
 STRATEGIES |= {
@@ -50,22 +57,37 @@ STRATEGIES |= {
     "highest_magnitude": lambda: Strategy(largest=True, scores=magnitude_scores),
     "random": lambda: Strategy(largest=False, scores=random_scores),
 }
-"""By what is trained: `least_sensitive` trains the coordinates with the lowest scores (TaLoS), and so on."""
+"""Strategies by what is trained: `least_sensitive` trains the coordinates with the lowest scores (TaLoS), and so on."""
 
 
 def strategy_named(name: str) -> Strategy:
-    """The strategy of this name."""
+    """Return the strategy of this name."""
     return STRATEGIES.build(name, {})
 
 
 def budget(total: int, density: float | None = None, k: int | None = None) -> int:
-    """The exact number of coordinates to train: k itself, or round(density * total)."""
+    """Return the exact number of coordinates to train: k itself, or round(density * total)."""
     if (density is None) == (k is None):
-        raise FedgraftError("give either a density or k, the number of coordinates to train")
-    wanted = k if k is not None else round(float(density or 0.0) * total)
-    if not 0 <= wanted <= total or (density is not None and not 0 <= density <= 1):
-        raise FedgraftError(f"cannot train {wanted if density is None else density} of {total} coordinates")
-    return wanted
+        raise FedgraftError(
+            "E-EDIT-BUDGET-ARGUMENTS",
+            "the number of coordinates to train is given twice or not at all",
+            "give either a density or k, the number of coordinates",
+        )
+    if k is not None:
+        if not 0 <= k <= total:
+            raise FedgraftError(
+                "E-EDIT-BUDGET", f"cannot train {k} of {total} coordinates", "choose between 0 and all", total=total
+            )
+        return k
+    assert density is not None
+    if not 0 <= density <= 1:
+        raise FedgraftError(
+            "E-EDIT-BUDGET",
+            f"cannot train {density} of {total} coordinates",
+            "choose a density between 0 and 1",
+            total=total,
+        )
+    return round(float(density) * total)
 
 
 def choose(
@@ -80,29 +102,30 @@ def choose(
     order: str = "index",
     among: Mapping[str, Tensor] | None = None,
 ) -> Mask:
-    """Exactly k = round(density * total) coordinates with the smallest (or largest) scores.
+    """Return the mask of exactly k = round(density * total) coordinates with the smallest (or largest) scores.
 
-    `threshold` compares scores in the whole model (`global`) or shares k out by size first (`per_tensor`,
-    `per_block`). `floor` is a least fraction of every tensor; what it takes is taken back from the rest, so the total
-    stays k. Ties are filled in order of name and position (`index`) or of a hash of both (`hash`). `among` limits
-    the choice to coordinates that are still eligible; the others are never chosen, whatever their score.
+    `threshold` compares scores over the whole model (`global`) or first divides k by size (`per_tensor`,
+    `per_block`). `floor` is a minimum fraction of every tensor, taken from the same budget, so the total stays k.
+    Ties are broken by name and position (`index`) or by a hash of both (`hash`). `among` restricts the choice to
+    eligible coordinates; the others are never chosen, whatever their score.
     """
-    wanted = budget(sum(tensor.numel() for tensor in scores.values()), density, k)
+    total = sum(tensor.numel() for tensor in scores.values())
+    count = budget(total, density, k)
     if order not in ("index", "hash"):
-        raise FedgraftError(f"order={order!r} is not one of index, hash")
+        raise FedgraftError("E-EDIT-ORDER", f"order={order!r} does not exist", "choose index or hash", order=order)
     groups = _groups(sorted(scores), threshold, block_of)
     pools = [_Pool(group, scores, among, largest, order == "hash") for group in groups]
-    shares = _allocate(wanted, [pool.size for pool in pools], [pool.room for pool in pools])
+    shares = _allocate(count, [pool.size for pool in pools], [pool.room for pool in pools])
     tensors: dict[str, Tensor] = {}
     for pool, share in zip(pools, shares, strict=True):
         tensors |= pool.pick(share, floor)
     mask = Mask(tensors)
-    assert mask.count == wanted, "the choice missed its budget"
+    assert mask.count == count, "the choice missed its budget"
     return mask
 
 
 class _Pool:
-    """The tensors that share one threshold, laid end to end in order of name."""
+    """The tensors that share one threshold, concatenated in order of name."""
 
     def __init__(
         self,
@@ -112,58 +135,90 @@ class _Pool:
         largest: bool,
         hashed: bool,
     ) -> None:
-        self.names, self.hashed = names, hashed
+        self.names = names
+        self.hashed = hashed
         self.shapes = [scores[name].shape for name in names]
         self.sizes = [scores[name].numel() for name in names]
         self.size = sum(self.sizes)
         flat = torch.cat([scores[name].detach().reshape(-1).cpu() for name in names])
         if flat.dtype not in (torch.float32, torch.float64):
             flat = flat.float()
-        if torch.isnan(flat).any():
-            bad = next(name for name in names if torch.isnan(scores[name]).any())
-            raise FedgraftError(f"the scores of {bad!r} contain NaN; there is no order to choose by")
-        self.values = (-flat if largest else flat).numpy()
-        self.open: Bools | None = None
+        for name in names:
+            if torch.isnan(scores[name]).any():
+                raise FedgraftError(
+                    "E-EDIT-SCORES-NAN",
+                    f"the scores of {name!r} contain NaN, so they have no order to choose by",
+                    "check the inputs and the weights that the scores were computed with",
+                    name=name,
+                )
+        if largest:
+            flat = -flat
+        self.values = flat.numpy()
+        self.eligible: Bools | None = None
+        self.room = self.size
         if among is not None:
-            self.open = torch.cat([among[name].reshape(-1).cpu() for name in names]).numpy().copy()
-        self.room = self.size if self.open is None else int(self.open.sum())
+            self.eligible = torch.cat([among[name].reshape(-1).cpu() for name in names]).numpy().copy()
+            self.room = int(self.eligible.sum())
 
     def pick(self, share: int, floor: float) -> dict[str, Tensor]:
-        """The best `share` coordinates, of which every tensor gets its floor first."""
+        """Return the masks of the best `share` coordinates, of which every tensor gets its floor first."""
         least = [math.ceil(floor * size - 1e-9) for size in self.sizes]
         if sum(least) > share:
             raise FedgraftError(
-                f"a floor of {floor} needs {sum(least)} coordinates where {share} are to be trained; lower the floor"
+                "E-EDIT-FLOOR",
+                f"a floor of {floor} needs {sum(least)} coordinates where {share} are to be trained",
+                "lower the floor",
+                floor=floor,
             )
         chosen = np.zeros(self.size, dtype=bool)
         if any(least):
             ends = np.cumsum(self.sizes)
             for size, end, count in zip(self.sizes, ends, least, strict=True):
                 chosen[end - size : end] = self._best(int(end - size), int(end), count)
-            self.open = ~chosen if self.open is None else self.open & ~chosen
+            if self.eligible is None:
+                self.eligible = ~chosen
+            else:
+                self.eligible = self.eligible & ~chosen
         chosen |= self._best(0, self.size, share - sum(least))
         parts = torch.from_numpy(chosen).split(self.sizes)
-        return {n: p.view(s).clone() for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
+        masks = {}
+        for name, part, shape in zip(self.names, parts, self.shapes, strict=True):
+            masks[name] = part.view(shape).clone()
+        return masks
 
     def _best(self, begin: int, end: int, count: int) -> Bools:
-        """Mark the `count` smallest open values between two positions."""
-        chosen = np.zeros(end - begin, dtype=bool)
-        where = slice(None) if self.open is None else self.open[begin:end]
-        values = self.values[begin:end][where]
+        """Mark the `count` smallest eligible values between two positions."""
+        inside: slice | Bools = slice(None)
+        if self.eligible is not None:
+            inside = self.eligible[begin:end]
+        values = self.values[begin:end][inside]
         if count > len(values):
             raise FedgraftError(
-                f"{count} coordinates from {self.names[0]!r} on are asked for and {len(values)} are eligible"
+                "E-EDIT-ELIGIBLE",
+                f"{count} coordinates of {self.names[0]!r} and the tensors after it are to be trained "
+                f"and only {len(values)} are eligible",
+                "lower the density or the floor",
+                count=count,
+                eligible=len(values),
             )
-        keys = (lambda ties: self._keys(begin + np.arange(end - begin)[where][ties])) if self.hashed else None
-        chosen[where] = _smallest(values, count, keys)
+
+        def hash_keys(ties: NDArray[np.int64]) -> NDArray[np.uint64]:
+            return self._tie_keys(begin + np.arange(end - begin)[inside][ties])
+
+        chosen = np.zeros(end - begin, dtype=bool)
+        if self.hashed:
+            chosen[inside] = _smallest(values, count, hash_keys)
+        else:
+            chosen[inside] = _smallest(values, count)
         return chosen
 
-    def _keys(self, where: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """A 64-bit mix of tensor name and position inside the tensor, for each position of the pool."""
+    def _tie_keys(self, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return a 64-bit hash of tensor name and position inside the tensor, for each position of the pool."""
         ends = np.cumsum(self.sizes)
-        tensor = np.searchsorted(ends, where, side="right")
+        tensor = np.searchsorted(ends, positions, side="right")
         seeds = np.array([derive(0, "tie", name) for name in self.names], dtype=np.uint64)
-        keys = seeds[tensor] + (where - (ends - self.sizes)[tensor]).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        inside = (positions - (ends - self.sizes)[tensor]).astype(np.uint64)
+        keys = seeds[tensor] + inside * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
         return keys ^ (keys >> np.uint64(31))
@@ -186,30 +241,46 @@ def _smallest(
 
 
 def _groups(names: Sequence[str], threshold: str, block_of: Callable[[str], Any] | None) -> list[list[str]]:
+    """Return the groups of tensors that share one threshold."""
     if not names:
-        raise FedgraftError("there are no scores to choose from")
+        raise FedgraftError("E-EDIT-NO-SCORES", "there are no scores to choose from", "select at least one parameter")
     if threshold == "global":
         return [list(names)]
     if threshold == "per_tensor":
         return [[name] for name in names]
     if threshold != "per_block":
-        raise FedgraftError(f"threshold={threshold!r} is not one of global, per_tensor, per_block")
+        raise FedgraftError(
+            "E-EDIT-THRESHOLD",
+            f"threshold={threshold!r} does not exist",
+            "choose global, per_tensor or per_block",
+            threshold=threshold,
+        )
     if block_of is None:
-        raise FedgraftError("threshold='per_block' needs block_of, which says the block of a parameter")
+        raise FedgraftError(
+            "E-EDIT-BLOCK-OF",
+            "threshold='per_block' needs the block of each parameter",
+            "pass block_of, a function from the name of a parameter to its block",
+        )
     groups: dict[Any, list[str]] = {}
     for name in names:
         groups.setdefault(block_of(name), []).append(name)
     return list(groups.values())
 
 
-def _allocate(wanted: int, sizes: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Share `wanted` out by size, to the unit: whole parts first, then the largest remainders, within the room."""
+def _allocate(count: int, sizes: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Divide `count` among groups by size: integer parts first, then the largest remainders, within their room."""
     total = sum(sizes)
-    if wanted > sum(room):
-        raise FedgraftError(f"{wanted} coordinates are to be trained and only {sum(room)} are eligible")
-    shares = [min(wanted * size // total, limit) for size, limit in zip(sizes, room, strict=True)]
-    by_remainder = sorted(range(len(sizes)), key=lambda i: -(wanted * sizes[i] % total))
-    missing = wanted - sum(shares)
+    if count > sum(room):
+        raise FedgraftError(
+            "E-EDIT-ELIGIBLE",
+            f"{count} coordinates are to be trained and only {sum(room)} are eligible",
+            "lower the density",
+            count=count,
+            eligible=sum(room),
+        )
+    shares = [min(count * size // total, limit) for size, limit in zip(sizes, room, strict=True)]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: -(count * sizes[i] % total))
+    missing = count - sum(shares)
     while missing:
         for i in by_remainder:
             if missing and shares[i] < room[i]:

@@ -1,7 +1,7 @@
-"""An edit as a small file, and what is in it in plain words.
+"""The edit file format, and a summary of an edit in plain words.
 
-The file is in safetensors' layout: the values (float32, or float16 with a common power of two taken out), one
-bit per element for tensors that are moved in part, and a JSON description. Indices are implied by the bits. A
+The file has the layout of safetensors: the values (float32, or float16 with a common power of two taken out), one
+bit per element for tensors that are changed in part, and a JSON description. Indices are implied by the bits. A
 digest covers every byte of the file, so a single flipped bit is refused. Nothing in it is executable.
 """
 
@@ -33,9 +33,12 @@ _SEAL = re.compile(rb'seal\\":\\"([0-9a-f]{64})')  # inside a JSON string, hence
 
 
 def dumps(edit: Edit, half: bool = False) -> bytes:
-    """The edit as bytes; the same edit gives the same bytes. `half` stores 11 significant bits per value."""
-    values, exponent = _halved(edit.values) if half else (edit.values, 0)
-    about = {
+    """Return the edit as bytes; the same edit gives the same bytes. `half` stores 11 significant bits per value."""
+    values = edit.values
+    exponent = 0
+    if half:
+        values, exponent = _as_half(edit.values)
+    description = {
         "seal": _BLANK,
         "format": FORMAT,
         "name": edit.name,
@@ -44,32 +47,39 @@ def dumps(edit: Edit, half: bool = False) -> bytes:
         "scale": edit.scale,
         "exponent": exponent,
         "space": edit.space.digest,
-        "parts": [_describe(p) for p in edit.space.parts],
-        "buffers": [_describe(p) for p in edit.space.buffers],
+        "parts": [_describe(part) for part in edit.space.parts],
+        "buffers": [_describe(part) for part in edit.space.buffers],
     }
-    masks = [_bits(part) for part, _, _ in edit.space.ranges if part.index is not None]
-    tensors = {"values": values.contiguous(), "masks": torch.cat(masks) if masks else torch.empty(0, dtype=torch.uint8)}
+    masks = [torch.empty(0, dtype=torch.uint8)]
+    for part, _, _ in edit.space.ranges:
+        if part.index is not None:
+            masks.append(_bits(part))
+    tensors = {"values": values.contiguous(), "masks": torch.cat(masks)}
     # One metadata entry only: the library writes several in no fixed order.
-    blank = safetensors.torch.save(tensors, {"fedgraft": json.dumps(about, separators=(",", ":"))})
-    begin, end = _seal_at(blank)
-    return blank[:begin] + _seal(blank).encode() + blank[end:]
+    unsealed = safetensors.torch.save(tensors, {"fedgraft": json.dumps(description, separators=(",", ":"))})
+    begin, end = _seal_at(unsealed)
+    return unsealed[:begin] + _seal(unsealed).encode() + unsealed[end:]
 
 
 def loads(data: bytes, where: str = "the edit") -> Edit:
-    """Read an edit from bytes of any origin; refuses what is damaged, malformed or does not add up."""
+    """Return the edit in untrusted bytes; raise an error if they are damaged, malformed or inconsistent."""
     begin, end = _seal_at(data, where)
     if _seal(data[:begin] + _BLANK.encode() + data[end:]) != data[begin:end].decode():
-        raise FedgraftError(f"{where} is damaged: its content does not match its digest; fetch it again")
+        raise FedgraftError(
+            "E-EDIT-FILE-DAMAGED", f"{where} is damaged: its content does not match its digest", "fetch it again"
+        )
     try:
         length = int.from_bytes(data[:8], "little")
-        about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["fedgraft"])
-        return _rebuild(about, safetensors.torch.load(data))
+        description = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["fedgraft"])
+        return _rebuild(description, safetensors.torch.load(data))
     except _MALFORMED as error:
-        raise FedgraftError(f"{where} is not a well-formed edit: {error}") from error
+        raise FedgraftError(
+            "E-EDIT-FILE-MALFORMED", f"{where} is not a well-formed edit: {error}", "fetch it again"
+        ) from error
 
 
 def save(edit: Edit, path: Path, half: bool = False) -> int:
-    """Write the edit to a file, whole or not at all, and return the number of bytes."""
+    """Write the edit to a file atomically and return the number of bytes."""
     data = dumps(edit, half)
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(data)
@@ -78,65 +88,93 @@ def save(edit: Edit, path: Path, half: bool = False) -> int:
 
 
 def load(path: Path) -> Edit:
-    """Read an edit from a file."""
+    """Return the edit in a file."""
     try:
         return loads(path.read_bytes(), f"the edit in {path}")
     except OSError as error:
-        raise FedgraftError(f"the edit in {path} cannot be read: {error.strerror}") from error
+        raise FedgraftError(
+            "E-EDIT-FILE-READ",
+            f"the edit in {path} cannot be read: {error.strerror}",
+            "check the path and its permissions",
+            path=str(path),
+        ) from error
 
 
 def _seal_at(data: bytes, where: str = "the edit") -> tuple[int, int]:
-    found = _SEAL.search(data)
-    if found is None:
-        raise FedgraftError(f"{where} is not an edit file of this program, or its header is damaged")
-    return found.span(1)
+    """Return begin and end of the digest in the file."""
+    match = _SEAL.search(data)
+    if match is None:
+        raise FedgraftError(
+            "E-EDIT-FILE-FOREIGN",
+            f"{where} is not an edit file of this program, or its header is damaged",
+            "give a file that `fedgraft edit save` wrote",
+        )
+    return match.span(1)
 
 
-def _seal(blank: bytes) -> str:
-    return hashlib.blake2b(blank, digest_size=32).hexdigest()
+def _seal(unsealed: bytes) -> str:
+    """Return the digest of the file with a blank seal."""
+    return hashlib.blake2b(unsealed, digest_size=32).hexdigest()
 
 
-def _halved(values: Tensor) -> tuple[Tensor, int]:
-    """float16 values and the power of two taken out, so that the largest uses the top of the range."""
-    largest = float(values.abs().max()) if values.numel() else 0.0
-    exponent = math.frexp(largest)[1] - 15 if largest > 0 else 0
+def _as_half(values: Tensor) -> tuple[Tensor, int]:
+    """Return float16 values and the power of two taken out, so that the largest uses the top of the range."""
+    largest = 0.0
+    if values.numel():
+        largest = float(values.abs().max())
+    exponent = 0
+    if largest > 0:
+        exponent = math.frexp(largest)[1] - 15
     return (values.double() * 2.0**-exponent).half(), exponent
 
 
 def _describe(part: Part) -> list[Any]:
-    """Name, shape, and how many positions are chosen (null: all)."""
-    return [part.name, list(part.shape), None if part.index is None else part.size]
+    """Return name, shape, and the number of selected positions (None: all)."""
+    selected = None
+    if part.index is not None:
+        selected = part.size
+    return [part.name, list(part.shape), selected]
 
 
 def _bits(part: Part) -> Tensor:
-    """One bit per element, eight to a byte, lowest first."""
+    """Return one bit per element, eight to a byte, lowest first."""
     mask = torch.zeros(part.numel, dtype=torch.bool)
     mask[part.index] = True
     return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
 
-def _rebuild(about: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
-    if about["format"] != FORMAT or set(tensors) != {"values", "masks"}:
+def _rebuild(description: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
+    """Return the edit of a description and its tensors; raise ValueError if they are inconsistent."""
+    if description["format"] != FORMAT or set(tensors) != {"values", "masks"}:
         raise ValueError(f"its format is not {FORMAT}")
-    masks, at, groups = tensors["masks"], 0, []
-    for group in (about["parts"], about["buffers"]):
+    masks = tensors["masks"]
+    position = 0
+    groups = []
+    for group in (description["parts"], description["buffers"]):
         parts = []
         for entry in group:
-            part, at = _part(entry, masks, at)
+            part, position = _part(entry, masks, position)
             parts.append(part)
         groups.append(tuple(parts))
     space = EditSpace(*groups)
     names = [part.name for part, _, _ in space.ranges]
-    if at != masks.numel() or space.digest != about["space"] or len(set(names)) != len(names):
+    if position != masks.numel() or space.digest != description["space"] or len(set(names)) != len(names):
         raise ValueError("its masks do not give the space it names")
-    texts = [about[key] for key in ("name", "base", "scope")]
-    if not all(isinstance(text, str) for text in texts) or type(about["scale"]) not in (int, float):
+    name = description["name"]
+    base = description["base"]
+    scope = description["scope"]
+    scale = description["scale"]
+    for text in (name, base, scope):
+        if not isinstance(text, str):
+            raise ValueError("its description has fields of the wrong type")
+    if type(scale) not in (int, float):
         raise ValueError("its description has fields of the wrong type")
-    values = _values(tensors["values"], about["exponent"])
-    return Edit(texts[0], texts[1], space, values, float(about["scale"]), texts[2])
+    values = _values(tensors["values"], description["exponent"])
+    return Edit(name, base, space, values, float(scale), scope)
 
 
 def _values(stored: Tensor, exponent: Any) -> Tensor:
+    """Return the stored values as float32."""
     if stored.dtype == torch.float32 and exponent == 0:
         return stored
     if stored.dtype != torch.float16 or type(exponent) is not int or abs(exponent) > 300:
@@ -144,27 +182,27 @@ def _values(stored: Tensor, exponent: Any) -> Tensor:
     return (stored.double() * 2.0**exponent).float()
 
 
-def _part(entry: Any, masks: Tensor, at: int) -> tuple[Part, int]:
-    """One described tensor and where the next one's bits begin; sizes are checked before anything is built."""
-    name, shape, chosen = entry
+def _part(entry: Any, masks: Tensor, begin: int) -> tuple[Part, int]:
+    """Return one described tensor and where its bits end; sizes are checked before anything is built."""
+    name, shape, selected = entry
     if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError("a tensor's name or shape is malformed")
     whole = Part(name, tuple(shape))
-    if chosen is None:
-        return whole, at
-    end = at + (whole.numel + 7) // 8
+    if selected is None:
+        return whole, begin
+    end = begin + (whole.numel + 7) // 8
     if masks.dtype != torch.uint8 or masks.dim() != 1 or end > masks.numel():
-        raise ValueError(f"the mask of {name!r} is not there")
-    bits = np.unpackbits(masks[at:end].numpy(), bitorder="little")
+        raise ValueError(f"the mask of {name!r} is missing")
+    bits = np.unpackbits(masks[begin:end].numpy(), bitorder="little")
     index = torch.from_numpy(bits.nonzero()[0].astype(np.int64))
-    if len(index) != chosen or (chosen and int(index[-1]) >= whole.numel):
-        raise ValueError(f"the mask of {name!r} does not choose the {chosen} positions it says")
+    if len(index) != selected or (selected and int(index[-1]) >= whole.numel):
+        raise ValueError(f"the mask of {name!r} does not select {selected} positions as described")
     return Part(name, whole.shape, index), end
 
 
 @dataclass(frozen=True)
-class Share:
-    """What an edit does to one block: how much of its touched tensors moves, and how far."""
+class BlockChange:
+    """How an edit changes one block: coordinates, their density in the touched tensors, norm of the change."""
 
     coordinates: int
     density: float
@@ -172,49 +210,65 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is in an edit."""
+class EditSummary:
+    """Counts and sizes of an edit, in all and by block."""
 
     name: str
     base: str
     scale: float
-    total: Share
+    total: BlockChange
     largest: float
     bytes: int
     """Size of the file with float32 values."""
-    blocks: dict[str, Share]
+    blocks: dict[str, BlockChange]
 
     def __str__(self) -> str:
-        head = (
+        lines = [
             f"{self.name}: {self.total.coordinates} coordinates, density {self.total.density:.4f}, norm "
             f"{self.total.norm:.4g}, largest {self.largest:.4g}, scale {self.scale:g}, {self.bytes} bytes, "
             f"base {self.base}"
-        )
-        rows = [f"  {n}: {s.coordinates}, density {s.density:.4f}, norm {s.norm:.4g}" for n, s in self.blocks.items()]
-        return "\n".join([head, *rows])
+        ]
+        for name, change in self.blocks.items():
+            lines.append(f"  {name}: {change.coordinates}, density {change.density:.4f}, norm {change.norm:.4g}")
+        return "\n".join(lines)
 
 
-def inspect(edit: Edit) -> Facts:
-    """Count and measure an edit: in all and per block; density is over the tensors it touches, norms include scale."""
+def inspect(edit: Edit) -> EditSummary:
+    """Return the summary of an edit; density is over the tensors it touches, norms include the scale."""
     update = edit.update().double()
-    groups: dict[str, list[tuple[Part, Tensor]]] = {}
+    everything = []
+    by_block: dict[str, list[tuple[Part, Tensor]]] = {}
     for part, begin, end in edit.space.ranges:
-        groups.setdefault(block_name(part.name), []).append((part, update[begin:end]))
-    blocks = {name: _share(members) for name, members in groups.items()}
-    total = _share([member for members in groups.values() for member in members])
-    largest = float(update.abs().max()) if update.numel() else 0.0
-    return Facts(edit.name, edit.base, edit.scale, total, largest, len(dumps(edit)), blocks)
+        member = (part, update[begin:end])
+        by_block.setdefault(block_name(part.name), []).append(member)
+    for members in by_block.values():
+        everything += members
+    blocks = {name: _change(members) for name, members in by_block.items()}
+    largest = 0.0
+    if update.numel():
+        largest = float(update.abs().max())
+    return EditSummary(edit.name, edit.base, edit.scale, _change(everything), largest, len(dumps(edit)), blocks)
 
 
 def block_name(name: str) -> str:
-    """The block of a tensor, by its name: up to the first number, or else the module that holds it."""
+    """Return the block of a tensor by its name: up to the first number, or else the module that contains it."""
     pieces = name.split(".")
-    number = next((i for i, piece in enumerate(pieces) if piece.isdigit()), None)
-    return ".".join(pieces[:-1] if number is None else pieces[: number + 1]) or name
+    for i, piece in enumerate(pieces):
+        if piece.isdigit():
+            return ".".join(pieces[: i + 1])
+    return ".".join(pieces[:-1]) or name
 
 
-def _share(members: Sequence[tuple[Part, Tensor]]) -> Share:
-    size = sum(part.size for part, _ in members)
-    whole = sum(part.numel for part, _ in members)
-    squares = sum(float(values.square().sum()) for _, values in members)
-    return Share(size, size / whole if whole else 0.0, math.sqrt(squares))
+def _change(members: Sequence[tuple[Part, Tensor]]) -> BlockChange:
+    """Return the change of these parts together."""
+    selected = 0
+    total = 0
+    squares = 0.0
+    for part, values in members:
+        selected += part.size
+        total += part.numel
+        squares += float(values.square().sum())
+    density = 0.0
+    if total:
+        density = selected / total
+    return BlockChange(selected, density, math.sqrt(squares))

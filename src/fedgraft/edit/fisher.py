@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
-from fedgraft.edit.sample_gradients import SampleSquares, settled, wanted_names
+from fedgraft.edit.sample_gradients import SampleSquares, scorable_names, scoring_mode
 
 LABELS = ("true", "sampled", "expected", "rademacher", "logit")
 Call = Callable[[Tensor, int], Tensor]
@@ -32,7 +32,7 @@ class Scores:
     """Sums of squared gradients over `samples` samples.
 
     Law: scores of disjoint samples add, so a federation's scores are the sum of its clients', and `mean` then
-    weighs each client by its number of samples. Zero scores are neutral.
+    weights each client by its number of samples. Zero scores are neutral.
     """
 
     tensors: Mapping[str, Tensor]
@@ -40,63 +40,90 @@ class Scores:
     samples: int
 
     def __add__(self, other: Scores) -> Scores:
-        """The scores of both sets of samples together."""
-        if {n: t.shape for n, t in self.tensors.items()} != {n: t.shape for n, t in other.tensors.items()}:
-            raise FedgraftError("scores of different parameters cannot be added")
-        return Scores({n: t + other.tensors[n] for n, t in self.tensors.items()}, self.samples + other.samples)
+        """Return the scores of both sets of samples together."""
+        if _shapes(self.tensors) != _shapes(other.tensors):
+            raise FedgraftError(
+                "E-EDIT-SCORES-DIFFER",
+                "scores of different parameters cannot be added",
+                "score the same parameters on all clients",
+            )
+        tensors = {name: tensor + other.tensors[name] for name, tensor in self.tensors.items()}
+        return Scores(tensors, self.samples + other.samples)
 
     def mean(self) -> dict[str, Tensor]:
-        """Scores per sample, by parameter name."""
+        """Return the scores per sample, by parameter name."""
         if self.samples < 1:
-            raise FedgraftError("scores of no samples have no mean")
+            raise FedgraftError("E-EDIT-SCORES-EMPTY", "scores of no samples have no mean", "score at least one sample")
         return {name: tensor / self.samples for name, tensor in self.tensors.items()}
 
     def vector(self) -> Tensor:
-        """All sums and then the number of samples as one flat float32 vector: vectors add as scores do."""
+        """Return all sums and then the number of samples as one flat float32 vector; vectors add as scores do."""
         parts = [self.tensors[name].reshape(-1).float() for name in sorted(self.tensors)]
         return torch.cat([*parts, torch.tensor([float(self.samples)])])
 
     @staticmethod
     def from_vector(vector: Tensor, shapes: Mapping[str, Sequence[int]]) -> Scores:
-        """The scores that `vector` describes, for parameters of these shapes."""
-        sizes = [torch.Size(shapes[name]).numel() for name in sorted(shapes)]
+        """Return the scores that `vector` describes, for parameters of these shapes."""
+        names = sorted(shapes)
+        sizes = [torch.Size(shapes[name]).numel() for name in names]
         if vector.shape != (sum(sizes) + 1,):
-            raise FedgraftError(f"a score vector of {len(vector)} does not fit {sum(sizes)} parameters and a count")
+            raise FedgraftError(
+                "E-EDIT-SCORES-VECTOR",
+                f"a score vector of {len(vector)} numbers does not fit {sum(sizes)} parameters and a count",
+                "use scores of the same network and the same scope",
+            )
         *parts, count = vector.split([*sizes, 1])
-        tensors = {name: part.view(tuple(shapes[name])) for name, part in zip(sorted(shapes), parts, strict=True)}
+        tensors = {}
+        for name, part in zip(names, parts, strict=True):
+            tensors[name] = part.view(tuple(shapes[name]))
         return Scores(tensors, round(float(count)))
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def logit_gradients(
     logits: Tensor, targets: Tensor, labels: str, generator: torch.Generator | None = None
 ) -> Iterator[Tensor]:
-    """The gradients of the loss with respect to the logits (B, C), up to sign: one, or C of them for `expected`."""
+    """Yield the gradients of the loss with respect to the logits (B, C), up to sign: one, or C for `expected`."""
     if labels not in LABELS:
-        raise FedgraftError(f"labels={labels!r} is not one of {', '.join(LABELS)}")
+        raise FedgraftError(
+            "E-EDIT-LABELS", f"labels={labels!r} does not exist", f"choose one of {', '.join(LABELS)}", labels=labels
+        )
     probability = logits.softmax(1)
     if labels == "true":
         yield _centred(probability, targets)
     elif labels == "expected":
         for c in range(logits.shape[1]):
-            chosen = torch.full_like(targets, c)
-            yield probability[:, c : c + 1].sqrt() * _centred(probability, chosen)
+            same_class = torch.full_like(targets, c)
+            yield probability[:, c : c + 1].sqrt() * _centred(probability, same_class)
     elif generator is None:
-        raise FedgraftError(f"labels={labels!r} draws at random and needs a generator")
+        raise FedgraftError(
+            "E-EDIT-LABELS-GENERATOR",
+            f"labels={labels!r} draws at random and has no generator",
+            "pass a torch generator",
+            labels=labels,
+        )
     elif labels == "rademacher":
         noise = torch.randint(0, 2, logits.shape, generator=generator).to(logits) * 2 - 1
         root = probability.sqrt()
         yield root * noise - probability * (root * noise).sum(1, keepdim=True)
     else:
         drawn = torch.multinomial(probability.cpu(), 1, generator=generator)[:, 0].to(targets)
-        yield _centred(probability, drawn) if labels == "sampled" else _one_hot(probability, drawn)
+        if labels == "sampled":
+            yield _centred(probability, drawn)
+        else:
+            yield _one_hot(probability, drawn)
 
 
 def _one_hot(probability: Tensor, classes: Tensor) -> Tensor:
+    """Return one-hot rows (B, C) of the classes."""
     return torch.zeros_like(probability).scatter_(1, classes[:, None], 1.0)
 
 
 def _centred(probability: Tensor, classes: Tensor) -> Tensor:
-    """Gradient of -log p(class) with respect to the logits."""
+    """Return the gradient of -log p(class) with respect to the logits."""
     return probability - _one_hot(probability, classes)
 
 
@@ -108,7 +135,7 @@ def fisher_scores(
     generator: torch.Generator | None = None,
     call: Call | None = None,
 ) -> Scores:
-    """Squared gradients of each sample, summed: one forward and backward pass per batch (C for `expected`)."""
+    """Return the sum of each sample's squared gradient: one forward and backward pass per batch (C for `expected`)."""
     run = call or network
     samples = 0
     with SampleSquares(network, names).watching() as squares:
@@ -118,7 +145,7 @@ def fisher_scores(
             for gradient in logit_gradients(logits.detach(), targets, labels, generator):
                 squares.backward(logits, gradient, keep)
             samples += len(inputs)
-    return _finite(Scores(squares.sums, samples))
+    return _require_finite(Scores(squares.sums, samples))
 
 
 def batch_gradient(
@@ -130,14 +157,17 @@ def batch_gradient(
     call: Call | None = None,
     scale: bool = False,
 ) -> Scores:
-    """Squared gradient of each batch's mean loss, batches weighted by their size B; times B if `scale`.
+    """Return the squared gradient of each batch's mean loss, weighted by the batch size B; times B if `scale`.
 
     It approximates the per-sample scores: with true labels it ranks by the mean gradient as B grows. With sampled
     or Rademacher labels and `scale` its expectation is the Fisher diagonal, at a higher variance.
     """
 
     def power(gradient: Tensor, size: int) -> Tensor:
-        return gradient.square().mul_(size * size if scale else size)
+        factor = size
+        if scale:
+            factor = size * size
+        return gradient.square().mul_(factor)
 
     return _batch_scores(network, batches, labels, names, generator, call or network, power)
 
@@ -150,7 +180,7 @@ def single_batch_abs(
     generator: torch.Generator | None = None,
     call: Call | None = None,
 ) -> Scores:
-    """Absolute gradient of the mean loss of the first batch only; not a Fisher, kept for comparison."""
+    """Return the absolute gradient of the mean loss of the first batch; not a Fisher, for comparison only."""
     first = list(islice(batches, 1))
     return _batch_scores(network, first, labels, names, generator, call or network, lambda g, size: g.abs() * size)
 
@@ -160,7 +190,7 @@ ESTIMATORS: dict[str, Callable[..., Scores]] = {
     "batch_gradient": batch_gradient,
     "single_batch_abs": single_batch_abs,
 }
-"""Named ways to score; only `per_sample` is the Fisher diagonal itself."""
+"""Score estimators by name; only `per_sample` is the Fisher diagonal itself."""
 
 
 def _batch_scores(
@@ -172,26 +202,37 @@ def _batch_scores(
     call: Call,
     power: Callable[[Tensor, int], Tensor],
 ) -> Scores:
-    """Sum `power(gradient of the mean loss, B)` over batches, in eval mode, with the network left as it was."""
+    """Return the sum of `power(gradient of the mean loss, B)` over batches, in eval mode; the network is restored."""
     if labels == "expected":
-        raise FedgraftError("labels='expected' is defined per sample; use per_sample, or sampled labels with batches")
-    wanted, samples = wanted_names(network, names), 0
-    with settled(network) as known, torch.enable_grad():
-        parameters = [known[name].requires_grad_() for name in wanted]
-        sums = {name: torch.zeros_like(known[name], requires_grad=False) for name in wanted}
+        raise FedgraftError(
+            "E-EDIT-LABELS-EXPECTED",
+            "labels='expected' is defined per sample",
+            "use the estimator per_sample, or sampled labels with batches",
+        )
+    selected_names = scorable_names(network, names)
+    samples = 0
+    with scoring_mode(network) as all_parameters, torch.enable_grad():
+        parameters = [all_parameters[name].requires_grad_() for name in selected_names]
+        sums = {name: torch.zeros_like(all_parameters[name], requires_grad=False) for name in selected_names}
         for inputs, targets, *entry in counted("scores of weights", batches, unit="batches"):
             logits = call(inputs, *entry or [0])
             (gradient,) = logit_gradients(logits.detach(), targets, labels, generator)
-            found = torch.autograd.grad(logits, parameters, gradient / len(inputs), allow_unused=True)
-            for total, g in zip(sums.values(), found, strict=True):
-                if g is not None:
-                    total.add_(power(g, len(inputs)))
+            gradients = torch.autograd.grad(logits, parameters, gradient / len(inputs), allow_unused=True)
+            for total, parameter_gradient in zip(sums.values(), gradients, strict=True):
+                if parameter_gradient is not None:
+                    total.add_(power(parameter_gradient, len(inputs)))
             samples += len(inputs)
-    return _finite(Scores(sums, samples))
+    return _require_finite(Scores(sums, samples))
 
 
-def _finite(scores: Scores) -> Scores:
+def _require_finite(scores: Scores) -> Scores:
+    """Return the scores, or raise an error if one is not finite."""
     for name, tensor in scores.tensors.items():
         if not torch.isfinite(tensor).all():
-            raise FedgraftError(f"the scores of {name!r} are not finite; check the inputs and the weights")
+            raise FedgraftError(
+                "E-EDIT-SCORES-NONFINITE",
+                f"the scores of {name!r} are not finite",
+                "check the inputs and the weights",
+                name=name,
+            )
     return scores

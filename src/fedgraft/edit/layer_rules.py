@@ -1,7 +1,8 @@
-"""How each kind of layer turns its input and its output's gradient into sums of squared per-sample gradients.
+"""Per-layer rules that turn a layer's input and output gradient into sums of squared per-sample gradients.
 
 Every rule takes the layer, its input x and the gradient δ of its output, both with the samples first, and adds
-Σ_n g_n² of the wanted parameters to their running sums. Gradients are formed in small pieces and dropped at once.
+Σ_n g_n² of the parameters in `sums` to their running totals, in place. Gradients are formed in small pieces and
+discarded at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 Sums = Mapping[str, Tensor]
 """Running totals of one module, by the parameter's name inside it."""
-Rule = Callable[[Any, Tensor, Tensor, Sums], None]
+LayerRule = Callable[[Any, Tensor, Tensor, Sums], None]
 
 # Per-sample gradients are formed in pieces of about this many numbers (1 MB), so that squaring finds them in cache.
 _PIECE = 1 << 18
@@ -27,14 +28,15 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left[:, :, 0].square().t(), right[:, 0].square())
         return
     step = max(1, min(len(left), _PIECE // total.numel()))
-    space = left.new_empty(step, *total.shape)
+    buffer = left.new_empty(step, *total.shape)
     for begin in range(0, len(left), step):
-        a, b = left[begin : begin + step], right[begin : begin + step]
+        a = left[begin : begin + step]
+        b = right[begin : begin + step]
         if step == 1:
-            torch.mm(a[0], b[0], out=space[0])
-            total.addcmul_(space[0], space[0])
+            torch.mm(a[0], b[0], out=buffer[0])
+            total.addcmul_(buffer[0], buffer[0])
         else:
-            piece = space[: len(a)]
+            piece = buffer[: len(a)]
             torch.bmm(a, b, out=piece)
             total.add_(piece.square_().sum(0))
 
@@ -54,7 +56,8 @@ def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
         sums["bias"].add_(delta.sum(2).square_().sum(0))
     if "weight" not in sums:
         return
-    groups, taps = module.groups, module.weight[0].numel()
+    groups = module.groups
+    taps = module.weight[0].numel()
     total = sums["weight"].view(groups, -1, taps)  # (g, out/g, in/g * kh * kw)
     step = max(1, 16 * _PIECE // (taps * groups * delta.shape[2]))
     for begin in range(0, len(x), step):
@@ -91,7 +94,7 @@ def _batch_norm(module: nn.BatchNorm2d, x: Tensor, delta: Tensor, sums: Sums) ->
     _channel_norm(x, delta, sums)
 
 
-_RULES: dict[type[nn.Module], Rule] = {
+_RULES: dict[type[nn.Module], LayerRule] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
     nn.LayerNorm: _layer_norm,
@@ -99,12 +102,12 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.BatchNorm1d: _batch_norm,
     nn.BatchNorm2d: _batch_norm,
 }
-# These use the weights of their children without calling them, so they are run again as a whole.
+# These use the weights of their children without calling them, so their forward pass is repeated as a whole.
 OPAQUE = (nn.MultiheadAttention,)
 
 
-def rule_of(module: nn.Module) -> Rule | None:
-    """The rule of a known layer; a subclass with a forward of its own is not known."""
+def rule_of(module: nn.Module) -> LayerRule | None:
+    """Return the rule of a known layer; None for other layers and for subclasses with their own `forward`."""
     if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
         return None
     for kind, rule in _RULES.items():

@@ -1,8 +1,8 @@
-"""Low-rank adaptation (Hu et al. 2022) as a kind of what may change; how factors are combined: `lora_aggregate.py`."""
+"""Low-rank adaptation (Hu et al. 2022) as a trainable; how factors are aggregated: `lora_aggregate.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,30 +18,38 @@ from fedgraft.core.ranges import Count, Few, Number, Positive, Rest
 from fedgraft.core.registry import TRAINABLES
 from fedgraft.core.state import EVERYONE, ServerState
 from fedgraft.edit.lora import attach, target_layers
-from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
+from fedgraft.edit.lora_aggregate import LoraAggregation, LoraLayout, aggregate_lora, lora_layout
 from fedgraft.edit.lora_core import core_space, fix_factors, gradient_directions, weight_directions
-from fedgraft.edit.trainable import Ask, InTurn, Rates, TrainableSetup, affordable, check_blocks, is_head
+from fedgraft.edit.trainable import (
+    Ask,
+    Rates,
+    RoundRobinMasks,
+    TrainableSetup,
+    affordable_units,
+    check_blocks,
+    is_head,
+)
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """Factors of this rank beside chosen linear layers; the weights themselves stay."""
+    """Train low-rank factors beside selected linear layers; the weights of these layers are frozen."""
 
     rank: Count = 8
     alpha: Positive = 16.0
     targets: tuple[str, ...] = ("q", "v")
     dropout: Rest = 0.0
-    aggregate: Mode = "mean"
+    aggregate: LoraAggregation = "mean"
     head: bool = True
     freeze_blocks: Number = 0
     seed: int = 0
     ranks: tuple[Count, ...] = ()
-    """aggregate=svd: ranks that clients train, dealt in turn; client k has ranks[k mod n], at most `rank`."""
+    """aggregate=svd: ranks of the clients, assigned in turn; client k has ranks[k mod n], at most `rank`."""
     core_from: Literal["gradient", "weights"] = "gradient"
-    """aggregate=core: whose top directions the fixed factors are."""
+    """aggregate=core: the matrix whose top directions are the fixed factors."""
     core_images: Count = 1024
     budgets: tuple[Few, ...] = ()
-    """aggregate=svd: bytes of the clients' updates, dealt in turn; each trains the rank that fits, at most `rank`."""
+    """aggregate=svd: bytes of the clients' updates, assigned in turn; each client trains the rank that fits."""
     kind = "lora"
     trains_body = True
 
@@ -49,42 +57,47 @@ class LowRank:
         ranges.check(self, "trainable.lora")
         if self.budgets and (self.ranks or self.aggregate != "svd"):
             raise FedgraftError(
-                "trainable.lora.budgets say the clients' ranks: set aggregate='svd' and leave ranks out."
+                "E-EDIT-LORA-BUDGETS",
+                "trainable.lora.budgets determine the clients' ranks under aggregate='svd' only",
+                "set aggregate='svd' and leave ranks out",
             )
         if self.ranks and (self.aggregate != "svd" or max(self.ranks) > self.rank):
             raise FedgraftError(
-                f"ranks of the clients' own need trainable.lora.aggregate='svd' and lie from 1 to rank ({self.rank}); "
-                f"they are {list(self.ranks)} under {self.aggregate!r}."
+                "E-EDIT-LORA-RANKS",
+                f"trainable.lora.ranks are {list(self.ranks)} with rank {self.rank} under aggregate={self.aggregate!r}",
+                f"set trainable.lora.aggregate='svd' and ranks from 1 to {self.rank}",
             )
 
     @property
     def label(self) -> str:
-        """Rank and rule."""
+        """Rank and aggregation rule."""
         return f"LoRA r={self.rank} {self.aggregate}"
 
     @property
     def asks(self) -> Mapping[str, int]:
-        """Gradients, for fixed factors."""
-        return {"gradient": 1} if self.scores_data else {}
+        """The client actions that opening needs: a sum of gradients for fixed factors."""
+        if not self.scores_data:
+            return {}
+        return {"gradient": 1}
 
     @property
     def scores_data(self) -> bool:
-        """Fixed factors are made from the clients' gradients."""
+        """Whether the fixed factors are computed from the clients' gradients."""
         return self.aggregate == "core" and self.core_from == "gradient"
 
     @property
     def trains_head(self) -> bool:
-        """Whether the head trains along."""
+        """Whether the head is trained too."""
         return self.head
 
     @property
     def partial(self) -> bool:
-        """Alternating factors move by turns; with ranks of their own clients move different directions."""
+        """Whether clients change part of the space: alternating factors, or different ranks."""
         return self.aggregate == "alternate" or bool(self.ranks or self.budgets)
 
     @property
     def needs_each(self) -> str:
-        """Stacked and exactly averaged factors are multiplied client by client."""
+        """Why the server needs each client's factors; empty for rules that need only their sum."""
         if self.aggregate not in ("stack", "residual", "svd"):
             return ""
         return (
@@ -94,79 +107,100 @@ class LowRank:
 
     @property
     def rates(self) -> Rates:
-        """A core lies along the steepest directions, where factors that are drawn hardly lie: it needs a tenth."""
-        return Rates(0.003, 0.0003, small=True) if self.aggregate == "core" else Rates(0.03, 0.003, small=True)
+        """Default learning rates. A core lies along the steepest directions, so it needs a tenth of the others."""
+        if self.aggregate == "core":
+            return Rates(0.003, 0.0003, small=True)
+        return Rates(0.03, 0.003, small=True)
 
     def check(self, network: Network) -> None:
-        """Refuse more blocks than the network has, targets that it does not have, and cores wider than its layers."""
+        """Raise an error for too many blocks, targets without a layer, and cores wider than a layer."""
         check_blocks(network, freeze_blocks=self.freeze_blocks)
         names = target_layers(network, self.targets, self.freeze_blocks)
-        sides = {n: min(p.shape) for n, p in network.named_parameters() if n.removesuffix(".weight") in names}
-        if self.aggregate == "core" and (narrow := [name for name, side in sides.items() if side < self.rank]):
-            raise FedgraftError(
-                f"{narrow[0]!r} has no {self.rank} directions; lower the rank (algorithm.rank of fedsb, else "
-                "trainable.lora.rank)."
-            )
+        if self.aggregate != "core":
+            return
+        for name, parameter in network.named_parameters():
+            if name.removesuffix(".weight") in names and min(parameter.shape) < self.rank:
+                raise FedgraftError(
+                    "E-EDIT-LORA-RANK",
+                    f"{name!r} has fewer than {self.rank} directions",
+                    "lower the rank (algorithm.rank of fedsb, else trainable.lora.rank)",
+                    name=name,
+                    rank=self.rank,
+                )
 
     def first_block(self, network: Network) -> int:
-        """The block of the first layer that has factors."""
+        """Return the block of the first layer with factors."""
         names = target_layers(network, self.targets, self.freeze_blocks)
         return min(network.block_of(f"{name}.weight") for name in names)
 
     def open(
         self, network: Network, ask: Ask | None = None, saved: Mapping[str, Tensor] | None = None
     ) -> TrainableSetup:
-        """Attach the factors, drawn from the seed, and open their space."""
+        """Attach the factors, drawn from the seed, to the network in place and return their space."""
         self.check(network)
         if self.aggregate == "core":
             return self._open_core(network, ask, saved)
         attach(network, self.rank, self.alpha, self.targets, self.seed, self.dropout, self.freeze_blocks)
-        dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else ()
-        layout = lora_layout(network, self.aggregate, dense)
-        self._ranks(layout)  # a budget that holds nothing is said before anybody works
-        return TrainableSetup(
-            layout.space,
-            active=(lambda state: self._active(layout, state)) if self.partial else None,
-            aggregate=self._aggregator(layout) if layout.needs_each_client else None,
-            sends_buffers=False,
-        )
+        layout = lora_layout(network, self.aggregate, self._dense_names(network))
+        self._affordable_ranks(layout)  # refuse a budget that is too small before any client works
+        active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
+        if self.partial:
+            active = lambda state: self._active(layout, state)  # noqa: E731
+        aggregator: Aggregator | None = None
+        if layout.needs_each_client:
+            aggregator = self._aggregator(layout)
+        return TrainableSetup(layout.space, active=active, aggregate=aggregator, sends_buffers=False)
+
+    def _dense_names(self, network: Network) -> list[str]:
+        """Return the names of the head's parameters, if the head is trained."""
+        if not self.head:
+            return []
+        return [name for name, _ in network.named_parameters() if is_head(network, name)]
 
     def _open_core(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None) -> TrainableSetup:
-        """Fix the factors and open the space of the cores between them."""
+        """Fix the factors and return the space of the cores between them."""
         names = target_layers(network, self.targets, self.freeze_blocks)
-        dense = [n for n, _ in network.named_parameters() if is_head(network, n)] if self.head else []
+        dense = self._dense_names(network)
         if saved:
-            found = dict(saved)
+            factors = dict(saved)
         elif self.core_from == "weights":
-            found = weight_directions(network, names, self.rank)
+            factors = weight_directions(network, names, self.rank)
         else:
             assert ask is not None
-            found = ask.kept(
+            factors = ask.cached(
                 ["core", str(self.rank), str(self.core_images), *names],
                 lambda: gradient_directions(network, names, ask, self.rank, self.core_images),
             )
         attach(network, self.rank, self.alpha, self.targets, self.seed, self.dropout, self.freeze_blocks)
-        fix_factors(network, found)
-        return TrainableSetup(core_space(network, dense), found, sends_buffers=False)
+        fix_factors(network, factors)
+        return TrainableSetup(core_space(network, dense), factors, sends_buffers=False)
 
     def _active(self, layout: LoraLayout, state: ServerState) -> Mapping[int, Tensor]:
-        if ranks := self.ranks or self._ranks(layout):
-            by_rank = {r: pack_bits(layout.first_directions(r)) for r in set(ranks)}
-            return InTurn([by_rank[r] for r in ranks])
-        chosen = torch.zeros(layout.space.trained, dtype=torch.bool)
-        chosen[layout.active(state.round)] = True
-        return {EVERYONE: pack_bits(chosen)}
+        """Return the coordinates that may change in the coming round, as packed bits."""
+        ranks = self.ranks or self._affordable_ranks(layout)
+        if ranks:
+            by_rank = {rank: pack_bits(layout.first_directions(rank)) for rank in set(ranks)}
+            return RoundRobinMasks([by_rank[rank] for rank in ranks])
+        active = torch.zeros(layout.space.trained, dtype=torch.bool)
+        active[layout.active(state.round)] = True
+        return {EVERYONE: pack_bits(active)}
 
-    def _ranks(self, layout: LoraLayout) -> list[int]:
-        """The ranks that the budgets afford."""
-        fixed = layout.b_begin - layout.a_end  # what trains densely lies between the factors
-        each = (layout.space.trained - fixed) // self.rank
-        return [min(r, self.rank) for r in affordable(self.budgets, fixed, each)] if self.budgets else []
+    def _affordable_ranks(self, layout: LoraLayout) -> list[int]:
+        """Return the rank that each budget affords; nothing without budgets."""
+        if not self.budgets:
+            return []
+        dense = layout.b_begin - layout.a_end  # densely trained coordinates lie between the factors
+        per_rank = (layout.space.trained - dense) // self.rank
+        return [min(rank, self.rank) for rank in affordable_units(self.budgets, dense, per_rank)]
 
     def _aggregator(self, layout: LoraLayout) -> Aggregator:
+        """Return the aggregator that multiplies each client's factors."""
+
         def update(answers: Answers, weights: Tensor) -> Tensor:
             assert answers.start is not None
-            fresh = layout.fresh(self.seed, answers.round) if layout.mode == "stack" else None
+            fresh: Tensor | None = None
+            if layout.mode == "stack":
+                fresh = layout.fresh(self.seed, answers.round)
             return aggregate_lora(layout, answers.start, answers.updates, weights.tolist(), fresh) - answers.start
 
         return Aggregator(f"lora:{layout.mode}", update, linear=False, of_trainable=True)

@@ -1,7 +1,7 @@
-"""Masks: which single coordinates are trained, as one interchangeable object.
+"""Masks: which single coordinates are trained.
 
 True means trained. `density` is the fraction trained and `sparsity` the fraction frozen, always. A mask is keyed by
-parameter name, so the order of parameters plays no part, and has a digest that both ends of a wire can compare.
+parameter name, so the order of parameters does not matter, and has a digest that server and client can compare.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class Mask(Mapping[str, Tensor]):
-    """Names to bool tensors, sorted by name. It is itself a mapping, as `edit.space.masked` takes it."""
+    """A mapping from parameter names to bool tensors, sorted by name, as `core.space.masked` takes it."""
 
     tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors.items():
             if tensor.dtype != torch.bool:
-                raise FedgraftError(f"the mask of {name!r} is {tensor.dtype}, not bool")
+                raise FedgraftError(
+                    "E-EDIT-MASK-TYPE",
+                    f"the mask of {name!r} is {tensor.dtype}",
+                    "use bool tensors",
+                    name=name,
+                )
         object.__setattr__(self, "tensors", {name: self.tensors[name] for name in sorted(self.tensors)})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -51,18 +56,20 @@ class Mask(Mapping[str, Tensor]):
 
     @cached_property
     def total(self) -> int:
-        """Coordinates of the tensors that the mask names."""
+        """Number of coordinates of the tensors in the mask."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
     @cached_property
     def count(self) -> int:
-        """Coordinates that are trained."""
+        """Number of trained coordinates."""
         return sum(int(tensor.count_nonzero()) for tensor in self.tensors.values())
 
     @property
     def density(self) -> float:
         """Fraction trained."""
-        return self.count / self.total if self.total else 0.0
+        if not self.total:
+            return 0.0
+        return self.count / self.total
 
     @property
     def sparsity(self) -> float:
@@ -76,26 +83,36 @@ class Mask(Mapping[str, Tensor]):
 
     @cached_property
     def digest(self) -> str:
-        """Identity of the mask: names, shapes and bits."""
+        """Digest of names, shapes and bits."""
         h = hashlib.blake2b(json.dumps(self.shapes).encode(), digest_size=16)
         h.update(self.bits().numpy().tobytes())
         return h.hexdigest()
 
     def bits(self) -> Tensor:
-        """All coordinates as one uint8 vector of packed bits, in order of names; an eighth of a byte each."""
-        flat = [tensor.reshape(-1).cpu() for tensor in self.tensors.values()]
-        return torch.from_numpy(np.packbits(torch.cat(flat).numpy() if flat else np.zeros(0, bool)))
+        """Return all coordinates as one uint8 vector of packed bits, in order of names; one bit each."""
+        if not self.tensors:
+            return torch.zeros(0, dtype=torch.uint8)
+        flat = torch.cat([tensor.reshape(-1).cpu() for tensor in self.tensors.values()])
+        return torch.from_numpy(np.packbits(flat.numpy()))
 
     @staticmethod
     def from_bits(bits: Tensor, shapes: Shapes) -> Mask:
-        """The mask that `bits` describes for tensors of these shapes."""
-        sizes = [torch.Size(shapes[name]).numel() for name in sorted(shapes)]
+        """Return the mask that `bits` describes for tensors of these shapes."""
+        names = sorted(shapes)
+        sizes = [torch.Size(shapes[name]).numel() for name in names]
         total = sum(sizes)
         if bits.dtype != torch.uint8 or bits.shape != (-(-total // 8),):
-            raise FedgraftError(f"a bitmap of {tuple(bits.shape)} {bits.dtype} does not fit {total} coordinates")
+            raise FedgraftError(
+                "E-EDIT-MASK-BITS",
+                f"a bitmap of shape {tuple(bits.shape)} and type {bits.dtype} does not fit {total} coordinates",
+                "use a mask of the same network and the same scope",
+                coordinates=total,
+            )
         flat = torch.from_numpy(np.unpackbits(bits.numpy(), count=total).view(bool))
-        parts = zip(sorted(shapes), flat.split(sizes), strict=True)
-        return Mask({name: part.view(tuple(shapes[name])).clone() for name, part in parts})
+        tensors = {}
+        for name, part in zip(names, flat.split(sizes), strict=True):
+            tensors[name] = part.view(tuple(shapes[name])).clone()
+        return Mask(tensors)
 
     def save(self, path: Path) -> None:
         """Write the packed bits, names, shapes and digest as one safetensors file."""
@@ -106,39 +123,58 @@ class Mask(Mapping[str, Tensor]):
 
     @staticmethod
     def load(path: Path) -> Mask:
-        """Read a mask; bits that do not match the digest written with them are refused."""
+        """Return the mask in a file; raise an error if its bits do not match the digest stored with them."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, "pt") as file:
-                meta, bits = file.metadata() or {}, file.get_tensor("bits")
-            shapes = {name: tuple(map(int, shape)) for name, shape in json.loads(meta["shapes"]).items()}
+                meta = file.metadata() or {}
+                bits = file.get_tensor("bits")
+            shapes = {}
+            for name, shape in json.loads(meta["shapes"]).items():
+                shapes[name] = tuple(map(int, shape))
             mask = Mask.from_bits(bits, shapes)
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise FedgraftError(f"{path} is not a mask file: {error}") from error
+            raise FedgraftError(
+                "E-EDIT-MASK-FILE",
+                f"{path} is not a mask file: {error}",
+                "give a file that `Mask.save` wrote",
+                path=str(path),
+            ) from error
         if mask.digest != meta.get("digest"):
-            raise FedgraftError(f"the mask in {path} does not match its digest; the file is damaged, make it again")
+            raise FedgraftError(
+                "E-EDIT-MASK-DAMAGED",
+                f"the mask in {path} does not match its digest, so the file is damaged",
+                "create it again",
+                path=str(path),
+            )
         return mask
 
     def with_dense(self, shapes: Shapes) -> Mask:
-        """This mask with whole tensors trained in addition (a whitelist), which then count in its density."""
-        return Mask(
-            {**self.tensors, **{name: torch.ones(tuple(shape), dtype=torch.bool) for name, shape in shapes.items()}}
-        )
+        """Return this mask with whole tensors trained in addition, which then count in its density."""
+        tensors = dict(self.tensors)
+        for name, shape in shapes.items():
+            tensors[name] = torch.ones(tuple(shape), dtype=torch.bool)
+        return Mask(tensors)
 
 
-def _aligned(masks: Sequence[Mask]) -> Sequence[Mask]:
+def _check_aligned(masks: Sequence[Mask]) -> None:
+    """Raise an error unless there is a mask and all masks have the same names and shapes."""
     if not masks:
-        raise FedgraftError("there is no mask to combine")
+        raise FedgraftError("E-EDIT-NO-MASKS", "there is no mask to combine", "give at least one mask")
     for mask in masks[1:]:
         if mask.shapes != masks[0].shapes:
-            raise FedgraftError("masks of different parameters or shapes cannot be combined")
-    return masks
+            raise FedgraftError(
+                "E-EDIT-MASKS-DIFFER",
+                "masks of different parameters or shapes cannot be combined",
+                "combine masks of one network and one scope",
+            )
 
 
 def votes(masks: Sequence[Mask]) -> dict[str, Tensor]:
-    """How many masks train each coordinate."""
-    total = {name: torch.zeros(shape) for name, shape in _aligned(masks)[0].shapes.items()}
+    """Return for each coordinate the number of masks that train it."""
+    _check_aligned(masks)
+    total = {name: torch.zeros(shape) for name, shape in masks[0].shapes.items()}
     for mask in masks:
         for name, tensor in mask.items():
             total[name].add_(tensor)
@@ -146,42 +182,49 @@ def votes(masks: Sequence[Mask]) -> dict[str, Tensor]:
 
 
 def vote(masks: Sequence[Mask], q: float) -> Mask:
-    """Coordinates that at least `q` masks train."""
+    """Return the mask of the coordinates that at least `q` masks train."""
     return Mask({name: tensor >= q for name, tensor in votes(masks).items()})
 
 
 def union(masks: Sequence[Mask]) -> Mask:
-    """Coordinates that any mask trains."""
+    """Return the mask of the coordinates that any mask trains."""
     return vote(masks, 1)
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
-    """Coordinates that every mask trains."""
+    """Return the mask of the coordinates that every mask trains."""
     return vote(masks, len(masks))
 
 
 def jaccard(a: Mask, b: Mask) -> float:
-    """Size of the intersection over that of the union; 1 for two empty masks."""
-    _aligned([a, b])
-    both = sum(int((a[name] & b[name]).count_nonzero()) for name in a)
+    """Return the size of the intersection over that of the union; 1 for two empty masks."""
+    _check_aligned([a, b])
+    both = 0
+    for name in a:
+        both += int((a[name] & b[name]).count_nonzero())
     either = a.count + b.count - both
-    return both / either if either else 1.0
+    if not either:
+        return 1.0
+    return both / either
 
 
 def overlap(masks: Sequence[Mask]) -> Tensor:
-    """Jaccard index of every pair of masks, (n, n)."""
+    """Return the Jaccard index of every pair of masks, (n, n)."""
     matrix = torch.eye(len(masks), dtype=torch.float64)
     for i in range(len(masks)):
         for j in range(i):
-            matrix[i, j] = matrix[j, i] = jaccard(masks[i], masks[j])
+            index = jaccard(masks[i], masks[j])
+            matrix[i, j] = index
+            matrix[j, i] = index
     return matrix
 
 
 def density_by(mask: Mask, group_of: Callable[[str], object]) -> dict[object, float]:
-    """Fraction trained in each group of tensors, in order of first appearance."""
-    counts: dict[object, list[int]] = {}
+    """Return the fraction trained in each group of tensors, in order of first appearance."""
+    trained: dict[object, int] = {}
+    totals: dict[object, int] = {}
     for name, tensor in mask.items():
-        pair = counts.setdefault(group_of(name), [0, 0])
-        pair[0] += int(tensor.count_nonzero())
-        pair[1] += tensor.numel()
-    return {group: trained / total for group, (trained, total) in counts.items()}
+        group = group_of(name)
+        trained[group] = trained.get(group, 0) + int(tensor.count_nonzero())
+        totals[group] = totals.get(group, 0) + tensor.numel()
+    return {group: trained[group] / total for group, total in totals.items()}

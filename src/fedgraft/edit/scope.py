@@ -1,8 +1,8 @@
-"""Which tensors a mask may touch, by name: scopes, exclusions and whitelists.
+"""The scope of a mask: which tensors it may touch, by name, with exclusions and whitelists.
 
-Three answers for every parameter: *maskable* (the mask decides coordinate by coordinate), *dense* (whitelisted,
-trained whole) or frozen. Words such as `qk` or `mlp` stand for roles of tensors (`fedgraft.core.roles`); anything
-else is a glob pattern. A tensor that fuses Q, K and V (rows in this order) can be maskable in its Q and K rows only.
+Every parameter is *maskable* (the mask decides coordinate by coordinate), *dense* (whitelisted, trained whole) or
+frozen. Keywords such as `qk` or `mlp` stand for roles of tensors (`fedgraft.core.roles`); anything else is a glob
+pattern. A tensor that fuses Q, K and V (rows in this order) can be maskable in its Q and K rows only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ DEFAULT_SCOPE = ("blocks", "norm")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a parameter name is meant by any word or glob pattern."""
-    return any(means(p, name) if p in WORDS else fnmatchcase(name, p) for p in patterns)
+    """Return whether any keyword or glob pattern matches a parameter name."""
+    for pattern in patterns:
+        if pattern in WORDS:
+            if means(pattern, name):
+                return True
+        elif fnmatchcase(name, pattern):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The answer for every parameter of a network. `rows` limits a maskable tensor to its first rows."""
+    """The role of every parameter of a network. `rows` limits a maskable tensor to its first rows."""
 
     shapes: Mapping[str, tuple[int, ...]]
     maskable: tuple[str, ...]
@@ -38,16 +44,25 @@ class Scope:
     rows: Mapping[str, int] = field(default_factory=dict)
 
     def restrict(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The maskable part of each maskable tensor, as views."""
+        """Return the maskable part of each maskable tensor, as views."""
         absent = sorted(set(self.maskable) - set(tensors))
         if absent:
-            raise FedgraftError(f"the scope names {absent[0]!r}, for which there is no tensor")
-        return {
-            name: tensors[name][: self.rows[name]] if name in self.rows else tensors[name] for name in self.maskable
-        }
+            raise FedgraftError(
+                "E-EDIT-SCOPE-TENSOR",
+                f"the scope names {absent[0]!r}, for which there is no tensor",
+                "pass the tensors of the network that the scope was made for",
+                name=absent[0],
+            )
+        restricted = {}
+        for name in self.maskable:
+            tensor = tensors[name]
+            if name in self.rows:
+                tensor = tensor[: self.rows[name]]
+            restricted[name] = tensor
+        return restricted
 
     def expand(self, mask: Mask) -> Mask:
-        """A mask of the restricted tensors as one of whole tensors, with dense ones added."""
+        """Return a mask of the restricted tensors as one of whole tensors, with the dense tensors added."""
         whole: dict[str, Tensor] = {}
         for name, tensor in mask.items():
             whole[name] = torch.zeros(self.shapes[name], dtype=torch.bool)
@@ -55,7 +70,7 @@ class Scope:
         return Mask(whole).with_dense({name: self.shapes[name] for name in self.dense})
 
     def density(self, mask: Mask) -> float:
-        """Fraction of all the network's parameters that a mask trains, whitelisted ones included."""
+        """Return the fraction of all the network's parameters that a mask trains, dense ones included."""
         return mask.count / sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
@@ -65,19 +80,43 @@ def resolve(
     exclude: Sequence[str] = (),
     whitelist: Sequence[str] = (),
 ) -> Scope:
-    """Sort parameters into maskable, dense and frozen: `exclude` freezes, `whitelist` trains densely."""
+    """Return the scope that sorts parameters into maskable, dense (`whitelist`) and frozen (`exclude`, all others)."""
     for pattern in (*scope, *exclude, *whitelist):
         if not any(matches(name, [pattern]) for name in shapes):
-            raise FedgraftError(f"{pattern!r} matches no parameter; use {', '.join(WORDS)} or a glob such as '*.mlp.*'")
-    both = [name for name in shapes if matches(name, exclude) and matches(name, whitelist)]
-    if both:
-        raise FedgraftError(f"{both[0]!r} is both excluded (frozen) and whitelisted (trained densely)")
-    dense = tuple(name for name in shapes if matches(name, whitelist))
-    maskable = tuple(n for n in shapes if matches(n, scope) and not matches(n, exclude) and n not in dense)
+            raise FedgraftError(
+                "E-EDIT-SCOPE-PATTERN",
+                f"{pattern!r} matches no parameter",
+                f"use {', '.join(WORDS)} or a glob such as '*.mlp.*'",
+                pattern=pattern,
+            )
+    maskable = []
+    dense = []
+    frozen = []
+    for name in shapes:
+        excluded = matches(name, exclude)
+        whitelisted = matches(name, whitelist)
+        if excluded and whitelisted:
+            raise FedgraftError(
+                "E-EDIT-SCOPE-BOTH",
+                f"{name!r} is both excluded (frozen) and whitelisted (trained densely)",
+                "remove it from one of the two",
+                name=name,
+            )
+        if whitelisted:
+            dense.append(name)
+        elif matches(name, scope) and not excluded:
+            maskable.append(name)
+        else:
+            frozen.append(name)
     if not maskable and not dense:
-        raise FedgraftError("the scope leaves nothing to train")
-    others = [pattern for pattern in scope if pattern != "qk"]
-    fused = [n for n in maskable if role(n) == "qkv" and "qk" in scope and not matches(n, others)]
-    frozen = tuple(name for name in shapes if name not in maskable and name not in dense)
+        raise FedgraftError(
+            "E-EDIT-SCOPE-EMPTY", "the scope leaves nothing to train", "widen the scope or exclude less"
+        )
+    rows = {}
+    if "qk" in scope:
+        other_patterns = [pattern for pattern in scope if pattern != "qk"]
+        for name in maskable:
+            if role(name) == "qkv" and not matches(name, other_patterns):
+                rows[name] = shapes[name][0] * 2 // 3
     sizes = {name: tuple(shape) for name, shape in shapes.items()}
-    return Scope(sizes, maskable, dense, frozen, {name: shapes[name][0] * 2 // 3 for name in fused})
+    return Scope(sizes, tuple(maskable), tuple(dense), tuple(frozen), rows)

@@ -1,7 +1,7 @@
-"""A sparse edit as a kind of what may change: chosen coordinates of the blocks (Fisher masks, TaLoS calibration).
+"""Sparse fine-tuning as a trainable: selected coordinates of the blocks (Fisher masks, TaLoS calibration).
 
 The mask is calibrated from sums of squared gradients that clients send, never from examples; or it follows from the
-weights or the seed alone. One common mask, masks of the clients' own, or a sparsity that rises as the drift calms down.
+weights or the seed alone. There is one common mask, one mask per client, or a sparsity that rises as drift decreases.
 """
 
 from __future__ import annotations
@@ -25,19 +25,32 @@ from fedgraft.core.registry import TRAINABLES
 from fedgraft.core.space import EditSpace, masked, select
 from fedgraft.core.state import EVERYONE, ServerState
 from fedgraft.edit.adaptive import AdaptiveSparsity
-from fedgraft.edit.calibrate import Calibration, Mode, average, calibrate, merge, oneshot, progressive
+from fedgraft.edit.calibrate import Calibration, CalibrationMode, average, calibrate, merge, oneshot, progressive
 from fedgraft.edit.choose import budget, choose, strategy_named
 from fedgraft.edit.fisher import Scores
 from fedgraft.edit.masks import Mask, union
 from fedgraft.edit.scope import Scope, resolve
-from fedgraft.edit.trainable import Ask, InTurn, Rates, TrainableSetup, affordable, check_blocks, frozen_early, is_head
+from fedgraft.edit.trainable import (
+    Ask,
+    Rates,
+    RoundRobinMasks,
+    TrainableSetup,
+    affordable_units,
+    check_blocks,
+    frozen_early,
+    is_head,
+)
 
 _BATCH_LABELS = {"batch_gradient": "batch_gradient", "single_batch": "single_batch_abs"}
+"""Values of the option `labels` that name an estimator over batches instead."""
+
+Active = Callable[[ServerState], Mapping[int, Tensor]]
+"""The coordinates that may change in the coming round by client, as packed bits."""
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """Train a fraction 1 - `sparsity` of the weights in scope, chosen by `strategy`; `head` trains along, dense."""
+    """Train a fraction 1 - `sparsity` of the weights in scope, chosen by `strategy`; `head` is trained whole."""
 
     strategy: str = "least_sensitive"
     sparsity: Rest = 0.9
@@ -63,7 +76,7 @@ class Sparse:
     freeze_blocks: Number = 0
     seed: int = 0
     kind = "sparse"
-    rates = Rates(0.1, 0.001, small=True)  # what matters little has to move far
+    rates = Rates(0.1, 0.001, small=True)  # insensitive weights have to move far
     trains_body = True
 
     def __post_init__(self) -> None:
@@ -71,17 +84,17 @@ class Sparse:
 
     @property
     def trains_head(self) -> bool:
-        """Whether the head trains along."""
+        """Whether the head is trained too."""
         return self.head
 
     @property
     def partial(self) -> bool:
-        """Own masks, budgets and a rising sparsity leave part of the space at rest."""
+        """Whether part of the space is inactive: own masks, budgets, or a rising sparsity."""
         return self.per_client or bool(self.budgets) or self.adaptive_start is not None
 
     @property
     def needs_each(self) -> str:
-        """Supports that differ are averaged over those who hold a coordinate."""
+        """Why the server needs each client's update; empty unless masks differ and are averaged by count."""
         if not ((self.per_client or self.budgets) and self.fill == "count"):
             return ""
         return (
@@ -92,122 +105,180 @@ class Sparse:
     @property
     def label(self) -> str:
         """Strategy and sparsity."""
-        start = "" if self.adaptive_start is None else f"{100 * self.adaptive_start:g}-"
-        own = " own" if self.per_client else ""
-        return f"{self.strategy.replace('_', ' ')} {start}{100 * self.sparsity:g} %{own}"
+        strategy = self.strategy.replace("_", " ")
+        percent = f"{100 * self.sparsity:g}"
+        if self.adaptive_start is not None:
+            percent = f"{100 * self.adaptive_start:g}-{percent}"
+        label = f"{strategy} {percent} %"
+        if self.per_client:
+            label += " own"
+        return label
 
     @property
     def asks(self) -> Mapping[str, int]:
-        """Masks of the clients' own, or sums of their scores; adaptive sparsity sums them once more."""
-        own = self.per_client or self.merge != "score_mean"
-        sums = (0 if own else self.rounds) + (self.adaptive_start is not None)
-        return ({"own_mask": 1} if own else {}) | ({"fisher_scores": sums} if self.scores_data and sums else {})
+        """The client actions that opening needs: each client's mask, or sums of scores, one more if adaptive."""
+        actions = {}
+        score_sums = 0
+        if self.per_client or self.merge != "score_mean":
+            actions["own_mask"] = 1
+        else:
+            score_sums += self.rounds
+        if self.adaptive_start is not None:
+            score_sums += 1
+        if self.scores_data and score_sums:
+            actions["fisher_scores"] = score_sums
+        return actions
 
     @property
     def scores_data(self) -> bool:
-        """Fisher scores come from the clients' images."""
+        """Whether the scores are computed from the clients' images."""
         return strategy_named(self.strategy).scores is None
 
     def check(self, network: Network) -> None:
-        """Refuse more blocks than the network has, and a strategy that does not exist."""
+        """Raise an error for more blocks than the network has, and for an unknown strategy."""
         check_blocks(network, freeze_blocks=self.freeze_blocks)
         strategy_named(self.strategy)
 
     def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> TrainableSetup:
-        """The space of the mask: as saved, as kept on this machine, or calibrated now."""
+        """Return the space of the mask: as saved, as cached on this machine, or calibrated now."""
         self.check(network)
         stored: dict[str, Tensor] = dict(saved or {})
         notes: tuple[str, ...] = ()
-        shapes = self._shapes(network)
         if "mask" not in stored:
             if ask is None:
-                raise FedgraftError("a sparse edit needs its mask, and nobody can be asked for scores here.")
+                raise FedgraftError(
+                    "E-EDIT-SPARSE-MASK",
+                    "a sparse edit has no mask, and no client can be asked for scores here",
+                    "pass the tensors that were stored when the space was opened",
+                )
             stored, notes = self._choose(network, ask)
-        mask = Mask.from_bits(stored["mask"], shapes)
+        mask = Mask.from_bits(stored["mask"], self._shapes(network))
         space = masked(network, dict(mask.items()))
-        active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
+        aggregator = None
+        if self.needs_each:
+            aggregator = count_mean()
+        return TrainableSetup(space, stored, self._active(network, stored), aggregator, mask=mask, notes=notes)
+
+    def _active(self, network: Network, stored: Mapping[str, Tensor]) -> Active | None:
+        """Return the function that gives the active coordinates of a round; None if all are always active."""
+        if self.adaptive_start is not None and not self.per_client:
+            return self._rising_sparsity(network, stored["scores"])
         if self.per_client:
-            own: Mapping[int, Tensor] = {
-                int(name.removeprefix("own/")): bits for name, bits in stored.items() if name.startswith("own/")
-            }
-            active = lambda state: own  # noqa: E731
-        elif self.adaptive_start is not None:
-            active = self._rising(network, stored["scores"])
-        elif self.budgets:
-            own = self._afforded(network, stored["scores"])
-            active = lambda state: own  # noqa: E731
-        rule = count_mean() if self.needs_each else None
-        return TrainableSetup(space, stored, active, rule, mask=mask, notes=notes)
+            own_bits: dict[int, Tensor] = {}
+            for name, bits in stored.items():
+                if name.startswith("own/"):
+                    own_bits[int(name.removeprefix("own/"))] = bits
+            return lambda state: own_bits
+        if self.budgets:
+            budget_bits = self._within_budgets(network, stored["scores"])
+            return lambda state: budget_bits
+        return None
 
     # ---- choosing -------------------------------------------------------------------------------------------------
 
     def _choose(self, network: Network, ask: Ask) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Everything that has to be stored about the choice."""
+        """Return the tensors to store about the chosen mask, and notes for the log."""
         if self.per_client:
-            own = self._own_masks(network, ask)
-            space = masked(network, dict(union(list(own.values())).items()))
-            bits = {f"own/{client}": pack_bits(on_space(space, mask).bool()) for client, mask in own.items()}
-            return {"mask": union(list(own.values())).bits(), **bits}, ()
+            own_masks = self._own_masks(network, ask)
+            common = union(list(own_masks.values()))
+            space = masked(network, dict(common.items()))
+            own_stored = {"mask": common.bits()}
+            for client, mask in own_masks.items():
+                own_stored[f"own/{client}"] = pack_bits(on_space(space, mask).bool())
+            return own_stored, ()
         notes: list[str] = []
 
         def make() -> dict[str, Tensor]:
-            return {"mask": self._common(network, ask, notes).bits()}
+            return {"mask": self._common_mask(network, ask, notes).bits()}
 
-        told = {name: value for name, value in asdict(self).items() if name != "budgets"}  # they come after the mask
-        stored = ask.kept([json.dumps(told, sort_keys=True)], make)
+        recipe = asdict(self)
+        del recipe["budgets"]  # they do not change the mask
+        stored = ask.cached([json.dumps(recipe, sort_keys=True)], make)
         if self.adaptive_start is not None or self.budgets:
-            stored["scores"] = self._lasting(network, ask, Mask.from_bits(stored["mask"], self._shapes(network)))
+            mask = Mask.from_bits(stored["mask"], self._shapes(network))
+            stored["scores"] = self._scores_on_mask(network, ask, mask)
         return stored, tuple(notes)
 
-    def _common(self, network: Network, ask: Ask, notes: list[str]) -> Mask:
-        """One mask for all: from summed scores, or from the clients' own masks, merged."""
+    def _common_mask(self, network: Network, ask: Ask, notes: list[str]) -> Mask:
+        """Return one mask for all clients: from summed scores, or merged from the clients' own masks.
+
+        A sentence about a calibrated mask is appended to `notes`.
+        """
         scope = self.scope_on(network)
         if self.merge == "score_mean":
-            found = self.calibrated(network, lambda draw: self._scores(network, ask, draw), ask.seed)
-            share = 100 * scope.density(found.mask)
+            calibration = self.calibrated(network, lambda draw: self._scores(network, ask, draw), ask.seed)
+            mask = calibration.mask
+            share = 100 * scope.density(mask)
+            without_effect = sum(calibration.negligible.values())
             notes.append(
-                f"mask {self.strategy}: {found.mask.count} of {found.mask.total} coordinates move ({share:.2f} % of "
-                f"the network), energy share {found.energy:.3g}, {sum(found.negligible.values())} without effect"
+                f"mask {self.strategy}: {mask.count} of {mask.total} coordinates move ({share:.2f} % of "
+                f"the network), energy share {calibration.energy:.3g}, {without_effect} without effect"
             )
-            return found.mask
-        own = [Mask(scope.restrict(mask)) for mask in self._own_masks(network, ask).values()]  # dense parts do not vote
-        density = 1 - self.sparsity if self.merge == "vote" else None
-        return scope.expand(merge(own, self.merge, density=density))
+            return mask
+        own_masks = self._own_masks(network, ask).values()
+        restricted = [Mask(scope.restrict(mask)) for mask in own_masks]  # dense parts do not vote
+        density = None
+        if self.merge == "vote":
+            density = 1 - self.sparsity
+        return scope.expand(merge(restricted, self.merge, density=density))
 
     def _own_masks(self, network: Network, ask: Ask) -> dict[int, Mask]:
-        whole, shapes = select(network, lambda name: True, buffers=False), self._shapes(network)
+        """Return a mask for each client, calibrated on its own images."""
+        all_parameters = select(network, lambda name: True, buffers=False)
+        shapes = self._shapes(network)
         size = sum(math.prod(shape) for shape in shapes.values())
-        answers = ask.each("own_mask", whole.gather(network), self.settings(network, 1, ask), size)
-        own = {client: Mask.from_bits(found["mask"], shapes) for client, found in sorted(answers.items())}
-        if not own:
-            raise FedgraftError("no client answered with a mask that can be used, so there is nothing to train.")
-        # Who did not answer, or lied, works with the mask of one who did.
-        return {client: own.get(client, own[min(own)]) for client in range(ask.clients)}
+        answers = ask.each("own_mask", all_parameters.gather(network), self.settings(network, 1, ask), size)
+        received = {client: Mask.from_bits(answers[client]["mask"], shapes) for client in sorted(answers)}
+        if not received:
+            raise FedgraftError(
+                "E-EDIT-NO-CLIENT-MASK",
+                "no client sent a usable mask, so there is nothing to train",
+                "check why the clients refused, or use one common mask (trainable.sparse.per_client=false)",
+            )
+        # A client without a valid response works with the mask of the first client that has one.
+        fallback = received[min(received)]
+        return {client: received.get(client, fallback) for client in range(ask.clients)}
 
     def calibrated(
         self, network: Network, scores: Callable[[int], Mapping[str, Tensor]], seed: int | None = None
     ) -> Calibration:
-        """The mask that these scores give, whether they are everyone's or one client's."""
-        scope, by_weights = self.scope_on(network), strategy_named(self.strategy).scores
-        weights = {n: p for n, p in network.named_parameters() if n in scope.maskable}
-        if by_weights is not None:  # the weights decide, whoever asks
-            scores = lambda draw: by_weights(weights, self.seed if seed is None else seed)  # noqa: E731
-        start = self.sparsity if self.adaptive_start is None else self.adaptive_start
+        """Return the mask that these scores give, whether they are summed over clients or one client's own."""
+        scope = self.scope_on(network)
+        weights = self._maskable_weights(network)
+        weight_scores = strategy_named(self.strategy).scores
+        if weight_scores is not None:  # scores of the weights alone, the same on every machine
+            if seed is None:
+                seed = self.seed
+            fixed_scores = weight_scores(weights, seed)
+            scores = lambda draw: fixed_scores  # noqa: E731
+        start = self.sparsity
+        if self.adaptive_start is not None:
+            start = self.adaptive_start
         rule = {"threshold": self.threshold, "floor": self.floor, "block_of": network.block_of}
         return calibrate(scores, self.strategy, 1 - start, self.mode, scope=scope, weights=weights, **rule)
 
+    def _maskable_weights(self, network: Network) -> dict[str, Tensor]:
+        """Return the maskable parameters by name, in the network's order."""
+        maskable = self.scope_on(network).maskable
+        return {name: parameter for name, parameter in network.named_parameters() if name in maskable}
+
     @property
-    def mode(self) -> Mode:
-        """How many rounds of scores, and what happens between them."""
+    def mode(self) -> CalibrationMode:
+        """How many rounds of scores are computed, and how the mask shrinks between them."""
         if self.calibration == "average":
             return average(self.rounds)
-        return progressive(self.rounds, self.schedule, self.soft) if self.calibration == "progressive" else oneshot()
+        if self.calibration == "progressive":
+            return progressive(self.rounds, self.schedule, self.soft)
+        return oneshot()
 
     def settings(self, network: Network, draw: int, ask: Ask) -> dict[str, Any]:
-        """What clients are told about scoring."""
+        """Return the settings of a request for scores."""
+        labels = self.labels
+        if labels in _BATCH_LABELS:
+            labels = "true"
         return {
             "estimator": _BATCH_LABELS.get(self.labels, "per_sample"),
-            "labels": "true" if self.labels in _BATCH_LABELS else self.labels,
+            "labels": labels,
             "draw": draw,
             "share": min(1.0, self.samples / ask.examples),
             "batch": 16,
@@ -215,78 +286,117 @@ class Sparse:
         }
 
     def _scores(self, network: Network, ask: Ask, draw: int) -> Mapping[str, Tensor]:
-        """The clients' scores for the network's present (perhaps softened) weights, summed."""
-        scope, whole = self.scope_on(network), select(network, lambda name: True, buffers=False)
-        found = ask.sums("fisher_scores", whole.gather(network), self.settings(network, draw, ask))["scores"]
-        shapes = {n: tuple(p.shape) for n, p in network.named_parameters() if n in scope.maskable}
-        return Scores.from_vector(found.float(), shapes).mean()
+        """Return the clients' summed scores for the network's present (perhaps softened) weights."""
+        all_parameters = select(network, lambda name: True, buffers=False)
+        settings = self.settings(network, draw, ask)
+        sums = ask.sums("fisher_scores", all_parameters.gather(network), settings)["scores"]
+        shapes = {name: tuple(weight.shape) for name, weight in self._maskable_weights(network).items()}
+        return Scores.from_vector(sums.float(), shapes).mean()
 
     # ---- scope and adaptive sparsity --------------------------------------------------------------------------------
 
     def scope_on(self, network: Network) -> Scope:
-        """Which tensors the mask may touch, which train densely, which stay frozen."""
-        shapes = {name: tuple(p.shape) for name, p in network.named_parameters()}
-        early = [n for n in shapes if not is_head(network, n) and frozen_early(network, n, self.freeze_blocks)]
-        head = [n for n in shapes if is_head(network, n)]
-        dense = [*self.dense, *(head if self.head else ())]
-        frozen = [n for n in (*early, *(() if self.head else head)) if n not in dense]
+        """Return which tensors the mask may touch, which are trained densely, and which are frozen."""
+        shapes = {}
+        dense = list(self.dense)
+        head = []
+        early = []
+        for name, parameter in network.named_parameters():
+            shapes[name] = tuple(parameter.shape)
+            if is_head(network, name):
+                head.append(name)
+            elif frozen_early(network, name, self.freeze_blocks):
+                early.append(name)
+        if self.head:
+            dense += head
+            excluded = early
+        else:
+            excluded = early + head
+        frozen = [name for name in excluded if name not in dense]
         return resolve(shapes, self.scope, frozen, dense)
 
     def first_block(self, network: Network) -> int:
-        """The block of the first tensor that the mask may touch or that trains densely."""
+        """Return the first block with a maskable or densely trained tensor."""
         return min(network.block_of(name) for name in self._shapes(network))
 
     def _shapes(self, network: Network) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the maskable and densely trained tensors."""
         scope = self.scope_on(network)
         names = {*scope.maskable, *scope.dense}
-        return {n: tuple(p.shape) for n, p in network.named_parameters() if n in names}
+        shapes = {}
+        for name, parameter in network.named_parameters():
+            if name in names:
+                shapes[name] = tuple(parameter.shape)
+        return shapes
 
-    def _lasting(self, network: Network, ask: Ask, mask: Mask) -> Tensor:
-        """Scores over the space, by which adaptive sparsity shrinks it; what is dense ranks first."""
-        scope, strategy = self.scope_on(network), strategy_named(self.strategy)
-        always = math.inf if strategy.largest else -math.inf
-        dense = {name: torch.full(scope.shapes[name], always) for name in scope.dense}
-        weights = {n: p for n, p in network.named_parameters() if n in scope.maskable}
-        scores = strategy.scores(weights, ask.seed) if strategy.scores else self._scores(network, ask, 1)
-        return on_space(masked(network, dict(mask.items())), {**scores, **dense})
+    def _scores_on_mask(self, network: Network, ask: Ask, mask: Mask) -> Tensor:
+        """Return one score per coordinate of the mask's space, by which it shrinks; dense tensors rank first."""
+        strategy = strategy_named(self.strategy)
+        if strategy.scores is not None:
+            scores = dict(strategy.scores(self._maskable_weights(network), ask.seed))
+        else:
+            scores = dict(self._scores(network, ask, 1))
+        best_score = -math.inf
+        if strategy.largest:
+            best_score = math.inf
+        scope = self.scope_on(network)
+        for name in scope.dense:
+            scores[name] = torch.full(scope.shapes[name], best_score)
+        return on_space(masked(network, dict(mask.items())), scores)
 
-    def _afforded(self, network: Network, scores: Tensor) -> Mapping[int, Tensor]:
-        """Of the mask, what each client's budget holds: all that is dense, then the best coordinates by score."""
-        scope, largest = self.scope_on(network), strategy_named(self.strategy).largest
-        always = sum(math.prod(scope.shapes[name]) for name in scope.dense)
-        counts = [min(len(scores), always + n) for n in affordable(self.budgets, always)]
-        bits = {n: pack_bits(choose({"space": scores}, k=n, largest=largest)["space"]) for n in set(counts)}
-        return InTurn([bits[n] for n in counts])
+    def _within_budgets(self, network: Network, scores: Tensor) -> Mapping[int, Tensor]:
+        """Return the coordinates that fit each client's budget: all dense ones, then the best by score."""
+        scope = self.scope_on(network)
+        dense = sum(math.prod(scope.shapes[name]) for name in scope.dense)
+        counts = []
+        for units in affordable_units(self.budgets, dense):
+            counts.append(min(len(scores), dense + units))
+        bits = {count: self._best_coordinates(scores, count) for count in set(counts)}
+        return RoundRobinMasks([bits[count] for count in counts])
 
-    def _rising(self, network: Network, scores: Tensor) -> Callable[[ServerState], Mapping[int, Tensor]]:
-        """Fewer coordinates stay active as the clients' drift calms down; what leaves keeps its value for good.
+    def _best_coordinates(self, scores: Tensor, count: int) -> Tensor:
+        """Return the `count` best coordinates of the space by the strategy, as packed bits."""
+        largest = strategy_named(self.strategy).largest
+        return pack_bits(choose({"space": scores}, k=count, largest=largest)["space"])
 
-        The schedule reads the drifts of the rounds so far, so a resumed run comes to the same sparsity by itself.
+    def _rising_sparsity(self, network: Network, scores: Tensor) -> Active:
+        """Return the active coordinates by round: fewer as the clients' drift decreases; the others keep their value.
+
+        The schedule reads the drifts of all rounds so far, so a resumed run arrives at the same sparsity.
         """
-        scope, largest = self.scope_on(network), strategy_named(self.strategy).largest
+        scope = self.scope_on(network)
         sizes = {name: math.prod(shape) for name, shape in scope.shapes.items()}
-        part = {name: sizes[name] // scope.shapes[name][0] * count for name, count in scope.rows.items()}
-        maskable = sum(part.get(name, sizes[name]) for name in scope.maskable)
-        always = sum(sizes[name] for name in scope.dense)
+        maskable = 0
+        for name in scope.maskable:
+            if name in scope.rows:
+                maskable += sizes[name] // scope.shapes[name][0] * scope.rows[name]
+            else:
+                maskable += sizes[name]
+        dense = sum(sizes[name] for name in scope.dense)
         assert self.adaptive_start is not None
-        rule = AdaptiveSparsity(
+        schedule = AdaptiveSparsity(
             self.adaptive_start, self.sparsity, self.adaptive_step, self.adaptive_drift, self.adaptive_patience
         )
 
         def active(state: ServerState) -> Mapping[int, Tensor]:
-            now = rule.begin()
+            adaptive = schedule.begin()
             for drift in state.drifts:
-                now = rule.after(now, drift)
-            count = min(len(scores), always + budget(maskable, 1 - now.sparsity))
-            return {EVERYONE: pack_bits(choose({"space": scores}, k=count, largest=largest)["space"])}
+                adaptive = schedule.after(adaptive, drift)
+            count = min(len(scores), dense + budget(maskable, 1 - adaptive.sparsity))
+            return {EVERYONE: self._best_coordinates(scores, count)}
 
         return active
 
 
 def on_space(space: EditSpace, scores: Mapping[str, Tensor] | Mask) -> Tensor:
-    """Values by name as one vector over a space."""
-    flats = [(scores[part.name].reshape(-1), part.index) for part in space.parts]
-    return torch.cat([flat if index is None else flat[index] for flat, index in flats])
+    """Return values by name as one vector over a space."""
+    values = []
+    for part in space.parts:
+        flat = scores[part.name].reshape(-1)
+        if part.index is not None:
+            flat = flat[part.index]
+        values.append(flat)
+    return torch.cat(values)
 
 
 TRAINABLES["sparse"] = Sparse

@@ -1,8 +1,8 @@
-"""What may change, as a slot that behaves: a kind opens its edit space on a network and says the rest itself.
+"""The trainable slot of an algorithm: a kind opens its edit space on a network and describes its own needs.
 
 A kind is a frozen dataclass of its options. `open` may ask the clients (a mask is calibrated from their scores), and
-returns the space, what a resumed run or another machine needs to open the very same one, which coordinates are active
-in a round where that changes, and a rule of aggregation where the kind brings its own.
+returns the space, the tensors that a resumed run or another machine needs to open the same space, the coordinates that
+are active in a round where that changes, and an aggregation rule if the kind has its own.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from fedgraft.core.state import ServerState
 from fedgraft.edit.masks import Mask
 from fedgraft.local.features import first_seen
 
-Scores = Mapping[str, Tensor]
-
 
 class Ask(Protocol):
-    """How a kind asks the federation something before the first round."""
+    """The requests that a kind can make to the federation before the first round."""
 
     seed: int
     clients: int
@@ -34,17 +32,17 @@ class Ask(Protocol):
     """Training images of all clients."""
 
     def sums(self, action: str, vector: Tensor, settings: Mapping[str, Scalar]) -> Mapping[str, Tensor]:
-        """The clients' answers, added up by name; hidden where the run hides them."""
+        """Return the sums over clients of an action's tensors, by name; by secure aggregation if the run uses it."""
         ...
 
     def each(
         self, action: str, vector: Tensor, settings: Mapping[str, Scalar], coordinates: int
     ) -> Mapping[int, Mapping[str, Tensor]]:
-        """The mask over so many coordinates that every client answers by itself; none can be hidden in a sum."""
+        """Return each client's own tensors of an action over this many coordinates; they cannot be hidden in a sum."""
         ...
 
-    def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What this machine kept from making the same for the same network and data, else what `make` gives now."""
+    def cached(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors cached on this machine for this recipe, network and data, or else those of `make()`."""
         ...
 
 
@@ -54,134 +52,153 @@ class TrainableSetup:
 
     space: EditSpace
     stored: Mapping[str, Tensor] = field(default_factory=dict)
-    """What `open` needs to give the same again, here or on another machine."""
+    """The tensors that `open` needs to open the same space again, here or on another machine."""
     active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
-    """What may move in the coming round, as packed bits, where that changes from round to round."""
+    """The coordinates that may change in the coming round by client, as packed bits, if that varies by round."""
     aggregate: Aggregator | None = None
-    """The kind's own way to combine updates."""
+    """The kind's own aggregation of updates."""
     sends_buffers: bool = True
     """Whether the tail of the vector (batch-norm statistics) is part of an update; base weights under LoRA are not."""
     mask: Mask | None = None
-    """The chosen coordinates, where a mask chose them; for figures and files."""
+    """The mask, if the space was chosen by one; for figures and files."""
     notes: tuple[str, ...] = ()
     """Sentences for the log."""
 
 
-class InTurn(dict[int, Tensor]):
-    """What each client may move, as packed bits dealt in turn: client k has the (k mod n)-th."""
+class RoundRobinMasks(dict[int, Tensor]):
+    """The coordinates each client may change, as packed bits assigned in turn: client k has the (k mod n)-th."""
 
     def __init__(self, turns: Sequence[Tensor]) -> None:
         super().__init__()
         self.turns = turns
 
     def get(self, client: int, default: Tensor | None = None) -> Tensor | None:  # type: ignore[override]
-        """The bits of this client."""
-        return self.turns[client % len(self.turns)] if client >= 0 else default
+        """Return the bits of this client; `default` for a negative number, which is no client."""
+        if client < 0:
+            return default
+        return self.turns[client % len(self.turns)]
 
 
-def affordable(budgets: Sequence[int], fixed: int, unit: int = 1) -> list[int]:
-    """How many units of so many numbers each budget (bytes of an update) holds beside the fixed ones; at least one."""
-    found = [(budget // 4 - fixed) // unit for budget in budgets]
-    if min(found) < 1:
+def affordable_units(budgets: Sequence[int], fixed: int, unit: int = 1) -> list[int]:
+    """Return how many units of `unit` numbers fit in each budget (bytes of an update) beside the fixed numbers.
+
+    A budget without room for one unit is refused.
+    """
+    counts = [(budget // 4 - fixed) // unit for budget in budgets]
+    if min(counts) < 1:
         raise FedgraftError(
-            f"a budget of {min(budgets)} bytes an update does not hold the {4 * fixed} bytes that train densely and "
-            f"{4 * unit} more; raise it, or leave the head out (trainable.head_too=false)."
+            "E-EDIT-BUDGET-BYTES",
+            f"a budget of {min(budgets)} bytes per update has no room for the {4 * fixed} bytes that train densely "
+            f"and {4 * unit} more",
+            "raise it, or leave the head out (trainable.head_too=false)",
+            budget=min(budgets),
         )
-    return found
+    return counts
 
 
-HEAD = 0.003  # of a linear head where nothing is known of its features; else `runs/rates.py` says it
+HEAD = 0.003  # learning rate of a linear head whose features are unknown; else `runs/rates.py` computes it
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates that suit a kind, for SGD with momentum and for Adam; docs/defaults.md has the measurements."""
+    """Default learning rates of a kind, for SGD with momentum and for Adam; docs/defaults.md has the measurements."""
 
     sgdm: float = 0.01
     adamw: float = 0.001
     small: bool = False
-    """The edit needs a rate that no head would stand, so the head keeps its own whatever is said."""
+    """The edit needs a rate at which a head would diverge, so the head always keeps its own."""
 
 
 class Trainable(Protocol):
-    """A kind of what may change. Flags say what it touches, so that nobody has to know its name."""
+    """A kind of trainable. Flags describe what it touches, so that other code need not know its name."""
 
     @property
     def kind(self) -> str:
-        """Its name in a config."""
+        """Name in a config."""
         ...
 
     @property
     def trains_head(self) -> bool:
-        """The head moves."""
+        """Whether the head is trained."""
         ...
 
     @property
     def trains_body(self) -> bool:
-        """Something before the head moves."""
+        """Whether any layer before the head is trained."""
         ...
 
     @property
     def rates(self) -> Rates:
-        """Learning rates that suit it, where none is given."""
+        """Default learning rates."""
         ...
 
     @property
     def partial(self) -> bool:
-        """Clients move only part of the space in a round: own masks, adaptive sparsity, alternating factors."""
+        """Whether clients change only part of the space in a round: own masks, adaptive sparsity, alternation."""
         ...
 
     @property
     def needs_each(self) -> str:
-        """Why the server must see every client's update and combine it the kind's own way; empty: it need not."""
+        """Why the server must see every client's update and combine it by the kind's own rule; empty if it need not."""
         ...
 
     @property
     def label(self) -> str:
-        """What trains, in a few words, for figures."""
+        """Short description for figures."""
         ...
 
     @property
     def asks(self) -> Mapping[str, int]:
-        """What opening asks of clients, and how often."""
+        """The client actions that opening requests, and how often."""
         ...
 
     @property
     def scores_data(self) -> bool:
-        """Opening asks clients for something computed from their images."""
+        """Whether opening requests something computed from the clients' images."""
         ...
 
     def check(self, network: Network) -> None:
-        """Refuse a network that this kind does not fit."""
+        """Raise an error if the kind does not fit this network."""
         ...
 
     def first_block(self, network: Network) -> int:
-        """The earliest block in which something may move, known before the space is open."""
+        """Return the earliest block with a trained coordinate, known before the space is open."""
         ...
 
     def open(self, network: Network, ask: Ask | None, saved: Mapping[str, Tensor] | None = None) -> TrainableSetup:
-        """Open the space; with `saved` exactly as it was stored, without asking anybody."""
+        """Return the open space; with `saved` exactly as it was stored, without asking any client."""
         ...
 
 
-def check_blocks(network: Network, **wanted: int) -> None:
-    """Refuse more blocks than the network has."""
-    for name, count in wanted.items():
+def check_blocks(network: Network, **counts: int) -> None:
+    """Raise an error if an option needs more blocks than the network has."""
+    for name, count in counts.items():
         if count > network.depth:
-            raise FedgraftError(f"trainable.{name} is {count}, but the network has {network.depth} blocks")
+            raise FedgraftError(
+                "E-EDIT-BLOCKS",
+                f"trainable.{name} is {count} and the network has {network.depth} blocks",
+                f"choose at most {network.depth}",
+                option=name,
+                count=count,
+            )
 
 
 def is_head(network: Network, name: str) -> bool:
-    """Whether a parameter belongs to the head."""
+    """Return whether a parameter belongs to the head."""
     return network.block_of(name) > network.depth
 
 
 def layer_ranges(network: Network, space: EditSpace, layers: Sequence[str]) -> tuple[tuple[int, int, int], ...]:
-    """(layer, begin, end) of every trained tensor: which of the observed layers is the first to show its change."""
-    trained = space.ranges[: len(space.parts)] if layers else ()
-    return tuple((first_seen(network, layers, network.block_of(p.name)), begin, end) for p, begin, end in trained)
+    """Return (layer, begin, end) of every trained tensor: the first observed layer whose output it changes."""
+    if not layers:
+        return ()
+    ranges = []
+    for part, begin, end in space.ranges[: len(space.parts)]:
+        layer = first_seen(network, layers, network.block_of(part.name))
+        ranges.append((layer, begin, end))
+    return tuple(ranges)
 
 
 def frozen_early(network: Network, name: str, freeze_blocks: int) -> bool:
-    """Whether a parameter lies in the first blocks that are to stay fixed, or before them."""
+    """Return whether a parameter lies in the first `freeze_blocks` blocks, or before them."""
     return bool(freeze_blocks) and network.block_of(name) < freeze_blocks

@@ -20,48 +20,55 @@ from fedgraft.local.transfer import onto
 
 @dataclass(frozen=True)
 class AdaptiveStart:
-    """How the start is learned: step size, on which share of the images, in how many of the last blocks."""
+    """How the start is learned: step size, share of the images, number of the last blocks."""
 
     rate: float = 1.0
     share: float = 0.8
     blocks: int = 1
-    """The last so many blocks and the head are blended; what lies before is the common model's."""
+    """The last `blocks` blocks and the head are blended; the layers before them are the common model's."""
     first_passes: int = 5
-    """Passes over the images when a client learns its weights for the first time; later it is one. The paper goes on
-    until the loss stands still."""
+    """Passes over the images when a client learns its weights for the first time; later it is one. The paper continues
+    until the loss no longer changes."""
 
     def blend(self, common: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
-        """The model between the two; the common one for a client that has no other yet."""
+        """Return the model between the common one and the client's last; the common one in a client's first round."""
         if "keep" not in memory:
             return common
-        keep, trained = memory["keep"], len(memory["keep"])
+        keep = memory["keep"]
+        trained = len(keep)
         start = common.clone()
         start[:trained] += keep * (memory["previous_model"][:trained] - common[:trained])
         return start
 
-    def learned(
+    def learn(
         self,
         network: Network,
         flat: Flat,
-        where: Tensor,
+        learnable: Tensor,
         examples: Examples,
         rows: Tensor,
         memory: Mapping[str, Tensor],
         stream: torch.Generator,
     ) -> Tensor:
-        """The weights `keep` (trained,) for the model that `flat` holds, which keeps its bits; zero outside `where`."""
-        common, old = flat.values.clone(), memory["previous_model"].to(flat.values.device)
-        gap = torch.where(where, old[: flat.trained] - common[: flat.trained], 0.0)
+        """Return the weights `keep` (trained,) for the model in `flat`, which is restored; zero unless `learnable`."""
+        common = flat.values.clone()
+        last = memory["previous_model"].to(flat.values.device)
+        gap = torch.where(learnable, last[: flat.trained] - common[: flat.trained], 0.0)
         keep = memory.get("keep", torch.zeros(flat.trained)).to(gap)
-        picked = rows[torch.randperm(len(rows), generator=stream)[: max(1, round(self.share * len(rows)))]]
+        count = max(1, round(self.share * len(rows)))
+        sample = rows[torch.randperm(len(rows), generator=stream)[:count]]
         loss = cross_entropy().begin(LossContext(network, examples.labels[rows], network.classes))
-        for _ in range(1 if "keep" in memory else self.first_passes):
-            for part in picked.split(64):
+        passes = self.first_passes
+        if "keep" in memory:
+            passes = 1
+        for _ in range(passes):
+            for batch in sample.split(64):
                 start = common.clone()
                 start[: flat.trained] += keep * gap
                 flat.load(start)
                 network.eval()
-                inputs, labels = onto(examples.batch(part), gap.device), onto(examples.labels[part], gap.device)
+                inputs = onto(examples.batch(batch), gap.device)
+                labels = onto(examples.labels[batch], gap.device)
                 loss(network, inputs, labels, examples.entry).backward()
                 keep = (keep - self.rate * flat.gradient() * gap).clamp(0, 1)
         flat.load(common)

@@ -1,8 +1,9 @@
-"""Local corrections: what a client adds to its gradient so that its drift serves the common goal.
+"""Local corrections: terms that a client adds to its gradient to reduce client drift.
 
-All act on the flat vector of active coordinates. A correction is three functions: `prepare` before the first
-step, `adjust` on each gradient (in place), `finish` after the last step, which returns what the client remembers
-and which auxiliary vectors it sends (they are summed without weights).
+FedProx (Li et al. 2020), SCAFFOLD (Karimireddy et al. 2020) and FedDyn (Acar et al. 2021). All act on the flat vector
+of active coordinates. A correction is three functions: `prepare` before the first step, `adjust` on each gradient (in
+place), `finish` after the last step, which returns the vectors that the client stores and the auxiliary vectors that it
+sends (they are summed without weights).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Vectors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Closing:
-    """What a correction leaves behind: the client's memory and the vectors it sends."""
+    """The result of a correction after the last step: new entries of the client's memory, and vectors to send."""
 
     memory: Vectors = field(default_factory=dict)
     sums: Vectors = field(default_factory=dict)
@@ -35,22 +36,22 @@ class Correction:
     """`finish(values, context, effective_steps)`; effective_steps is Σ of learning rates times the optimizer's gain."""
     needs_effective_steps: bool = False
     sends: tuple[str, ...] = ()
-    """Names of the auxiliary vectors in the reply, each of the trained length."""
+    """Names of the auxiliary vectors in the response, each of the trained length."""
     receives: tuple[str, ...] = ()
-    """Names of the auxiliary vectors the order must carry."""
+    """Names of the auxiliary vectors that the request must carry."""
     remembers: bool = False
-    """It keeps a vector over one fixed set of coordinates from round to round."""
+    """It stores a vector from round to round, so the set of coordinates must not change."""
     nothing: bool = False
-    """It leaves gradients as they are."""
+    """It does not change gradients."""
 
 
 def none() -> Correction:
-    """Plain local training."""
+    """Return the correction of plain local training, which changes nothing."""
     return Correction("none", lambda s, a, m: {}, lambda g, v, c: None, lambda v, c, r: Closing(), nothing=True)
 
 
 def proximal(mu: float) -> Correction:
-    """FedProx: the loss gains μ/2·‖y−x‖², squared, so the gradient gains μ(y−x)."""
+    """Return FedProx: the loss gains μ/2·‖y−x‖², so the gradient gains μ(y−x)."""
     if mu == 0:
         return none()
 
@@ -61,7 +62,7 @@ def proximal(mu: float) -> Correction:
 
 
 def control_variates() -> Correction:
-    """SCAFFOLD (option II): g − c_k + c; afterwards c_k ← c_k − c + (x−y)/effective_steps."""
+    """Return SCAFFOLD (option II): g − c_k + c; afterwards c_k ← c_k − c + (x−y)/effective_steps."""
 
     def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
         own = memory.get("control", torch.zeros_like(start))
@@ -78,7 +79,7 @@ def control_variates() -> Correction:
 
 
 def dynamic(alpha: float) -> Correction:
-    """FedDyn: the loss gains −⟨g_k, y⟩ + α/2·‖y−x‖²; afterwards g_k ← g_k − α(y−x)."""
+    """Return FedDyn: the loss gains −⟨g_k, y⟩ + α/2·‖y−x‖²; afterwards g_k ← g_k − α(y−x)."""
 
     def prepare(start: Tensor, auxiliary: Vectors, memory: Vectors) -> dict[str, Tensor]:
         return {"start": start, "dual": memory.get("dual", torch.zeros_like(start))}

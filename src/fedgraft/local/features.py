@@ -1,9 +1,9 @@
-"""Looking through a network without training it: the one loop for features, hidden layers and caches."""
+"""Forward passes without training: the one loop for features, hidden layers and caches."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @contextmanager
 def evaluating(network: Network) -> Iterator[None]:
-    """Evaluation mode without gradients; every module gets back the mode it had."""
+    """Put the network in evaluation mode without gradients; every module gets back its mode at the end."""
     training = [module for module in network.modules() if module.training]
     network.eval()
     try:
@@ -30,7 +30,7 @@ def evaluating(network: Network) -> Iterator[None]:
 
 
 def look(network: Network, inputs: Tensor, see: Callable[[Tensor], T]) -> T:
-    """What `see` makes of one batch of inputs, with the network evaluating and the batch where the network is."""
+    """Return `see(inputs)` for one batch, in evaluation mode and with the batch on the network's device."""
     with evaluating(network):
         return see(onto(inputs, next(network.parameters()).device))
 
@@ -38,33 +38,49 @@ def look(network: Network, inputs: Tensor, see: Callable[[Tensor], T]) -> T:
 def features(
     network: Network, examples: Examples, rows: Tensor, until: int | None = None, size: int = 512
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and their activations at entry `until` (default: pooled features, (B, width)) on the CPU, by batch."""
-    for picked in rows.split(size):
-        found = look(network, examples.batch(picked), lambda x: network.features(x, examples.entry, until))
-        yield picked, found.float().cpu()
+    """Yield batches of rows and their activations at entry `until` (default: pooled features (B, width)), on the CPU."""
+
+    def see(inputs: Tensor) -> Tensor:
+        return network.features(inputs, examples.entry, until)
+
+    for batch in rows.split(size):
+        activations = look(network, examples.batch(batch), see)
+        yield batch, activations.float().cpu()
 
 
 def hidden(network: Network, layers: tuple[str, ...], examples: Examples, size: int = 256) -> list[Tensor]:
-    """Outputs of these layers for all examples, tokens averaged, (n, d) each; `early`, `middle`, `late` by default."""
+    """Return the outputs of these layers for all examples, averaged over tokens, one (n, d) tensor per layer."""
     names = layer_names(network, layers)
-    rows = torch.arange(len(examples)).split(size)
-    parts = [look(network, examples.batch(r), lambda x: network.activations(x, names, examples.entry)) for r in rows]
-    return [torch.cat([part[name].cpu() for part in parts]) for name in names]
+
+    def see(inputs: Tensor) -> Mapping[str, Tensor]:
+        return network.activations(inputs, names, examples.entry)
+
+    batches: dict[str, list[Tensor]] = {name: [] for name in names}
+    for rows in torch.arange(len(examples)).split(size):
+        activations = look(network, examples.batch(rows), see)
+        for name in batches:
+            batches[name].append(activations[name].cpu())
+    return [torch.cat(batches[name]) for name in names]
 
 
 def layer_names(network: Network, layers: Iterable[str]) -> list[str]:
-    """The network's own names of these layers."""
+    """Return the network's own names of these layers, which may be called `early`, `middle` and `late`."""
     usual = dict(zip(("early", "middle", "late"), network.default_probe_layers(), strict=False))
     return [usual.get(layer, layer) for layer in layers]
 
 
 def block_of(layer: str) -> int:
-    """The block that a layer (`block3.mlp`, ...) is in; 0 for what is before all of them."""
-    return int(found[1]) if (found := re.match(r"block(\d+)", layer)) else 0
+    """Return the block of a layer (`block3.mlp`, ...); 0 for layers before all blocks."""
+    match = re.match(r"block(\d+)", layer)
+    if match is None:
+        return 0
+    return int(match[1])
 
 
 def first_seen(network: Network, layers: Sequence[str], block: int) -> int:
-    """Which of these layers (`block3.mlp`, ...) is the first to show a change in this block; the last where none is."""
-    at = [block_of(name) for name in layer_names(network, layers)]
-    later = [i for i, position in enumerate(at) if position >= block]
-    return min(later, key=lambda i: at[i]) if later else max(range(len(at)), key=lambda i: at[i])
+    """Return the index of the first of these layers whose output a change in this block affects; else of the last."""
+    blocks = [block_of(name) for name in layer_names(network, layers)]
+    affected = [i for i, position in enumerate(blocks) if position >= block]
+    if affected:
+        return min(affected, key=lambda i: blocks[i])
+    return max(range(len(blocks)), key=lambda i: blocks[i])

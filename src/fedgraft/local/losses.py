@@ -1,8 +1,8 @@
-"""What a client minimises. A loss looks at the client once per round and gives the function that its steps use.
+"""Losses that clients minimise: cross-entropy, FedLC (Zhang et al. 2022), MOON (Li et al. 2021).
 
-`begin(context)` sees the client's labels, the model as the round found it and what the client remembers; it returns
-`value(network, inputs, labels, entry)`, the scalar to step down. `finish(context)` says what the client remembers for
-next time.
+A loss is prepared once per client and round. `begin(context)` reads the client's labels, the common model at the start
+of the round and the client's memory; it returns `value(network, inputs, labels, entry)`, the scalar to minimise.
+`finish(context)` returns the entries of the client's memory for the next round.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ Look = Callable[[Sequence[Tensor], Tensor, int], list[Tensor]]
 evaluation mode and without gradient; the model in training keeps its bits."""
 
 
-def _blind(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> list[Tensor]:
-    raise FedgraftError("this loss looks through other models, and its context has none; train with `local.train`.")
+def _no_other_models(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> list[Tensor]:
+    raise FedgraftError(
+        "E-LOCAL-LOSS-MODELS",
+        "this loss needs the features of other models, and its context has none",
+        "train with `local.train`",
+    )
 
 
 @dataclass(frozen=True)
 class LossContext:
-    """What a loss may look at before the first step of a round, and after the last."""
+    """What a loss may read before the first step of a round, and after the last."""
 
     network: Network
     labels: Tensor
@@ -40,81 +44,90 @@ class LossContext:
     classes: int
     memory: Mapping[str, Tensor] = field(default_factory=dict)
     values: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The model as it is now, on the coordinates that train and their statistics; steps change it in place."""
-    look: Look = _blind
+    """The present model, on the trained coordinates and their statistics; steps change it in place."""
+    look: Look = _no_other_models
     federation: Tensor | None = None
-    """How many training images of each class all clients have together (classes,), where the run asked them."""
+    """Training images of each class over all clients (classes,), if the run requested them."""
 
     @property
     def counts(self) -> Tensor:
-        """How many training images of each class this client has, int64 (classes,)."""
+        """Training images of each class of this client, int64 (classes,)."""
         return torch.bincount(self.labels, minlength=self.classes)
 
 
-def _nothing(context: LossContext) -> dict[str, Tensor]:
+def _no_memory(context: LossContext) -> dict[str, Tensor]:
     return {}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """`begin(context) -> value`; `finish(context)` gives what the client keeps under the loss's own names."""
+    """`begin(context) -> value`; `finish(context)` returns the new entries of the client's memory."""
 
     name: str
     begin: Callable[[LossContext], Value]
-    finish: Callable[[LossContext], dict[str, Tensor]] = _nothing
+    finish: Callable[[LossContext], dict[str, Tensor]] = _no_memory
     smoothing: float | None = None
-    """Cross-entropy with this label smoothing and nothing else, whose gradient an engine may write down; else None."""
+    """The label smoothing of a plain cross-entropy, whose gradient an engine may compute by itself; else None."""
     remembers: bool = False
-    """It keeps a model over one fixed set of coordinates from round to round."""
+    """It stores a model from round to round, so the set of coordinates must not change."""
     needs_moving_body: bool = False
-    """It compares features, which a fixed body does not change."""
+    """It compares features, which a frozen body does not change."""
     federation_counts: bool = False
-    """It needs `LossContext.federation`, a sum over all clients that is asked for before the first round."""
+    """It needs `LossContext.federation`, a sum over all clients that is requested before the first round."""
 
 
 @in_range
 def cross_entropy(label_smoothing: Rest = 0.0, class_weights: str | None = None) -> Loss:
-    """The usual loss of a classifier; rare classes weigh more by the client's `own` counts, or the `federation`'s."""
+    """Return cross-entropy; rare classes weigh more by the client's `own` counts, or by the `federation`'s."""
+    from_federation = class_weights == "federation"
 
     def begin(context: LossContext) -> Value:
-        weight = None if class_weights is None else balancing(known_counts(context, class_weights == "federation"))
+        weight: Tensor | None = None
+        if class_weights is not None:
+            weight = balancing(known_counts(context, from_federation))
 
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
             return softmax_loss(network(inputs, entry), labels, weight, label_smoothing=label_smoothing)
 
         return value
 
-    plain = label_smoothing if class_weights is None else None
-    return Loss("cross_entropy", begin, smoothing=plain, federation_counts=class_weights == "federation")
+    smoothing: float | None = None
+    if class_weights is None:
+        smoothing = label_smoothing
+    return Loss("cross_entropy", begin, smoothing=smoothing, federation_counts=from_federation)
 
 
 def known_counts(context: LossContext, federation: bool) -> Tensor:
-    """The images of each class: this client's, or all clients' where they were asked."""
+    """Return the images of each class: this client's, or all clients' if the run requested them."""
     if not federation:
         return context.counts
     if context.federation is None:
-        raise FedgraftError("the class counts of the federation are asked for by a run; train with fg.run.")
+        raise FedgraftError(
+            "E-LOCAL-FEDERATION-COUNTS",
+            "the class counts of the federation are missing, because only a run requests them",
+            "train with fg.run",
+        )
     return context.federation.to(context.labels.device)
 
 
 def balancing(counts: Tensor) -> Tensor:
-    """n / (k n_c) for each of the k classes that have images, as scikit-learn's `balanced`; 0 for the others."""
-    there = counts > 0
-    return torch.where(there, counts.sum() / (there.sum() * counts.clamp(min=1)), 0.0).float()
+    """Return n / (k n_c) for each of the k classes that have images, as scikit-learn's `balanced`; 0 for the others."""
+    present = counts > 0
+    return torch.where(present, counts.sum() / (present.sum() * counts.clamp(min=1)), 0.0).float()
 
 
 def margins(counts: Tensor, tau: float) -> Tensor:
-    """FedLC's margin of each class, tau n^(-1/4), less the smallest one: equal counts give exact zeros.
+    """Return FedLC's margin of each class, tau n^(-1/4), minus the smallest one: equal counts give exact zeros.
 
     A class the client does not have counts as 1e-8 images: its margin is 100 tau, so it hardly enters the softmax.
     """
-    found = tau * counts.clamp(min=1e-8).pow(-0.25)
-    return found - found.min()
+    margin = tau * counts.clamp(min=1e-8).pow(-0.25)
+    return margin - margin.min()
 
 
 @in_range
 def calibrated(tau: NotNegative = 1.0, label_smoothing: Rest = 0.0) -> Loss:
-    """FedLC (Zhang et al. 2022): cross-entropy of logits less a margin that is larger for the client's rare classes."""
+    """Return FedLC (Zhang et al. 2022): cross-entropy of logits minus a margin, larger for a client's rare classes."""
 
     def begin(context: LossContext) -> Value:
         margin = margins(context.counts.float(), tau)
@@ -129,20 +142,20 @@ def calibrated(tau: NotNegative = 1.0, label_smoothing: Rest = 0.0) -> Loss:
 
 @in_range
 def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_smoothing: Rest = 0.0) -> Loss:
-    """MOON (Li et al. 2021): features are drawn to the round's common model, away from the client's previous one.
+    """Return MOON (Li et al. 2021): features move towards the common model's and away from the client's previous ones.
 
-    The contrast is on the pooled features; the paper adds a projection head of its own. Without a previous model, as in
+    The contrast is on the pooled features; the paper adds a projection head. Without a previous model, as in
     a client's first round, the paper's contrast has no gradient and is left out.
     """
 
     def begin(context: LossContext) -> Value:
-        before, common = context.memory.get("previous_model"), context.values.clone()
-        plain = cross_entropy(label_smoothing).begin(context)
-        if weight == 0 or before is None or before.shape != common.shape:
-            return plain
+        previous = context.memory.get("previous_model")
+        common = context.values.clone()
+        if weight == 0 or previous is None or previous.shape != common.shape:
+            return cross_entropy(label_smoothing).begin(context)
 
         def value(network: Network, inputs: Tensor, labels: Tensor, entry: int) -> Tensor:
-            towards, away = context.look([common, before], inputs, entry)  # (B, width) each
+            towards, away = context.look([common, previous], inputs, entry)  # (B, width) each
             z = network.features(inputs, entry)
             loss = softmax_loss(network(z, network.depth), labels, label_smoothing=label_smoothing)
             gap = (cosine_similarity(z, away) - cosine_similarity(z, towards)) / temperature

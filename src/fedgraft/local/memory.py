@@ -1,4 +1,4 @@
-"""How this process computes: on one thread, and keeping the memory that a training step has freed."""
+"""Process settings for training: one thread, and no return of freed memory to the system."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from functools import cache
 
 import torch
 
-_TRIM, _MAP = -1, -3  # mallopt's names for the two thresholds
-KEPT, MAPPED = 1 << 30, 1 << 25
-"""Bytes of free memory that are kept, and the size from which a block is mapped by itself (glibc's largest)."""
+_TRIM = -1  # mallopt's M_TRIM_THRESHOLD
+_MAP = -3  # mallopt's M_MMAP_THRESHOLD
+RETAINED_BYTES = 1 << 30
+"""Bytes of free memory that the process retains."""
+MAPPED_BYTES = 1 << 25
+"""Size from which a block is mapped by itself (glibc's largest)."""
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Keep what is freed for the next step instead of giving it back to the system; once, and for forks as well.
+    """Retain freed memory for the next step instead of returning it to the system; once, and for forks as well.
 
-    A training step allocates and frees the same megabytes of activations. Where the C library gives them back, the
-    next step pays for fresh pages: a seventh of a small network's step. Only speed depends on it; where there is no
-    glibc nothing happens.
+    A training step allocates and frees the same megabytes of activations. Where the C library returns them, the
+    next step pays for new pages: a seventh of a small network's step. Only speed depends on it; without glibc nothing
+    happens.
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
-        library.mallopt(_TRIM, KEPT)
-        library.mallopt(_MAP, MAPPED)
+        library.mallopt(_TRIM, RETAINED_BYTES)
+        library.mallopt(_MAP, MAPPED_BYTES)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Clients compute on one thread: the number of threads changes the bits of a sum."""
+    """Compute on one thread inside the block, because the number of threads changes the bits of a sum."""
     keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """Optimizers on the flat vector of active coordinates: SparseSGDM and SparseAdamW.
 
-The vector holds only what may move, so the state has the size of the edit, not of the network; decay, momentum
-and clipping cannot reach a frozen coordinate because it is not there. On a dense space these are the usual
-SGD with momentum and AdamW, step for step.
+The vector contains trained coordinates only, so the state has the size of the edit, not of the network; decay,
+momentum and clipping cannot reach a frozen coordinate because it is not there. On a dense space these are the usual
+SGD with momentum and AdamW (Loshchilov and Hutter 2019), step for step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A recipe: `init(size)` makes fresh state, `step(values, gradient, state, lr)` updates both in place."""
+    """`init(size)` returns the initial state, `step(values, gradient, state, lr)` updates values and state in place."""
 
     name: str
     init: Callable[[int], State]
     step: Callable[[Tensor, Tensor, State, float], None]
     effective_steps: Callable[[int], float] | None = None
-    """Displacement after n steps of a constant unit gradient at lr 1; None where it is not a fixed number."""
+    """Displacement after n steps of a constant unit gradient at lr 1; None if it is not a fixed number."""
     heavy_ball: float | None = None
-    """β where a step is v ← βv+g, θ ← θ−ηv and nothing else, which an engine may fold into its matrix products."""
+    """β if a step is v ← βv+g, θ ← θ−ηv and nothing else, which an engine may fold into its matrix products."""
     adaptive: bool = False
-    """Each coordinate moves about the rate, however small its gradient."""
+    """Each coordinate moves by about the learning rate, however small its gradient."""
     stackable: bool = False
     """The vectors of several clients may be stepped as one long vector."""
 
@@ -40,10 +40,12 @@ def sgdm(
     dampening: float = 0.0,
     decoupled: bool = False,
 ) -> Optimizer:
-    """SGD with momentum: g+λθ, v ← βv+(1−τ)g (first step v=g), θ ← θ−η(v or g+βv)."""
+    """Return SGD with momentum: g+λθ, v ← βv+(1−τ)g (first step v=g), θ ← θ−η(v or g+βv)."""
 
     def init(size: int) -> State:
-        return {"velocity": torch.zeros(size), "steps": torch.zeros(1)} if momentum else {}
+        if not momentum:
+            return {}
+        return {"velocity": torch.zeros(size), "steps": torch.zeros(1)}
 
     def step(values: Tensor, gradient: Tensor, state: State, lr: float) -> None:
         if weight_decay and decoupled:
@@ -54,8 +56,10 @@ def sgdm(
             values.sub_(gradient, alpha=lr)
             return
         velocity = state["velocity"]
-        first = not state["steps"].item()
-        velocity.mul_(momentum).add_(gradient, alpha=1.0 if first else 1 - dampening)
+        gain = 1.0
+        if state["steps"].item():  # the first step is not dampened
+            gain = 1 - dampening
+        velocity.mul_(momentum).add_(gradient, alpha=gain)
         state["steps"] += 1
         if nesterov:
             values.sub_(gradient, alpha=lr)
@@ -66,15 +70,21 @@ def sgdm(
     def effective_steps(steps: int) -> float:
         # Mass of the gradients' coefficients in the total displacement, from a zero buffer.
         gains = [(1 - momentum**i) / (1 - momentum) for i in range(1, steps + 2)]
-        return sum(gains[1:] if nesterov else gains[:-1])
+        if nesterov:
+            return sum(gains[1:])
+        return sum(gains[:-1])
 
-    plain = not (weight_decay or nesterov or dampening)
-    displaced, ball = effective_steps if not dampening else None, momentum if plain else None
-    return Optimizer("sgdm", init, step, displaced, ball, stackable=True)
+    displacement: Callable[[int], float] | None = effective_steps
+    if dampening:
+        displacement = None
+    heavy_ball: float | None = momentum
+    if weight_decay or nesterov or dampening:
+        heavy_ball = None
+    return Optimizer("sgdm", init, step, displacement, heavy_ball, stackable=True)
 
 
 def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Optimizer:
-    """AdamW with decoupled decay; each active coordinate moves about lr, however small its gradient."""
+    """Return AdamW with decoupled decay; each coordinate moves by about lr, however small its gradient."""
 
     def init(size: int) -> State:
         return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros(1)}
@@ -92,7 +102,7 @@ def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_de
 
 
 def clip_(gradient: Tensor, limit: float) -> float:
-    """Scale the gradient to at most `limit` in norm, in place; returns the norm before."""
+    """Scale the gradient to at most `limit` in norm, in place; return the norm before."""
     norm = float(torch.linalg.vector_norm(gradient))
     if norm > limit:
         gradient.mul_(limit / norm)

@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of position and history.
 
-`lr(t, total, history)` gives the rate at round (or epoch, or step) t of total. `history` is the list of past
-validation losses, so that even the plateau rule needs no state of its own and resumes by itself.
+`lr(t, total, history)` returns the rate at round (or epoch, or step) t of total. `history` is the list of past
+validation losses, so that even the plateau rule needs no state and a resumed run gets the same rates.
 A schedule counts over the whole run; nothing restarts inside a round.
 """
 
@@ -14,12 +14,12 @@ from fedgraft.core.state import Schedule
 
 
 def constant(lr: float) -> Schedule:
-    """The same rate throughout."""
+    """Return the same rate for the whole run."""
     return lambda t, total, history: lr
 
 
 def cosine(lr: float, minimum: float = 0.0, restarts: int = 0) -> Schedule:
-    """Half a cosine from lr down; with restarts, the same in equal cycles.
+    """Return half a cosine from lr down; with restarts, the same in equal cycles.
 
     It would reach the minimum one position after the last (PyTorch's T_max), so no round is idle.
     """
@@ -32,49 +32,60 @@ def cosine(lr: float, minimum: float = 0.0, restarts: int = 0) -> Schedule:
 
 
 def linear(lr: float, minimum: float = 0.0) -> Schedule:
-    """A straight line down from lr; it would reach the minimum one position after the last, so none is idle."""
+    """Return a straight line down from lr; it would reach the minimum one position after the last, so none is idle."""
     return lambda t, total, history: minimum + (lr - minimum) * max(0, total - t) / max(1, total)
 
 
 def exponential(lr: float, decay: float = 0.99) -> Schedule:
-    """lr times decay to the power t: the usual `lambda` schedule."""
+    """Return lr times decay to the power t: the usual `lambda` schedule."""
     return lambda t, total, history: lr * decay**t
 
 
 def inverse(lr: float, gamma: float = 0.1, power: float = 0.5) -> Schedule:
-    """lr·(1+γt)^−α."""
+    """Return lr·(1+γt)^−α."""
     return lambda t, total, history: lr * (1 + gamma * t) ** -power
 
 
 def step(lr: float, at: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Schedule:
-    """Multiply by the factor at each of these fractions of the run."""
-    return lambda t, total, history: lr * factor ** sum(t >= math.floor(f * total) for f in at)
+    """Return lr, multiplied by the factor at each of these fractions of the run."""
+
+    def rate(t: int, total: int, history: Sequence[float]) -> float:
+        passed = sum(t >= math.floor(fraction * total) for fraction in at)
+        return lr * factor**passed
+
+    return rate
 
 
 def plateau(
     lr: float, factor: float = 0.5, patience: int = 3, minimum: float = 0.0, threshold: float = 1e-4
 ) -> Schedule:
-    """Multiply by the factor after more than `patience` evaluations without a relative improvement of the loss."""
+    """Return lr, multiplied by the factor after more than `patience` evaluations without a relative improvement."""
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
-        current, best, bad = lr, math.inf, 0
+        current = lr
+        best = math.inf
+        bad = 0  # evaluations without an improvement
         for loss in history:
             if loss < best * (1 - threshold):
-                best, bad = loss, 0
+                best = loss
+                bad = 0
             else:
                 bad += 1
             if bad > patience:
-                current, bad = max(minimum, current * factor), 0
+                current = max(minimum, current * factor)
+                bad = 0
         return current
 
     return rate
 
 
 def warmed(schedule: Schedule, length: int, start: float = 0.0) -> Schedule:
-    """Rise linearly from `start` times the rate to the full rate over the first `length` positions."""
+    """Return the schedule with a linear warm-up from `start` times the rate over the first `length` positions."""
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
-        ramp = start + (1 - start) * min(1.0, (t + 1) / length) if length else 1.0
+        ramp = 1.0
+        if length:
+            ramp = start + (1 - start) * min(1.0, (t + 1) / length)
         return ramp * schedule(t, total, history)
 
     return rate

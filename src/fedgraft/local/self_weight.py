@@ -1,6 +1,6 @@
-"""How much a client counts itself when models are mixed, learned on images of its own that it never trains on.
+"""Self-weights: the weight of a client's own model in its mixture, learned on images that it never trains on.
 
-New model = w own + (1 - w) mean of all. A client tries a few w with the mean that the round began with, on the images
+New model = w own + (1 - w) mean of all. A client tries a few w with the mean at the start of the round, on the images
 it sets aside, and reports the best. w = 1 is training alone, w = 0 the plain mean.
 """
 
@@ -18,8 +18,8 @@ from fedgraft.metrics.evaluate import evaluate
 GRID = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
-def parted(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
-    """The rows a client trains on, and those it sets aside: the same in every round, none where it has only one."""
+def split_aside(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    """Return the rows a client trains on and those it sets aside, the same in every round; none of a single row."""
     if not share:
         return rows, rows[:0]
     count = min(len(rows) - 1, max(1, round(share * len(rows))))
@@ -27,22 +27,26 @@ def parted(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, 
     return rows[order[count:].sort().values], rows[order[:count].sort().values]
 
 
-def learned(
-    network: Network, show: Callable[[Tensor], None], own: Tensor, common: Tensor, examples: Examples, rows: Tensor
+def learn_self_weight(
+    network: Network, load: Callable[[Tensor], None], own: Tensor, common: Tensor, examples: Examples, rows: Tensor
 ) -> float:
-    """The self-weight of the grid with the least loss on these rows, the least of equals; 0 without rows."""
+    """Return the self-weight of the grid with the least loss on these rows, the smallest of equals; 0 without rows.
+
+    `load(vector)` puts a model into the network; at the end it is the client's own.
+    """
     if not len(rows):
         return 0.0
     losses = []
     for weight in GRID:
-        show(torch.lerp(common, own, weight))
+        load(torch.lerp(common, own, weight))
         losses.append(evaluate(network, examples, rows).loss)
-    show(own)
+    load(own)
     return min(zip(losses, GRID, strict=True))[1]
 
 
-def matrix(weights: Tensor, examples: Tensor) -> Tensor:
-    """The similarity (m, m) whose rows, weighed by examples, give w to oneself and 1 - w to the mean of all."""
-    weights, counts = weights.to(torch.float64), examples.to(torch.float64)
-    found = (1 - weights)[:, None].repeat(1, len(weights))
-    return found + torch.diag(weights * counts.sum() / counts)
+def self_weight_similarity(weights: Tensor, examples: Tensor) -> Tensor:
+    """Return the similarity (m, m) whose rows, weighted by examples, give w to oneself and 1 - w to the mean of all."""
+    weights = weights.to(torch.float64)
+    counts = examples.to(torch.float64)
+    shared = (1 - weights)[:, None].repeat(1, len(weights))
+    return shared + torch.diag(weights * counts.sum() / counts)

@@ -1,6 +1,7 @@
-"""What happens to a client's update before it leaves: a chain of links, each with the numbers it reports beside it.
+"""Transformations of a client's update before it is sent: a chain of links, each with the scalars it reports.
 
-FedNova's normalisation and the clipping of differential privacy are such links. The codec comes after all of them.
+FedNova's normalisation (Wang et al. 2020) and the clipping of differential privacy are such links. The codec comes
+after all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sending:
-    """What a link may know: how far the client went, what the order said, where the trained coordinates end."""
+    """What a link may read: the effective steps, the settings of the request, the number of trained coordinates."""
 
     effective_steps: float
     settings: Mapping[str, float | int | str]
@@ -22,15 +23,15 @@ class Sending:
 
 @dataclass(frozen=True)
 class StepRange:
-    """The fewest and the most effective steps (rate times the optimizer's gain) that any client of a round goes."""
+    """The fewest and the most effective steps (rate times the optimizer's gain) of any client in a round."""
 
-    least: float
-    most: float
+    smallest: float
+    largest: float
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the output of a link is: the trained coordinates as a multiple of its input, and its scalars."""
+    """Bounds on the output of a link: its trained coordinates as a multiple of its input, and its scalars."""
 
     update: float
     scalars: Mapping[str, float]
@@ -38,25 +39,25 @@ class Scale:
 
 @dataclass(frozen=True)
 class UpdateLink:
-    """`apply(update, sending) -> (update, scalars)`. `scalars` names what it reports and the largest value of each."""
+    """`apply(update, sending) -> (update, scalars)`. `scalars` has the largest value of each scalar it reports."""
 
     name: str
     apply: Callable[[Tensor, Sending], tuple[Tensor, dict[str, float]]]
     scalars: Mapping[str, float] = field(default_factory=dict)
     needs_effective_steps: bool = False
     whole: tuple[str, ...] = ()
-    """Scalars that are whole numbers, such as an indicator."""
+    """Names of the scalars that are integers, such as an indicator."""
     scale: Callable[[StepRange], Scale] | None = None
-    """How large its output can be in a round of these steps, for the fixed-point numbers of a secure sum; None: no
-    larger than its input, and scalars up to the largest value of each."""
+    """Bounds on its output in a round of these steps, for the fixed-point numbers of a secure sum; None: no larger
+    than its input, and scalars up to the largest value of each."""
     even: bool = False
-    """What differs in its last bits before differs in its last bits after: nothing is sorted, cut or signed."""
+    """The link is continuous: inputs that differ in the last bits give outputs that differ in the last bits."""
 
 
 def normalise() -> UpdateLink:
-    """FedNova: divide by the effective number of steps, and report it as `tau`.
+    """Return FedNova's link: divide by the effective number of steps, and report it as `tau`.
 
-    Only what was trained is divided: batch-norm statistics behind it did not come about by steps.
+    Only trained coordinates are divided: the batch-norm statistics behind them do not result from steps.
     """
 
     def apply(update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:
@@ -65,13 +66,13 @@ def normalise() -> UpdateLink:
         return scaled, {"tau": sending.effective_steps}
 
     def scale(steps: StepRange) -> Scale:
-        return Scale(1 / steps.least, {"tau": steps.most})
+        return Scale(1 / steps.smallest, {"tau": steps.largest})
 
     return UpdateLink("normalise", apply, {"tau": 1e4}, needs_effective_steps=True, even=True, scale=scale)
 
 
 def run_chain(links: tuple[UpdateLink, ...], update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:
-    """The update after all links, with everything they report."""
+    """Return the update after all links, and all scalars that they report."""
     scalars: dict[str, float] = {}
     for link in links:
         update, reported = link.apply(update, sending)

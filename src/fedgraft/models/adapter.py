@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.edit.lora import adapted
+from fedgraft.edit.lora import adapter_layers
 from fedgraft.models.export import appearing, check_same, label_names, to_classifier, write_labels, write_papers
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
@@ -53,7 +53,7 @@ def _wrapped(network: VisionNetwork, model: Any) -> Any:
     """transformers' model of the base inside peft's, with the factors of this network."""
     import peft
 
-    layers = {f"{model.base_model_prefix}.{n.removeprefix('backbone.')}": v for n, v in adapted(network).items()}
+    layers = {f"{model.base_model_prefix}.{n.removeprefix('backbone.')}": v for n, v in adapter_layers(network).items()}
     if not layers:
         raise FedgraftError("this network has no low-rank factors to write; export it as a whole instead.")
     some, head = next(iter(layers.values())), ["classifier"]

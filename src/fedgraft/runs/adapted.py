@@ -14,7 +14,7 @@ from fedgraft.config.build import build_network
 from fedgraft.config.load import from_folder
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.examples import FeatureExamples
-from fedgraft.edit.lora import adapted as adapters
+from fedgraft.edit.lora import adapter_layers as adapters
 from fedgraft.edit.lora import merge
 from fedgraft.models.network import VisionNetwork
 from fedgraft.runs import checkpoint

@@ -43,7 +43,7 @@ HALF = 1e-3
 def plain_space(found: Adapted, base: VisionNetwork) -> EditSpace:
     """The run's coordinates by the names of the plain network; low-rank factors become the weights they change."""
     space = found.opened.space
-    layers = lora.adapted(found.network)
+    layers = lora.adapter_layers(found.network)
     if not layers:
         return space
     plain = {name for name, _ in base.named_parameters()}

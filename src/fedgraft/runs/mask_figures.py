@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedgraft.core.messages import unpack_bits
 from fedgraft.core.space import EditSpace
-from fedgraft.edit.lora import adapted as adapters
+from fedgraft.edit.lora import adapter_layers as adapters
 from fedgraft.edit.masks import Mask, density_by, overlap
 from fedgraft.models.network import VisionNetwork
 from fedgraft.report.figures import bars, curves, heatmap, scatter_front

@@ -183,7 +183,7 @@ class FederationAsk:
         expected = mask(requests, claims_of(self.setup.task.data), coordinates)
         return {r.client: r.evidence for r in same_share(replies_to(asked.exchange, requests, expected))}
 
-    def kept(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def cached(self, recipe: Sequence[str], make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What this machine kept from making the same for the same network and data, else what `make` gives now."""
         found = kept_tensors("edits", [*identity_of(self.setup), *recipe], make, lambda: not self._sums.lost)
         for begun in self._begun:

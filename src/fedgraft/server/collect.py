@@ -75,12 +75,12 @@ class ServerContext:
 
     def with_server_scores(self, weighting: Weighting, answers: Answers) -> Answers:
         """Return the answers with the scalars that the server computes itself, where the weighting asks for some."""
-        if not weighting.judged:
+        if not weighting.server_scored:
             return answers
         assert self.align is not None
         scalars = []
         for reported, row in zip(answers.scalars, self.align(answers).tolist(), strict=True):
-            computed = dict(zip(weighting.judged, row, strict=True))
+            computed = dict(zip(weighting.server_scored, row, strict=True))
             scalars.append({**reported, **computed})
         return replace(answers, scalars=scalars)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from tests.support.errors import raises
 from torch import Tensor, nn
 
 from fedgraft.core.errors import FedgraftError
@@ -51,7 +52,7 @@ def test_oneshot_direction_budget_and_energy(strategy: str) -> None:
     score = scorer(network())
     result = calibrate(score, strategy, 0.1)
     total = result.mask.total
-    assert result.kept == (round(0.1 * total),) and result.total == total == 684
+    assert result.remaining == (round(0.1 * total),) and result.total == total == 684
     values, chosen = flat(score(1)), flat(result.mask)
     if strategy == "least_sensitive":
         assert values[chosen].max() <= values[~chosen].min() and result.energy < 0.01
@@ -73,7 +74,7 @@ def test_average_is_the_mean_of_different_draws() -> None:
 
 
 def test_average_over_one_fixed_draw_is_refused() -> None:
-    with pytest.raises(FedgraftError, match="rounds 1 and 2 gave identical scores"):
+    with raises("E-EDIT-CALIBRATION-SAME-SCORES"):
         calibrate(scorer(network()), "least_sensitive", 0.2, average(3))
 
 
@@ -100,14 +101,14 @@ def test_progressive_keeps_the_schedule_and_restores_the_weights(strategy: str, 
     score, seen = recorded(net)
     weights = dict(net.named_parameters())
     result = calibrate(score, strategy, 0.1, progressive(4), weights=weights, **options)
-    assert result.kept == tuple(round(684 * 0.1 ** (r / 4)) for r in (1, 2, 3, 4)) == (385, 216, 122, 68)
+    assert result.remaining == tuple(round(684 * 0.1 ** (r / 4)) for r in (1, 2, 3, 4)) == (385, 216, 122, 68)
     assert result.mask.count == 68
     assert all(torch.equal(p, before[n]) for n, p in net.named_parameters())
     assert all(torch.equal(seen[0][n], before[n]) for n in before)  # round 1 scores the network as it is
     last = None
     for r in (1, 2, 3):  # what was scaled in round r was excluded before it, and stays so
         gone = {n: (seen[r][n] != before[n]) for n in before}
-        assert sum(int(g.sum()) for g in gone.values()) == 684 - result.kept[r - 1]
+        assert sum(int(g.sum()) for g in gone.values()) == 684 - result.remaining[r - 1]
         assert all(torch.equal(seen[r][n][g], before[n][g] * 0.1) for n, g in gone.items())
         assert last is None or all(bool((last[n] <= gone[n]).all()) for n in gone)
         assert not any(bool((result.mask[n] & gone[n]).any()) for n in gone)
@@ -117,14 +118,14 @@ def test_progressive_keeps_the_schedule_and_restores_the_weights(strategy: str, 
 def test_planted_compounded_schedule_ends_far_below_the_target() -> None:
     """Multiplying ρ^{r/R} onto what is alive gives ρ^{(R+1)/2}: 0.8 % instead of 20 % for R=5 and ρ=0.2."""
     mode = progressive(5)
-    right = [mode.kept(r, 100_000, 0.2) for r in range(1, 6)]
+    right = [mode.remaining(r, 100_000, 0.2) for r in range(1, 6)]
     assert right == [round(100_000 * 0.2 ** (r / 5)) for r in range(1, 6)] and right[-1] == 20_000
     alive = 100_000
     for r in range(1, 6):
-        alive = mode.kept(r, alive, 0.2)  # the planted bug: a share of the survivors
+        alive = mode.remaining(r, alive, 0.2)  # the planted bug: a share of the survivors
     assert alive == pytest.approx(100_000 * 0.2**3, rel=0.01)
     linear = progressive(4, "linear")
-    assert [linear.kept(r, 1000, 0.2) for r in range(1, 5)] == [800, 600, 400, 200]
+    assert [linear.remaining(r, 1000, 0.2) for r in range(1, 5)] == [800, 600, 400, 200]
 
 
 def test_planted_multiplied_scores_bring_excluded_coordinates_back() -> None:
@@ -164,7 +165,7 @@ def test_weights_come_back_bitwise_after_an_error_and_with_odd_values() -> None:
 
 
 def test_progressive_needs_weights_and_sane_settings() -> None:
-    with pytest.raises(FedgraftError, match="live weights"):
+    with raises("E-EDIT-CALIBRATION-WEIGHTS"):
         calibrate(scorer(network()), "least_sensitive", 0.1, progressive(2))
     for bad in (lambda: average(0), lambda: progressive(2, "cosine"), lambda: progressive(2, soft=2)):
         with pytest.raises(FedgraftError):
@@ -240,7 +241,7 @@ def test_scope_with_rows_and_whitelist_in_progressive() -> None:
         return random_scores(live, round)
 
     result = calibrate(score, "least_sensitive", 0.25, progressive(2), scope=scope, weights=live)
-    assert result.total == 16 and result.kept == (8, 4)
+    assert result.total == 16 and result.remaining == (8, 4)
     assert result.mask.count == 4 + 8 and set(result.mask) == {"blocks.0.attn.qkv.weight", "head.weight"}
     assert not result.mask["blocks.0.attn.qkv.weight"][4:].any()
     assert int((seen[1] != before["blocks.0.attn.qkv.weight"]).sum()) == 8  # V rows are not scaled
@@ -286,9 +287,9 @@ def test_merging_masks() -> None:
     assert merge(masks, "vote", density=0.6).count == 3
     assert merge(masks, "vote", density=0.0).count == 0
     assert merge(masks, "vote", density=0.4)["w"].tolist() == [True, True, False, False, False]
-    with pytest.raises(FedgraftError, match="vote with a density"):
+    with raises("E-EDIT-MASK-MERGE"):
         merge(masks, "vote")
-    with pytest.raises(FedgraftError, match="use union"):
+    with raises("E-EDIT-MASK-MERGE"):
         merge(masks, "mean")
 
 

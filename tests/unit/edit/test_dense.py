@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.errors import raises
 from tests.support.toy import ToyNetwork
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.dense import Dense, body, everything, head, last_blocks
 
 STEM, ONE, TWO, NORM, HEAD = "backbone.stem.", "backbone.layers.0.", "backbone.layers.1.", "backbone.norm.", "head."
@@ -33,5 +33,5 @@ def test_each_kind_opens_exactly_its_tensors(kind: Dense, wanted: tuple[str, ...
 
 def test_more_blocks_than_there_are_are_refused() -> None:
     for kind in (last_blocks(3), everything(freeze_blocks=3)):
-        with pytest.raises(FedgraftError, match="block"):
+        with raises("E-EDIT-BLOCKS"):
             kind.open(ToyNetwork())

@@ -12,21 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.tiny import tiny
 from torch import Tensor, nn
 
 import fedgraft as fg
 from fedgraft.client.context import seed_random_layers
-from fedgraft.core.errors import FedgraftError, MissingExtra
+from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
-from fedgraft.edit.lora import adapted, attach, detach, initial_a, merge, target_layers
-from fedgraft.edit.lora_aggregate import LoraLayout, Mode, aggregate_lora, lora_layout
+from fedgraft.edit.lora import adapter_layers, attach, detach, initial_a, merge, target_layers
+from fedgraft.edit.lora_aggregate import LoraAggregation, LoraLayout, aggregate_lora, lora_layout
 from fedgraft.runs.setup import setup_of
 
 peft = pytest.importorskip("peft")
 WIDTH, CLASSES = 16, 5
-EXACT: tuple[Mode, ...] = ("frozen_a", "alternate", "stack", "residual")
+EXACT: tuple[LoraAggregation, ...] = ("frozen_a", "alternate", "stack", "residual")
 
 
 class TinyViT(nn.Module):
@@ -90,7 +91,7 @@ def images() -> Tensor:
 
 def shake(network: Network, seed: int = 0) -> None:
     """Give B values, as training would."""
-    for name, layer in adapted(network).items():
+    for name, layer in adapter_layers(network).items():
         layer.lora_B["default"].weight.data.normal_(generator=torch_stream(seed, "shake", name))
 
 
@@ -107,12 +108,12 @@ def test_a_freshly_adapted_network_computes_the_same_bits_and_stays_a_network(ne
     assert torch.equal(network(images), before) and torch.equal(network.features(images), features)
     assert network.block_of("backbone.layers.1.attention.q_proj.lora_A.default.weight") == 1
     assert lora_layout(network, "mean").space.first_block(network) == 0
-    assert {network.block_of(name) for name in adapted(network)} == {0, 1}
+    assert {network.block_of(name) for name in adapter_layers(network)} == {0, 1}
 
 
 def test_blocks_before_the_first_get_no_adapter(network: Any) -> None:
     attach(network, 2, 8, ["q", "fc2"], seed=1, first_block=1)
-    assert {network.block_of(name) for name in adapted(network)} == {1}
+    assert {network.block_of(name) for name in adapter_layers(network)} == {1}
     assert lora_layout(network, "mean").space.first_block(network) == 1
 
 
@@ -153,7 +154,9 @@ def test_a_is_kaiming_uniform_from_the_seed_and_the_global_generator_is_not_touc
     assert torch.equal(state, torch.get_rng_state())
     first, second, other = (lora_layout(t, "mean").space.gather(t) for t in twins)
     assert torch.equal(first, second) and not torch.equal(first, other)
-    a, b = (adapted(twins[0])["backbone.layers.0.mlp.fc2"].__getattr__(f"lora_{x}")["default"].weight for x in "AB")
+    a, b = (
+        adapter_layers(twins[0])["backbone.layers.0.mlp.fc2"].__getattr__(f"lora_{x}")["default"].weight for x in "AB"
+    )
     assert b.eq(0).all() and a.shape == (4, 32) and a.abs().max() <= 32**-0.5
     # Uniform on (-u, u) has standard deviation u / sqrt(3); nn.init is the independent reference.
     reference = nn.init.kaiming_uniform_(torch.empty(64, 256), a=5**0.5, generator=torch_stream(5, "reference"))
@@ -164,7 +167,7 @@ def test_a_is_kaiming_uniform_from_the_seed_and_the_global_generator_is_not_touc
 
 def test_every_adapter_starts_from_a_draw_of_its_own(network: Any) -> None:
     attach(network, 2, 4.0, ["q", "v"], seed=3)
-    starts = [layer.lora_A["default"].weight for layer in adapted(network).values()]
+    starts = [layer.lora_A["default"].weight for layer in adapter_layers(network).values()]
     assert len({start.detach().numpy().tobytes() for start in starts}) == len(starts) == 4
 
 
@@ -195,15 +198,15 @@ def test_detach_returns_the_base_bit_for_bit_and_can_attach_again(network: Any) 
     shake(network)
     assert bits(detach(network)) == plain
     attach(network, 2, 4, ["q"], seed=1)
-    assert len(adapted(network)) == 2
+    assert len(adapter_layers(network)) == 2
 
 
 def test_merge_of_broken_factors_is_refused_and_changes_nothing(network: Any) -> None:
     attach(network, 2, 4, ["q", "k"], seed=1)
     shake(network)
-    list(adapted(network).values())[-1].lora_B["default"].weight.data[0, 0] = float("nan")
+    list(adapter_layers(network).values())[-1].lora_B["default"].weight.data[0, 0] = float("nan")
     before = bits(network)
-    with pytest.raises(FedgraftError, match="not finite"):
+    with raises("E-EDIT-LORA-NONFINITE"):
         merge(network)
     assert bits(network) == before
 
@@ -271,7 +274,7 @@ WORDS = {
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_a_network_of_convolutions_has_no_place_for_factors(words: list[str]) -> None:
-    with pytest.raises(FedgraftError, match="the backbone has none; train other weights") as caught:
+    with raises("E-EDIT-LORA-NO-LINEAR") as caught:
         setup_of(tiny("model.name=resnet18:width=4", *words))
     assert "\n" not in str(caught.value)
 
@@ -281,33 +284,33 @@ def test_a_module_of_ones_own_is_told_which_layers_it_has(make: Any) -> None:
     own = nn.Sequential(OrderedDict(flat=nn.Flatten(), wide=nn.Linear(192, 8), act=nn.ReLU(), fc=nn.Linear(8, 3)))
     made, network = make(), fg.module(own, "fc", image_size=8)
     kind = made.trainable if isinstance(made, fg.Algorithm) else made
-    with pytest.raises(FedgraftError, match="'q' matches no linear layer of the backbone, which has wide; name some"):
+    with raises("E-EDIT-LORA-TARGET"):
         kind.check(network)
     replace(kind, targets=("wide",), rank=2, ranks=()).check(network)  # what the sentence says works
 
 
 def test_cores_that_are_wider_than_a_layer_are_refused_before_anybody_works() -> None:
-    with pytest.raises(FedgraftError, match=r"has no 999 directions; lower the rank \(algorithm.rank of fedsb"):
+    with raises("E-EDIT-LORA-RANK"):
         setup_of(tiny("algorithm.name=fedsb", "algorithm.rank=999"))
 
 
 def test_attaching_twice_and_taking_out_nothing_are_refused(network: Any) -> None:
     for action in (merge, detach, lambda n: lora_layout(n, "mean")):
-        with pytest.raises(FedgraftError, match="no LoRA adapters"):
+        with raises("E-EDIT-LORA-NONE"):
             action(network)
     attach(network, 2, 4, ["q"], seed=0)
-    with pytest.raises(FedgraftError, match="already has"):
+    with raises("E-EDIT-LORA-TWICE"):
         attach(network, 2, 4, ["k"], seed=0)
-    with pytest.raises(FedgraftError, match="unknown"):
+    with raises("E-EDIT-LORA-MODE"):
         lora_layout(network, "median")  # type: ignore[arg-type]
     for name in ("nowhere", next(n for n, _ in network.named_parameters() if "lora_A" in n)):
-        with pytest.raises(FedgraftError, match="cannot be trained beside"):
+        with raises("E-EDIT-LORA-DENSE"):
             lora_layout(network, "frozen_a", [name])
 
 
 def test_a_missing_peft_says_which_extra(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingExtra, match=r"fedgraft\[lora\]"):
+    with raises("E-MISSING-EXTRA"):
         attach(network, 2, 4, ["q"], seed=0)
 
 
@@ -316,7 +319,7 @@ def test_dropout_draws_only_from_the_given_stream(network: Any, images: Tensor) 
     shake(network)
     still = network(images)  # evaluation: the identity
     network.train()
-    with pytest.raises(FedgraftError, match="no random stream"):
+    with raises("E-EDIT-LORA-STREAM"):
         network(images)
     state = torch.get_rng_state()
     draws = []
@@ -327,7 +330,7 @@ def test_dropout_draws_only_from_the_given_stream(network: Any, images: Tensor) 
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     copy.deepcopy(network)  # a generator inside does not stop a network from being copied
     assert torch.equal(network.eval()(images), still)
-    layer = adapted(network)["backbone.layers.0.mlp.fc1"].lora_dropout["default"].train()
+    layer = adapter_layers(network)["backbone.layers.0.mlp.fc1"].lora_dropout["default"].train()
     layer.generator = torch_stream(9, "dropout")
     dropped = layer(torch.ones(200, 200))
     assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.6]) and dropped.mean() == pytest.approx(1, abs=0.02)
@@ -339,7 +342,7 @@ def test_dropout_draws_only_from_the_given_stream(network: Any, images: Tensor) 
 def effective(network: Network, layout: LoraLayout, vector: Tensor) -> dict[str, Tensor]:
     """Dense weights that a vector stands for, by peft's own arithmetic, float64."""
     layout.space.scatter(vector, network)
-    layers = adapted(network).items()
+    layers = adapter_layers(network).items()
     return {n: m.base_layer.weight.data.double() + m.get_delta_weight("default").data.double() for n, m in layers}
 
 
@@ -354,7 +357,7 @@ def train(layout: LoraLayout, vector: Tensor, round: int, client: int) -> Tensor
 Combine = Callable[[LoraLayout, Tensor, list[Tensor], Sequence[float], Tensor | None], Tensor]
 
 
-def error(network: Network, mode: Mode, aggregate: Combine = aggregate_lora, rounds: int = 4) -> float:
+def error(network: Network, mode: LoraAggregation, aggregate: Combine = aggregate_lora, rounds: int = 4) -> float:
     """Largest difference to the dense average over several chained rounds, with unequal weights."""
     layout, weights, worst = lora_layout(network, mode), [5.0, 1.0, 2.0], 0.0
     vector = layout.space.gather(network)
@@ -380,7 +383,9 @@ def adapted_network(network: Any) -> Network:
 
 
 @pytest.mark.parametrize("mode", EXACT)
-def test_the_exact_rules_equal_the_dense_average_over_chained_rounds(adapted_network: Network, mode: Mode) -> None:
+def test_the_exact_rules_equal_the_dense_average_over_chained_rounds(
+    adapted_network: Network, mode: LoraAggregation
+) -> None:
     assert error(adapted_network, mode) < 1e-5
 
 
@@ -440,7 +445,7 @@ def _no_restart(layout: LoraLayout, vector: Tensor, updates: list[Tensor], weigh
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stack", "residual"])
 @pytest.mark.parametrize("broken", [_no_scaling, _no_weights, _weights_averaged, _no_restart])
-def test_planted_bugs_are_seen(adapted_network: Network, mode: Mode, broken: Combine) -> None:
+def test_planted_bugs_are_seen(adapted_network: Network, mode: LoraAggregation, broken: Combine) -> None:
     assert error(adapted_network, mode, broken) > 1e-3
 
 
@@ -484,7 +489,7 @@ def test_restarts_are_a_function_of_seed_and_round(adapted_network: Network) -> 
     vector = layout.space.gather(adapted_network)
     new = aggregate_lora(layout, vector, [train(layout, vector, 0, 0)], [1.0], one)
     assert torch.equal(new[: layout.a_end], one) and new[layout.b_begin : layout.space.trained].eq(0).all()
-    with pytest.raises(FedgraftError, match="nothing to start anew"):
+    with raises("E-EDIT-LORA-FROZEN-A"):
         lora_layout(adapted_network, "frozen_a").fresh(1, 0)
 
 
@@ -517,33 +522,33 @@ def test_a_head_trained_beside_the_factors_is_averaged_in_every_rule(adapted_net
 
 
 @pytest.mark.parametrize(
-    ("updates", "weights", "message"),
+    ("updates", "weights", "code"),
     [
-        ([], [], "each update needs one"),
-        ([0], [1.0, 1.0], "each update needs one"),
-        ([0], [float("nan")], "finite"),
-        ([0, 0], [1.0, -0.5], "not negative"),
-        ([0], [0.0], "not all zero"),
-        ([1], [1.0], "the trained ones only"),
+        ([], [], "E-EDIT-LORA-COUNT"),
+        ([0], [1.0, 1.0], "E-EDIT-LORA-COUNT"),
+        ([0], [float("nan")], "E-EDIT-LORA-WEIGHTS"),
+        ([0, 0], [1.0, -0.5], "E-EDIT-LORA-WEIGHTS"),
+        ([0], [0.0], "E-EDIT-LORA-WEIGHTS"),
+        ([1], [1.0], "E-EDIT-LORA-UPDATE"),
     ],
 )
-def test_impossible_sums_are_refused(adapted_network: Network, updates: list[int], weights: Any, message: str) -> None:
+def test_impossible_sums_are_refused(adapted_network: Network, updates: list[int], weights: Any, code: str) -> None:
     layout = lora_layout(adapted_network, "residual")
     vector = layout.space.gather(adapted_network)
     given = [torch.zeros(layout.space.size if whole else layout.space.trained) for whole in updates]
-    with pytest.raises(FedgraftError, match=message):
+    with raises(code):
         aggregate_lora(layout, vector, given, weights)
 
 
 def test_wrong_lengths_are_refused(adapted_network: Network) -> None:
     layout = lora_layout(adapted_network, "alternate")
     vector = layout.space.gather(adapted_network)
-    with pytest.raises(FedgraftError, match="does not fit the"):
+    with raises("E-EDIT-LORA-UPDATE"):
         layout.received(vector, 0)
-    with pytest.raises(FedgraftError, match="does not fit this LoRA space"):
+    with raises("E-EDIT-LORA-VECTOR"):
         aggregate_lora(layout, vector[1:], [vector], [1.0])
     stack = lora_layout(adapted_network, "stack")
-    with pytest.raises(FedgraftError, match=r"layout\.fresh"):
+    with raises("E-EDIT-LORA-FRESH"):
         aggregate_lora(stack, stack.space.gather(adapted_network), [torch.zeros(stack.space.trained)], [1.0])
 
 
@@ -553,7 +558,7 @@ def test_wrong_lengths_are_refused(adapted_network: Network) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mean", "frozen_a", "alternate", "stack", "residual"])
 def test_federated_training_moves_the_factors_and_not_one_frozen_bit(
-    adapted_network: Network, images: Tensor, mode: Mode
+    adapted_network: Network, images: Tensor, mode: LoraAggregation
 ) -> None:
     layout = lora_layout(adapted_network, mode)
     start = bits(adapted_network)

@@ -23,7 +23,7 @@ def test_the_weights_are_the_papers() -> None:
     rule = AdaptiveStart(rate=1.5, share=1.0, first_passes=2)
     everywhere = torch.ones(len(common), dtype=torch.bool)
     stream = torch.Generator().manual_seed(0)
-    keep = rule.learned(network, bound, everywhere, toy.examples, rows, {"previous_model": last}, stream)
+    keep = rule.learn(network, bound, everywhere, toy.examples, rows, {"previous_model": last}, stream)
     assert torch.equal(bound.values, common)
     weights, other = torch.ones_like(common), ToyNetwork()
     for _ in range(2):

@@ -45,7 +45,10 @@ def test_both_thresholds_are_set_once(fresh: Any, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep freed memory")
 def test_glibc_takes_the_values(fresh: Any) -> None:
     library = ctypes.CDLL(None)
-    assert library.mallopt(memory._TRIM, memory.KEPT) == 1 and library.mallopt(memory._MAP, memory.MAPPED) == 1
+    assert (
+        library.mallopt(memory._TRIM, memory.RETAINED_BYTES) == 1
+        and library.mallopt(memory._MAP, memory.MAPPED_BYTES) == 1
+    )
 
 
 def test_without_such_a_library_nothing_happens(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
-from fedgraft.edit.lora import adapted, attach
+from fedgraft.edit.lora import adapter_layers, attach
 from fedgraft.models import VisionNetwork, model
 from fedgraft.models import adapter as adapters
 from fedgraft.models.adapter import export_adapter
@@ -36,7 +36,7 @@ def trained(base: VisionNetwork, targets: tuple[str, ...] = ("q", "v"), first_bl
     net: Any = attach(copy.deepcopy(base), 2, 3.0, targets, seed=0, first_block=first_block)
     stream = torch_stream(0, "trained")
     with torch.no_grad():
-        for layer in adapted(net).values():
+        for layer in adapter_layers(net).values():
             weight = layer.lora_B["default"].weight
             weight.copy_(torch.randn(weight.shape, generator=stream) * 0.2)
         net.head.weight.add_(torch.randn(net.head.weight.shape, generator=stream))
@@ -71,7 +71,7 @@ def test_peft_gives_the_logits_of_the_run(targets: tuple[str, ...], first: int, 
         assert sorted(said["target_modules"]) == ["q_proj", "v_proj"]
     stored = load_file(folder / "adapter_model.safetensors")
     assert {"base_model.model.classifier.weight", "base_model.model.classifier.bias"} < set(stored)
-    assert len(stored) == 2 + 2 * len(adapted(net))
+    assert len(stored) == 2 + 2 * len(adapter_layers(net))
     assert json.loads((folder / "labels.json").read_text()) == ["ant", "bee", "cat"]
     assert json.loads((folder / "preprocessor_config.json").read_text()) == SAID
     text = (folder / "README.md").read_text()

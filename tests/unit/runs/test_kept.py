@@ -67,7 +67,7 @@ def test_calibration_goes_on_where_it_was_stopped(clean: None, monkeypatch: pyte
     for path in (cache_dir() / "edits").iterdir():
         path.unlink()
     monkeypatch.setattr(opening_module, "PartialSum", lambda *a: None)
-    monkeypatch.setattr(opening_module.FederationAsk, "kept", lambda self, recipe, make: make())
+    monkeypatch.setattr(opening_module.FederationAsk, "cached", lambda self, recipe, make: make())
     alone, asked = calibrated(monkeypatch)
     assert len(asked) == 24 and torch.equal(mask, alone)
 
