@@ -42,7 +42,7 @@ from fedgraft.consortium.roofline import measure_roofline
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import EditSpace, Part, select
 from fedgraft.core.state import Federation
-from fedgraft.data.examples import GivenExamples
+from fedgraft.data.examples import PrecomputedExamples
 from fedgraft.edit import dense
 from fedgraft.engines.batched import Batched
 from fedgraft.local.optimizers import sgdm
@@ -75,7 +75,7 @@ def head(clients: int, cohort: int, width: int, rounds: int = 3) -> dict[str, fl
     torch.set_num_threads(1)
     network = load_network(f"features:width={width}", 100)
     draw = torch_stream(0, "scale")
-    examples = GivenExamples(torch.randn(POOL, width, generator=draw), torch.arange(POOL) % 100, 0)
+    examples = PrecomputedExamples(torch.randn(POOL, width, generator=draw), torch.arange(POOL) % 100, 0)
     algorithm = fedavg(local=LocalTraining(steps=4, batch_size=50), trainable=dense.head())
     space = select(network, lambda name: name.startswith("head."))
     context = ClientContext(network, space, examples, lambda k: torch.arange(50) + 50 * (k % (POOL // 50)), 0)

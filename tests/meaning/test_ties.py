@@ -13,7 +13,7 @@ from tests.support.tiny import Open, tiny
 from fedgraft.client.actions.evaluation import count
 from fedgraft.client.context import features
 from fedgraft.core.messages import Request
-from fedgraft.metrics.evaluate import counted, evaluate, evaluation_of
+from fedgraft.metrics.evaluate import evaluate, evaluate_with_sums, evaluation_of
 from fedgraft.metrics.metrics import compute
 from fedgraft.runs.head_init import LocalScorer
 from fedgraft.runs.predict import Prediction, Predictor
@@ -48,7 +48,7 @@ def test_every_path_breaks_ties_alike(name: str) -> None:
 
     plain = evaluate(network, examples, rows)
     assert (plain.accuracy, plain.top5) == pytest.approx((accuracy, top5))
-    both, sums = counted(network, examples, rows)
+    both, sums = evaluate_with_sums(network, examples, rows)
     from_sums = evaluation_of(sums)
     assert (both.accuracy, both.top5) == pytest.approx((accuracy, top5))
     assert (from_sums.accuracy, from_sums.top5) == pytest.approx((accuracy, top5))

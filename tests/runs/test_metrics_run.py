@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from sklearn import metrics as sklearn
+from tests.support.errors import raises
 from tests.support.tiny import Open, tensors_of, tiny, without_pictures
 from torch import Tensor
 
@@ -100,7 +101,7 @@ def test_without_metrics_a_run_keeps_its_identity_and_its_bytes(tmp_path: Path) 
 
 
 def test_a_metric_of_a_class_that_is_not_there_is_refused_before_work(tmp_path: Path) -> None:
-    with pytest.raises(FedgraftError, match="no metric 'f1:melanoma' of these classes"):
+    with raises("E-METRICS-UNKNOWN", metric="f1:melanoma"):
         run(tiny("select=f1:melanoma"), tmp_path / "x", console=False)
     assert not (tmp_path / "x").exists()
     with pytest.raises(FedgraftError, match="sensitivity:CLASS"):

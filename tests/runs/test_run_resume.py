@@ -132,13 +132,13 @@ def test_fifty_rounds_on_the_head_leave_the_backbone_as_it_was(tmp_path: Path) -
 def test_the_test_images_are_touched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation chooses, and the test set is looked at once, at the end."""
     seen: list[int] = []
-    real = measure.counted
+    real = measure.evaluate_with_sums
 
     def counting(network: Any, examples: Any, rows: Tensor, *rest: Any, **overrides: Any) -> Any:
         seen.append(len(examples))
         return real(network, examples, rows, *rest, **overrides)
 
-    monkeypatch.setattr(measure, "counted", counting)
+    monkeypatch.setattr(measure, "evaluate_with_sums", counting)
     run(config("rounds.evaluate_every=1"), tmp_path / "run", console=False)
     assert seen.count(24) == 1 and seen[-1] == 24  # 24 test images; 120 rows hold training and validation
     assert len(seen) == 8  # the start, six rounds, the test

@@ -21,7 +21,7 @@ from fedgraft.local.corrections import Correction, proximal
 from fedgraft.local.self_weight import split_aside
 from fedgraft.local.train import LocalTraining, Trained, train
 from fedgraft.local.update_links import Sending, run_chain
-from fedgraft.metrics.evaluate import Evaluation, counted, evaluate
+from fedgraft.metrics.evaluate import Evaluation, evaluate, evaluate_with_sums
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,6 @@ def evaluate_finetuned(
     request = replace(request, settings={**request.settings, "lr": learning_rate}, auxiliary={})
     _fit(request, finetuning, context, bound, {}, "finetune")
     assert context.tests is not None
-    measured = counted(network, context.tests, rows, scores=bool(request.settings.get("scores")))
+    measured = evaluate_with_sums(network, context.tests, rows, scores=bool(request.settings.get("scores")))
     space.scatter(saved, network)
     return measured

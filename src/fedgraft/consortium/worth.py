@@ -147,7 +147,7 @@ def compare(places: Mapping[str, Path], metrics: Sequence[str], draws: int = 100
     for k in counted("differences and their intervals", clients, unit="sites"):
         labels = setup.task.test_images.labels[rows[k]]
         models = {name: raw.exact(found[k], labels, names) for name, found in scored.items()}
-        gap = raw.paired(scored[FEDERATED][k], scored[ALONE][k], labels, names, setup.config.seed, draws)
+        gap = raw.paired_bootstrap(scored[FEDERATED][k], scored[ALONE][k], labels, names, setup.config.seed, draws)
         for metric in metrics:
             each, less = {m: found.get(metric) for m, found in models.items()}, metric.partition(":")[0] in ERRORS
             sites[metric].append(Site(setup.client_names[k], len(labels), each, gap.get(metric), less))

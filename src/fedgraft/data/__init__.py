@@ -1,4 +1,4 @@
-"""Where examples come from, one function per source, and how they are divided among clients (`partition`)."""
+"""Data: sources (one function each), stores and examples, and the division among clients (`partition`)."""
 
 from fedgraft.data import partition
 from fedgraft.data.federated import FederatedData

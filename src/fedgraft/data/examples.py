@@ -1,4 +1,4 @@
-"""Labelled inputs addressed by row, as `protocols.Examples` asks: images through a transform, or ready features."""
+"""Labelled inputs addressed by row, as `protocols.Examples` requires: images through a transform, or features."""
 
 from __future__ import annotations
 
@@ -12,63 +12,88 @@ from fedgraft.data.sources.features import FeatureStore
 
 
 class ImageExamples:
-    """Images of a store at the size of a transform's rule; made now, if they were not made before."""
+    """Images of a store through a transform; pixels that are not in the cache are made when this is constructed."""
 
     entry = 0
 
     def __init__(self, store: ImageStore, transform: Transform) -> None:
-        self.store, self.transform = store, transform
+        self.store = store
+        self.transform = transform
         self.opened = store.open(transform.rule)
         self.labels = torch.from_numpy(store.labels.copy())
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self.labels)
 
     def pixels(self, rows: Tensor) -> Tensor:
-        """What the rule makes of these rows, uint8 (B, S, S, 3)."""
+        """Return the pixels of these rows, uint8 (B, S, S, 3)."""
         check_rows(rows, len(self))
         return torch.from_numpy(self.opened[rows.numpy()])
 
     def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
-        """Inputs (B, 3, S, S) for these rows: the training transform if a generator is given, else evaluation's."""
+        """Return inputs (B, 3, S, S) for these rows: by the training transform with a generator, else evaluation's."""
         return self.transform(self.pixels(rows), generator)
 
 
 class FeatureExamples:
-    """Activations kept in memory; `entry` says where they enter the network."""
+    """Activations in memory; `entry` is the block at which they enter the network."""
 
     def __init__(self, features: Tensor, labels: Tensor, entry: int) -> None:
         if len(features) != len(labels):
-            raise FedgraftError(f"{len(features)} features need as many labels, but there are {len(labels)}.")
-        self.features, self.labels, self.entry = features, labels, entry
+            raise FedgraftError(
+                "E-DATA-LABEL-COUNT",
+                f"{len(features)} features need as many labels, but there are {len(labels)}",
+                "give one label per row",
+                features=len(features),
+                labels=len(labels),
+            )
+        self.features = features
+        self.labels = labels
+        self.entry = entry
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self.labels)
 
     def batch(self, rows: Tensor, generator: Generator | None = None) -> Tensor:
-        """The stored features of these rows; there is nothing random about them."""
+        """Return the stored features of these rows; the generator is not used."""
         return self.features[rows]
 
 
-class GivenExamples(FeatureExamples):
-    """Features as they were given, which an engine may have written straight to where it uses them."""
+class PrecomputedExamples(FeatureExamples):
+    """Features of a `FeatureStore`, which can be written straight into an engine's buffer.
+
+    `FeatureExamples` has no `batch_into`: a subclass that overrides `batch` would inherit one that bypasses it.
+    """
 
     def batch_into(self, rows: Tensor, generator: Generator | None, out: Tensor) -> None:
-        """What `batch` gives, written to `out` (B, ...)."""
+        """Write what `batch` returns to `out` (B, ...)."""
         torch.index_select(self.features, 0, rows, out=out)
 
 
 def examples_of(store: ImageStore | FeatureStore, transform: Transform) -> ImageExamples | FeatureExamples:
-    """The examples of a store where they enter a network: images through the transform, given features as they are.
+    """Return the examples of a store at entry 0: images through the transform, features as they are.
 
     Pixels that are not in the cache are made now.
     """
     if isinstance(store, ImageStore):
         return ImageExamples(store, transform)
-    return GivenExamples(torch.from_numpy(store.features), torch.from_numpy(store.labels.copy()), 0)
+    return PrecomputedExamples(torch.from_numpy(store.features), torch.from_numpy(store.labels.copy()), 0)
 
 
 def check_rows(rows: Tensor, count: int) -> None:
-    """Refuse rows that the store does not have; negative ones would silently count from the end."""
-    if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
-        raise FedgraftError(f"rows must lie in 0..{count - 1}, but they span {int(rows.min())}..{int(rows.max())}.")
+    """Refuse rows outside 0..count-1; negative ones would silently count from the end."""
+    if not len(rows):
+        return
+    lowest = int(rows.min())
+    highest = int(rows.max())
+    if not (lowest >= 0 and highest < count):
+        raise FedgraftError(
+            "E-DATA-ROW-RANGE",
+            f"rows must lie in 0..{count - 1}, but they span {lowest}..{highest}",
+            "choose rows of this store",
+            count=count,
+            lowest=lowest,
+            highest=highest,
+        )

@@ -1,8 +1,8 @@
-"""A file of activations, a row of it at a time, that several processes fill and read; knows nothing of networks.
+"""A table of activations in a file that several processes fill and read, row by row; independent of networks.
 
-A row is written before its mark, a checksum of its bytes. A process believes a mark only after checking it, so a
-torn write, a flipped bit or a crash costs a row, not the run. Writers take turns through a lock file (POSIX). A small
-table is mapped; a large one is read row by row, so that no process holds it.
+A row is written before its mark, a checksum of its bytes. A process trusts a mark only after checking it, so a torn
+write, a flipped bit or a crash costs a row, not the run. Writers take turns through a lock file (POSIX). A small table
+is memory-mapped; a large one is read row by row, so that no process has all of it in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,77 +24,90 @@ from torch import Tensor
 from fedgraft.core.errors import FedgraftError
 
 MAPPED = 1 << 28
-"""Bytes of a table that is mapped; of a larger one only what is asked for comes into memory."""
+"""Tables of up to this many bytes are memory-mapped; of larger ones only the requested rows come into memory."""
 CHECKED = 128
 """Rows that are checked at a time, which bounds memory."""
 
 
 class FeatureTable:
-    """A file of float32 activations (views, N, *shape) and one mark per row."""
+    """A file of float32 activations (views, N, *shape) and one mark per row.
+
+    The place of row r of view v is v * N + r.
+    """
 
     def __init__(self, folder: Path, views: int, count: int, shape: tuple[int, ...]) -> None:
-        self.folder, self.count, self.shape, self.views = folder, count, shape, views
-        self._size = 4 * int(np.prod(shape))  # bytes of a row
+        """Open the table in this folder; create it if there is none, or if it is damaged."""
+        self.folder = folder
+        self.count = count
+        self.shape = shape
+        self.views = views
+        self._row_bytes = 4 * int(np.prod(shape))
         folder.mkdir(parents=True, exist_ok=True)
         meta = json.dumps({"views": views, "count": count, "shape": list(shape), "marks": "rows"})
+        sizes = {"features.bin": self._row_bytes * views * count, "marks.bin": 8 * views * count}
         with self._lock():
-            if not self._fits(meta, self._size * views * count, 8 * views * count):
-                self._create(meta, self._size * views * count, 8 * views * count)
+            if not self._is_intact(meta, sizes):
+                self._create(meta, sizes)
             # Written through the file, never through a map: a full disk is then an error and not a dead process.
             self._file = (folder / "features.bin").open("r+b", buffering=0)
             self._marks = np.memmap(folder / "marks.bin", np.uint64, "r+", shape=(views * count,))
-            small = self._size * views * count <= MAPPED
-            self._data = np.memmap(self._file, np.float32, "r", shape=(views * count, *shape)) if small else None
+            self._data = None
+            if sizes["features.bin"] <= MAPPED:
+                self._data = np.memmap(self._file, np.float32, "r", shape=(views * count, *shape))
         self._checked = np.zeros(views * count, dtype=bool)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A worker that is no fork opens the same files."""
+        """Let a worker process that is no fork open the same files."""
         return FeatureTable, (self.folder, self.views, self.count, self.shape)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
+        """Exclude other writers."""
         with (self.folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _fits(self, meta: str, data_size: int, mark_size: int) -> bool:
-        files = {"features.bin": data_size, "marks.bin": mark_size}
-        paths = [self.folder / name for name in ("meta.json", *files)]
+    def _is_intact(self, meta: str, sizes: dict[str, int]) -> bool:
+        """Return whether the folder holds this table; warn if it holds a damaged one."""
+        paths = [self.folder / name for name in ("meta.json", *sizes)]
         if not any(path.exists() for path in paths):
             return False
-        good = all(path.exists() for path in paths) and paths[0].read_bytes() == meta.encode()
-        good = good and all((self.folder / name).stat().st_size == size for name, size in files.items())
-        if not good:
+        intact = all(path.exists() for path in paths) and paths[0].read_bytes() == meta.encode()
+        if intact:
+            intact = all((self.folder / name).stat().st_size == size for name, size in sizes.items())
+        if not intact:
             warnings.warn(f"the feature cache in {self.folder} is damaged; rebuilding it.", stacklevel=4)
-        return good
+        return intact
 
-    def _create(self, meta: str, data_size: int, mark_size: int) -> None:
-        for name, size in (("marks.bin", mark_size), ("features.bin", data_size)):
+    def _create(self, meta: str, sizes: dict[str, int]) -> None:
+        """Write an empty table: the marks first, so that no old mark vouches for new bytes."""
+        for name in ("marks.bin", "features.bin"):
             # A new file instead of a truncated one: a process that still maps the old one keeps its own.
             (self.folder / name).unlink(missing_ok=True)
             with (self.folder / name).open("wb") as file:
-                file.truncate(size)  # sparse: rows that nobody asks for take no space
+                file.truncate(sizes[name])  # sparse: rows that nobody needs take no space
         (self.folder / "meta.json").write_text(meta)
 
     def missing(self, views: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The places (view * N + row, sorted, each once) that are absent or damaged; the others are checked now."""
+        """Return the places (sorted, each once) that are absent or damaged; the others are checked now."""
         places = views * self.count + rows
-        new = np.unique(places[~self._checked[places]])
-        for some in np.split(new, range(CHECKED, len(new), CHECKED)):
-            self._checked[some] = self._believe(some)
-        return new[~self._checked[new]]
+        unchecked = np.unique(places[~self._checked[places]])
+        for part in np.split(unchecked, range(CHECKED, len(unchecked), CHECKED)):
+            self._checked[part] = self._verify(part)
+        return unchecked[~self._checked[unchecked]]
 
-    def _believe(self, places: np.ndarray) -> np.ndarray:
+    def _verify(self, places: np.ndarray) -> np.ndarray:
+        """Return which rows are stored and match their marks, bool; warn if some do not match."""
         marks = self._marks[places]
-        there = marks != 0
-        sound = there.copy()
-        if there.any():
-            sound[there] = _marks(self._load(places[there])) == marks[there]
-        if (sound != there).any():
+        stored = marks != 0
+        intact = stored.copy()
+        if stored.any():
+            intact[stored] = _checksums(self._load(places[stored])) == marks[stored]
+        if (intact != stored).any():
             warnings.warn(
                 f"some rows of the feature cache in {self.folder} are damaged; rebuilding them.", stacklevel=6
             )
-        return sound
+        return intact
 
     def write(self, places: np.ndarray, values: np.ndarray) -> None:
         """Store rows: the values first, then the marks that vouch for them."""
@@ -101,41 +115,54 @@ class FeatureTable:
         with self._lock():
             self._marks[places] = 0
             try:
-                for start, stop in _stretches(places):
-                    self._put(values[start:stop].data.cast("B"), int(places[start]) * self._size)
+                for start, stop in _runs(places):
+                    self._write_at(values[start:stop].data.cast("B"), int(places[start]) * self._row_bytes)
             except OSError as error:
                 raise FedgraftError(
-                    f"features cannot be written to {self.folder} ({error}); free some space."
+                    "E-DATA-FEATURES-WRITE",
+                    f"features cannot be written to {self.folder} ({error})",
+                    "free some space",
+                    path=str(self.folder),
                 ) from error
-            self._marks[places] = _marks(values)
+            self._marks[places] = _checksums(values)
         self._checked[places] = True
 
-    def _put(self, data: memoryview, at: int) -> None:
-        while data:  # forks share the file's position, so it is never used
-            done = os.pwrite(self._file.fileno(), data, at)
-            data, at = data[done:], at + done
+    def _write_at(self, data: memoryview, offset: int) -> None:
+        """Write all bytes at this offset; forks share the file's position, so it is never used."""
+        while data:
+            written = os.pwrite(self._file.fileno(), data, offset)
+            data = data[written:]
+            offset += written
 
     def read(self, views: np.ndarray, rows: np.ndarray) -> Tensor:
-        """Stored activations (B, *shape), copied."""
+        """Return stored activations (B, *shape), copied."""
         return torch.from_numpy(self._load(views * self.count + rows))
 
     def _load(self, places: np.ndarray) -> np.ndarray:
+        """Return the rows at these places, whether they are valid or not."""
         if self._data is not None:
             return self._data[places]
-        found = np.empty((len(places), *self.shape), dtype=np.float32)
-        for start, stop in _stretches(places):
-            os.preadv(self._file.fileno(), [found[start:stop].data.cast("B")], int(places[start]) * self._size)
-        return found
+        values = np.empty((len(places), *self.shape), dtype=np.float32)
+        for start, stop in _runs(places):
+            buffer = values[start:stop].data.cast("B")
+            os.preadv(self._file.fileno(), [buffer], int(places[start]) * self._row_bytes)
+        return values
 
 
-def _stretches(places: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Begin and end of each run of neighbours."""
+def _runs(places: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each run of neighbouring places."""
+    if not len(places):
+        return
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
-    return zip([0, *cuts.tolist()], [*cuts.tolist(), len(places)], strict=True) if len(places) else iter(())
+    bounds = [0, *cuts.tolist(), len(places)]
+    yield from pairwise(bounds)
 
 
-def _marks(values: np.ndarray) -> np.ndarray:
-    """A checksum of each row, never 0, which means absent: its words times powers of an odd number, modulo 2^64."""
+def _checksums(values: np.ndarray) -> np.ndarray:
+    """Return a checksum of each row: its words times powers of an odd number, modulo 2^64.
+
+    It is never 0, which means absent.
+    """
     words = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint32).astype(np.uint64)
     powers = np.cumprod(np.full(words.shape[1], 0x9E3779B97F4A7C15, dtype=np.uint64))
     return (words * powers).sum(1, dtype=np.uint64) | np.uint64(1)

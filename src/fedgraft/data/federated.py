@@ -1,4 +1,4 @@
-"""The data of a run: the stores, which rows are for what, and who holds which."""
+"""The data of a run: a dataset, its training and validation rows, and the rows of each client."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ class FederatedData:
     """A dataset divided among clients, with the server's validation rows held out."""
 
     dataset: Dataset
-    train: np.ndarray  # int64
-    held: np.ndarray
+    train: np.ndarray  # int64: rows of the training store that clients have
+    held: np.ndarray  # int64: rows of the training store that the server holds out
     partition: Partition
+    """Rows of each client, as places in `train`; test rows are rows of the test store."""
 
     rows_known = True
-    """This machine knows which rows each client has (a simulation); else clients bring data of their own."""
+    """Whether this machine knows which rows each client has (a simulation); else clients bring their own data."""
     others_known = True
-    """This machine knows how many clients there are; a node with data of its own knows only itself."""
+    """Whether this machine knows all clients; a node with data of its own knows only itself."""
     blind = False
-    """The server has no images of its own: the clients measure for it, on images they hold out."""
+    """Whether the server has no images of its own, so that clients evaluate for it on images they hold out."""
 
     def __repr__(self) -> str:
+        """Return the dataset and the sizes of the clients."""
         sizes = self.partition.sizes()
         return f"FederatedData({self.dataset}; {len(sizes)} clients of {min(sizes):,} to {max(sizes):,} images)"
 
     @cached_property
     def train_rows(self) -> Tensor:
-        """Rows of the training store that clients hold."""
-        import torch  # here and below: whoever only counts rows is spared it
+        """Rows of the training store that clients have."""
+        import torch  # here and below: code that only counts rows need not import it
 
         return torch.from_numpy(self.train)
 
@@ -57,43 +59,45 @@ class FederatedData:
 
     @property
     def client_names(self) -> tuple[str, ...]:
-        """What the clients are called: their sites, or their numbers."""
-        return self.partition.names or tuple(map(str, range(self.partition.clients)))
+        """Names of the clients: their sites, or their numbers."""
+        if self.partition.names:
+            return self.partition.names
+        return tuple(map(str, range(self.partition.clients)))
 
     @property
     def total(self) -> int:
-        """Training images of all clients."""
+        """Number of training images of all clients."""
         return len(self.train)
 
     @property
     def largest(self) -> int:
-        """Training images of the client with most."""
+        """Number of training images of the largest client."""
         return int(self.partition.sizes().max())
 
     def sizes_by_client(self) -> dict[int, int]:
-        """Training images of each client, as far as this machine knows or was told."""
+        """Return the number of training images of each client, as far as this machine knows it."""
         return dict(enumerate(self.partition.sizes().tolist()))
 
     @property
     def identity(self) -> list[str]:
-        """What tells this data and its partition from any other."""
+        """Digests that tell this data and its partition from any other."""
         rows = hashlib.blake2b(self.train.tobytes() + b"/" + self.held.tobytes())
         return [self.dataset.train.digest, self.dataset.test.digest, self.partition.digest, rows.hexdigest()[:16]]
 
     def rows(self, client: int) -> Tensor:
-        """A client's training rows in the training store."""
+        """Return a client's training rows in the training store."""
         import torch
 
         return torch.from_numpy(self.train[np.asarray(self.partition.train_rows(client))])
 
     def test_rows(self, client: int) -> Tensor:
-        """A client's own test rows in the test store."""
+        """Return a client's own test rows in the test store."""
         import torch
 
         return torch.from_numpy(np.asarray(self.partition.test_rows(client)).astype(np.int64))
 
     def histogram(self) -> np.ndarray:
-        """Training images by client and class, (K, C)."""
+        """Return the number of training images by client and class, (K, C)."""
         return self.partition.histogram(classes=self.classes)
 
     @property
@@ -104,5 +108,5 @@ class FederatedData:
     @property
     def uncovered(self) -> tuple[str, ...]:
         """Names of the classes that no client holds."""
-        held = self.histogram().sum(axis=0)
-        return tuple(name for name, count in zip(self.dataset.classes, held, strict=True) if not count)
+        counts = self.histogram().sum(axis=0)
+        return tuple(name for name, count in zip(self.dataset.classes, counts, strict=True) if not count)

@@ -1,1 +1,1 @@
-"""Counts, scores and intervals. Nothing here draws."""
+"""Evaluation of classifiers: counts, metrics with confidence intervals, comparisons over seeds. No drawing."""

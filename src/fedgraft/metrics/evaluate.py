@@ -1,4 +1,8 @@
-"""Measuring a network: loss, accuracies, the sums that metrics are made of. Draws nothing, changes nothing."""
+"""Evaluate a network: loss, accuracies, and the sums that all other metrics are computed from.
+
+Evaluation draws no random numbers and leaves weights and statistics as they are; it switches the network to
+evaluation mode.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ from torch.nn.functional import cross_entropy
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.local.transfer import onto
-from fedgraft.metrics.scores import ahead, count, merge
+from fedgraft.metrics.scores import count, merge, true_class_rank
+
+TOP_K = 5
+"""An image counts for `top5` if its class is among this many highest scores."""
 
 
 @dataclass(frozen=True)
@@ -26,66 +33,86 @@ class Evaluation:
     count: int
 
     def __add__(self, other: Evaluation) -> Evaluation:
+        """Return the evaluation of both sets together: means weighted by the number of examples."""
         n = self.count + other.count
-        a, b = self.count / max(1, n), other.count / max(1, n)
+        own_weight = self.count / max(1, n)
+        other_weight = other.count / max(1, n)
         return Evaluation(
-            a * self.loss + b * other.loss,
-            a * self.accuracy + b * other.accuracy,
-            a * self.top5 + b * other.top5,
+            own_weight * self.loss + other_weight * other.loss,
+            own_weight * self.accuracy + other_weight * other.accuracy,
+            own_weight * self.top5 + other_weight * other.top5,
             n,
         )
 
 
+@dataclass(frozen=True)
+class _BatchResult:
+    """The counts of one batch: summed loss, correct predictions, and the sums of `metrics.scores`."""
+
+    loss: float
+    correct: int
+    within_top_k: int
+    sums: dict[str, Tensor]
+
+
 def evaluate(network: Network, examples: Examples, rows: Tensor, batch_size: int = 512, threads: int = 1) -> Evaluation:
-    """Loss and accuracies on these rows in evaluation mode, with the evaluation transform.
+    """Return loss and accuracies on these rows, in evaluation mode and with the evaluation transform.
 
-    Batches may be worked on by several threads; their sums are added in the order of the rows, so the bits are the
-    same. Examples must then have everything ready that they compute only once.
+    Several threads may work on batches; their results are added in the order of the rows, so the bits are the same for
+    any number of threads. With more than one thread, `examples` must already have computed what they compute only once.
     """
-    return counted(network, examples, rows, batch_size, threads, False)[0]
+    evaluation, _ = evaluate_with_sums(network, examples, rows, batch_size, threads, scores=False)
+    return evaluation
 
 
-def counted(
+def evaluate_with_sums(
     network: Network, examples: Examples, rows: Tensor, batch_size: int = 512, threads: int = 1, scores: bool = True
 ) -> tuple[Evaluation, dict[str, Tensor]]:
-    """The same, and the sums of `local.scores` unless they are not wanted."""
+    """Return the evaluation of `evaluate` and the sums of `metrics.scores`; no sums if `scores` is false."""
     network.eval()
-    parts = rows.split(batch_size)
-    with phase("evaluation", len(rows), "images") as told:
+    batches = rows.split(batch_size)
+    with phase("evaluation", len(rows), "images") as progress:
 
-        def measure(picked: Tensor) -> tuple[tuple[float, int, int], dict[str, Tensor]]:
-            found = _measure(network, examples, picked, scores)
-            told.advance(len(picked))
-            return found
+        def measure(batch: Tensor) -> _BatchResult:
+            """Evaluate one batch of rows and report it as progress."""
+            result = _evaluate_batch(network, examples, batch, scores)
+            progress.advance(len(batch))
+            return result
 
-        if min(threads, len(parts)) > 1:
-            with ThreadPoolExecutor(threads) as team:
-                found = list(team.map(measure, parts))
+        if min(threads, len(batches)) > 1:
+            with ThreadPoolExecutor(threads) as pool:
+                results = list(pool.map(measure, batches))
         else:
-            found = [measure(picked) for picked in parts]
+            results = [measure(batch) for batch in batches]
     n = max(1, len(rows))
-    loss, right, near = (sum(numbers) / n for numbers in zip(*(numbers for numbers, _ in found), strict=True))
-    sums = merge([part for _, part in found], network.classes) if scores else {}
-    return Evaluation(loss, right, near, len(rows)), sums
+    loss = sum(result.loss for result in results) / n
+    accuracy = sum(result.correct for result in results) / n
+    top5 = sum(result.within_top_k for result in results) / n
+    sums: dict[str, Tensor] = {}
+    if scores:
+        sums = merge([result.sums for result in results], network.classes)
+    return Evaluation(loss, accuracy, top5, len(rows)), sums
 
 
 def evaluation_of(sums: Mapping[str, Tensor]) -> Evaluation:
-    """Loss and accuracies from the sums alone; without images they are zero."""
+    """Return loss and accuracies from the sums of `metrics.scores` alone; without images all are zero."""
     images = int(sums["confusion"].sum())
-    n, right = max(1, images), float(sums["confusion"].diagonal().sum())
-    return Evaluation(float(sums["loss"][0]) / n, right / n, float(sums["top5"][0]) / n, images)
+    n = max(1, images)
+    correct = float(sums["confusion"].diagonal().sum())
+    return Evaluation(float(sums["loss"][0]) / n, correct / n, float(sums["top5"][0]) / n, images)
 
 
 @torch.inference_mode()
-def _measure(
-    network: Network, examples: Examples, picked: Tensor, scores: bool
-) -> tuple[tuple[float, int, int], dict[str, Tensor]]:
-    """The sum of the losses of these rows, how many are right at the first and within five guesses; the sums."""
-    labels = examples.labels[picked]
-    inputs = onto(examples.batch(picked), next(network.parameters()).device)
+def _evaluate_batch(network: Network, examples: Examples, rows: Tensor, scores: bool) -> _BatchResult:
+    """Return the counts of one batch of rows, with the sums of `metrics.scores` if `scores` is true."""
+    labels = examples.labels[rows]
+    inputs = onto(examples.batch(rows), next(network.parameters()).device)
     logits = network(inputs, examples.entry).float().cpu()
-    place = ahead(logits, labels)
-    right = int((place == 0).sum())
-    near = int((place < 5).sum())
-    numbers = float(cross_entropy(logits, labels, reduction="sum")), right, near
-    return numbers, count(logits, labels, network.classes) if scores else {}
+    rank = true_class_rank(logits, labels)
+    correct = int((rank == 0).sum())
+    within_top_k = int((rank < TOP_K).sum())
+    loss = float(cross_entropy(logits, labels, reduction="sum"))
+    sums: dict[str, Tensor] = {}
+    if scores:
+        sums = count(logits, labels, network.classes)
+    return _BatchResult(loss, correct, within_top_k, sums)

@@ -1,4 +1,8 @@
-"""Where the predictions themselves are at hand (simulation, one site's own page): exact AUROC, paired comparisons."""
+"""Metrics from the predictions themselves (a simulation, a site's own page): exact AUROC and paired comparisons.
+
+The exact AUROC and its covariance follow DeLong et al., Comparing the areas under two or more correlated receiver
+operating characteristic curves (1988).
+"""
 
 from __future__ import annotations
 
@@ -10,66 +14,82 @@ from torch import Tensor
 
 from fedgraft.core.rng import numpy_stream
 from fedgraft.metrics import scores
-from fedgraft.metrics.metrics import UNITS, Array, Metric, auroc_metrics, compute, values
+from fedgraft.metrics.metrics import UNITS, Array, Metric, auroc_metrics, compute, metric_arrays
 
 
 def exact(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Metric | None]:
-    """Every metric of these predictions (n, C), with the AUROC of the scores themselves, ties counted as half.
+    """Return every metric of these predictions (n, C), with the AUROC of the scores themselves, ties counted as half.
 
-    Its mean's interval is narrower than from histograms: here the covariance of the classes is known.
+    The interval of the mean AUROC is narrower than from histograms: here the covariance of the classes is known.
     """
-    found = compute(scores.count(logits, labels, len(names)), names)
+    metrics = compute(scores.count(logits, labels, len(names)), names)
     positive = (labels.cpu()[:, None] == torch.arange(len(names))).numpy()  # (n, C)
     sides = np.stack([(~positive).sum(0), positive.sum(0)])
-    k = sides.min(0) > 0
-    ranks = scores.log_odds(logits).numpy()
-    area, parts = np.empty(k.sum()), np.empty((k.sum(), len(labels)))
-    for i, c in enumerate(np.flatnonzero(k)):
-        area[i], parts[i] = auroc_influence(ranks[:, c], positive[:, c])
-    return found | auroc_metrics(area, np.zeros(len(area)), sides, parts @ parts.T, names)
+    defined = sides.min(0) > 0
+    log_odds = scores.log_odds(logits).numpy()
+    area = np.empty(defined.sum())
+    influence = np.empty((defined.sum(), len(labels)))
+    for i, class_number in enumerate(np.flatnonzero(defined)):
+        area[i], influence[i] = auroc_influence(log_odds[:, class_number], positive[:, class_number])
+    covariance = influence @ influence.T
+    return metrics | auroc_metrics(area, np.zeros(len(area)), sides, covariance, names)
 
 
 def auroc_influence(score: Array, positive: Array) -> tuple[float, Array]:
-    """The AUROC of scores (n,), and what each image does to it (DeLong et al. 1988); both sides must have images."""
+    """Return the AUROC of scores (n,) and the influence of each image on it; both sides must have images."""
     from scipy.stats import rankdata
 
-    m, n = positive.sum(), (~positive).sum()
-    place = rankdata(score)
-    place[positive] = (place[positive] - rankdata(score[positive])) / n  # share of negatives below it
-    place[~positive] = 1 - (place[~positive] - rankdata(score[~positive])) / m  # share of positives above it
-    area = place[positive].mean()
-    return float(area), (place - area) / np.where(positive, m, n)
+    m = positive.sum()
+    n = (~positive).sum()
+    placement = rankdata(score)
+    placement[positive] = (placement[positive] - rankdata(score[positive])) / n  # share of negatives below it
+    placement[~positive] = 1 - (placement[~positive] - rankdata(score[~positive])) / m  # share of positives above it
+    area = placement[positive].mean()
+    return float(area), (placement - area) / np.where(positive, m, n)
 
 
-def paired(
+def paired_bootstrap(
     first: Tensor, second: Tensor, labels: Tensor, names: Sequence[str], seed: int, draws: int = 1000
 ) -> dict[str, Metric | None]:
-    """Every metric of the first model minus the second's on the same images, with a bootstrap over images.
+    """Return every metric of the first model minus the second's on the same images, with a bootstrap over images.
 
-    The 95 % interval is that of the 2.5 % and 97.5 % points of the draws that have the metric. AUROCs are those of
-    the histograms.
+    The limits are the 2.5 % and 97.5 % points over the draws in which the metric is defined. AUROCs are those of the
+    histograms.
     """
-    stream, n = numpy_stream(seed, "paired bootstrap"), len(labels)
-    picks = [np.arange(n), *(stream.integers(0, n, n) for _ in range(draws if n else 0))]
-    one, two = (_table(scores.rows(logits, labels, len(names)), picks, names) for logits in (first, second))
-    return {name: _difference(one[name] - two[name], n, name) for name in one}
+    stream = numpy_stream(seed, "paired bootstrap")
+    n = len(labels)
+    samples = [np.arange(n)]  # the images themselves, then the resamples
+    if n:
+        for _ in range(draws):
+            samples.append(stream.integers(0, n, n))
+    first_values = _values_by_sample(scores.score_images(first, labels, len(names)), samples, names)
+    second_values = _values_by_sample(scores.score_images(second, labels, len(names)), samples, names)
+    differences = {}
+    for name in first_values:
+        differences[name] = _difference(first_values[name] - second_values[name], n, name)
+    return differences
 
 
-def _table(images: scores.Rows, picks: Sequence[Array], names: Sequence[str]) -> dict[str, Array]:
-    """Every metric on each choice of rows, (len(picks),)."""
-    found = dict[str, list[float]]()
-    for rows in map(torch.from_numpy, picks):
-        sums = scores.total(scores.Rows(*(each[rows] for each in images)), len(names))
-        for name, value in values({k: v.numpy() for k, v in sums.items()}).items():
-            parts = zip([name + c for c in names], value, strict=True) if name.endswith(":") else [(name, value)]
-            for part, number in parts:
-                found.setdefault(part, []).append(float(number))
-    return {name: np.array(numbers) for name, numbers in found.items()}
+def _values_by_sample(images: scores.ImageScores, samples: Sequence[Array], names: Sequence[str]) -> dict[str, Array]:
+    """Return every metric on each sample of rows, (len(samples),)."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        rows = torch.from_numpy(sample)
+        sampled = scores.ImageScores(*(tensor[rows] for tensor in images))
+        sums = scores.sum_scores(sampled, len(names))
+        for name, value in metric_arrays({key: tensor.numpy() for key, tensor in sums.items()}).items():
+            if not name.endswith(":"):
+                values.setdefault(name, []).append(float(value))
+                continue
+            for class_name, number in zip(names, value, strict=True):
+                values.setdefault(name + class_name, []).append(float(number))
+    return {name: np.array(numbers) for name, numbers in values.items()}
 
 
 def _difference(gaps: Array, n: int, name: str) -> Metric | None:
-    """The first gap, with the points of the others."""
+    """Return the first gap as a metric, with limits from the others; None if it is undefined."""
     if np.isnan(gaps[0]):
         return None
     low, high = np.nanquantile(gaps[1:], [0.025, 0.975])
-    return Metric(float(gaps[0]), float(low), float(high), n, UNITS.get(name.partition(":")[0], "points"))
+    unit = UNITS.get(name.partition(":")[0], "points")
+    return Metric(float(gaps[0]), float(low), float(high), n, unit)

@@ -1,4 +1,8 @@
-"""Numbers over seeds: mean, spread, intervals, paired comparisons, rounds and bytes to a target."""
+"""Statistics over seeds: mean, deviation, intervals, paired comparisons, rounds and bytes to a target, tables.
+
+Several comparisons made together are corrected after Holm, A simple sequentially rejective multiple test procedure
+(1979).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import numpy as np
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import numpy_stream
 
+_RESAMPLES = 10_000
 _LATEX = {sign: f"\\{sign}" for sign in "%_&#${}"} | {
     "±": r"$\pm$",
     "\\": r"\textbackslash{}",
@@ -21,7 +26,7 @@ _LATEX = {sign: f"\\{sign}" for sign in "%_&#${}"} | {
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean, standard deviation (n−1) and a 95 % interval of values over seeds."""
+    """Mean, standard deviation (n-1) and a 95 % interval of values over seeds."""
 
     mean: float
     std: float
@@ -30,28 +35,33 @@ class Summary:
     count: int
 
     def __str__(self) -> str:
+        """Return mean and deviation with two decimals."""
         return f"{self.mean:.2f} ± {self.std:.2f}"
 
 
 def summarise(values: Sequence[float], method: str = "t", seed: int = 0) -> Summary:
-    """Summary with Student's t interval, or a percentile bootstrap of 10,000 resamples."""
+    """Return the summary with Student's t interval, or with a percentile bootstrap of 10,000 resamples."""
     if method not in {"t", "bootstrap"}:
-        raise FedgraftError(f"there is no interval {method!r}; there are t and bootstrap")
+        raise FedgraftError(
+            "E-METRICS-INTERVAL", f"there is no interval {method!r}", "choose t or bootstrap", method=method
+        )
     data = np.asarray(values, dtype=float)
     if not len(data):
-        raise FedgraftError("there are no values to summarise")
-    mean, std = float(data.mean()), float(data.std(ddof=1)) if len(data) > 1 else 0.0
+        raise FedgraftError("E-METRICS-NO-VALUES", "there are no values to summarise", "give at least one")
+    mean = float(data.mean())
     if len(data) == 1:
-        return Summary(mean, std, mean, mean, 1)
+        return Summary(mean, 0.0, mean, mean, 1)
+    std = float(data.std(ddof=1))
     if method == "bootstrap":
         stream = numpy_stream(seed, "bootstrap")
-        means = data[stream.integers(0, len(data), (10_000, len(data)))].mean(1)
+        means = data[stream.integers(0, len(data), (_RESAMPLES, len(data)))].mean(1)
         low, high = np.quantile(means, [0.025, 0.975])
     else:
         from scipy.stats import t
 
         half = float(t.ppf(0.975, len(data) - 1)) * std / len(data) ** 0.5
-        low, high = mean - half, mean + half
+        low = mean - half
+        high = mean + half
     return Summary(mean, std, float(low), float(high), len(data))
 
 
@@ -64,32 +74,46 @@ class Difference:
     p: float
 
     def __str__(self) -> str:
-        d = self.difference
-        small = 1e-9 < max(abs(d.mean), abs(d.low), abs(d.high)) < 0.005  # hundredths would all read zero
-        mean, low, high = (f"{x:+.2e}" if small else f"{x:+.2f}" for x in (d.mean, d.low, d.high))
+        """Return the difference with its interval; in scientific notation where two decimals would all read zero."""
+        numbers = (self.difference.mean, self.difference.low, self.difference.high)
+        largest = max(abs(number) for number in numbers)
+        pattern = "+.2f"
+        if 1e-9 < largest < 0.005:
+            pattern = "+.2e"
+        mean, low, high = (format(number, pattern) for number in numbers)
         return f"{mean} [{low}, {high}]"
 
 
 def gap_cells(name: str, gap: Difference | None) -> dict[str, str]:
-    """Two cells of a table: the difference with its interval, under this name, and its corrected p."""
-    return {name: str(gap), "p (Holm)": f"{gap.p:.3f}"} if gap else {name: "–", "p (Holm)": "–"}
+    """Return two cells of a table: the difference with its interval, under this name, and its corrected p."""
+    if gap is None:
+        return {name: "–", "p (Holm)": "–"}
+    return {name: str(gap), "p (Holm)": f"{gap.p:.3f}"}
 
 
 def paired(base: Sequence[float], others: Mapping[str, Sequence[float]]) -> list[Difference]:
-    """Each series minus the base, seed by seed, with paired t-tests and Holm's correction for many."""
-    found = []
+    """Return each series minus the base, seed by seed, with p-values of paired t-tests and Holm's correction."""
+    differences = []
     for name, values in others.items():
         if len(values) != len(base):
             raise FedgraftError(
-                f"{name} has {len(values)} seeds and the base {len(base)}; a paired test needs the same"
+                "E-METRICS-UNPAIRED",
+                f"{name} has {len(values)} seeds and the base {len(base)}",
+                "compare series of the same seeds",
+                name=name,
+                seeds=len(values),
+                base_seeds=len(base),
             )
         gaps = np.asarray(values, dtype=float) - np.asarray(base, dtype=float)
-        found.append(Difference(name, summarise(gaps.tolist()), _p_value(gaps)))
-    return _holm(found)
+        differences.append(Difference(name, summarise(gaps.tolist()), _p_value(gaps)))
+    return _holm(differences)
 
 
 def _p_value(gaps: np.ndarray) -> float:
-    """Of Student's t-test that the mean gap is zero; one seed proves nothing, a gap that never varies everything."""
+    """Return the p-value of Student's t-test that the mean gap is zero.
+
+    It is 1 for a single seed or gaps that are all zero, and 0 for a constant gap other than zero.
+    """
     from scipy.stats import ttest_1samp
 
     if len(gaps) < 2 or not gaps.any():
@@ -99,45 +123,66 @@ def _p_value(gaps: np.ndarray) -> float:
     return float(ttest_1samp(gaps, 0.0).pvalue)
 
 
-def _holm(found: list[Difference]) -> list[Difference]:
-    order = sorted(range(len(found)), key=lambda i: found[i].p)
-    corrected, largest = dict[int, float](), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, found[i].p * (len(found) - rank)))
+def _holm(differences: list[Difference]) -> list[Difference]:
+    """Return the differences with p-values corrected after Holm, in the same order."""
+    by_p = sorted(range(len(differences)), key=lambda i: differences[i].p)
+    corrected: dict[int, float] = {}
+    largest = 0.0
+    for rank, i in enumerate(by_p):
+        scaled = differences[i].p * (len(differences) - rank)
+        largest = max(largest, min(1.0, scaled))
         corrected[i] = largest
-    return [Difference(d.name, d.difference, corrected[i]) for i, d in enumerate(found)]
+    return [Difference(d.name, d.difference, corrected[i]) for i, d in enumerate(differences)]
 
 
 def rounds_to(rounds: Sequence[int], accuracy: Sequence[float], target: float) -> int | None:
-    """The first round at which the accuracy reaches the target, or None."""
-    return next((r for r, a in zip(rounds, accuracy, strict=True) if a >= target), None)
+    """Return the first round at which the accuracy reaches the target, or None."""
+    for number, value in zip(rounds, accuracy, strict=True):
+        if value >= target:
+            return number
+    return None
 
 
 def bytes_to(lines: Sequence[Mapping[str, Any]], target: float) -> int | None:
-    """Bytes sent up and down until a run's metrics first show the target validation accuracy, or None."""
-    spent = 0
+    """Return the bytes sent up and down until a run's metrics first reach the validation accuracy, or None."""
+    sent = 0
     for line in lines:
-        spent += (line.get("bytes_up") or 0) + (line.get("bytes_down") or 0)
-        if line.get("accuracy") is not None and line["accuracy"] >= target:
-            return spent
+        sent += line.get("bytes_up") or 0
+        sent += line.get("bytes_down") or 0
+        accuracy = line.get("accuracy")
+        if accuracy is not None and accuracy >= target:
+            return sent
     return None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
+    lines = [_markdown_row(header), f"|{'---|' * len(header)}"]
+    for row in rows:
+        lines.append(_markdown_row(row))
+    return "\n".join(lines)
 
-    def line(cells: Sequence[object]) -> str:
-        return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
 
-    return "\n".join([line(header), f"|{'---|' * len(header)}", *map(line, rows)])
+def _markdown_row(cells: Sequence[object]) -> str:
+    """Return one row of a Markdown table, with `|` escaped."""
+    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
 
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The same table for a paper."""
-
-    def line(cells: Sequence[object]) -> str:
-        return " & ".join("".join(_LATEX.get(sign, sign) for sign in str(cell)) for cell in cells) + r" \\"
-
+    """Return a LaTeX table with booktabs rules; the first column is left-aligned, the others right-aligned."""
     columns = "l" + "r" * (len(header) - 1)
-    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", line(header), r"\midrule", *map(line, rows)]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", _latex_row(header), r"\midrule"]
+    for row in rows:
+        lines.append(_latex_row(row))
+    lines += [r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join(lines)
+
+
+def _latex_row(cells: Sequence[object]) -> str:
+    """Return one row of a LaTeX table, with special characters escaped."""
+    return " & ".join(_latex_text(str(cell)) for cell in cells) + r" \\"
+
+
+def _latex_text(text: str) -> str:
+    """Return the text with LaTeX's special characters escaped."""
+    return "".join(_LATEX.get(sign, sign) for sign in text)

@@ -26,7 +26,7 @@ from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.space import EditSpace
 from fedgraft.edit.trainable import is_head
 from fedgraft.metrics.evaluate import Evaluation
-from fedgraft.metrics.scores import guesses
+from fedgraft.metrics.scores import predicted_classes
 from fedgraft.runs.closed_form import client_class_sums, cof_heads, ncm_head
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.kept import kept_tensors
@@ -159,7 +159,7 @@ class LocalScorer:
         found = []
         for head in heads:
             logits = self.z @ head.T
-            right = float((guesses(logits) == self.labels).double().mean())
+            right = float((predicted_classes(logits) == self.labels).double().mean())
             found.append((right, float(cross_entropy(logits, self.labels))))
         return found
 

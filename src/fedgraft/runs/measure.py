@@ -21,7 +21,7 @@ from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples
 from fedgraft.core.state import ServerState
 from fedgraft.metrics import metrics, scores
-from fedgraft.metrics.evaluate import Evaluation, counted, evaluation_of
+from fedgraft.metrics.evaluate import Evaluation, evaluate_with_sums, evaluation_of
 from fedgraft.runs.head_init import summed_counts
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
@@ -79,7 +79,7 @@ class Measure:
         """What a line of metrics.jsonl says of it."""
         told: dict[str, Any] = {"accuracy": found.plain.accuracy, "loss": found.plain.loss, "top5": found.plain.top5}
         if found.sums:
-            numbers = metrics.numbers(found.sums, self.classes)
+            numbers = metrics.metric_values(found.sums, self.classes)
             names = dict.fromkeys([*self.metric_names, self.setup.config.select])
             told["metrics"] = {name: numbers[name] for name in names if name in numbers and name not in told}
         return told
@@ -123,7 +123,7 @@ class Measure:
         self.opened.context.load_model(vector)
         self.setup.ready(examples, rows)
         network, threads = self.opened.context.network, self.setup.threads
-        return Found(*counted(network, examples, rows, threads=threads, scores=self.counting))
+        return Found(*evaluate_with_sums(network, examples, rows, threads=threads, scores=self.counting))
 
     def _counted(self, vector: Tensor, round: int, split: str) -> Found:
         """The common model on images that the clients hold; they send counts and sums, nothing else."""
@@ -241,7 +241,7 @@ def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
 def checked(response: Response, classes: int) -> dict[str, Tensor]:
     """The sums that a client counted, if they can be: right shapes, nothing negative, all about the same images."""
     found = {name: response.sums.get(name) for name in scores.shapes(classes)}
-    if not all(scores.plausible(name, tensor, classes) for name, tensor in found.items()):
+    if not all(scores.is_plausible_sum(name, tensor, classes) for name, tensor in found.items()):
         raise FedgraftError(f"client {response.client} counted what cannot be: its node runs other software.")
     sums = {name: tensor for name, tensor in found.items() if tensor is not None}
     images = sums["confusion"].sum()

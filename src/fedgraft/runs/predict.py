@@ -106,7 +106,7 @@ class Predictor:
         logits = look(self.network, self.transform(pixels), self.network)
         rows = logits.softmax(1).cpu()
         # By the logits: probabilities may round to the same number where logits differ.
-        likeliest = scores.guesses(logits.float()).tolist()
+        likeliest = scores.predicted_classes(logits.float()).tolist()
         found = []
         for (image, _), row, best in zip(batch, rows, likeliest, strict=True):
             every = dict(zip(self.classes, map(float, row), strict=True))

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.transforms import make_transform
 from torch import Tensor, nn
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import digest as prefix_digest
 from fedgraft.core.protocols import Examples
 from fedgraft.data import feature_cache, feature_table
@@ -200,24 +200,24 @@ def test_moved_weights_are_refused(network: Toy, tmp_path: Path) -> None:
         network.get_parameter("blocks.1.0.weight").add_(1)  # behind the entry: allowed
     cached.batch(torch.arange(3))
     network.embed.weight.data.mul_(2)  # before it, and by a way that version counters do not see
-    with pytest.raises(FedgraftError, match="weights before entry 1 have changed"):
+    with raises("E-DATA-CACHE-STALE", entry=1):
         cached.batch(torch.tensor([COUNT - 1]))
 
 
 @pytest.mark.parametrize("train", [("crop",), ("flip", "jitter"), ("resized_crop",)])
 def test_random_transforms_are_refused(train: tuple[str, ...], network: Toy, tmp_path: Path) -> None:
-    with pytest.raises(FedgraftError, match=f"cannot be cached under the random transforms .*{train[-1]}"):
+    with raises("E-DATA-CACHE-RANDOM", train=train):
         CachedExamples(images(train), network, 2, tmp_path)
 
 
 @pytest.mark.parametrize("until", [0, 3])
 def test_impossible_entries_are_refused(until: int, network: Toy, tmp_path: Path) -> None:
-    with pytest.raises(FedgraftError, match=r"entries 1\.\.2"):
+    with raises("E-DATA-CACHE-ENTRY", entry=until, depth=2):
         CachedExamples(images(), network, until, tmp_path)
 
 
 def test_unknown_rows_are_refused(network: Toy, tmp_path: Path) -> None:
-    with pytest.raises(FedgraftError, match="rows must lie"):
+    with raises("E-DATA-ROW-RANGE", count=COUNT):
         CachedExamples(images(), network, 2, tmp_path).batch(torch.tensor([COUNT]))
 
 
@@ -253,7 +253,7 @@ def test_without_marks_checked_the_damage_would_pass(
     data = bytearray(path.read_bytes())
     data[103] ^= 4
     path.write_bytes(data)
-    monkeypatch.setattr(FeatureTable, "_believe", lambda self, places: np.ones(len(places), dtype=bool))
+    monkeypatch.setattr(FeatureTable, "_verify", lambda self, places: np.ones(len(places), dtype=bool))
     assert not torch.equal(CachedExamples(images(), network, 2, tmp_path).batch(torch.arange(COUNT)), good)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.errors import raises
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition import KINDS, Partition, compress, edges_of, make_partition
@@ -83,8 +84,8 @@ def test_exactly_n_classes(clients: int, classes: int, per_client: int, seed: in
         p = make_partition("classes", labels, labels[:200], clients, seed, per_client=per_client)
     except FedgraftError as error:
         quota = -(-clients * per_client // classes)
-        too_few = clients * per_client < classes and "hold at most" in str(error)
-        assert too_few or (np.bincount(labels).min() < quota and "clients must hold it" in str(error))
+        too_few = clients * per_client < classes and error.code == "E-DATA-CLASSES-UNCOVERED"
+        assert too_few or (np.bincount(labels).min() < quota and error.code == "E-DATA-CLASS-TOO-SMALL")
         return
     check_everything(p)
     held = p.histogram(classes=classes) > 0
@@ -270,47 +271,47 @@ def test_uncovered_classes_are_left_out_only_when_allowed() -> None:
     p = make_partition("classes", labels, tests, 4, 0, per_client=2, allow_uncovered=True)
     check_everything(p, exhaustive=False)
     assert len(p.statistics()["uncovered"]) == 2 and set(p.sizes()) == {200}
-    with pytest.raises(FedgraftError, match="4 clients with 2 classes each hold at most 8 of 10 classes"):
+    with raises("E-DATA-CLASSES-UNCOVERED", clients=4, per_client=2, classes=10):
         make_partition("classes", labels, tests, 4, 0, per_client=2)
 
 
 REFUSALS: list[tuple[str, int, dict[str, Any], str]] = [
-    ("random", 5, {}, "no partition kind 'random'; choose one of iid"),
-    ("iid", 0, {}, "cannot be divided among 0 clients"),
-    ("iid", 101, {}, "100 training rows cannot be divided among 101 clients"),
-    ("iid", 5, {"sizes": "zipf"}, "'equal' or 'lognormal'"),
-    ("iid", 5, {"alpha": 1}, "has no option 'alpha'; it has: sizes, sigma"),
-    ("iid", 5, {"test": "none"}, "test must be 'shard'"),
-    ("stratified", 5, {"x": 1}, "it has: none"),
-    ("classes", 5, {}, "needs the option 'per_client'"),
-    ("classes", 5, {"per_client": 0}, "0 classes per client are not possible"),
-    ("classes", 5, {"per_client": 11}, "11 classes per client are not possible with 10 classes"),
-    ("classes", 3, {"per_client": 3}, "hold at most 9 of 10"),
-    ("classes", 60, {"per_client": 2}, "has 10 rows but 12 clients must hold it"),
-    ("shards", 60, {"per_client": 2}, "cannot be cut into 2 shards for each of 60"),
-    ("shards", 7, {"per_client": 3, "per_class": True}, "are 21, which 10 classes cannot share"),
-    ("dirichlet", 5, {"alpha": 0}, "alpha must be a positive"),
-    ("dirichlet", 20, {"alpha": 1}, "cannot give 20 clients 10 rows each"),
-    ("dirichlet", 10, {"alpha": 0.01}, "in 100 draws with alpha=0.01"),
-    ("dirichlet_balanced", 5, {"alpha": float("nan")}, "alpha must be a positive"),
-    ("groups", 4, {"groups": [[0], [1]]}, "label 2 is in no group"),
-    ("groups", 4, {"groups": [[0, 1], [1]]}, "one group only"),
-    ("groups", 4, {"groups": [[0], [1]], "clients_per_group": [4, 1]}, "sum to 4"),
-    ("groups", 40, {"groups": [[0], list(range(1, 10))]}, "group 0 has 10 rows, too few for its 20"),
+    ("random", 5, {}, "E-DATA-PARTITION-KIND"),
+    ("iid", 0, {}, "E-DATA-CLIENTS"),
+    ("iid", 101, {}, "E-DATA-CLIENTS"),
+    ("iid", 5, {"sizes": "zipf"}, "E-DATA-SIZES"),
+    ("iid", 5, {"alpha": 1}, "E-DATA-PARTITION-OPTION"),
+    ("iid", 5, {"test": "none"}, "E-DATA-TEST-RULE"),
+    ("stratified", 5, {"x": 1}, "E-DATA-PARTITION-OPTION"),
+    ("classes", 5, {}, "E-DATA-PARTITION-OPTION-MISSING"),
+    ("classes", 5, {"per_client": 0}, "E-DATA-CLASSES-PER-CLIENT"),
+    ("classes", 5, {"per_client": 11}, "E-DATA-CLASSES-PER-CLIENT"),
+    ("classes", 3, {"per_client": 3}, "E-DATA-CLASSES-UNCOVERED"),
+    ("classes", 60, {"per_client": 2}, "E-DATA-CLASS-TOO-SMALL"),
+    ("shards", 60, {"per_client": 2}, "E-DATA-SHARDS-ROWS"),
+    ("shards", 7, {"per_client": 3, "per_class": True}, "E-DATA-SHARDS-CLASSES"),
+    ("dirichlet", 5, {"alpha": 0}, "E-DATA-ALPHA"),
+    ("dirichlet", 20, {"alpha": 1}, "E-DATA-DIRICHLET-ROWS"),
+    ("dirichlet", 10, {"alpha": 0.01}, "E-DATA-DIRICHLET-DRAWS"),
+    ("dirichlet_balanced", 5, {"alpha": float("nan")}, "E-DATA-ALPHA"),
+    ("groups", 4, {"groups": [[0], [1]]}, "E-DATA-GROUP-MISSING"),
+    ("groups", 4, {"groups": [[0, 1], [1]]}, "E-DATA-GROUP-OVERLAP"),
+    ("groups", 4, {"groups": [[0], [1]], "clients_per_group": [4, 1]}, "E-DATA-GROUP-CLIENTS"),
+    ("groups", 40, {"groups": [[0], list(range(1, 10))]}, "E-DATA-GROUP-ROWS"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "clients", "options", "overrides"), REFUSALS)
+@pytest.mark.parametrize(("kind", "clients", "options", "code"), REFUSALS)
 def test_infeasible_requests_are_refused_with_the_reason(
-    kind: str, clients: int, options: dict[str, Any], overrides: str
+    kind: str, clients: int, options: dict[str, Any], code: str
 ) -> None:
-    with pytest.raises(FedgraftError, match=overrides):
+    with raises(code):
         make_partition(kind, balanced(100, 10), balanced(20, 10), clients, 0, **options)
 
 
 @pytest.mark.parametrize("labels", [[0.5, 1.0], [-1, 0], [[0, 1]]])
 def test_bad_labels_are_refused(labels: Any) -> None:
-    with pytest.raises(FedgraftError, match="whole numbers"):
+    with raises("E-DATA-LABELS", split="training"):
         make_partition("iid", np.array(labels), None, 1, 0)
 
 
@@ -328,20 +329,20 @@ def build(**update: Any) -> Partition:
 
 
 PLANTED: list[tuple[dict[str, Any], str]] = [
-    ({"rows": np.array([0, 1, 1, 3])}, "training rows of a partition must be disjoint"),
-    ({"rows": np.array([0, 1, 2, 4])}, r"must lie in 0\.\.3"),
-    ({"offsets": np.array([0, 2, 3])}, "offsets"),
-    ({"offsets": np.array([0, 5, 4])}, "offsets"),
-    ({"offsets": np.array([0, 4])}, "same clients"),
-    ({"tests": np.array([1, 1])}, "test rows of a partition must be disjoint"),
-    ({"tests": np.array([1, 0])}, "client 0 would be tested on class 1"),
+    ({"rows": np.array([0, 1, 1, 3])}, "E-DATA-PARTITION-OVERLAP"),
+    ({"rows": np.array([0, 1, 2, 4])}, "E-DATA-PARTITION-ROWS"),
+    ({"offsets": np.array([0, 2, 3])}, "E-DATA-PARTITION-OFFSETS"),
+    ({"offsets": np.array([0, 5, 4])}, "E-DATA-PARTITION-OFFSETS"),
+    ({"offsets": np.array([0, 4])}, "E-DATA-PARTITION-CLIENTS"),
+    ({"tests": np.array([1, 1])}, "E-DATA-PARTITION-OVERLAP"),
+    ({"tests": np.array([1, 0])}, "E-DATA-TEST-CLASS"),
 ]
 
 
-@pytest.mark.parametrize(("update", "overrides"), PLANTED)
-def test_planted_bugs_are_noticed_at_construction(update: dict[str, Any], overrides: str) -> None:
+@pytest.mark.parametrize(("update", "code"), PLANTED)
+def test_planted_bugs_are_noticed_at_construction(update: dict[str, Any], code: str) -> None:
     build()
-    with pytest.raises(FedgraftError, match=overrides):
+    with raises(code):
         build(**update)
 
 
@@ -349,11 +350,11 @@ def test_planted_bugs_in_the_quotas_are_noticed(monkeypatch: pytest.MonkeyPatch)
     labels = balanced(100, 10)
     twice = np.array([[0, 0], *([[c % 10, (c + 1) % 10] for c in range(9)])])
     monkeypatch.setattr(class_quotas, "assign_classes", lambda *_: twice)
-    with pytest.raises(FedgraftError, match="exactly 2 classes"):
+    with raises("E-DATA-QUOTA-CLASSES"):
         make_partition("classes", labels, None, 10, 0, per_client=2)
     monkeypatch.undo()
     monkeypatch.setattr(class_quotas, "chunk_counts", lambda cls, *_: np.full(len(cls), 4))
-    with pytest.raises(FedgraftError, match="not used up exactly"):
+    with raises("E-DATA-QUOTA-ROWS"):
         make_partition("classes", labels, None, 10, 0, per_client=2)
 
 
@@ -389,7 +390,7 @@ def test_compress_leaves_out_rows_without_an_owner() -> None:
 
 def test_overlapping_tests_of_unreasonable_size_are_refused() -> None:
     labels = balanced(50_000, 10)
-    with pytest.raises(FedgraftError, match="use test='shard'"):
+    with raises("E-DATA-TEST-OVERLAP-SIZE"):
         make_partition("stratified", labels, labels, 5000, 0, test="all_of_my_classes")
 
 

@@ -17,10 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tests.support.errors import raises
 from tests.support.odd_images import bombs, noise, odd_images, png_header
 
 from fedgraft.core.errors import FedgraftError
-from fedgraft.data.pixels.rule import MOST_PIXELS, PixelRule, Unreadable, decode
+from fedgraft.data.pixels.rule import MAX_PIXELS, PixelRule, Unreadable, decode
 from fedgraft.data.pixels.transforms import Transform
 
 HALF = (0.5, 0.5, 0.5)
@@ -201,15 +202,16 @@ def test_the_rule_follows_the_size_of_the_network() -> None:
     ],
 )
 def test_preprocessing_that_cannot_be_followed_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(FedgraftError, match="preprocessing"):
+    with pytest.raises(FedgraftError) as caught:
         PixelRule.from_preprocessor({**CONFIGS["dinov2"][0], **change}, 32)
+    assert caught.value.code.startswith("E-DATA-PREPROCESSOR-")
 
 
 @pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 9, "edge": 8}, {"size": 8, "resize": "pad"}])
 def test_impossible_rules_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(FedgraftError):
         PixelRule(**wrong)
-    with pytest.raises(FedgraftError, match="window"):
+    with raises("E-DATA-WINDOW", window=(5, 5)):
         PixelRule(8, window=(5, 5))
 
 
@@ -271,15 +273,15 @@ if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before > 100_000:
 
 def test_limits_are_limits(tmp_path: Path) -> None:
     image = Image.fromarray(noise(10, 11).astype(np.uint8))
-    assert decode(image, most_pixels=110).size == (11, 10)
+    assert decode(image, max_pixels=110).size == (11, 10)
     for source in (image, np.asarray(image)):
         with pytest.raises(Unreadable, match="11 x 10 pixels"):
-            decode(source, most_pixels=109)
+            decode(source, max_pixels=109)
     with pytest.raises(Unreadable, match="bytes"):
-        decode(bytes(8 * 100 + 1), most_pixels=100)
+        decode(bytes(8 * 100 + 1), max_pixels=100)
     for rule in (PixelRule(224), PixelRule(224, "squash")):  # small, but would grow on the way beyond all bounds
         with pytest.raises(Unreadable, match="unequal"):
-            rule.fit(Image.new("RGB", (1, MOST_PIXELS // 500)))
+            rule.fit(Image.new("RGB", (1, MAX_PIXELS // 500)))
     assert PixelRule(8).fit(Image.new("RGB", (1, 500))).shape == (8, 8, 3)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.errors import raises
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition.split import largest_remainder, ranks_within, stratified_split
 from fedgraft.data.pixels.originals import file_identity
 from fedgraft.data.pixels.rule import PixelRule
@@ -44,14 +44,14 @@ def test_the_digest_covers_pixels_labels_and_names() -> None:
 
 def test_bad_stores_are_refused() -> None:
     images = pictures(3)
-    for bad_images, labels, overrides in [
-        (images.astype(np.float32), [0, 1, 0], "uint8"),
-        (images[..., :1], [0, 1, 0], "uint8"),
-        (images, [0, 1], "as many labels"),
-        (images, [0, 1, 2], "lie in 0..1"),
-        (images, [0, -1, 1], "lie in 0..1"),
+    for bad_images, labels, code in [
+        (images.astype(np.float32), [0, 1, 0], "E-DATA-IMAGES-SHAPE"),
+        (images[..., :1], [0, 1, 0], "E-DATA-IMAGES-SHAPE"),
+        (images, [0, 1], "E-DATA-LABEL-COUNT"),
+        (images, [0, 1, 2], "E-DATA-LABEL-RANGE"),
+        (images, [0, -1, 1], "E-DATA-LABEL-RANGE"),
     ]:
-        with pytest.raises(FedgraftError, match=overrides):
+        with raises(code):
             make_store(bad_images, np.array(labels), NAMES)
 
 
@@ -70,7 +70,7 @@ def test_labels_are_named_along_other_classes() -> None:
     store = make_store(pictures(4), np.array([0, 1, 1, 0]), ("dog", "ant"))
     assert store.named(["ant", "bee", "dog"]).labels.tolist() == [2, 0, 0, 2]
     assert store.named(["ant", "dog"]).digest != store.digest
-    with pytest.raises(FedgraftError, match="'dog', which is not among"):
+    with raises("E-DATA-UNKNOWN-CLASS", label="dog"):
         store.named(["ant", "cat"])
 
 
@@ -119,7 +119,7 @@ def test_the_split_of_the_literature_is_50_of_500() -> None:
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
 def test_an_impossible_fraction_is_refused(fraction: float) -> None:
-    with pytest.raises(FedgraftError, match="fraction"):
+    with raises("E-DATA-SPLIT-FRACTION"):
         stratified_split(np.array([0, 1]), fraction, 0)
 
 

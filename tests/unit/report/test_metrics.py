@@ -11,9 +11,9 @@ import pytest
 import torch
 from sklearn import config_context as sklearn_quick
 from sklearn import metrics as sklearn
+from tests.support.errors import raises
 from torch import Tensor
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics import intervals, metrics, raw, scores
 
 Case = tuple[Tensor, Tensor, list[str]]
@@ -93,7 +93,7 @@ def test_equal_to_scikit_learn_on_200_cases(block: int) -> None:
             assert close(m, value, 1e-7 + (m.binned if m else 0.0)), (seed, name, m, value)
             if m and not name.startswith("auroc"):
                 assert m.binned == 0
-        alone = metrics.values({k: v.numpy() for k, v in scores.count(logits, labels, len(names)).items()})
+        alone = metrics.metric_arrays({k: v.numpy() for k, v in scores.count(logits, labels, len(names)).items()})
         for name in ("accuracy", "top5", "balanced_accuracy", "f1", "auroc", "calibration_error", "log_loss"):
             number, m = float(alone[name]), summed[name]
             assert math.isnan(number) if m is None else m.value == pytest.approx(number, abs=1e-12), (seed, name)
@@ -165,7 +165,7 @@ def test_no_images_give_no_metrics() -> None:
     assert all(torch.equal(v, w) for v, w in zip(empty.values(), scores.merge([], 3).values(), strict=True))
     assert set(metrics.compute(empty, ["a", "b", "c"]).values()) == {None}
     assert metrics.reliability(empty) == []
-    with pytest.raises(FedgraftError, match="balanced_accuracy cannot choose a round"):
+    with raises("E-METRICS-UNDEFINED", metric="balanced_accuracy"):
         metrics.select_value(empty, "balanced_accuracy")
 
 
@@ -187,15 +187,15 @@ def test_ties_stay_ties_whatever_the_order_of_classes_or_a_shift() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(FedgraftError, match=r"shape \(2, 3\) do not fit 2 labels and 4 classes"):
+    with raises("E-METRICS-LOGITS-SHAPE", shape=(2, 3), labels=2, classes=4):
         scores.count(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 4)
-    with pytest.raises(FedgraftError, match="labels from 0 to 3 do not fit 3 classes"):
+    with raises("E-METRICS-LABEL-RANGE", lowest=0, highest=3, classes=3):
         scores.count(torch.zeros(2, 3), torch.tensor([0, 3]), 3)
-    with pytest.raises(FedgraftError, match="'confusion' have the shape"):
+    with raises("E-METRICS-SUM-SHAPE", sum="confusion", classes=3):
         scores.merge([scores.merge([], 2)], 3)
-    with pytest.raises(FedgraftError, match="need as many different names, not 2"):
+    with raises("E-METRICS-CLASS-NAMES", classes=3, names=2):
         metrics.compute(scores.merge([], 3), ["a", "b"])
-    with pytest.raises(FedgraftError, match="there is no metric 'acuracy' of these classes; there are accuracy"):
+    with raises("E-METRICS-UNKNOWN", metric="acuracy"):
         metrics.select_value(scores.merge([], 2), "acuracy")
 
 
@@ -327,10 +327,12 @@ def test_interval_of_the_calibration_error_holds_that_of_the_same_bins() -> None
 def test_mean_intervals_agree_with_a_bootstrap_where_images_are_many() -> None:
     stream, names = np.random.default_rng(8), list("abcd")
     logits, labels = sample(stream, 1500, 4, 1.5)
-    found, rows = raw.exact(logits, labels, names), scores.rows(logits, labels, 4)
+    found, rows = raw.exact(logits, labels, names), scores.score_images(logits, labels, 4)
     draws = [torch.from_numpy(stream.integers(0, 1500, 1500)) for _ in range(400)]
     values = [
-        metrics.values({k: v.numpy() for k, v in scores.total(scores.Rows(*(x[d] for x in rows)), 4).items()})
+        metrics.metric_arrays(
+            {k: v.numpy() for k, v in scores.sum_scores(scores.ImageScores(*(x[d] for x in rows)), 4).items()}
+        )
         for d in draws
     ]
     for name in ("accuracy", "balanced_accuracy", "f1", "auroc", "log_loss"):
@@ -353,16 +355,16 @@ def test_pairing_sees_what_two_separate_intervals_miss() -> None:
     logits, labels = sample(np.random.default_rng(10), 300, 4, 1.0)
     better = logits.clone()
     better[torch.arange(300), labels] += 0.1
-    found = raw.paired(better, logits, labels, list("abcd"), seed=0, draws=100)
+    found = raw.paired_bootstrap(better, logits, labels, list("abcd"), seed=0, draws=100)
     gap, one = found["accuracy"], raw.exact(logits, labels, list("abcd"))["accuracy"]
     assert gap and one and gap.low is not None and one.high is not None
     assert gap.low > 0 and one.value + gap.value < one.high
     assert gap.unit == "points" and gap.value == pytest.approx(
         float((better.argmax(1) == labels).double().mean() - (logits.argmax(1) == labels).double().mean())
     )
-    assert found == raw.paired(better, logits, labels, list("abcd"), seed=0, draws=100)
-    assert found != raw.paired(better, logits, labels, list("abcd"), seed=1, draws=100)
-    same = raw.paired(logits, logits, labels, list("abcd"), seed=0, draws=20)["f1"]
+    assert found == raw.paired_bootstrap(better, logits, labels, list("abcd"), seed=0, draws=100)
+    assert found != raw.paired_bootstrap(better, logits, labels, list("abcd"), seed=1, draws=100)
+    same = raw.paired_bootstrap(logits, logits, labels, list("abcd"), seed=0, draws=20)["f1"]
     assert same and (same.value, same.low, same.high) == (0, 0, 0)
-    nothing = raw.paired(logits[:0], logits[:0], labels[:0], list("abcd"), seed=0)
+    nothing = raw.paired_bootstrap(logits[:0], logits[:0], labels[:0], list("abcd"), seed=0)
     assert set(nothing.values()) == {None}

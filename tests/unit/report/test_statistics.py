@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from tests.support.errors import raises
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics import statistics
 from fedgraft.metrics.statistics import bytes_to, latex, paired, rounds_to, summarise, table
 from fedgraft.report.figures import pareto
@@ -59,9 +59,9 @@ def test_bootstrap_of_two_values_by_enumeration() -> None:
 def test_one_value_has_no_spread_and_none_is_refused() -> None:
     found = summarise([5.0])
     assert (found.mean, found.std, found.low, found.high, found.count) == (5.0, 0.0, 5.0, 5.0, 1)
-    with pytest.raises(FedgraftError, match="no values"):
+    with raises("E-METRICS-NO-VALUES"):
         summarise([])
-    with pytest.raises(FedgraftError, match="there is no interval 'boostrap'"):
+    with raises("E-METRICS-INTERVAL", method="boostrap"):
         summarise([1.0, 2.0], "boostrap")
 
 
@@ -112,7 +112,7 @@ def test_gaps_that_do_not_vary() -> None:
     assert paired([1.0], {"one seed": [2.0]})[0].p == 1.0
     assert str(shifted) == "+1.00 [+1.00, +1.00]" and str(same) == "+0.00 [+0.00, +0.00]"
     assert str(paired([2e-5, 2e-5], {"tiny": [1e-5, 1e-5]})[0]).startswith("-1.00e-05 [")
-    with pytest.raises(FedgraftError, match="m has 2 seeds and the base 3"):
+    with raises("E-METRICS-UNPAIRED", name="m", seeds=2, base_seeds=3):
         paired(base, {"m": [1.0, 2.0]})
 
 

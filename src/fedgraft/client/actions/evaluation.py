@@ -18,7 +18,7 @@ from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request, Response, Scalar
 from fedgraft.core.protocols import Examples, Network
 from fedgraft.metrics import scores
-from fedgraft.metrics.evaluate import counted
+from fedgraft.metrics.evaluate import evaluate_with_sums
 from fedgraft.privacy.secagg.ring import Summand
 
 _FINETUNE_PARTS = ("head", "body", "both")
@@ -50,7 +50,7 @@ def count(request: Request, context: ClientContext) -> dict[str, Tensor]:
     if "heads" in request.auxiliary:
         return {"counts": _count_heads(request.auxiliary["heads"], context, rows)}
     context.load_model(model_vector(request))
-    evaluation, sums = counted(context.network, examples, rows, scores=bool(request.settings.get("scores")))
+    evaluation, sums = evaluate_with_sums(context.network, examples, rows, scores=bool(request.settings.get("scores")))
     means = [evaluation.accuracy, evaluation.top5, evaluation.loss, 1.0]
     counts = torch.tensor([means], dtype=torch.float64) * len(rows)
     counts[:, :2] = counts[:, :2].round()
@@ -65,7 +65,7 @@ def _count_heads(heads: Tensor, context: ClientContext, rows: Tensor) -> Tensor:
         z = torch.cat([batch.double(), ones], dim=1)  # (B, width + 1)
         for i, head in enumerate(heads):
             logits = z @ head.T
-            classes_ahead = scores.ahead(logits, labels)
+            classes_ahead = scores.true_class_rank(logits, labels)
             right = (classes_ahead == 0).sum()
             near = (classes_ahead < 5).sum()
             loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -99,7 +99,7 @@ def score_sums(request: Request, context: ClientContext) -> dict[str, Tensor]:
     """Return the sums of `metrics.scores` of the request's model on the requested split."""
     context.load_model(model_vector(request))
     examples, rows = _requested_split(request, context)
-    _, sums = counted(context.network, examples, rows)
+    _, sums = evaluate_with_sums(context.network, examples, rows)
     return sums
 
 
@@ -129,7 +129,7 @@ def evaluate_on_own_tests(
     own_model = algorithm.client_state.own_model(model_vector(request), memory)
     context.load_model(own_model, memory.get("private"))
     with_scores = bool(request.settings.get("scores"))
-    evaluation, sums = counted(context.network, context.tests, rows, scores=with_scores)
+    evaluation, sums = evaluate_with_sums(context.network, context.tests, rows, scores=with_scores)
     metrics = {"loss": evaluation.loss, "accuracy": evaluation.accuracy, "count": float(len(rows))}
     if request.settings.get("finetune_epochs"):
         finetuned, finetuned_sums = evaluate_finetuned(request, algorithm, context, rows)

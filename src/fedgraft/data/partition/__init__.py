@@ -1,4 +1,4 @@
-"""How a dataset is divided among clients: one function per way, each giving a `FederatedData`."""
+"""Division of a dataset among clients: one function per kind of partition, each returning a `FederatedData`."""
 
 from fedgraft.data.partition.federate import (
     by_site,

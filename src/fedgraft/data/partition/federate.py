@@ -1,7 +1,7 @@
-"""A dataset divided among clients, one function per way: each holds out validation rows and gives a `FederatedData`.
+"""Divide a dataset among clients: one function per kind of partition, each returning a `FederatedData`.
 
-Validation rows are a stratified share of each class (at each site), and no group is on both sides. All randomness
-comes from `seed`.
+Each holds out validation rows for the server first: a stratified share of each class (at each site), such that no
+group is on both sides. All randomness comes from `seed`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from fedgraft.data.partition.split import stratified_split
 if TYPE_CHECKING:
     from fedgraft.data.sources import Dataset
 
+_NAMED_LENGTH = 200  # characters of a list of class names in an error
 
-class Split(TypedDict, total=False):
-    """Options of every way to divide data."""
+
+class SplitOptions(TypedDict, total=False):
+    """Options of every function that divides data."""
 
     validation: float  # share of the training rows that the server holds out; 0.1
     seed: int
@@ -30,97 +32,131 @@ class Split(TypedDict, total=False):
 
 
 def federate(data: Dataset, kind: str, clients: int = 10, **options: Any) -> FederatedData:
-    """Hold out validation rows once, and divide the rest by `kind`, a partition kind or by_site; options as there."""
-    seed, limit = options.pop("seed", 0), options.pop("limit", None)
-    train, held = _held_out(data, options.pop("validation", 0.1), seed, limit)
+    """Hold out validation rows and divide the rest by `kind`: a kind of `make_partition` with its options, or by_site.
+
+    `options` also takes those of `SplitOptions`.
+    """
+    seed = options.pop("seed", 0)
+    limit = options.pop("limit", None)
+    validation = options.pop("validation", 0.1)
+    train, held_out = _hold_out(data, validation, seed, limit)
     if kind == "by_site":
-        partition = _by_site(data, train, options)
+        partition = _partition_by_site(data, train, options)
     else:
-        labels, tests = data.train.labels[train], data.test.labels
-        partition = make_partition(kind, labels, tests, clients, seed, **options)
-    made = FederatedData(data, train, held, partition)
-    if (lost := made.uncovered) and not options.get("allow_uncovered") and limit is None:
+        partition = make_partition(kind, data.train.labels[train], data.test.labels, clients, seed, **options)
+    federated = FederatedData(data, train, held_out, partition)
+    uncovered = federated.uncovered
+    if uncovered and not options.get("allow_uncovered") and limit is None:
         raise FedgraftError(
-            f"no client holds an image of {', '.join(lost)[:200]}; leave these classes out, add images, or allow it "
-            "with allow_uncovered."
+            "E-DATA-UNCOVERED",
+            f"no client holds an image of {', '.join(uncovered)[:_NAMED_LENGTH]}",
+            "leave these classes out, add images, or allow it with allow_uncovered",
+            classes=uncovered,
         )
-    return made
+    return federated
 
 
-def iid(data: Dataset, clients: int, sizes: str = "equal", sigma: float = 1.0, **split: Unpack[Split]) -> FederatedData:
-    """Rows at random, in equal parts or in parts of lognormal size."""
+def iid(
+    data: Dataset, clients: int, sizes: str = "equal", sigma: float = 1.0, **split: Unpack[SplitOptions]
+) -> FederatedData:
+    """Divide rows at random, in equal parts or in parts of lognormal size."""
     return federate(data, "iid", clients, sizes=sizes, sigma=sigma, **split)
 
 
-def stratified(data: Dataset, clients: int, **split: Unpack[Split]) -> FederatedData:
-    """Each class evenly."""
+def stratified(data: Dataset, clients: int, **split: Unpack[SplitOptions]) -> FederatedData:
+    """Divide each class evenly."""
     return federate(data, "stratified", clients, **split)
 
 
 def classes(
-    data: Dataset, clients: int, per_client: int, allow_uncovered: bool = False, **split: Unpack[Split]
+    data: Dataset, clients: int, per_client: int, allow_uncovered: bool = False, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Exactly `per_client` classes each, in parts of equal size."""
+    """Give each client exactly `per_client` classes, in parts of equal size."""
     return federate(data, "classes", clients, per_client=per_client, allow_uncovered=allow_uncovered, **split)
 
 
 def shards(
-    data: Dataset, clients: int, per_client: int = 2, per_class: bool = True, **split: Unpack[Split]
+    data: Dataset, clients: int, per_client: int = 2, per_class: bool = True, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """`per_client` shards each, cut by class or by sort-and-cut (McMahan et al. 2017)."""
+    """Give each client `per_client` shards, cut by class or by sort-and-cut (McMahan et al. 2017)."""
     return federate(data, "shards", clients, per_client=per_client, per_class=per_class, **split)
 
 
 def dirichlet(
-    data: Dataset, clients: int, alpha: float = 0.5, min_size: int = 10, **split: Unpack[Split]
+    data: Dataset, clients: int, alpha: float = 0.5, min_size: int = 10, **split: Unpack[SplitOptions]
 ) -> FederatedData:
-    """Each class by proportions from Dir(alpha); small is uneven."""
+    """Divide each class by proportions from Dir(alpha); a small alpha is uneven."""
     return federate(data, "dirichlet", clients, alpha=alpha, min_size=min_size, **split)
 
 
-def dirichlet_balanced(data: Dataset, clients: int, alpha: float = 0.5, **split: Unpack[Split]) -> FederatedData:
-    """Clients of equal size whose classes are mixed by Dir(alpha) (Hsu et al. 2019)."""
+def dirichlet_balanced(data: Dataset, clients: int, alpha: float = 0.5, **split: Unpack[SplitOptions]) -> FederatedData:
+    """Make clients of equal size whose classes are mixed by Dir(alpha) (Hsu et al. 2019)."""
     return federate(data, "dirichlet_balanced", clients, alpha=alpha, **split)
 
 
 def groups(
-    data: Dataset, clients: int, groups: Sequence[Sequence[int]], allow_uncovered: bool = False, **split: Unpack[Split]
+    data: Dataset,
+    clients: int,
+    groups: Sequence[Sequence[int]],
+    allow_uncovered: bool = False,
+    **split: Unpack[SplitOptions],
 ) -> FederatedData:
-    """Groups of clients with given labels."""
+    """Divide explicit groups of labels, each among its own group of clients."""
     return federate(data, "groups", clients, groups=groups, allow_uncovered=allow_uncovered, **split)
 
 
-def by_site(data: Dataset, column: str = "site", **split: Unpack[Split]) -> FederatedData:
-    """One client per site, with the site's own test rows; `column` says where the sites are."""
+def by_site(data: Dataset, column: str = "site", **split: Unpack[SplitOptions]) -> FederatedData:
+    """Make one client per site, with the site's own test rows; `column` names the column of the sites."""
     return federate(data, "by_site", column=column, **split)
 
 
-def given(datasets: Sequence[Any], names: Sequence[str] | None = None, **split: Unpack[Split]) -> FederatedData:
-    """One client for each of these: datasets of this package, torch or Hugging Face datasets, folders, or (x, y)."""
+def given(datasets: Sequence[Any], names: Sequence[str] | None = None, **split: Unpack[SplitOptions]) -> FederatedData:
+    """Make one client of each: a dataset of this package, a torch or Hugging Face dataset, a folder, or (x, y)."""
     from fedgraft.data.sources.join import join
 
     return by_site(join(datasets, names), **split)
 
 
-def _held_out(data: Dataset, share: float, seed: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _hold_out(data: Dataset, share: float, seed: int, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return (training rows, validation rows); at most `limit` training rows, stratified."""
     from fedgraft.data.sources.assemble import strata
 
-    marks, together = strata(data.train), data.train.groups
-    train, held = stratified_split(marks, share, seed, together)
+    stratum = strata(data.train)
+    train, held_out = stratified_split(stratum, share, seed, data.train.groups)
     if limit is not None and limit < len(train):
-        _, kept = stratified_split(marks[train], limit / len(train), seed)
-        train = train[kept]
-    return train, held
+        _, chosen = stratified_split(stratum[train], limit / len(train), seed)
+        train = train[chosen]
+    return train, held_out
 
 
-def _by_site(data: Dataset, train: np.ndarray, options: dict[str, Any]) -> Partition:
+def _partition_by_site(data: Dataset, train: np.ndarray, options: dict[str, Any]) -> Partition:
+    """Return the partition of the training rows by the values of `options["column"]`."""
     column = options.get("column", "site")
     if options.get("test", "shard") != "shard":
-        raise FedgraftError("with by_site each client is tested on its own site's images; leave `test` out.")
-    if strange := set(options) - {"column", "test", "allow_uncovered"}:
-        raise FedgraftError(f"the partition 'by_site' has no option {min(strange)!r}; it has: column.")
+        raise FedgraftError(
+            "E-DATA-BY-SITE-TEST",
+            "with by_site each client is tested on its own site's images",
+            "leave `test` out",
+            test=options["test"],
+        )
+    unknown = set(options) - {"column", "test", "allow_uncovered"}
+    if unknown:
+        raise FedgraftError(
+            "E-DATA-PARTITION-OPTION",
+            f"the partition 'by_site' has no option {min(unknown)!r}",
+            "it has: column",
+            kind="by_site",
+            option=min(unknown),
+        )
     if column not in data.train.columns:
-        have = ", ".join(data.train.columns) or "none"
-        raise FedgraftError(f"{data.name} has no column {column!r} that says whose each row is; it has: {have}.")
-    owners, tested = data.train.columns[column][train], data.test.columns.get(column)
-    return partition_by_owner(data.train.labels[train], owners, data.test.labels, tested)
+        columns = ", ".join(data.train.columns) or "none"
+        raise FedgraftError(
+            "E-DATA-NO-COLUMN",
+            f"{data.name} has no column {column!r} that says which client owns each row",
+            f"choose one of its columns: {columns}",
+            column=column,
+            columns=tuple(data.train.columns),
+        )
+    owners = data.train.columns[column][train]
+    test_owners = data.test.columns.get(column)
+    return partition_by_owner(data.train.labels[train], owners, data.test.labels, test_owners)

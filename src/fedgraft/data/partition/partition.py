@@ -1,4 +1,4 @@
-"""Which rows each client has: a partition, its invariants, its statistics, and `make_partition` for every kind.
+"""A partition: the rows of each client, its invariants and statistics, and `make_partition` for every kind.
 
 Each kind (see `rules` and `quotas`) answers one question: which client owns each training row? Test rows follow the
 training rows: a client is tested on the classes it holds, or, where owners are known, on its own test rows.
@@ -19,7 +19,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import numpy_stream
 from fedgraft.data.partition.quotas import class_owners
 from fedgraft.data.partition.rules import (
-    Owners,
+    RowOwners,
     dirichlet_balanced_owners,
     dirichlet_owners,
     edge_owners,
@@ -30,7 +30,7 @@ from fedgraft.data.partition.rules import (
 )
 from fedgraft.data.partition.split import distinct, ranks_within
 
-KINDS: dict[str, Callable[..., Owners]] = {
+KINDS: dict[str, Callable[..., RowOwners]] = {
     "iid": iid_owners,
     "stratified": stratified_owners,
     "classes": class_owners,
@@ -39,7 +39,9 @@ KINDS: dict[str, Callable[..., Owners]] = {
     "dirichlet_balanced": dirichlet_balanced_owners,
     "groups": group_owners,
 }
-_LARGEST = 2**27  # entries of overlapping test lists: one gigabyte of rows
+"""Partition rules by name; after (labels, clients, rng) come the options of the kind."""
+TEST_RULES = ("shard", "all_of_my_classes")
+_MAX_TEST_ENTRIES = 2**27  # of overlapping test lists: one gigabyte of rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +65,25 @@ class Partition:
     """Names of the clients, where they have some; then their test rows are their own, of whatever class."""
 
     def __post_init__(self) -> None:
+        """Check the law."""
         _check_lists("training", self.offsets, self.rows, len(self.labels), disjoint=True)
         _check_lists("test", self.test_offsets, self.tests, len(self.test_labels), disjoint=not self.overlap)
         if len(self.offsets) != len(self.test_offsets):
-            raise FedgraftError("a partition needs training and test rows for the same clients.")
+            raise FedgraftError(
+                "E-DATA-PARTITION-CLIENTS",
+                "a partition needs training and test rows for the same clients",
+                "give as many test offsets as training offsets",
+            )
         if not self.names:
             _check_same_classes(self)
         elif len(self.names) != self.clients:
-            raise FedgraftError(f"a partition among {self.clients} clients has {len(self.names)} names.")
+            raise FedgraftError(
+                "E-DATA-PARTITION-NAMES",
+                f"a partition among {self.clients} clients has {len(self.names)} names",
+                "give one name per client, or none",
+                clients=self.clients,
+                names=len(self.names),
+            )
 
     @property
     def clients(self) -> int:
@@ -78,21 +91,24 @@ class Partition:
         return len(self.offsets) - 1
 
     def train_rows(self, client: int) -> np.ndarray:
-        """Training rows of one client, sorted."""
+        """Return the training rows of one client, sorted."""
         return self.rows[self.offsets[client] : self.offsets[client + 1]]
 
     def test_rows(self, client: int) -> np.ndarray:
-        """Test rows of one client, sorted."""
+        """Return the test rows of one client, sorted."""
         return self.tests[self.test_offsets[client] : self.test_offsets[client + 1]]
 
     def sizes(self) -> np.ndarray:
-        """Training rows per client, (K,)."""
+        """Return the number of training rows per client, (K,)."""
         return np.diff(self.offsets)
 
     def histogram(self, labels: np.ndarray | None = None, classes: int | None = None) -> np.ndarray:
-        """Training rows per client and class, (K, C)."""
-        labels = self.labels if labels is None else np.asarray(labels)
-        classes = count_classes(labels) if classes is None else classes
+        """Return the number of training rows per client and class, (K, C)."""
+        if labels is None:
+            labels = self.labels
+        labels = np.asarray(labels)
+        if classes is None:
+            classes = count_classes(labels)
         owner = np.repeat(np.arange(self.clients), self.sizes())
         return np.bincount(owner * classes + labels[self.rows], minlength=self.clients * classes).reshape(-1, classes)
 
@@ -106,16 +122,16 @@ class Partition:
         return hasher.hexdigest()
 
     def statistics(self) -> dict[str, Any]:
-        """Samples and classes per client (mean, std, min, max), classes nobody holds, and rows left out."""
-        sizes, tests = self.sizes(), np.diff(self.test_offsets)
-        clients, _, _ = edges_of(self.offsets, self.rows, self.labels)
-        held = distinct(self.labels[self.rows])
+        """Return samples and classes per client (mean, std, min, max), classes no client holds, and rows left out."""
+        edge_clients, _, _ = edges_of(self.offsets, self.rows, self.labels)
+        covered = distinct(self.labels[self.rows])
+        uncovered = set(distinct(self.labels).tolist()) - set(covered.tolist())
         return {
             "clients": self.clients,
-            "samples": _summary(sizes),
-            "classes": _summary(np.bincount(clients, minlength=self.clients)),
-            "test_samples": _summary(tests),
-            "uncovered": sorted(set(distinct(self.labels).tolist()) - set(held.tolist())),
+            "samples": _moments(self.sizes()),
+            "classes": _moments(np.bincount(edge_clients, minlength=self.clients)),
+            "test_samples": _moments(np.diff(self.test_offsets)),
+            "uncovered": sorted(uncovered),
             "unused_rows": len(self.labels) - len(self.rows),
             "notes": list(self.notes),
         }
@@ -131,71 +147,111 @@ def make_partition(
     "lognormal"), sigma; classes: per_client, allow_uncovered; shards: per_client, per_class; dirichlet: alpha,
     min_size, tries; dirichlet_balanced: alpha; groups: groups, clients_per_group, allow_uncovered.
     """
+    if test_labels is None:
+        test_labels = np.zeros(0, dtype=np.int64)
     labels = check_labels(labels, "training")
-    test_labels = check_labels([] if test_labels is None else test_labels, "test")
-    test = options.pop("test", "shard")
+    test_labels = check_labels(test_labels, "test")
+    test_rule = options.pop("test", "shard")
     if kind not in KINDS:
-        raise FedgraftError(f"there is no partition kind {kind!r}; choose one of {', '.join(KINDS)}.")
-    if test not in ("shard", "all_of_my_classes"):
-        raise FedgraftError(f"test must be 'shard' or 'all_of_my_classes', but it is {test!r}.")
+        raise FedgraftError(
+            "E-DATA-PARTITION-KIND",
+            f"there is no partition kind {kind!r}",
+            f"choose one of {', '.join(KINDS)}",
+            kind=kind,
+        )
+    if test_rule not in TEST_RULES:
+        raise FedgraftError(
+            "E-DATA-TEST-RULE",
+            f"test must be 'shard' or 'all_of_my_classes', but it is {test_rule!r}",
+            "choose one of the two",
+            test=test_rule,
+        )
     if not 1 <= clients <= len(labels):
         raise FedgraftError(
-            f"{len(labels)} training rows cannot be divided among {clients} clients; use 1..{len(labels)}."
+            "E-DATA-CLIENTS",
+            f"{len(labels)} training rows cannot be divided among {clients} clients",
+            f"use 1..{len(labels)}",
+            rows=len(labels),
+            clients=clients,
         )
     _check_options(kind, options)
-    found = KINDS[kind](labels, clients, numpy_stream(seed, "partition", kind, clients), **options)
-    offsets, rows = compress(found.owner, clients)
+    owners = KINDS[kind](labels, clients, numpy_stream(seed, "partition", kind, clients), **options)
+    offsets, rows = compress(owners.owner, clients)
     edges = edges_of(offsets, rows, labels)
-    give_tests = _shard_test if test == "shard" else _all_of_my_classes
-    test_offsets, test_rows = give_tests(test_labels, edges, clients, numpy_stream(seed, "partition", "test"))
-    return Partition(
-        kind, labels, test_labels, offsets, rows, test_offsets, test_rows, test == "all_of_my_classes", found.notes
-    )
+    test_rng = numpy_stream(seed, "partition", "test")
+    overlap = test_rule == "all_of_my_classes"
+    if overlap:
+        test_offsets, test_rows = _all_test_rows_of_classes(test_labels, edges, clients)
+    else:
+        test_offsets, test_rows = _sharded_test_rows(test_labels, edges, clients, test_rng)
+    return Partition(kind, labels, test_labels, offsets, rows, test_offsets, test_rows, overlap, owners.notes)
 
 
 def partition_by_owner(
     labels: np.ndarray, owners: np.ndarray, test_labels: np.ndarray, test_owners: np.ndarray | None
 ) -> Partition:
-    """One client per owner, in the order of their names, with the owner's own training and test rows."""
+    """Return one client per owner, in the order of their names, with the owner's own training and test rows."""
     names, owner = np.unique(owners, return_inverse=True)
-    tested = np.full(len(test_labels), -1)
+    test_owner = np.full(len(test_labels), -1)
     if test_owners is not None and len(test_owners):
         place = np.searchsorted(names, test_owners).clip(max=len(names) - 1)
-        tested = np.where(names[place] == test_owners, place, -1)
-    lost = int((tested < 0).sum())
-    notes = (f"{lost} test rows belong to nobody who trains, and no client is tested on them.",) if lost else ()
+        test_owner = np.where(names[place] == test_owners, place, -1)
+    unowned = int((test_owner < 0).sum())
+    notes: tuple[str, ...] = ()
+    if unowned:
+        notes = (f"{unowned} test rows belong to nobody who trains, and no client is tested on them.",)
     offsets, rows = compress(owner.reshape(-1), len(names))
-    test_offsets, tests = compress(tested, len(names))
-    known = tuple(map(str, names.tolist()))
-    return Partition("by_site", labels, test_labels, offsets, rows, test_offsets, tests, False, notes, known)
+    test_offsets, tests = compress(test_owner, len(names))
+    client_names = tuple(map(str, names.tolist()))
+    return Partition("by_site", labels, test_labels, offsets, rows, test_offsets, tests, False, notes, client_names)
 
 
 def _check_options(kind: str, options: dict[str, Any]) -> None:
+    """Refuse options that this kind does not have, and missing ones that it needs."""
     parameters = list(inspect.signature(KINDS[kind]).parameters.values())[3:]
-    names = [p.name for p in parameters]
-    if strange := sorted(set(options) - set(names)):
+    names = [parameter.name for parameter in parameters]
+    unknown = sorted(set(options) - set(names))
+    if unknown:
         raise FedgraftError(
-            f"the partition {kind!r} has no option {strange[0]!r}; it has: {', '.join(names) or 'none'}."
+            "E-DATA-PARTITION-OPTION",
+            f"the partition {kind!r} has no option {unknown[0]!r}",
+            f"it has: {', '.join(names) or 'none'}",
+            kind=kind,
+            option=unknown[0],
         )
-    if missing := [p.name for p in parameters if p.default is p.empty and p.name not in options]:
-        raise FedgraftError(f"the partition {kind!r} needs the option {missing[0]!r}.")
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            raise FedgraftError(
+                "E-DATA-PARTITION-OPTION-MISSING",
+                f"the partition {kind!r} needs the option {parameter.name!r}",
+                "give it a value",
+                kind=kind,
+                option=parameter.name,
+            )
 
 
-def check_labels(labels: Any, what: str) -> np.ndarray:
-    """Labels as int64 (N,), refused when they are not whole numbers from 0."""
+def check_labels(labels: Any, split: str) -> np.ndarray:
+    """Return labels as int64 (N,); refuse anything but whole numbers from 0. `split` names them in the error."""
     array = np.asarray(labels)
     if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or array.min() < 0)):
-        raise FedgraftError(f"the {what} labels must be a list of whole numbers from 0.")
+        raise FedgraftError(
+            "E-DATA-LABELS",
+            f"the {split} labels must be a list of whole numbers from 0",
+            "number the classes from 0",
+            split=split,
+        )
     return array.astype(np.int64)
 
 
 def count_classes(labels: np.ndarray) -> int:
-    """One more than the largest label."""
-    return int(labels.max()) + 1 if len(labels) else 0
+    """Return one more than the largest label, 0 without labels."""
+    if not len(labels):
+        return 0
+    return int(labels.max()) + 1
 
 
 def compress(owner: np.ndarray, clients: int) -> tuple[np.ndarray, np.ndarray]:
-    """Owners (N,), -1 for a row nobody gets, as offsets and sorted rows."""
+    """Return owners (N,), where -1 means that no client owns the row, as offsets (K + 1,) and sorted rows."""
     order = np.argsort(owner, kind="stable")
     rows = order[np.count_nonzero(owner < 0) :]
     sizes = np.bincount(owner[rows], minlength=clients)
@@ -203,41 +259,49 @@ def compress(owner: np.ndarray, clients: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def edges_of(offsets: np.ndarray, rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The (client, class) pairs that occur and how many rows each has, without building the full table."""
+    """Return client, class and number of rows of every pair that occurs, without building the full table."""
     classes = count_classes(labels)
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     pair, counts = np.unique(owner * classes + labels[rows], return_counts=True)
     return pair // max(classes, 1), pair % max(classes, 1), counts
 
 
-def _shard_test(
+def _sharded_test_rows(
     labels: np.ndarray, edges: tuple[np.ndarray, np.ndarray, np.ndarray], clients: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split each class's test rows among its owners in proportion to their training rows, by largest remainder."""
+    """Split each class's test rows among its owners in proportion to their training rows, by largest remainder.
+
+    Returns offsets (K + 1,) and rows.
+    """
     client, cls, count = edges
     classes = max(count_classes(labels), int(cls.max()) + 1)
     available = np.bincount(labels, minlength=classes)
-    held = np.bincount(cls, weights=count, minlength=classes)
-    share = available[cls] * (count / held[cls])
-    given = np.floor(share + 1e-9).astype(np.int64)
-    owned = np.where(held > 0, available, 0)
-    missing = owned - np.bincount(cls, weights=given, minlength=classes).astype(np.int64)
-    # Equal fractions are served in one order of the clients that goes on where the last class stopped: even totals.
+    trained = np.bincount(cls, weights=count, minlength=classes)
+    share = available[cls] * (count / trained[cls])
+    counts = np.floor(share + 1e-9).astype(np.int64)
+    owned = np.where(trained > 0, available, 0)
+    missing = owned - np.bincount(cls, weights=counts, minlength=classes).astype(np.int64)
+    # Equal fractions are served in one order of the clients that continues where the last class ended: even totals.
     turn = (rng.permutation(clients)[client] - (np.cumsum(missing) - missing)[cls]) % clients
-    order = np.lexsort((turn, np.round(given - share, 9), cls))
-    given[order] += ranks_within(cls[order]) < missing[cls[order]]
-    return compress(edge_owners(labels, cls, client, given, rng), clients)
+    order = np.lexsort((turn, np.round(counts - share, 9), cls))
+    counts[order] += ranks_within(cls[order]) < missing[cls[order]]
+    return compress(edge_owners(labels, cls, client, counts, rng), clients)
 
 
-def _all_of_my_classes(
-    labels: np.ndarray, edges: tuple[np.ndarray, np.ndarray, np.ndarray], clients: int, rng: np.random.Generator
+def _all_test_rows_of_classes(
+    labels: np.ndarray, edges: tuple[np.ndarray, np.ndarray, np.ndarray], clients: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every client gets all test rows of its classes, so clients share rows."""
+    """Give every client all test rows of its classes, so that clients share rows. Returns offsets (K + 1,) and rows."""
     client, cls, _ = edges
     available = np.bincount(labels, minlength=int(cls.max()) + 1)
     lengths = available[cls]
-    if lengths.sum() > _LARGEST:
-        raise FedgraftError(f"test='all_of_my_classes' would list {lengths.sum():,} rows; use test='shard' here.")
+    if lengths.sum() > _MAX_TEST_ENTRIES:
+        raise FedgraftError(
+            "E-DATA-TEST-OVERLAP-SIZE",
+            f"test='all_of_my_classes' would list {lengths.sum():,} rows",
+            "use test='shard' here",
+            rows=int(lengths.sum()),
+        )
     by_class = np.argsort(labels, kind="stable")
     starts = np.cumsum(available) - available
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -247,26 +311,53 @@ def _all_of_my_classes(
     return np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=clients))]), rows[order]
 
 
-def _check_lists(what: str, offsets: np.ndarray, rows: np.ndarray, count: int, disjoint: bool) -> None:
+def _check_lists(split: str, offsets: np.ndarray, rows: np.ndarray, count: int, disjoint: bool) -> None:
+    """Refuse offsets that do not rise, rows out of range and, if `disjoint`, a row of two clients."""
     if offsets[0] != 0 or offsets[-1] != len(rows) or (np.diff(offsets) < 0).any():
-        raise FedgraftError(f"the {what} offsets of a partition must rise from 0 to the number of its rows.")
+        raise FedgraftError(
+            "E-DATA-PARTITION-OFFSETS",
+            f"the {split} offsets of a partition must rise from 0 to the number of its rows",
+            "correct the offsets",
+            split=split,
+        )
     if len(rows) and not (rows.min() >= 0 and rows.max() < count):
-        raise FedgraftError(f"the {what} rows of a partition must lie in 0..{count - 1}.")
+        raise FedgraftError(
+            "E-DATA-PARTITION-ROWS",
+            f"the {split} rows of a partition must lie in 0..{count - 1}",
+            "correct the rows",
+            split=split,
+            count=count,
+        )
     if disjoint and len(rows) and np.bincount(rows).max() > 1:
-        raise FedgraftError(f"the {what} rows of a partition must be disjoint, but a row belongs to two clients.")
+        raise FedgraftError(
+            "E-DATA-PARTITION-OVERLAP",
+            f"the {split} rows of a partition must be disjoint, but a row belongs to two clients",
+            "give each row to one client",
+            split=split,
+        )
 
 
 def _check_same_classes(partition: Partition) -> None:
+    """Refuse a client that is tested on a class it does not train on."""
     classes = max(count_classes(partition.labels), count_classes(partition.test_labels))
-    trained = np.repeat(np.arange(partition.clients), partition.sizes()) * classes + partition.labels[partition.rows]
-    owner = np.repeat(np.arange(partition.clients), np.diff(partition.test_offsets))
-    tested = distinct(owner * classes + partition.test_labels[partition.tests])
-    if len(strange := np.setdiff1d(tested, distinct(trained), assume_unique=True)):
-        client, cls = divmod(int(strange[0]), classes)
-        raise FedgraftError(f"client {client} would be tested on class {cls}, which it does not train on.")
+    train_owner = np.repeat(np.arange(partition.clients), partition.sizes())
+    test_owner = np.repeat(np.arange(partition.clients), np.diff(partition.test_offsets))
+    trained_pairs = distinct(train_owner * classes + partition.labels[partition.rows])
+    tested_pairs = distinct(test_owner * classes + partition.test_labels[partition.tests])
+    untrained = np.setdiff1d(tested_pairs, trained_pairs, assume_unique=True)
+    if len(untrained):
+        client, label = divmod(int(untrained[0]), classes)
+        raise FedgraftError(
+            "E-DATA-TEST-CLASS",
+            f"client {client} would be tested on class {label}, which it does not train on",
+            "give it test rows of its own classes",
+            client=client,
+            label=label,
+        )
 
 
-def _summary(values: np.ndarray) -> dict[str, float]:
+def _moments(values: np.ndarray) -> dict[str, float]:
+    """Return mean, standard deviation, minimum and maximum."""
     return {
         "mean": float(values.mean()),
         "std": float(values.std()),

@@ -1,6 +1,6 @@
-"""The simple ways to divide rows: iid, stratified, shards (McMahan et al. 2017; Oh et al. 2022), Dirichlet, groups.
+"""The simple partition rules: iid, stratified, shards (McMahan et al. 2017; Oh et al. 2022), Dirichlet, groups.
 
-Every function answers with the owner of each row, so the parts are disjoint by construction.
+Every function returns the owner of each row, so the parts are disjoint by construction.
 """
 
 from __future__ import annotations
@@ -13,39 +13,43 @@ import numpy as np
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition.split import distinct, largest_remainder, shuffled_by_class
 
+_BLOCK = 1024  # clients drawn at a time, so that memory does not grow with their number
+
 
 @dataclass(frozen=True)
-class Owners:
-    """The client that owns each row, (N,), -1 for none; and what could not be made exact."""
+class RowOwners:
+    """The client that owns each row, (N,), -1 for none; and notes on what could not be made exact."""
 
     owner: np.ndarray
     notes: tuple[str, ...] = ()
 
 
 def even_sizes(total: int, parts: int) -> np.ndarray:
-    """`parts` whole numbers that sum to `total` and differ by at most one."""
+    """Return `parts` whole numbers that sum to `total` and differ by at most one."""
     return total // parts + (np.arange(parts) < total % parts)
 
 
 def edge_owners(
     labels: np.ndarray, cls: np.ndarray, client: np.ndarray, counts: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Owners when edge e gives `counts[e]` random rows of class `cls[e]` to `client[e]`; what is left has owner -1."""
+    """Return owners (N,) such that `client[e]` has `counts[e]` random rows of class `cls[e]`; other rows have -1."""
     order, available = shuffled_by_class(labels, rng)
     by_class = np.argsort(cls, kind="stable")
-    cls, client, counts = cls[by_class], client[by_class], counts[by_class]
-    given = np.bincount(cls, weights=counts, minlength=len(available)).astype(np.int64)[: len(available)]
+    cls = cls[by_class]
+    client = client[by_class]
+    counts = counts[by_class]
+    used = np.bincount(cls, weights=counts, minlength=len(available)).astype(np.int64)[: len(available)]
     within = np.arange(len(labels)) - np.repeat(np.cumsum(available) - available, available)
-    taken = order[within < np.repeat(given, available)]
+    owned = order[within < np.repeat(used, available)]
     owner = np.full(len(labels), -1, dtype=np.int64)
-    owner[taken] = np.repeat(client, counts)
+    owner[owned] = np.repeat(client, counts)
     return owner
 
 
 def iid_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, sizes: str = "equal", sigma: float = 1.0
-) -> Owners:
-    """A random permutation, cut: into equal parts, or into parts of lognormal size (at least one row each)."""
+) -> RowOwners:
+    """Cut a random permutation of the rows into equal parts, or into parts of lognormal size (at least one row)."""
     total = len(labels)
     if sizes == "equal":
         parts = even_sizes(total, clients)
@@ -54,76 +58,111 @@ def iid_owners(
         share = (total - clients) * weight[None, :] / weight.sum()
         parts = 1 + largest_remainder(share, np.array([total - clients]), rng.random(share.shape))[0]
     else:
-        raise FedgraftError(f"sizes must be 'equal' or 'lognormal' with sigma >= 0, but they are {sizes!r}, {sigma}.")
+        raise FedgraftError(
+            "E-DATA-SIZES",
+            f"sizes must be 'equal' or 'lognormal' with sigma >= 0, but they are {sizes!r}, {sigma}",
+            "set sizes to one of the two",
+            sizes=sizes,
+            sigma=sigma,
+        )
     owner = np.empty(total, dtype=np.int64)
     owner[rng.permutation(total)] = np.repeat(np.arange(clients), parts)
-    return Owners(owner)
+    return RowOwners(owner)
 
 
-def stratified_owners(labels: np.ndarray, clients: int, rng: np.random.Generator) -> Owners:
-    """Each class goes round robin, and the next one goes on where it stopped: all counts differ by at most one."""
+def stratified_owners(labels: np.ndarray, clients: int, rng: np.random.Generator) -> RowOwners:
+    """Deal the rows of each class round robin, each class continuing where the last one ended.
+
+    All sizes, and all counts of a class, differ by at most one.
+    """
     order, _ = shuffled_by_class(labels, rng)
     owner = np.empty(len(labels), dtype=np.int64)
     owner[order] = rng.permutation(clients)[np.arange(len(labels)) % clients]
-    return Owners(owner)
+    return RowOwners(owner)
 
 
 def shard_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, per_client: int, per_class: bool = False
-) -> Owners:
-    """`per_client` shards each. Sorted rows cut into equal shards; or, `per_class`, as many shards of every class.
+) -> RowOwners:
+    """Deal `per_client` shards to each client: sorted rows cut into equal shards or, `per_class`, each class apart.
 
     A client may draw one class twice, so it holds at most `per_client` classes, not exactly (that is `classes`),
     except that a sorted shard may also straddle classes.
     """
     shards = per_client * clients
     if not per_client >= 1 or shards > len(labels):
-        raise FedgraftError(f"{len(labels)} rows cannot be cut into {per_client} shards for each of {clients} clients.")
+        raise FedgraftError(
+            "E-DATA-SHARDS-ROWS",
+            f"{len(labels)} rows cannot be cut into {per_client} shards for each of {clients} clients",
+            "use fewer shards or clients, at least one shard per client",
+            rows=len(labels),
+            per_client=per_client,
+            clients=clients,
+        )
     holder = rng.permutation(np.repeat(np.arange(clients), per_client))
     if not per_class:
         order, _ = shuffled_by_class(labels, rng)
         owner = np.empty(len(labels), dtype=np.int64)
         owner[order] = np.repeat(holder, even_sizes(len(labels), shards))
-        return Owners(owner)
+        return RowOwners(owner)
     present, counts = np.unique(labels, return_counts=True)
     if shards % len(present):
         raise FedgraftError(
+            "E-DATA-SHARDS-CLASSES",
             f"{per_client} shards for each of {clients} clients are {shards}, which {len(present)} classes cannot "
-            "share equally; choose a multiple, or the shard rule sorted."
+            "share equally",
+            "choose a multiple, or per_class = false",
+            shards=shards,
+            classes=len(present),
         )
-    each = shards // len(present)
-    if counts.min() < each:
-        raise FedgraftError(f"class {present[counts.argmin()]} has {counts.min()} rows, too few for {each} shards.")
-    sizes = np.concatenate([even_sizes(int(count), each) for count in counts])
-    return Owners(edge_owners(labels, np.repeat(present, each), holder, sizes, rng))
+    shards_per_class = shards // len(present)
+    if counts.min() < shards_per_class:
+        raise FedgraftError(
+            "E-DATA-SHARDS-CLASS-ROWS",
+            f"class {present[counts.argmin()]} has {counts.min()} rows, too few for {shards_per_class} shards",
+            "use fewer shards or clients",
+            label=int(present[counts.argmin()]),
+            rows=int(counts.min()),
+        )
+    sizes = np.concatenate([even_sizes(int(count), shards_per_class) for count in counts])
+    return RowOwners(edge_owners(labels, np.repeat(present, shards_per_class), holder, sizes, rng))
 
 
 def dirichlet_owners(
     labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float, min_size: int = 10, tries: int = 100
-) -> Owners:
-    """Each class is split by proportions drawn from Dir(alpha); drawn again until everyone has `min_size` rows."""
+) -> RowOwners:
+    """Split each class by proportions drawn from Dir(alpha); draw again until every client has `min_size` rows."""
     _check_alpha(alpha)
     if clients * min_size > len(labels):
         raise FedgraftError(
-            f"{len(labels)} rows cannot give {clients} clients {min_size} rows each; lower min_size or clients."
+            "E-DATA-DIRICHLET-ROWS",
+            f"{len(labels)} rows cannot give {clients} clients {min_size} rows each",
+            "lower min_size or clients",
+            rows=len(labels),
+            clients=clients,
+            min_size=min_size,
         )
     present, counts = np.unique(labels, return_counts=True)
     for _ in range(tries):
         share = rng.dirichlet(np.full(clients, float(alpha)), size=len(present)) * counts[:, None]  # (C, K)
-        given = largest_remainder(share, counts, np.zeros_like(share))
-        small = int((given.sum(axis=0) < min_size).sum())
-        if small == 0:
-            cls, client = np.nonzero(given)
-            return Owners(edge_owners(labels, present[cls], client, given[cls, client], rng))
-        if tries * (1 - small / clients) ** clients < 1e-3:  # with so many too small, no draw will do
+        table = largest_remainder(share, counts, np.zeros_like(share))
+        too_small = int((table.sum(axis=0) < min_size).sum())
+        if too_small == 0:
+            cls, client = np.nonzero(table)
+            return RowOwners(edge_owners(labels, present[cls], client, table[cls, client], rng))
+        if tries * (1 - too_small / clients) ** clients < 1e-3:  # with so many too small, no draw will do
             break
     raise FedgraftError(
-        f"in {tries} draws with alpha={alpha} some of the {clients} clients always had fewer than {min_size} rows; "
-        "lower min_size, raise alpha, or use 'dirichlet_balanced', whose clients are of equal size."
+        "E-DATA-DIRICHLET-DRAWS",
+        f"in {tries} draws with alpha={alpha} some of the {clients} clients always had fewer than {min_size} rows",
+        "lower min_size, raise alpha, or use 'dirichlet_balanced', whose clients are of equal size",
+        alpha=alpha,
+        clients=clients,
+        min_size=min_size,
     )
 
 
-def dirichlet_balanced_owners(labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float) -> Owners:
+def dirichlet_balanced_owners(labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float) -> RowOwners:
     """Hsu et al. 2019: equal sizes; client k draws classes from q_k ~ Dir(alpha * prior), rows without replacement.
 
     The prior is the frequency of the classes and sums to one. Classes that run out are drawn no more: what is left of
@@ -131,37 +170,43 @@ def dirichlet_balanced_owners(labels: np.ndarray, clients: int, rng: np.random.G
     for a float, so it is drawn anew from that very distribution.
     """
     _check_alpha(alpha)
-    present, left = np.unique(labels, return_counts=True)
-    prior = left / left.sum()
+    present, remaining = np.unique(labels, return_counts=True)
+    prior = remaining / remaining.sum()
     sizes = rng.permutation(even_sizes(len(labels), clients))
     edges: list[np.ndarray] = []
-    for start in range(0, clients, 1024):  # in blocks, so that memory does not grow with the number of clients
-        wishes = rng.dirichlet(alpha * prior, size=min(1024, clients - start))
-        block = np.empty(wishes.shape, dtype=np.int64)
-        for place, wish in enumerate(wishes):
-            block[place] = _draw(wish, int(sizes[start + place]), left, rng, alpha * prior)
-            left -= block[place]
-        client, cls = np.nonzero(block)
-        edges.append(np.stack([cls, client + start, block[client, cls]]))
-    cls, client, given = np.concatenate(edges, axis=1)
-    return Owners(edge_owners(labels, present[cls], client, given, rng))
+    for start in range(0, clients, _BLOCK):
+        proportions = rng.dirichlet(alpha * prior, size=min(_BLOCK, clients - start))
+        table = np.empty(proportions.shape, dtype=np.int64)
+        for place, client_proportions in enumerate(proportions):
+            size = int(sizes[start + place])
+            table[place] = _draw_rows(client_proportions, size, remaining, rng, alpha * prior)
+            remaining -= table[place]
+        client, cls = np.nonzero(table)
+        edges.append(np.stack([cls, client + start, table[client, cls]]))
+    cls, client, counts = np.concatenate(edges, axis=1)
+    return RowOwners(edge_owners(labels, present[cls], client, counts, rng))
 
 
-def _draw(
-    wish: np.ndarray, size: int, left: np.ndarray, rng: np.random.Generator, concentration: np.ndarray
+def _draw_rows(
+    proportions: np.ndarray, size: int, remaining: np.ndarray, rng: np.random.Generator, concentration: np.ndarray
 ) -> np.ndarray:
-    """`size` rows by class, drawn by `wish` from what is left; a draw from an exhausted class is repeated."""
-    taken = rng.multinomial(size, wish)
-    if (taken <= left).all():
-        return taken
-    taken = np.minimum(taken, left)
-    while missing := size - int(taken.sum()):
-        wish = np.where(left > taken, wish, 0.0)
-        if wish.sum() < 1e-9:  # nothing wished for is left
-            some = np.flatnonzero(left > taken)
-            wish[some] = rng.dirichlet(concentration[some])
-        taken = np.minimum(taken + rng.multinomial(missing, wish / wish.sum()), left)
-    return taken
+    """Return `size` rows by class, drawn by `proportions` from the remaining rows.
+
+    A draw from an exhausted class is repeated.
+    """
+    drawn = rng.multinomial(size, proportions)
+    if (drawn <= remaining).all():
+        return drawn
+    drawn = np.minimum(drawn, remaining)
+    missing = size - int(drawn.sum())
+    while missing:
+        proportions = np.where(remaining > drawn, proportions, 0.0)
+        if proportions.sum() < 1e-9:  # no class of positive proportion has rows left
+            available = np.flatnonzero(remaining > drawn)
+            proportions[available] = rng.dirichlet(concentration[available])
+        drawn = np.minimum(drawn + rng.multinomial(missing, proportions / proportions.sum()), remaining)
+        missing = size - int(drawn.sum())
+    return drawn
 
 
 def group_owners(
@@ -171,36 +216,71 @@ def group_owners(
     groups: Sequence[Sequence[int]],
     clients_per_group: Sequence[int] | None = None,
     allow_uncovered: bool = False,
-) -> Owners:
-    """Explicit groups of labels; the rows of a group are divided, stratified, among the clients of that group."""
+) -> RowOwners:
+    """Divide the rows of each group of labels, stratified, among the clients of that group."""
     if not groups:
-        raise FedgraftError("the partition 'groups' needs at least one group of labels.")
-    heads = even_sizes(clients, len(groups)).tolist() if clients_per_group is None else list(clients_per_group)
-    _check_groups(labels, clients, groups, heads, allow_uncovered)
+        raise FedgraftError(
+            "E-DATA-GROUPS-EMPTY",
+            "the partition 'groups' needs at least one group of labels",
+            "list the labels of each group in `groups`",
+        )
+    if clients_per_group is None:
+        group_clients = even_sizes(clients, len(groups)).tolist()
+    else:
+        group_clients = list(clients_per_group)
+    _check_groups(labels, clients, groups, group_clients, allow_uncovered)
     owner = np.full(len(labels), -1, dtype=np.int64)
     first = 0
-    for number, (group, count) in enumerate(zip(groups, heads, strict=True)):
+    for number, (group, count) in enumerate(zip(groups, group_clients, strict=True)):
         rows = np.flatnonzero(np.isin(labels, list(group)))
         if len(rows) < count:
-            raise FedgraftError(f"label group {number} has {len(rows)} rows, too few for its {count} clients.")
+            raise FedgraftError(
+                "E-DATA-GROUP-ROWS",
+                f"label group {number} has {len(rows)} rows, too few for its {count} clients",
+                "use fewer clients for this group",
+                group=number,
+                rows=len(rows),
+                clients=count,
+            )
         owner[rows] = first + stratified_owners(labels[rows], count, rng).owner
         first += count
-    return Owners(owner)
+    return RowOwners(owner)
 
 
 def _check_groups(
-    labels: np.ndarray, clients: int, groups: Sequence[Sequence[int]], heads: list[int], allow_uncovered: bool
+    labels: np.ndarray, clients: int, groups: Sequence[Sequence[int]], group_clients: list[int], allow_uncovered: bool
 ) -> None:
-    if len(heads) != len(groups) or sum(heads) != clients or min(heads, default=0) < 1:
-        raise FedgraftError(f"{len(groups)} label groups need as many positive client counts that sum to {clients}.")
-    named = [label for group in groups for label in group]
-    if len(set(named)) < len(named):
-        raise FedgraftError("a label may stand in one group only, because rows go to one client only.")
-    missing = sorted(set(distinct(labels).tolist()) - set(named))
+    """Refuse numbers of clients that do not fit, labels in two groups, and labels in none unless allowed."""
+    if len(group_clients) != len(groups) or sum(group_clients) != clients or min(group_clients, default=0) < 1:
+        raise FedgraftError(
+            "E-DATA-GROUP-CLIENTS",
+            f"{len(groups)} label groups need as many positive client counts that sum to {clients}",
+            "correct clients_per_group",
+            groups=len(groups),
+            clients=clients,
+        )
+    grouped_labels: list[int] = []
+    for group in groups:
+        grouped_labels += group
+    if len(set(grouped_labels)) < len(grouped_labels):
+        raise FedgraftError(
+            "E-DATA-GROUP-OVERLAP",
+            "a label may stand in one group only, because rows go to one client only",
+            "remove the label from the other groups",
+        )
+    missing = sorted(set(distinct(labels).tolist()) - set(grouped_labels))
     if missing and not allow_uncovered:
-        raise FedgraftError(f"label {missing[0]} is in no group; add it, or set allow_uncovered to leave its rows out.")
+        raise FedgraftError(
+            "E-DATA-GROUP-MISSING",
+            f"label {missing[0]} is in no group",
+            "add it, or set allow_uncovered to leave its rows out",
+            label=missing[0],
+        )
 
 
 def _check_alpha(alpha: float) -> None:
+    """Refuse a concentration that is not a positive, finite number."""
     if not (alpha > 0 and np.isfinite(alpha)):
-        raise FedgraftError(f"alpha must be a positive number, but it is {alpha}.")
+        raise FedgraftError(
+            "E-DATA-ALPHA", f"alpha must be a positive number, but it is {alpha}", "choose for example 0.5", alpha=alpha
+        )

@@ -1,1 +1,1 @@
-"""Images: one store, one set of transforms."""
+"""Images: decoding, pixel rules, cached pixels, transforms and augmentations."""

@@ -1,6 +1,6 @@
 """Training augmentations on batches: each sample draws its own numbers, and no step loops over images.
 
-Images are float32 (B, 3, H, W) in [0, 1]; random numbers come only from the generator given.
+Images are float32 (B, 3, H, W) in [0, 1]; random numbers come only from the `generator` argument.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from torch.nn import functional as F
 PAD = 4
 JITTER = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation, hue
 _GREY = (0.299, 0.587, 0.114)
+_TRIES = 10  # boxes drawn per image, of which the first that fits is used
 
 
 def uniform(low: float, high: float, count: int, generator: Generator) -> Tensor:
-    """`count` numbers between low and high."""
+    """Return `count` random numbers between low and high."""
     return low + (high - low) * torch.rand(count, generator=generator)
 
 
 def draw_flips(count: int, generator: Generator) -> Tensor:
-    """Which samples are mirrored, bool (count,). The feature cache draws its views with this same function."""
+    """Draw which samples are mirrored, bool (count,). The feature cache draws its views with this same function."""
     return torch.rand(count, generator=generator) < 0.5
 
 
 def flip(images: Tensor, mirrored: Tensor) -> Tensor:
-    """Mirror the chosen samples left to right."""
+    """Mirror the samples marked in `mirrored` (B,) left to right."""
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
 
 
@@ -43,26 +44,31 @@ def crop(images: Tensor, generator: Generator, pad: int = PAD) -> Tensor:
 
 
 def draw_boxes(count: int, height: int, width: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Crop boxes (top, left, h, w) of 8-100 % of the area and aspect 3/4-4/3: the first of ten tries that fits."""
-    area = height * width * uniform(0.08, 1.0, 10 * count, generator)
-    aspect = torch.exp(uniform(math.log(3 / 4), math.log(4 / 3), 10 * count, generator))
-    wide, high = ((area * r).sqrt().round().view(count, 10) for r in (aspect, 1 / aspect))
-    fits = (wide <= width) & (high <= height) & (wide > 0) & (high > 0)
+    """Draw crop boxes (top, left, height, width), (count,) each: 8-100 % of the area and an aspect of 3/4-4/3.
+
+    Of ten draws the first that fits is used; if none fits (a very long image), the largest centred box of a permitted
+    aspect.
+    """
+    area = height * width * uniform(0.08, 1.0, _TRIES * count, generator)
+    aspect = torch.exp(uniform(math.log(3 / 4), math.log(4 / 3), _TRIES * count, generator))
+    widths = (area * aspect).sqrt().round().view(count, _TRIES)
+    heights = (area * (1 / aspect)).sqrt().round().view(count, _TRIES)
+    fits = (widths <= width) & (heights <= height) & (widths > 0) & (heights > 0)
     first = fits.int().argmax(dim=1, keepdim=True)
-    found = fits.any(dim=1)
-    # When none fits (a very long image), take the largest centred box of a permitted aspect.
-    full_h = min(height, round(width * 4 / 3))
-    full_w = min(width, round(height * 4 / 3))
-    h = torch.where(found, high.gather(1, first)[:, 0], torch.tensor(float(full_h)))
-    w = torch.where(found, wide.gather(1, first)[:, 0], torch.tensor(float(full_w)))
-    context = torch.rand(2, count, generator=generator)
-    context = torch.where(found, context, torch.tensor(0.5))
-    top, left = (context[0] * (height - h + 1)).floor(), (context[1] * (width - w + 1)).floor()
-    return top, left, h, w
+    any_fits = fits.any(dim=1)
+    fallback_height = min(height, round(width * 4 / 3))
+    fallback_width = min(width, round(height * 4 / 3))
+    box_height = torch.where(any_fits, heights.gather(1, first)[:, 0], torch.tensor(float(fallback_height)))
+    box_width = torch.where(any_fits, widths.gather(1, first)[:, 0], torch.tensor(float(fallback_width)))
+    position = torch.rand(2, count, generator=generator)  # of the box within the free room, 0 to 1
+    position = torch.where(any_fits, position, torch.tensor(0.5))
+    top = (position[0] * (height - box_height + 1)).floor()
+    left = (position[1] * (width - box_width + 1)).floor()
+    return top, left, box_height, box_width
 
 
 def bicubic_weights(start: Tensor, length: Tensor, source: int, target: int) -> Tensor:
-    """Antialiased bicubic weights (B, target, source) that resize [start, start + length) to `target` pixels."""
+    """Return antialiased bicubic weights (B, target, source) that resize [start, start + length) to `target` pixels."""
     scale = (length / target).view(-1, 1, 1)
     centre = start.view(-1, 1, 1) + (torch.arange(target).view(1, -1, 1) + 0.5) * scale
     pixel = torch.arange(source).view(1, 1, -1)
@@ -70,27 +76,28 @@ def bicubic_weights(start: Tensor, length: Tensor, source: int, target: int) -> 
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
     weight = torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros(())))
-    begin, end = start.view(-1, 1, 1), (start + length).view(-1, 1, 1)
+    begin = start.view(-1, 1, 1)
+    end = (start + length).view(-1, 1, 1)
     weight = weight * ((pixel >= begin) & (pixel < end))  # pixels outside the box do not count
     return weight / weight.sum(dim=2, keepdim=True)
 
 
 def resized_crop(images: Tensor, size: int, generator: Generator) -> Tensor:
-    """A random box of each image, resized to `size`: two batched products with the resampling weights."""
+    """Resize a random box of each image to `size`: two batched products with the resampling weights."""
     count, _, height, width = images.shape
-    top, left, h, w = draw_boxes(count, height, width, generator)
-    rows = bicubic_weights(top, h, height, size).unsqueeze(1)  # (B, 1, S, H)
-    columns = bicubic_weights(left, w, width, size).unsqueeze(1)  # (B, 1, S, W)
+    top, left, box_height, box_width = draw_boxes(count, height, width, generator)
+    rows = bicubic_weights(top, box_height, height, size).unsqueeze(1)  # (B, 1, S, H)
+    columns = bicubic_weights(left, box_width, width, size).unsqueeze(1)  # (B, 1, S, W)
     return (rows @ images @ columns.transpose(2, 3)).clamp(0, 1)
 
 
 def grey(images: Tensor) -> Tensor:
-    """Luma, (B, 1, H, W)."""
+    """Return the luma of each pixel, (B, 1, H, W)."""
     return torch.einsum("bchw,c->bhw", images, torch.tensor(_GREY)).unsqueeze(1)
 
 
 def blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    """`factor` of the image and the rest of `other`, clipped: 0 gives `other`, 1 the image."""
+    """Return `factor` (B,) times the image plus the rest of `other`, clipped: 0 gives `other`, 1 the image."""
     f = factor.view(-1, 1, 1, 1)
     return (f * images + (1 - f) * other).clamp(0, 1)
 
@@ -112,7 +119,8 @@ def saturation(images: Tensor, factor: Tensor) -> Tensor:
 
 def hue(images: Tensor, turn: Tensor) -> Tensor:
     """Turn the hue of each image by `turn` of the colour circle."""
-    top, bottom = images.amax(dim=1), images.amin(dim=1)  # (B, H, W)
+    top = images.amax(dim=1)  # (B, H, W)
+    bottom = images.amin(dim=1)
     chroma = top - bottom
     safe = torch.where(chroma > 0, chroma, torch.ones(()))
     red, green, blue = images.unbind(1)
@@ -129,8 +137,8 @@ def hue(images: Tensor, turn: Tensor) -> Tensor:
 
 
 def jitter(images: Tensor, generator: Generator, strength: tuple[float, float, float, float] = JITTER) -> Tensor:
-    """Random brightness, contrast, saturation and hue, in this order, with factors of each sample's own."""
+    """Change brightness, contrast, saturation and hue, in this order, by factors drawn for each sample."""
     count = len(images)
-    for update, amount in zip((brightness, contrast, saturation), strength[:3], strict=True):
-        images = update(images, uniform(1 - amount, 1 + amount, count, generator))
+    for change, amount in zip((brightness, contrast, saturation), strength[:3], strict=True):
+        images = change(images, uniform(1 - amount, 1 + amount, count, generator))
     return hue(images, uniform(-strength[3], strength[3], count, generator))

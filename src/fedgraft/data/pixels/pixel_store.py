@@ -1,8 +1,8 @@
-"""Images at the size a network needs, made once from the originals by one `PixelRule` and memory-mapped ever after.
+"""Pixels at the size a network needs, made once from the originals by one `PixelRule` and memory-mapped afterwards.
 
-An entry of the cache belongs to one state of the originals and one rule: `images.npy` (N, S, S, 3), `store.json` once
-it is complete, and until then `ledger.jsonl`, which says which stretches are done, so that a stopped build goes on
-where it was. An entry whose files changed since is checked against its digests and rebuilt if it is damaged.
+An entry of the cache belongs to one state of the originals and one rule: `images.npy` (N, S, S, 3), `store.json` (the
+seal) once it is complete, and until then `ledger.jsonl`, which lists the finished chunks, so that a stopped build
+continues where it was. An entry whose files changed since is checked against its digests and rebuilt if it is damaged.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,50 +29,81 @@ from fedgraft.core.progress import phase
 from fedgraft.data.pixels.originals import Originals
 from fedgraft.data.pixels.rule import PixelRule, Source, Unreadable, decode
 
-CHUNK = 128  # images per stretch: what a stop can lose
-_OLD = 7 * 86_400  # seconds after which a build that nobody went on with is removed
+CHUNK = 128  # images that are made and recorded together: what a stop can lose
+_ABANDONED_AFTER = 7 * 86_400  # seconds after which an unfinished build is removed
 
 
 @dataclass(frozen=True, eq=False)
 class Pixels:
-    """Pixels of all originals; `digest` is that of the pixels alone, wherever they came from."""
+    """Pixels under one rule, addressed by row: `pixels[rows]` is uint8 (B, S, S, 3)."""
 
-    images: np.ndarray  # uint8 (N, S, S, 3), memory-mapped; black where an original cannot be read
-    bad: dict[int, str]  # the rows that cannot be read, and why
-    clipped: int  # grey images that were cut off at white
-    peak: float  # the brightest value of those
+    images: np.ndarray  # uint8 (M, H, W, 3), memory-mapped when it comes from the cache
     digest: str
+    """Of the pixels and, where only some rows are addressed, of these rows; not of where they came from."""
+    rows: np.ndarray | None = None
+    """The place of each row among the images; None: its own number."""
+    fit: Callable[[np.ndarray], np.ndarray] | None = None
+    """Resizes images that are stored at their own size; None: they have the size of the rule."""
+    unreadable: Mapping[int, str] = field(default_factory=dict)
+    """The images that cannot be read (black), and why."""
+    clipped: int = 0
+    """Number of grey images that were cut off at white."""
+    peak: float = 0
+    """The brightest value of those."""
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        """Return the pixels of these rows, uint8 (B, S, S, 3)."""
+        places = rows
+        if self.rows is not None:
+            places = self.rows[rows]
+        images = self.images[places]
+        if self.fit is not None:
+            images = self.fit(images)
+        return images
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The pixels of one original, or None and the reason; `peak` is the brightest value of a clipped grey image."""
+
+    pixels: np.ndarray | None
+    reason: str = ""
+    peak: float = 0.0
 
 
 def pixels_digest(images: np.ndarray) -> str:
-    """The digest of pixels (N, S, S, 3), read in chunks."""
+    """Return the digest of pixels (N, S, S, 3), read in chunks."""
     return _whole_digest(images.shape, _chunk_digests(images))
 
 
 def open_pixels(originals: Originals, rule: PixelRule, cache: Path) -> Pixels:
-    """The pixels of these originals under this rule, from the cache or else made now."""
+    """Return the pixels of these originals under this rule, from the cache folder, or made and stored there now."""
     if not originals.count:
-        raise FedgraftError(f"there are no images in {originals.name}; give at least one.")
+        raise FedgraftError(
+            "E-DATA-NO-IMAGES", f"there are no images in {originals.name}", "give at least one", name=originals.name
+        )
     key = _digest(json.dumps([originals.identity, originals.count, rule.digest, CHUNK]).encode())
     entry = cache / "pixels" / f"{originals.name}-{key}"
-    seal = _sealed(entry)
+    seal = _read_seal(entry)
     if seal is None:
         try:
-            _sweep(entry.parent)
+            _remove_abandoned(entry.parent)
             entry.mkdir(parents=True, exist_ok=True)
             with _locked(entry):
-                seal = _sealed(entry) or _repaired(entry) or _build(entry, originals, rule)
+                seal = _read_seal(entry) or _reseal(entry) or _build(entry, originals, rule)
         except OSError as error:
             raise FedgraftError(
-                f"the images cannot be stored in {entry} ({error.strerror}); "
-                "make room there, or set FEDGRAFT_CACHE to another folder."
+                "E-DATA-CACHE-WRITE",
+                f"the images cannot be stored in {entry} ({error.strerror})",
+                "make room there, or set FEDGRAFT_CACHE to another folder",
+                path=str(entry),
             ) from error
     images = np.load(entry / "images.npy", mmap_mode="r", allow_pickle=False)
-    return Pixels(images, dict(seal["bad"]), seal["clipped"], seal["peak"], seal["digest"])
+    return Pixels(images, seal["digest"], unreadable=dict(seal["bad"]), clipped=seal["clipped"], peak=seal["peak"])
 
 
-def _sealed(entry: Path) -> dict[str, Any] | None:
-    """What a complete entry says of itself, if its images have not been touched since."""
+def _read_seal(entry: Path) -> dict[str, Any] | None:
+    """Return the seal of a complete entry whose images have not been touched since, else None."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         seal: dict[str, Any] = json.loads((entry / "store.json").read_text())
         if seal["stamp"] == _stamp(entry):
@@ -80,73 +111,88 @@ def _sealed(entry: Path) -> dict[str, Any] | None:
     return None
 
 
-def _repaired(entry: Path) -> dict[str, Any] | None:
-    """The seal of an entry that was touched but is whole; a damaged one is cleared away, with a word."""
+def _reseal(entry: Path) -> dict[str, Any] | None:
+    """Return a new seal for an entry that was touched but is intact; remove the files of a damaged one, and warn."""
     if not (entry / "store.json").exists():
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
         seal = json.loads((entry / "store.json").read_text())
-        if pixels_digest(np.load(entry / "images.npy", mmap_mode="r", allow_pickle=False)) == seal["digest"]:
+        images = np.load(entry / "images.npy", mmap_mode="r", allow_pickle=False)
+        if pixels_digest(images) == seal["digest"]:
             return _write_seal(entry, seal)
     warnings.warn(f"the stored images in {entry} are damaged; making them anew.", stacklevel=4)
-    for left in entry.iterdir():
-        left.unlink()
+    for path in entry.iterdir():
+        path.unlink()
     return None
 
 
 def _build(entry: Path, originals: Originals, rule: PixelRule) -> dict[str, Any]:
-    images = _blank(entry / "images.npy", (originals.count, rule.size, rule.size, 3))
-    done = _ledger(entry, images)
-    rest = originals.count - sum(min(CHUNK, originals.count - start) for start in done)
+    """Make the pixels that are still missing, record each chunk in the ledger, and return the seal."""
+    images = _open_array(entry / "images.npy", (originals.count, rule.size, rule.size, 3))
+    records = _read_ledger(entry, images)
+    missing = originals.count - sum(min(CHUNK, originals.count - start) for start in records)
+    make = partial(_make, rule, originals.side)
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,
         (entry / "ledger.jsonl").open("a") as ledger,
-        phase(f"reading images at {rule.size} px", rest, "images") as told,
+        phase(f"reading images at {rule.size} px", missing, "images") as progress,
     ):
         for start in range(0, originals.count, CHUNK):
+            if start in records:
+                continue
             stop = min(start + CHUNK, originals.count)
-            if start not in done:
-                made = list(pool.map(partial(_make, rule, originals.side), originals.read(start, stop)))
-                if len(made) != stop - start:
-                    raise FedgraftError(
-                        f"{originals.name} gave {len(made)} images where {stop - start} were announced."
-                    )
-                done[start] = _fill(images, start, made)
-                ledger.write(json.dumps(done[start]) + "\n")
-                ledger.flush()
-                told.advance(stop - start)
+            made = list(pool.map(make, originals.read(start, stop)))
+            if len(made) != stop - start:
+                raise FedgraftError(
+                    "E-DATA-IMAGE-COUNT",
+                    f"{originals.name} gave {len(made)} images where {stop - start} were announced",
+                    "check that the source did not change while it was read",
+                    name=originals.name,
+                )
+            records[start] = _store_chunk(images, start, made)
+            ledger.write(json.dumps(records[start]) + "\n")
+            ledger.flush()
+            progress.advance(stop - start)
     images.flush()
-    return _seal(entry, images, [done[start] for start in sorted(done)])
+    return _seal(entry, images, [records[start] for start in sorted(records)])
 
 
-def _make(rule: PixelRule, side: int, source: Source) -> tuple[np.ndarray | None, str, float]:
-    """Pixels, or None and why not; and the brightest value of a deep image that was cut off."""
+def _make(rule: PixelRule, side: int, source: Source) -> _Made:
+    """Return the pixels of one source; `side` is the side that the image must have, 0: any."""
     try:
         image = decode(source, rule.window)
         if side and image.size != (side, side):
             raise Unreadable(f"it has {image.width} x {image.height} pixels instead of {side} x {side}")
-        return rule.fit(image), "", float(image.info.get("grey_peak", 0))
+        return _Made(rule.fit(image), peak=float(image.info.get("grey_peak", 0)))
     except Unreadable as error:
-        return None, error.reason, 0.0
+        return _Made(None, error.reason)
 
 
-def _fill(images: np.ndarray, start: int, made: list[tuple[np.ndarray | None, str, float]]) -> dict[str, Any]:
-    for row, (pixels, _, _) in enumerate(made, start):
-        images[row] = 0 if pixels is None else pixels
-    return {
-        "start": start,
-        "digest": _digest(images[start : start + len(made)]),
-        "bad": [[row, reason] for row, (pixels, reason, _) in enumerate(made, start) if pixels is None],
-        "peaks": [peak for _, _, peak in made if peak],
-    }
+def _store_chunk(images: np.ndarray, start: int, chunk: list[_Made]) -> dict[str, Any]:
+    """Write a chunk of pixels to `images` and return its record for the ledger."""
+    unreadable = []
+    peaks = []
+    for row, made in enumerate(chunk, start):
+        if made.pixels is None:
+            images[row] = 0
+            unreadable.append([row, made.reason])
+        else:
+            images[row] = made.pixels
+        if made.peak:
+            peaks.append(made.peak)
+    digest = _digest(images[start : start + len(chunk)])
+    return {"start": start, "digest": digest, "bad": unreadable, "peaks": peaks}
 
 
-def _blank(path: Path, shape: tuple[int, ...]) -> np.memmap:
-    """The array of an earlier attempt, or a new one whose place on the disk is reserved: a map cannot report none."""
+def _open_array(path: Path, shape: tuple[int, ...]) -> np.memmap:
+    """Return the array of an earlier attempt, or a new one.
+
+    Its place on the disk is reserved first, because a memory map cannot report a full disk.
+    """
     with suppress(OSError, ValueError):
-        found: np.memmap = np.load(path, mmap_mode="r+", allow_pickle=False)
-        if found.shape == shape and found.dtype == np.uint8:
-            return found
+        earlier: np.memmap = np.load(path, mmap_mode="r+", allow_pickle=False)
+        if earlier.shape == shape and earlier.dtype == np.uint8:
+            return earlier
     part = path.with_suffix(".part")
     images = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
     try:
@@ -159,69 +205,88 @@ def _blank(path: Path, shape: tuple[int, ...]) -> np.memmap:
     return images
 
 
-def _ledger(entry: Path, images: np.ndarray) -> dict[int, dict[str, Any]]:
-    """The stretches that are done and still as they were written; the file is left with these lines alone."""
-    path, done = entry / "ledger.jsonl", {}
+def _read_ledger(entry: Path, images: np.ndarray) -> dict[int, dict[str, Any]]:
+    """Return the records of intact chunks by their first row, and rewrite the ledger with these alone."""
+    path = entry / "ledger.jsonl"
+    records: dict[int, dict[str, Any]] = {}
     with suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
             with suppress(ValueError, KeyError, TypeError):  # a line cut off by a kill
                 record = json.loads(line)
                 if _digest(images[record["start"] : record["start"] + CHUNK]) == record["digest"]:
-                    done[record["start"]] = record
-    _replace(path, "".join(json.dumps(record) + "\n" for record in done.values()))
-    return done
+                    records[record["start"]] = record
+    _replace(path, "".join(json.dumps(record) + "\n" for record in records.values()))
+    return records
 
 
 def _seal(entry: Path, images: np.ndarray, records: list[dict[str, Any]]) -> dict[str, Any]:
-    bad = [pair for record in records for pair in record["bad"]]
-    peaks = [peak for record in records for peak in record["peaks"]]
-    whole = _whole_digest(images.shape, [record["digest"] for record in records])
-    seal = {"digest": whole, "bad": bad, "clipped": len(peaks), "peak": max(peaks, default=0)}
+    """Write the seal of a complete entry, remove its ledger, and return the seal."""
+    unreadable: list[list[Any]] = []
+    peaks: list[float] = []
+    digests: list[str] = []
+    for record in records:
+        unreadable += record["bad"]
+        peaks += record["peaks"]
+        digests.append(record["digest"])
+    seal = {
+        "digest": _whole_digest(images.shape, digests),
+        "bad": unreadable,
+        "clipped": len(peaks),
+        "peak": max(peaks, default=0),
+    }
     (entry / "ledger.jsonl").unlink()
     return _write_seal(entry, seal)
 
 
 def _write_seal(entry: Path, seal: dict[str, Any]) -> dict[str, Any]:
+    """Write the seal with the present stamp of the images, and return it."""
     seal = {**seal, "stamp": _stamp(entry)}
     _replace(entry / "store.json", json.dumps(seal))
     return seal
 
 
 def _replace(path: Path, text: str) -> None:
-    path.with_suffix(".new").write_text(text)
-    path.with_suffix(".new").replace(path)
+    """Write a text file atomically."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def _stamp(entry: Path) -> list[int]:
+    """Return size and time of change of the images."""
     stat = (entry / "images.npy").stat()
     return [stat.st_size, stat.st_mtime_ns]
 
 
 @contextmanager
 def _locked(entry: Path) -> Iterator[None]:
-    """Several processes that need the same entry: one makes it, the others wait."""
+    """Let one of several processes that need the same entry make it, while the others wait."""
     with entry.with_name(f".{entry.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _sweep(folder: Path) -> None:
-    """Remove builds that were left a week ago; one that is under way is younger."""
+def _remove_abandoned(folder: Path) -> None:
+    """Remove builds that nobody continued for a week; one that is under way is younger."""
     for entry in folder.glob("[!.]*"):
         with suppress(FileNotFoundError):
-            files = [path.stat().st_mtime for path in (entry, *entry.iterdir())]
-            if not (entry / "store.json").exists() and time.time() - max(files) > _OLD:
+            changed = [path.stat().st_mtime for path in (entry, *entry.iterdir())]
+            if not (entry / "store.json").exists() and time.time() - max(changed) > _ABANDONED_AFTER:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
 def _chunk_digests(images: np.ndarray) -> list[str]:
+    """Return the digest of each chunk."""
     return [_digest(images[start : start + CHUNK]) for start in range(0, len(images), CHUNK)]
 
 
 def _whole_digest(shape: tuple[int, ...], chunks: list[str]) -> str:
+    """Return the digest of pixels of this shape, from the digests of their chunks."""
     return _digest(json.dumps([list(shape), chunks]).encode())
 
 
 def _digest(data: bytes | np.ndarray) -> str:
-    plain = np.ascontiguousarray(data).data if isinstance(data, np.ndarray) else data
-    return hashlib.blake2b(plain, digest_size=16).hexdigest()
+    """Return a digest of bytes or of the content of an array."""
+    if isinstance(data, np.ndarray):
+        return hashlib.blake2b(np.ascontiguousarray(data).data, digest_size=16).hexdigest()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,5 +1,6 @@
 """RandAugment (Cubuk et al. 2020) on batches: `LAYERS` random operations per sample, all of one strength.
 
+Operations take images (b, 3, H, W) in [0, 1] and a sign of +1 or -1 for each, and return new images.
 Each operation works on the subset of the batch that drew it, so the loop is over operations, not over images.
 """
 
@@ -19,12 +20,13 @@ STRENGTH = 0.3  # magnitude 9 of 30
 
 
 def _warp(images: Tensor, matrices: Tensor) -> Tensor:
-    """Affine warp by (b, 2, 3) matrices in [-1, 1] coordinates; what comes from outside is black."""
+    """Warp images by affine matrices (b, 2, 3) in [-1, 1] coordinates; pixels from outside the image are black."""
     grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False).clamp(0, 1)
 
 
 def _matrix(count: int, **entries: Tensor | float) -> Tensor:
+    """Return `count` identity matrices (2, 3) with these entries; `m01` is row 0, column 1."""
     matrices = torch.eye(2, 3).repeat(count, 1, 1)
     for name, value in entries.items():
         matrices[:, int(name[1]), int(name[2])] = value
@@ -34,7 +36,8 @@ def _matrix(count: int, **entries: Tensor | float) -> Tensor:
 def rotate(images: Tensor, sign: Tensor) -> Tensor:
     """Turn by 30 degrees times the strength."""
     angle = sign * math.radians(30 * STRENGTH)
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     return _warp(images, _matrix(len(images), m00=cos, m01=-sin, m10=sin, m11=cos))
 
 
@@ -74,13 +77,14 @@ def posterize(images: Tensor, sign: Tensor) -> Tensor:
 
 
 def solarize(images: Tensor, sign: Tensor) -> Tensor:
-    """Invert what is brighter than a threshold."""
+    """Invert pixels that are brighter than a threshold."""
     return torch.where(images >= 1 - STRENGTH, 1 - images, images)
 
 
 def autocontrast(images: Tensor, sign: Tensor) -> Tensor:
     """Stretch each channel to the full range."""
-    low, high = images.amin(dim=(2, 3), keepdim=True), images.amax(dim=(2, 3), keepdim=True)
+    low = images.amin(dim=(2, 3), keepdim=True)
+    high = images.amax(dim=(2, 3), keepdim=True)
     return torch.where(high > low, (images - low) / (high - low).clamp(min=1e-6), images)
 
 
@@ -96,23 +100,30 @@ def equalize(images: Tensor, sign: Tensor) -> Tensor:
 
 
 def _levels(images: Tensor) -> Tensor:
+    """Return images in [0, 1] as whole numbers from 0 to 255."""
     return (images * 255).round().long()
 
 
-def _signed(update: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda images, sign: update(images, 1 + 0.9 * STRENGTH * sign)
+def _identity(images: Tensor, sign: Tensor) -> Tensor:
+    """Return the images unchanged."""
+    return images
+
+
+def _blended(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return an operation that calls `change` with a factor above or below 1, depending on the sign."""
+    return lambda images, sign: change(images, 1 + 0.9 * STRENGTH * sign)
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "identity": lambda images, sign: images,
+    "identity": _identity,
     "rotate": rotate,
     "shear_x": shear_x,
     "shear_y": shear_y,
     "translate_x": translate_x,
     "translate_y": translate_y,
-    "brightness": _signed(brightness),
-    "contrast": _signed(contrast),
-    "colour": _signed(saturation),
+    "brightness": _blended(brightness),
+    "contrast": _blended(contrast),
+    "colour": _blended(saturation),
     "sharpen": sharpen,
     "posterize": posterize,
     "solarize": solarize,
@@ -122,13 +133,13 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def randaugment(images: Tensor, generator: Generator) -> Tensor:
-    """Apply `LAYERS` operations to each sample, drawn anew for each."""
+    """Apply `LAYERS` operations to each sample, drawn for each sample and layer."""
     for _ in range(LAYERS):
         chosen = torch.randint(len(OPERATIONS), (len(images),), generator=generator)
         sign = torch.randint(0, 2, (len(images),), generator=generator).float() * 2 - 1
         images = images.clone()
         for number, operation in enumerate(OPERATIONS.values()):
-            mine = (chosen == number).nonzero()[:, 0]
-            if len(mine):
-                images[mine] = operation(images[mine], sign[mine])
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                images[rows] = operation(images[rows], sign[rows])
     return images

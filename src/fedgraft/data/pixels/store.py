@@ -1,6 +1,6 @@
-"""Images addressed by row, whose pixels are made at the size a network needs when they are first used.
+"""Image stores: labelled images addressed by row, whose pixels are made at a network's size when they are first used.
 
-Images of one small size (CIFAR, digits) are kept at that size and enlarged when they are used, to the same bits. All
+Images of one small size (CIFAR, digits) are stored at that size and enlarged when they are used, to the same bits. All
 others are made once from their originals (see `pixel_store`).
 """
 
@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,136 +25,174 @@ from fedgraft.data.pixels.rule import PixelRule
 
 log = logging.getLogger("fedgraft")
 _CHUNK = 4096  # images per step when hashing: bounds memory for stores of any size
-
-
-@dataclass(frozen=True, eq=False)
-class OpenedImages:
-    """Pixels under one rule; `fit` enlarges images that are kept at their own size."""
-
-    images: np.ndarray  # uint8 (M, H, W, 3), memory-mapped when it comes from the cache
-    rows: np.ndarray | None  # where each row of the store is among the images; None: in its own place
-    fit: Callable[[np.ndarray], np.ndarray] | None
-    digest: str
-
-    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        found = self.images[rows if self.rows is None else self.rows[rows]]
-        return found if self.fit is None else self.fit(found)
+_NAMED = 3  # unreadable images that an error names
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageStore(Labelled):
-    """Some rows of `content`: images of one size that are kept as they are, or originals that pixels are made from."""
+    """Some rows of `content`: images of one size that are stored as they are, or originals that pixels are made of."""
 
     content: np.ndarray | Originals  # uint8 (M, H, W, 3)
     rows: np.ndarray | None = None  # (N,); None: all, in their order
 
     @property
     def images(self) -> np.ndarray:
-        """Images that are kept as they are, uint8 (N, H, W, 3)."""
+        """Images that are stored as they are, uint8 (N, H, W, 3)."""
         if isinstance(self.content, Originals):
-            raise FedgraftError("these images have no size of their own; open the store with a pixel rule.")
-        return self.content if self.rows is None else self.content[self.rows]
+            raise FedgraftError(
+                "E-DATA-NO-SIZE", "these images have no size of their own", "open the store with a pixel rule"
+            )
+        if self.rows is None:
+            return self.content
+        return self.content[self.rows]
 
     def take(self, rows: np.ndarray) -> ImageStore:
-        """A store of these rows only; nothing is copied but labels and columns."""
+        """Return a store of these rows only; nothing is copied but labels and columns."""
         rows = np.asarray(rows, dtype=np.int64)
+        content_rows = rows
+        if self.rows is not None:
+            content_rows = self.rows[rows]
         return replace(
             self,
             labels=self.labels[rows],
             columns={name: values[rows] for name, values in self.columns.items()},
-            rows=rows if self.rows is None else self.rows[rows],
+            rows=content_rows,
             digest=short_digest(self.digest, rows.tobytes()),
         )
 
-    def open(self, rule: PixelRule) -> OpenedImages:
-        """The pixels that this rule makes, from the cache or made now; unreadable images are refused by name."""
-        if isinstance(self.content, np.ndarray) and (_small(self.content.shape[1:3], rule) or not len(self)):
-            return OpenedImages(self.content, self.rows, rule.fit_batch, self.digest)
-        side = self.originals.side
-        own = side and _small((side, side), rule)
-        made = open_pixels(self.originals, PixelRule(side) if own else rule, cache_dir())
-        self._refuse(made)
-        if made.clipped:
-            _tell_clipped(made.digest, made.clipped, made.peak)
-        rows = b"" if self.rows is None else self.rows.tobytes()
-        return OpenedImages(made.images, self.rows, rule.fit_batch if own else None, short_digest(made.digest, rows))
+    def open(self, rule: PixelRule) -> Pixels:
+        """Return the pixels that this rule makes, from the cache or made now; refuse unreadable images by name."""
+        if isinstance(self.content, np.ndarray) and (_is_small(self.content.shape[1:3], rule) or not len(self)):
+            return Pixels(self.content, self.digest, self.rows, rule.fit_batch)
+        originals = self.originals
+        side = originals.side
+        fit = None
+        if side and _is_small((side, side), rule):  # stored at their own size, fitted when they are used
+            pixels = open_pixels(originals, PixelRule(side), cache_dir())
+            fit = rule.fit_batch
+        else:
+            pixels = open_pixels(originals, rule, cache_dir())
+        self._refuse_unreadable(pixels)
+        if pixels.clipped:
+            _warn_clipped(pixels.digest, pixels.clipped, pixels.peak)
+        row_bytes = b""
+        if self.rows is not None:
+            row_bytes = self.rows.tobytes()
+        return replace(pixels, rows=self.rows, fit=fit, digest=short_digest(pixels.digest, row_bytes))
 
     @property
     def originals(self) -> Originals:
-        """What pixels are made from."""
-        return self.content if isinstance(self.content, Originals) else from_arrays(self.content)
+        """The originals that pixels are made from."""
+        if isinstance(self.content, Originals):
+            return self.content
+        return from_arrays(self.content)
 
     def unreadable(self, rule: PixelRule | None = None) -> dict[int, str]:
-        """The rows whose image cannot be read, and why; every original is looked at once, then it is remembered.
+        """Return the rows whose image cannot be read, and why; every original is decoded once, then it is cached.
 
-        Where the rule of the pixels is known already, looking makes these pixels.
+        With the rule that the pixels will have, decoding makes these pixels.
         """
         if not isinstance(self.content, Originals) or not len(self):
             return {}
-        return self._bad(open_pixels(self.content, rule or PixelRule(1), cache_dir()))
+        return self._unreadable_rows(open_pixels(self.content, rule or PixelRule(1), cache_dir()))
 
     def where(self, row: int) -> str:
-        """How a person finds the image of a row."""
-        place = row if self.rows is None else int(self.rows[row])
-        return self.content.where(place) if isinstance(self.content, Originals) else f"image {place}"
+        """Return how a person finds the image of a row, for example the path of its file."""
+        place = row
+        if self.rows is not None:
+            place = int(self.rows[row])
+        if isinstance(self.content, Originals):
+            return self.content.where(place)
+        return f"image {place}"
 
-    def _bad(self, made: Pixels) -> dict[int, str]:
-        rows = range(len(self)) if self.rows is None else self.rows.tolist()
-        return {place: made.bad[row] for place, row in enumerate(rows) if row in made.bad} if made.bad else {}
+    def _unreadable_rows(self, pixels: Pixels) -> dict[int, str]:
+        """Return the rows of this store that are unreadable among the pixels of its content, and why."""
+        unreadable: dict[int, str] = {}
+        if not pixels.unreadable:
+            return unreadable
+        content_rows = range(len(self)) if self.rows is None else self.rows.tolist()
+        for row, content_row in enumerate(content_rows):
+            if content_row in pixels.unreadable:
+                unreadable[row] = pixels.unreadable[content_row]
+        return unreadable
 
-    def _refuse(self, made: Pixels) -> None:
-        if bad := self._bad(made):
-            named = "; ".join(f"{self.where(row)} ({reason})" for row, reason in list(bad.items())[:3])
-            more = f"; and {len(bad) - 3} more" if len(bad) > 3 else ""
-            raise FedgraftError(
-                f"{len(bad)} of {len(self)} images cannot be read: {named}{more}. "
-                "Repair or remove them, or leave them out with: data.unreadable=skip."
-            )
+    def _refuse_unreadable(self, pixels: Pixels) -> None:
+        """Raise an error that names the first unreadable rows, if there are any."""
+        unreadable = self._unreadable_rows(pixels)
+        if not unreadable:
+            return
+        named = [f"{self.where(row)} ({reason})" for row, reason in list(unreadable.items())[:_NAMED]]
+        if len(unreadable) > _NAMED:
+            named.append(f"and {len(unreadable) - _NAMED} more")
+        raise FedgraftError(
+            "E-DATA-UNREADABLE-IMAGES",
+            f"{len(unreadable)} of {len(self)} images cannot be read: {'; '.join(named)}",
+            "repair or remove them, or leave them out with: data.unreadable=skip",
+            rows=tuple(unreadable),
+        )
 
 
 @functools.cache
-def _tell_clipped(digest: str, clipped: int, peak: float) -> None:
-    """Warn of grey values that are cut, once for the same images: training and test may share theirs."""
-    which = "1 grey image holds" if clipped == 1 else f"{clipped} grey images hold"
+def _warn_clipped(digest: str, clipped: int, peak: float) -> None:
+    """Warn of grey values that are cut off, once for the same images: training and test may share theirs."""
+    images = f"{clipped} grey images hold"
+    if clipped == 1:
+        images = "1 grey image holds"
     log.warning(
         "%s values up to %g, and all above 255 are shown white, as transformers would; say which values are black and "
         "white with: data.grey_window=[0,%g]",
-        *(which, peak, peak),
+        images,
+        peak,
+        peak,
     )
 
 
-def _small(sides: tuple[int, ...], rule: PixelRule) -> bool:
-    """Whether images are smaller as they are than what the rule makes of them."""
+def _is_small(sides: tuple[int, ...], rule: PixelRule) -> bool:
+    """Return whether images of this height and width are no larger than what the rule makes of them."""
     return sides[0] * sides[1] <= rule.size**2
 
 
 def make_store(images: np.ndarray, labels: np.ndarray, classes: Iterable[str]) -> ImageStore:
-    """A store of images as they are, after checking that shapes, types and labels fit together."""
-    names, labels = tuple(classes), np.asarray(labels, dtype=np.int64)
+    """Return a store of images as they are, after checking that shapes, types and labels fit together."""
+    names = tuple(classes)
+    labels = np.asarray(labels, dtype=np.int64)
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
-        raise FedgraftError(f"images must be uint8 (N, H, W, 3), but they are {images.dtype} {images.shape}.")
-    _check(labels, len(images), names)
+        raise FedgraftError(
+            "E-DATA-IMAGES-SHAPE",
+            f"images must be uint8 (N, H, W, 3), but they are {images.dtype} {images.shape}",
+            "convert them first",
+            shape=images.shape,
+        )
+    _check_labels(labels, len(images), names)
     return ImageStore(content=images, labels=labels, classes=names, digest=content_digest(images, labels, names))
 
 
 def store_of(content: np.ndarray | Originals, labels: np.ndarray, classes: Iterable[str]) -> ImageStore:
-    """A store of images as they are, or over originals, of which nothing is decoded yet."""
+    """Return a store of images as they are, or over originals, of which nothing is decoded yet."""
     if isinstance(content, np.ndarray):
         return make_store(content, labels, classes)
-    names, labels = tuple(classes), np.asarray(labels, dtype=np.int64)
-    _check(labels, content.count, names)
+    names = tuple(classes)
+    labels = np.asarray(labels, dtype=np.int64)
+    _check_labels(labels, content.count, names)
     digest = short_digest(json.dumps([content.identity, names]), labels.tobytes())
     return ImageStore(content=content, labels=labels, classes=names, digest=digest)
 
 
-def _check(labels: np.ndarray, count: int, classes: tuple[str, ...]) -> None:
+def _check_labels(labels: np.ndarray, count: int, classes: tuple[str, ...]) -> None:
+    """Refuse labels that are not one per image, or that have no class name."""
     if labels.shape != (count,):
-        raise FedgraftError(f"{count} images need as many labels, but the labels have shape {labels.shape}.")
+        raise FedgraftError(
+            "E-DATA-LABEL-COUNT",
+            f"{count} images need as many labels, but the labels have shape {labels.shape}",
+            "give one label per image",
+            images=count,
+            shape=labels.shape,
+        )
     check_range(labels, classes)
 
 
 def content_digest(images: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> str:
-    """The digest of a store's content, read in chunks."""
+    """Return the digest of a store's content, read in chunks."""
     hasher = hashlib.blake2b(digest_size=16)
     hasher.update(json.dumps([list(images.shape), list(classes)]).encode())
     hasher.update(np.ascontiguousarray(labels, dtype="<i8").tobytes())
@@ -164,8 +202,11 @@ def content_digest(images: np.ndarray, labels: np.ndarray, classes: tuple[str, .
 
 
 def cache_dir() -> Path:
-    """Where stores and features are kept: FEDGRAFT_CACHE, else `fedgraft` in the user's cache folder."""
-    if chosen := os.environ.get("FEDGRAFT_CACHE"):
+    """Return the folder of cached pixels and features: FEDGRAFT_CACHE, else `fedgraft` in the user's cache folder."""
+    chosen = os.environ.get("FEDGRAFT_CACHE")
+    if chosen:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fedgraft"
+    if base:
+        return Path(base) / "fedgraft"
+    return Path.home() / ".cache" / "fedgraft"

@@ -1,7 +1,7 @@
-"""From pixels to a network's input: augment (training only), normalise - one normalisation for all.
+"""Transforms from pixels to a network's input: augment (training only), then normalise; one normalisation for all.
 
-With a generator the training operations are applied, in the order given; without one, never. How a file becomes
-pixels is the `PixelRule`, which a transform carries along.
+With a generator the training operations are applied, in their order; without one, never. How a file becomes pixels is
+the `PixelRule`, which is part of the transform.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ STATISTICS: dict[str, tuple[Triple, Triple]] = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
+"""Mean and standard deviation of each channel, by name."""
 OPERATIONS = ("flip", "crop", "resized_crop", "jitter", "randaugment")
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What happens to pixels (B, S, S, 3) uint8 on their way to float32 (B, 3, S, S). A bare size means that rule."""
+    """The way of pixels (B, S, S, 3) uint8 to network inputs, float32 (B, 3, S, S).
+
+    A whole number as `rule` means the rule of that size. `train` names the training operations.
+    """
 
     rule: PixelRule
     train: tuple[str, ...] = ()
@@ -38,16 +42,38 @@ class Transform:
     std: Triple = STATISTICS["imagenet"][1]
 
     def __post_init__(self) -> None:
+        """Turn a bare size into its rule and check all values."""
         if isinstance(self.rule, int):
             object.__setattr__(self, "rule", PixelRule(self.rule))
-        if strange := [name for name in self.train if name not in OPERATIONS]:
-            raise FedgraftError(f"there is no transform {strange[0]!r}; choose from {', '.join(OPERATIONS)}.")
+        for name in self.train:
+            if name not in OPERATIONS:
+                raise FedgraftError(
+                    "E-DATA-TRANSFORM-UNKNOWN",
+                    f"there is no transform {name!r}",
+                    f"choose from {', '.join(OPERATIONS)}",
+                    transform=name,
+                )
         if len(set(self.train)) < len(self.train):
-            raise FedgraftError(f"each transform may be named once, but the list is {', '.join(self.train)}.")
+            raise FedgraftError(
+                "E-DATA-TRANSFORM-TWICE",
+                f"each transform may be named once, but the list is {', '.join(self.train)}",
+                "remove the repetition",
+                train=self.train,
+            )
         if "resized_crop" in self.train[1:]:
-            raise FedgraftError("the transform 'resized_crop' cuts the image, so it must come first in the list.")
+            raise FedgraftError(
+                "E-DATA-TRANSFORM-ORDER",
+                "the transform 'resized_crop' cuts the image, so it must come first in the list",
+                "move it to the front",
+                train=self.train,
+            )
         if min(self.std) <= 0:
-            raise FedgraftError(f"the standard deviations must be positive, but they are {self.std}.")
+            raise FedgraftError(
+                "E-DATA-TRANSFORM-STD",
+                f"the standard deviations must be positive, but they are {self.std}",
+                "correct them",
+                std=self.std,
+            )
 
     @property
     def image_size(self) -> int:
@@ -56,7 +82,7 @@ class Transform:
 
     @property
     def preprocessor(self) -> dict[str, Any]:
-        """What preprocessor_config.json must say to give the pixels of training."""
+        """The content of preprocessor_config.json that gives the pixels of training."""
         return self.rule.to_preprocessor(self.mean, self.std)
 
     @property
@@ -71,43 +97,63 @@ class Transform:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __call__(self, pixels: Tensor, generator: Generator | None = None) -> Tensor:
-        """Network inputs for these pixels; the training transform if a generator is given."""
-        images = self._floats(pixels)
-        for name in self.train if generator is not None else ():
-            assert generator is not None
-            images = self._augment(name, images, generator)
+        """Return network inputs for these pixels; with a generator, by the training transform."""
+        images = self._as_floats(pixels)
+        if generator is not None:
+            for name in self.train:
+                images = self._augment(name, images, generator)
         return self._normalise(images)
 
     def view(self, pixels: Tensor, mirrored: Tensor) -> Tensor:
-        """The evaluation view of these pixels, the chosen ones (B,) mirrored as `flip` would do it."""
-        images = self._floats(pixels).contiguous()
-        return self._normalise(flip(images, mirrored) if mirrored.any() else images)
+        """Return the evaluation view of these pixels, with those marked in `mirrored` (B,) flipped as `flip` does."""
+        images = self._as_floats(pixels).contiguous()
+        if mirrored.any():
+            images = flip(images, mirrored)
+        return self._normalise(images)
 
-    def _floats(self, pixels: Tensor) -> Tensor:
+    def _as_floats(self, pixels: Tensor) -> Tensor:
+        """Return pixels uint8 (B, S, S, 3) as float32 (B, 3, S, S) in [0, 1]."""
         size = self.rule.size
         if pixels.shape[1:] != (size, size, 3):
             raise FedgraftError(
-                f"the transform takes pixels of {size} x {size}, but they are {tuple(pixels.shape[1:])}."
+                "E-DATA-TRANSFORM-SHAPE",
+                f"the transform takes pixels of {size} x {size}, but they are {tuple(pixels.shape[1:])}",
+                "open the store with the rule of the transform",
+                size=size,
+                shape=tuple(pixels.shape[1:]),
             )
         return pixels.permute(0, 3, 1, 2).float().div_(255)  # (B, 3, S, S)
 
     def _augment(self, name: str, images: Tensor, generator: Generator) -> Tensor:
+        """Apply one training operation."""
         if name == "flip":
             return flip(images, draw_flips(len(images), generator))
         if name == "resized_crop":
             return resized_crop(images, self.rule.size, generator)
         if name == "crop":
             return crop(images, generator)
-        return jitter(images, generator) if name == "jitter" else randaugment(images, generator)
+        if name == "jitter":
+            return jitter(images, generator)
+        return randaugment(images, generator)
 
     def _normalise(self, images: Tensor) -> Tensor:
-        mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
+        """Subtract the mean and divide by the standard deviation of each channel."""
+        mean = torch.tensor(self.mean).view(3, 1, 1)
+        std = torch.tensor(self.std).view(3, 1, 1)
         return ((images - mean) / std).contiguous()
 
 
 def rule_for(network: Any, resize: str = "model", window: Window = None) -> PixelRule:
-    """How images get this network's size: by its own preprocessing where it brought one, else as said, else cropped."""
-    size, own = network.image_size, network.preprocessor if resize == "model" else None
-    rule = PixelRule(size, "squash" if resize == "squash" else "crop")
-    rule = rule if own is None else PixelRule.from_preprocessor(own, size)
-    return rule if window is None else replace(rule, window=window)
+    """Return the pixel rule of a network.
+
+    `resize` is "crop" or "squash", or "model" for the network's own preprocessing, which is cropped where it has none.
+    """
+    size = network.image_size
+    rule = PixelRule(size)
+    if resize == "squash":
+        rule = PixelRule(size, "squash")
+    if resize == "model" and network.preprocessor is not None:
+        rule = PixelRule.from_preprocessor(network.preprocessor, size)
+    if window is not None:
+        rule = replace(rule, window=window)
+    return rule

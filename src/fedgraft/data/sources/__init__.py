@@ -1,12 +1,13 @@
-"""Where data comes from: one function per source, and `SOURCES`, by which a config names them.
+"""Data sources: one function per source, and `SOURCES`, by which a config names them.
 
-A source of one's own is a function `loader(path, **options) -> Dataset`, added with `SOURCES["mine"] = loader`.
+To add a source, write a function `loader(path, **options) -> Dataset` and register it: `SOURCES["mine"] = loader`.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from typing import Any
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.registry import SOURCES
 from fedgraft.data.partition.split import stratified_split
-from fedgraft.data.sources.assemble import Dataset, Making, Store
+from fedgraft.data.sources.assemble import Dataset, SourceOptions, Store
 from fedgraft.data.sources.built_in import digits, synthetic
 from fedgraft.data.sources.cifar import cifar10, cifar100, names_dataset
 from fedgraft.data.sources.features import features
 from fedgraft.data.sources.folder import endings, folder, owners
 from fedgraft.data.sources.npz import npz
-from fedgraft.data.sources.objects import arrays, dataset
+from fedgraft.data.sources.objects import SAVED_FILES, arrays, dataset
 from fedgraft.data.sources.parquet import parquet
 
 __all__ = [
@@ -60,67 +61,118 @@ _PATHS = ("path", "data", "x")  # what the first argument is called where a sour
 
 
 def load_dataset(source: str, path: str | Path | None = None, limit: int | None = None, **options: Any) -> Dataset:
-    """Open a data source by name. No pixels are made yet. `limit` keeps at most so many of each part, stratified."""
-    parameters = list(inspect.signature(SOURCES.find(source)).parameters.values())
-    takes = bool(parameters) and parameters[0].name in _PATHS
-    if not takes and path is not None:
-        raise FedgraftError(f"the data source {source!r} is built in and takes no path, but path is {path!r}.")
-    if takes and path is None and parameters[0].default is inspect.Parameter.empty:
-        raise FedgraftError(f"the data source {source!r} needs path=, the file or folder that holds the data.")
+    """Open a data source by name; no pixels are made yet. `limit` keeps at most so many of each part, stratified."""
+    loader = SOURCES.find(source)
+    parameters = list(inspect.signature(loader).parameters.values())
+    takes_path = bool(parameters) and parameters[0].name in _PATHS
+    if not takes_path and path is not None:
+        raise FedgraftError(
+            "E-DATA-SOURCE-PATH",
+            f"the data source {source!r} is built in and takes no path, but path is {path!r}",
+            "leave path out",
+            source=source,
+        )
+    if takes_path and path is None and parameters[0].default is inspect.Parameter.empty:
+        raise FedgraftError(
+            "E-DATA-SOURCE-NO-PATH",
+            f"the data source {source!r} needs path=, the file or folder that holds the data",
+            "give it",
+            source=source,
+        )
+    _check_options(source, options)
+    if takes_path:
+        data = SOURCES[source](path, **options)
+    else:
+        data = SOURCES[source](**options)
+    return _limited(data, limit)
+
+
+def _check_options(source: str, options: Mapping[str, Any]) -> None:
+    """Refuse an option that the source does not have, and name the nearest one."""
     known = options_of(source)
-    if known is not None and (strange := sorted(set(options) - set(known))):
-        near = difflib.get_close_matches(strange[0], ["source", "path", "limit", *known], 1)
-        told = f"the nearest one is {near[0]!r}" if near else f"it has: {', '.join(known) or 'none'}"
-        raise FedgraftError(f"the data source {source!r} has no option {strange[0]!r}; {told}.")
-    made = SOURCES[source](*([path] if takes else []), **options)
-    return _limited(made, limit)
+    if known is None:
+        return
+    for name in sorted(options):
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, ["source", "path", "limit", *known], 1)
+        if near:
+            hint = f"the nearest one is {near[0]!r}"
+        else:
+            hint = f"it has: {', '.join(known) or 'none'}"
+        raise FedgraftError(
+            "E-DATA-SOURCE-OPTION",
+            f"the data source {source!r} has no option {name!r}",
+            hint,
+            source=source,
+            option=name,
+        )
 
 
 def open_path(path: str | Path, **options: Any) -> Dataset:
-    """Whatever lies at a path, as `kind_of` tells it; what it cannot tell is taken as a folder per class."""
+    """Open the data at a path with the source that `kind_of` finds, else as a folder per class.
+
+    Options that this source does not have are left out: one with a test part of its own knows no test share.
+    """
     kind = kind_of(Path(path).expanduser()) or "folder"
-    known = options_of(kind)  # one that brings its own test part knows of no share to cut
-    return load_dataset(kind, str(path), **{k: v for k, v in options.items() if known is None or k in known})
+    known = options_of(kind)
+    if known is not None:
+        options = {name: value for name, value in options.items() if name in known}
+    return load_dataset(kind, str(path), **options)
 
 
 def kind_of(place: Path) -> str:
-    """The source that fits what lies at a path: a file by its name, a folder by what is in it; empty: none does."""
+    """Return the source that fits a path: a file by its name, a folder by its content; an empty text if none does."""
     if not place.is_dir():
         return {".npz": "npz", ".parquet": "parquet"}.get(place.suffix, "")
     tables = sorted(place.glob("*.parquet"))
+    for table in tables:
+        name = names_dataset(table.name)
+        if name is not None:
+            return name
     if tables:
-        return next(filter(None, (names_dataset(one.name) for one in tables)), "parquet")
-    if any((place / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        return "parquet"
+    if any((place / name).is_file() for name in SAVED_FILES):
         return "datasets"
-    if (place / "train").is_dir() or _images(place, "*/*"):
+    if (place / "train").is_dir() or _has_images(place, "*/*"):
         return "folder"
-    return "owners" if _images(place, "*/*/*") or _images(place, "*/train/*/*") else ""
+    if _has_images(place, "*/*/*") or _has_images(place, "*/train/*/*"):
+        return "owners"
+    return ""
 
 
-def _images(place: Path, pattern: str) -> bool:
-    return any(one.suffix.lower() in endings() for one in place.glob(pattern))
+def _has_images(place: Path, pattern: str) -> bool:
+    """Return whether a path of this pattern has the name of an image file."""
+    return any(path.suffix.lower() in endings() for path in place.glob(pattern))
 
 
 def options_of(source: str) -> tuple[str, ...] | None:
-    """The options that a source takes beside its path; None: any."""
-    parameters = inspect.signature(SOURCES[source]).parameters.values()
-    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in _PATHS]
-    rest = next((p for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    if rest is None:
-        return tuple(names)
-    return (*names, *Making.__annotations__) if "Making" in str(rest.annotation) else None
+    """Return the options that a source takes beside its path; None: any."""
+    names: list[str] = []
+    for parameter in inspect.signature(SOURCES[source]).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            if SourceOptions.__name__ not in str(parameter.annotation):
+                return None
+            names += SourceOptions.__annotations__
+        elif parameter.name not in _PATHS:
+            names.append(parameter.name)
+    return tuple(names)
 
 
-def _limited(made: Dataset, limit: int | None) -> Dataset:
+def _limited(data: Dataset, limit: int | None) -> Dataset:
+    """Return the dataset with at most `limit` rows in each part, stratified."""
     if limit is None:
-        return made
+        return data
     if limit < 1:
-        raise FedgraftError(f"the limit on images must be positive, but it is {limit}.")
+        raise FedgraftError(
+            "E-DATA-LIMIT", f"the limit on images must be positive, but it is {limit}", "raise it", limit=limit
+        )
+    return replace(data, train=_limited_store(data.train, limit), test=_limited_store(data.test, limit))
 
-    def fewer(store: Store) -> Store:
-        if limit >= len(store):
-            return store
-        kept, _ = stratified_split(store.labels, 1 - limit / len(store), seed=0)
-        return store.take(kept[:limit])
 
-    return replace(made, train=fewer(made.train), test=fewer(made.test))
+def _limited_store(store: Store, limit: int) -> Store:
+    """Return the store with at most `limit` rows, stratified."""
+    if limit >= len(store):
+        return store
+    rows, _ = stratified_split(store.labels, 1 - limit / len(store), seed=0)
+    return store.take(rows[:limit])

@@ -1,4 +1,4 @@
-"""From what a source holds to a `Dataset`: labels numbered, unreadable images left out, a test set cut if need be."""
+"""Assemble a `Dataset` from the parts of a source: number labels, leave out unreadable images, cut off a test set."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Dataset:
     train: Store
     test: Store
     skipped: tuple[tuple[str, str], ...] = ()
-    """Where each image is that cannot be read and was left out, and why."""
+    """Place of each image that cannot be read and was left out, and why."""
     other_files: tuple[str, ...] = ()
-    """The owner (empty: of all) of each file among the images that is of no format that is read, and so left out."""
+    """The owner (empty: no owner) of each file among the images that is in none of the formats that are read."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -37,11 +37,12 @@ class Dataset:
         return self.train.classes
 
     def __repr__(self) -> str:
+        """Return name and sizes."""
         images = f"{len(self.train):,} training and {len(self.test):,} test images"
         return f"Dataset({self.name}: {images} of {len(self.classes)} classes)"
 
 
-class Making(TypedDict, total=False):
+class SourceOptions(TypedDict, total=False):
     """Options of every source of a user's own images."""
 
     test_share: float  # of a source without a test set, stratified; no group is separated
@@ -50,51 +51,75 @@ class Making(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Table:
-    """One part of a source: what images are made from, and a label and further columns for each."""
+class SourcePart:
+    """One part (train or test) of a source: its images, and a label and further columns for each."""
 
     content: np.ndarray | Originals
     labels: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
+    other_files: tuple[str, ...] = ()
+    """As in `Dataset`."""
 
 
 def assemble(
-    name: str, parts: Sequence[Table], classes: Sequence[str] | None = None, **making: Unpack[Making]
+    name: str, parts: Sequence[SourcePart], classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]
 ) -> Dataset:
-    """The dataset of a source's parts: train, or train and test."""
-    given = [np.asarray(part.labels) for part in parts]
-    given = [labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels for labels in given]
-    split, names = numbered_parts(given, classes)
+    """Return the dataset of a source's parts: train, or train and test. `classes` names the labels in their order."""
+    raw_labels = []
+    for part in parts:
+        labels = np.asarray(part.labels)
+        if labels.ndim == 2 and labels.shape[1] == 1:
+            labels = labels[:, 0]
+        raw_labels.append(labels)
+    numbers, names = numbered_parts(raw_labels, classes)
     stores: list[Store] = []
-    for part, labels in zip(parts, split, strict=True):
+    other_files: list[str] = []
+    for part, labels in zip(parts, numbers, strict=True):
         columns = check_columns(part.columns, len(labels))
         stores.append(replace(store_of(part.content, labels, names), columns=columns))
-    return finish(name, stores, **making)
+        other_files += part.other_files
+    return replace(finish(name, stores, **options), other_files=tuple(other_files))
 
 
 def finish(
     name: str, stores: Sequence[Store], test_share: float = 0.2, seed: int = 0, unreadable: str = "refuse"
 ) -> Dataset:
-    """The dataset of one or two stores: unreadable images left out on request, a test set cut if there is none."""
-    skipped: list[tuple[str, str]] = []
+    """Return the dataset of one or two stores.
+
+    Unreadable images are left out on request, and a test set is cut off if there is none.
+    """
     if unreadable not in ("refuse", "skip"):
-        raise FedgraftError(f"unreadable images can be met by 'refuse' or 'skip', not by {unreadable!r}.")
+        raise FedgraftError(
+            "E-DATA-UNREADABLE-OPTION",
+            f"unreadable must be 'refuse' or 'skip', but it is {unreadable!r}",
+            "choose one of the two",
+            unreadable=unreadable,
+        )
+    skipped: list[tuple[str, str]] = []
     if unreadable == "skip":
         stores = [readable(store, skipped) for store in stores]
-    train, test = stores if len(stores) == 2 else cut(stores[0], test_share, seed)
+    if len(stores) == 2:
+        train, test = stores
+    else:
+        train, test = cut(stores[0], test_share, seed)
     return Dataset(name, train, test, tuple(skipped))
 
 
 def cut(store: Store, share: float, seed: int) -> tuple[Store, Store]:
-    """A stratified share for testing: of each class at each site, and no group on both sides."""
+    """Return (training store, test store): a stratified share of each class at each site, no group on both sides."""
     train, test = stratified_split(strata(store), share, seed, store.groups)
     if share and not len(test):
-        raise FedgraftError(f"{len(store)} examples are too few to set some aside as a test set; add more.")
+        raise FedgraftError(
+            "E-DATA-TOO-FEW",
+            f"{len(store)} examples are too few to set some aside as a test set",
+            "add more",
+            examples=len(store),
+        )
     return store.take(train), store.take(test)
 
 
 def strata(store: Store) -> np.ndarray:
-    """A number for each class at each site (N,), so that splits take their share of both."""
+    """Return a number for each class at each site (N,), so that splits take their share of both."""
     if store.sites is None:
         return store.labels
     _, site = np.unique(store.sites, return_inverse=True)
@@ -102,12 +127,20 @@ def strata(store: Store) -> np.ndarray:
 
 
 def readable(store: Store, skipped: list[tuple[str, str]], rule: PixelRule | None = None) -> Store:
-    """The rows that can be read; where the others are, and why they cannot, is added to `skipped`."""
-    if not isinstance(store, ImageStore) or not (bad := store.unreadable(rule)):
+    """Return the rows that can be read; append the place of each other row, and the reason, to `skipped`."""
+    if not isinstance(store, ImageStore):
         return store
-    if len(bad) == len(store):
+    unreadable = store.unreadable(rule)
+    if not unreadable:
+        return store
+    if len(unreadable) == len(store):
+        first_reason = next(iter(unreadable.values()))
         raise FedgraftError(
-            f"none of the {len(store)} images can be read, the first because {next(iter(bad.values()))}."
+            "E-DATA-NOTHING-READABLE",
+            f"none of the {len(store)} images can be read, the first because {first_reason}",
+            "check the path and the format",
+            images=len(store),
         )
-    skipped += [(store.where(row), reason) for row, reason in bad.items()]
-    return store.take(np.delete(np.arange(len(store)), list(bad)))
+    for row, reason in unreadable.items():
+        skipped.append((store.where(row), reason))
+    return store.take(np.delete(np.arange(len(store)), list(unreadable)))

@@ -1,10 +1,10 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), found in any of their usual forms in a local folder or file."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), read from any of their usual forms in a local folder or file."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
-from fedgraft.data.sources.assemble import Dataset, Table, assemble
+from fedgraft.data.sources.assemble import Dataset, SourcePart, assemble
 from fedgraft.data.sources.folder import is_class_folder, list_images
-from fedgraft.data.sources.npz import read_table
+from fedgraft.data.sources.npz import read_part
 from fedgraft.data.sources.objects import from_columns
 from fedgraft.data.sources.parquet import column_names, pick_column, read_parquet
 
-Found = Callable[[], list[Table]]
-"""Reads a local copy: train and test."""
+PartReader = Callable[[], list[SourcePart]]
+"""Reads a copy of the data: train and test."""
 CLASSES: dict[str, tuple[str, ...]] = {
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     "cifar100": (
@@ -132,132 +132,188 @@ PUBLISHED_FOLDERS = {"cifar10": ("cifar-10-batches-py", "package"), "cifar100": 
 PUBLISHED_FILES = {"cifar10": ("test_batch", "test_batch.png"), "cifar100": ("train",)}
 """A file by which each such folder is known."""
 FORMS = "parquet files, an npz file, or train/ and test/ with a folder per class"
+SIDE = 32
+"""Height and width of every image."""
 
 
 def cifar10(path: str | Path | None = None) -> Dataset:
-    """CIFAR-10 from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
+    """Read CIFAR-10 from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
     return _cifar("cifar10", path)
 
 
 def cifar100(path: str | Path | None = None) -> Dataset:
-    """CIFAR-100 from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
+    """Read CIFAR-100 from `path`, else FEDGRAFT_DATA, else ./data, else the Hub."""
     return _cifar("cifar100", path)
 
 
 def _cifar(name: str, path: str | Path | None) -> Dataset:
-    read = _search(name, path)
-    tables = [_of_32(table) for table in read()]
-    return assemble(name, tables, CLASSES[name])
+    """Return the dataset of this name."""
+    read = _find_copy(name, path)
+    return assemble(name, [_with_known_size(part) for part in read()], CLASSES[name])
 
 
-def _of_32(table: Table) -> Table:
-    """Encoded images are known to be of 32 pixels, so that they are kept at that size; arrays are checked."""
-    if not isinstance(table.content, np.ndarray):
-        return replace(table, content=replace(table.content, side=32))
-    if table.content.shape[1:] != (32, 32, 3):
-        raise FedgraftError(f"CIFAR's images are 32x32x3, but these are {table.content.shape[1:]}; give another copy.")
-    return table
+def _with_known_size(part: SourcePart) -> SourcePart:
+    """Mark encoded images as squares of 32 pixels, so that they are stored at that size; check arrays."""
+    if not isinstance(part.content, np.ndarray):
+        return replace(part, content=replace(part.content, side=SIDE))
+    if part.content.shape[1:] != (SIDE, SIDE, 3):
+        raise FedgraftError(
+            "E-DATA-CIFAR-SHAPE",
+            f"CIFAR's images are 32x32x3, but these are {part.content.shape[1:]}",
+            "give another copy",
+            shape=part.content.shape[1:],
+        )
+    return part
 
 
-def _search(name: str, path: str | Path | None) -> Found:
+def _find_copy(name: str, path: str | Path | None) -> PartReader:
+    """Return the reader of the local copy at `path` or at one of the usual places, else of the Hub's copy."""
     if path is not None:
-        if found := find_local(name, Path(path).expanduser()):
-            return found
-        state = "does not exist" if not Path(path).expanduser().exists() else "holds none of them"
-        raise FedgraftError(f"{name} was looked for in {path} as {FORMS}, but it {state}; give path= a copy of it.")
-    places = [Path(os.environ["FEDGRAFT_DATA"]).expanduser()] if os.environ.get("FEDGRAFT_DATA") else []
-    places.append(Path("data"))
+        place = Path(path).expanduser()
+        read = find_local(name, place)
+        if read is not None:
+            return read
+        state = "holds none of them" if place.exists() else "does not exist"
+        raise FedgraftError(
+            "E-DATA-CIFAR-NOT-FOUND",
+            f"{name} was looked for in {path} as {FORMS}, but it {state}",
+            "give path= a copy of it",
+            name=name,
+            path=str(path),
+        )
+    places = [Path("data")]
+    if os.environ.get("FEDGRAFT_DATA"):
+        places.insert(0, Path(os.environ["FEDGRAFT_DATA"]).expanduser())
     for place in places:
-        if found := find_local(name, place):
-            return found
+        read = find_local(name, place)
+        if read is not None:
+            return read
     return partial(_read_hub, name, f"looked in {', '.join(map(str, places))} for {FORMS}")
 
 
-def _read_hub(name: str, looked: str) -> list[Table]:
-    """Train and test from the Hub; `looked` says where a local copy was sought before."""
+def _read_hub(name: str, searched: str) -> list[SourcePart]:
+    """Return train and test from the Hub; `searched` says where a local copy was looked for before."""
     try:
         import datasets
     except ImportError as error:
-        purpose = f"{name} was not found ({looked}), and fetching it from the Hub"
+        purpose = f"{name} was not found ({searched}), and fetching it from the Hub"
         raise MissingExtra("datasets", "hub", purpose) from error
     try:
         parts = [datasets.load_dataset(HUB_NAMES[name], split=part) for part in ("train", "test")]
-    except Exception as error:  # the Hub's client raises many kinds when offline; each means the data is not to be had
+    except Exception as error:  # the Hub's client raises many kinds when offline; each means there is no data
         reason = next(iter(str(error).splitlines()), "no details")
         raise FedgraftError(
-            f"{name} was not found ({looked}), and the Hub dataset {HUB_NAMES[name]} cannot be fetched "
-            f"({type(error).__name__}: {reason}); give path= a folder "
-            f"or file with {name} as parquet, npz or class folders, or set FEDGRAFT_DATA."
+            "E-DATA-CIFAR-HUB",
+            f"{name} was not found ({searched}), and the Hub dataset {HUB_NAMES[name]} cannot be fetched "
+            f"({type(error).__name__}: {reason})",
+            f"give path= a folder or file with {name} as parquet, npz or class folders, or set FEDGRAFT_DATA",
+            name=name,
         ) from error
     label = pick_column(parts[0].column_names, LABEL_COLUMNS[name], f"the Hub dataset {HUB_NAMES[name]}")
     return [from_columns(part, {"image": "image", "label": label}) for part in parts]
 
 
-def find_local(name: str, path: Path) -> Found | None:
-    """The first usable copy of `name` at `path` or in the subfolders it usually has."""
+def find_local(name: str, path: Path) -> PartReader | None:
+    """Return the reader of the first usable copy of `name` at `path` or in the subfolders it usually has, or None.
+
+    The reader of a copy that is only there as published refuses it, and says how to convert it.
+    """
     if path.is_file():
-        return _from_file(name, path)
-    folders = [path, path / name, path / "data", *(path / sub for sub in PUBLISHED_FOLDERS[name])]
-    folders = [folder for folder in folders if folder.is_dir()]
+        return _reader_of_file(name, path)
+    candidates = [path, path / name, path / "data"]
+    candidates += [path / subfolder for subfolder in PUBLISHED_FOLDERS[name]]
+    folders = [folder for folder in candidates if folder.is_dir()]
     for folder in folders:
-        if found := next(_from_folder(name, folder), None):
-            return found
+        read = _reader_of_folder(name, folder)
+        if read is not None:
+            return read
     for folder in folders:
-        if old := _as_published(name, folder):
-            return partial(_refuse_published, name, old)
+        published = _published_copy(name, folder)
+        if published is not None:
+            return partial(_refuse_published, name, published)
     return None
 
 
-def _from_file(name: str, path: Path) -> Found | None:
+def _reader_of_file(name: str, path: Path) -> PartReader | None:
+    """Return the reader of an npz file, of a parquet file with its neighbours, or None."""
     if path.suffix == ".npz":
-        return lambda: [read_table(path, part, {"image": "x", "label": "y"}) for part in ("train", "test")]
+        return partial(_read_npz, path)
     if _is_tar(path):
         return partial(_refuse_published, name, path)
-    return next(_parquet(name, path.parent), None) if path.suffix == ".parquet" else None
+    if path.suffix == ".parquet":
+        return _reader_of_parquet(name, path.parent)
+    return None
 
 
-def _from_folder(name: str, folder: Path) -> Iterator[Found]:
-    yield from _parquet(name, folder)
+def _reader_of_folder(name: str, folder: Path) -> PartReader | None:
+    """Return the reader of parquet files, else of an npz file, else of class folders in this folder, or None."""
+    read = _reader_of_parquet(name, folder)
+    if read is not None:
+        return read
     for path in sorted(folder.glob("*.npz")):
-        if names_dataset(path.name) == name and (found := _from_file(name, path)):
-            yield found
-    if is_class_folder(folder) and {p.name for p in (folder / "train").iterdir()} >= set(CLASSES[name]):
-        yield lambda: [list_images(folder / part).table() for part in ("train", "test")]
+        if names_dataset(path.name) == name:
+            return partial(_read_npz, path)
+    if is_class_folder(folder):
+        present = {entry.name for entry in (folder / "train").iterdir()}
+        if present >= set(CLASSES[name]):
+            return partial(_read_class_folders, folder)
+    return None
+
+
+def _read_npz(path: Path) -> list[SourcePart]:
+    """Return train and test of an npz file."""
+    return [read_part(path, part, {"image": "x", "label": "y"}) for part in ("train", "test")]
+
+
+def _read_class_folders(folder: Path) -> list[SourcePart]:
+    """Return train and test of class folders."""
+    return [list_images([(folder / part, "")]) for part in ("train", "test")]
 
 
 def _is_tar(path: Path) -> bool:
+    """Return whether the name is that of a tar archive."""
     return path.name.endswith((".tar.gz", ".tgz", ".tar"))
 
 
-def _as_published(name: str, folder: Path) -> Path | None:
-    """Where the folder holds CIFAR as published, packed or not."""
+def _published_copy(name: str, folder: Path) -> Path | None:
+    """Return where the folder holds CIFAR as published, packed or not, or None."""
     if any((folder / member).is_file() for member in PUBLISHED_FILES[name]):
         return folder
-    tars = [path for path in sorted(folder.iterdir()) if _is_tar(path) and names_dataset(path.name) == name]
-    return next(iter(tars), None)
+    for path in sorted(folder.iterdir()):
+        if _is_tar(path) and names_dataset(path.name) == name:
+            return path
+    return None
 
 
-def _refuse_published(name: str, path: Path) -> list[Table]:
+def _refuse_published(name: str, path: Path) -> list[SourcePart]:
+    """Refuse CIFAR as published."""
     raise FedgraftError(
-        f"{path} is CIFAR as published, which is not read because loading its pickles can run code: convert it once "
-        f"with `python recipes/cifar_to_npz.py {path} {name}.npz` and give path= the npz file."
+        "E-DATA-CIFAR-PUBLISHED",
+        f"{path} is CIFAR as published, which is not read because loading its pickles can run code",
+        f"convert it once with `python recipes/cifar_to_npz.py {path} {name}.npz` and give path= the npz file",
+        name=name,
+        path=str(path),
     )
 
 
-def _parquet(name: str, folder: Path) -> Iterator[Found]:
+def _reader_of_parquet(name: str, folder: Path) -> PartReader | None:
+    """Return the reader of the parquet files in this folder, or None without files of both parts."""
     files = [path for path in sorted(folder.glob("*.parquet")) if names_dataset(path.name) in (name, None)]
-    parts = [[p for p in files if part in p.name.lower()] for part in ("train", "test")]
+    train = [path for path in files if "train" in path.name.lower()]
+    test = [path for path in files if "test" in path.name.lower()]
+    if not train or not test:
+        return None
 
-    def read() -> list[Table]:
-        label = pick_column(column_names(parts[0][0]), LABEL_COLUMNS[name], str(parts[0][0]))
-        return [read_parquet(part, {"image": "image", "label": label}) for part in parts]
+    def read() -> list[SourcePart]:
+        label = pick_column(column_names(train[0]), LABEL_COLUMNS[name], str(train[0]))
+        return [read_parquet(part, {"image": "image", "label": label}) for part in (train, test)]
 
-    if all(parts):
-        yield read
+    return read
 
 
 def names_dataset(file_name: str) -> str | None:
-    """Which of the two a file name speaks of, if any: cifar-100-python.tar.gz speaks of cifar100."""
-    if match := re.search(r"cifar[-_]?(100|10)(?!\d)", file_name.lower()):
-        return f"cifar{match[1]}"
-    return None
+    """Return which of the two a file name stands for, if any: cifar-100-python.tar.gz stands for cifar100."""
+    match = re.search(r"cifar[-_]?(100|10)(?!\d)", file_name.lower())
+    if match is None:
+        return None
+    return f"cifar{match[1]}"

@@ -1,4 +1,4 @@
-"""Class names that mean the same: slips that are found, and the map that settles them (`data.class_map`)."""
+"""Class names that mean the same: find misspellings, and rename classes by a map (`data.class_map`)."""
 
 from __future__ import annotations
 
@@ -14,88 +14,108 @@ import numpy as np
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources.assemble import Dataset, Store
 
+_SHORTEST_WORD = 5  # letters from which one different letter is taken for a slip
+
 
 def slips(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Pairs of names that differ by spaces, case, punctuation or one letter, and by which of them."""
-    found = []
-    for one, other in combinations(sorted(names), 2):
-        if one.strip() == other.strip():
-            found.append((one, other, "class_space"))
-        elif one.strip().casefold() == other.strip().casefold():
-            found.append((one, other, "class_case"))
-        elif _letters(one) == _letters(other):
-            found.append((one, other, "class_punctuation"))
-        elif _one_letter(_letters(one), _letters(other)):
-            found.append((one, other, "class_similar"))
-    return found
+    """Return pairs of names that differ by spaces, case, punctuation or one letter, and by which of them."""
+    pairs = []
+    for first, second in combinations(sorted(names), 2):
+        if first.strip() == second.strip():
+            pairs.append((first, second, "class_space"))
+        elif first.strip().casefold() == second.strip().casefold():
+            pairs.append((first, second, "class_case"))
+        elif _letters(first) == _letters(second):
+            pairs.append((first, second, "class_punctuation"))
+        elif _differ_by_one_letter(_letters(first), _letters(second)):
+            pairs.append((first, second, "class_similar"))
+    return pairs
 
 
 @cache
 def _letters(name: str) -> str:
+    """Return the letters and digits of a name, in small letters."""
     return re.sub(r"[\W_]+", "", name).casefold()
 
 
-def _one_letter(one: str, other: str) -> bool:
-    """Whether words of at least five letters differ by one letter more, less or other; numbers are never slips."""
-    one, other = sorted((one, other), key=len)
-    if len(one) < 5 or len(other) - len(one) > 1:
+def _differ_by_one_letter(first: str, second: str) -> bool:
+    """Return whether words of at least five letters differ by one letter more, less or other; never by a digit."""
+    shorter, longer = sorted((first, second), key=len)
+    extra = len(longer) - len(shorter)
+    if len(shorter) < _SHORTEST_WORD or extra > 1:
         return False
-    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-    longer = len(other) - len(one)
-    if one[start + 1 - longer :] != other[start + 1 :]:
+    start = 0  # of the first difference
+    while start < len(shorter) and shorter[start] == longer[start]:
+        start += 1
+    if shorter[start + 1 - extra :] != longer[start + 1 :]:
         return False
-    return not (one[start : start + 1] + other[start : start + 1]).strip().isdigit() and other[start].isalpha()
+    different = shorter[start : start + 1] + longer[start : start + 1]
+    return not different.strip().isdigit() and longer[start].isalpha()
 
 
-def one_class(names: Iterable[str]) -> list[list[str]]:
-    """Names that are the same but for spaces, case or punctuation, together; each is looked at once."""
+def same_class_groups(names: Iterable[str]) -> list[list[str]]:
+    """Return groups of two or more names that are the same but for spaces, case or punctuation."""
     groups: dict[str, list[str]] = {}
     for name in sorted(set(names)):
-        groups.setdefault(re.sub(r"[\W_]+", "", name).casefold(), []).append(name)
+        groups.setdefault(_letters(name), []).append(name)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def check_names(names: Sequence[str]) -> None:
     """Refuse names that are the same but for spaces, case or punctuation."""
-    for one, other, *_ in one_class(names):
+    for group in same_class_groups(names):
+        first = group[0]
+        second = group[1]
+        class_map = f"data.class_map = {{{second!r} = {first!r}}}".replace("'", '"')
         raise FedgraftError(
-            f"the classes {one!r} and {other!r} look like one; rename one of them, or say so with: "
-            f"data.class_map = {{{other!r} = {one!r}}}.".replace("'", '"')
+            "E-DATA-SIMILAR-CLASSES",
+            f'the classes "{first}" and "{second}" look like one',
+            f"rename one of them, or say so with: {class_map}",
+            classes=(first, second),
         )
 
 
-def odd_names(told: Mapping[int, Sequence[str]]) -> dict[str, str]:
-    """Names that one client alone has where two or more others write the class otherwise, and what to tell it."""
+def odd_names(names_by_client: Mapping[int, Sequence[str]]) -> dict[str, str]:
+    """Return names of one client alone where two or more others spell the class otherwise, with advice for each."""
     owners: dict[str, set[int]] = {}
-    for client, names in told.items():
+    for client, names in names_by_client.items():
         for name in names:
             owners.setdefault(name, set()).add(client)
-    found = {}
-    for group in one_class(owners):
+    advice: dict[str, str] = {}
+    for group in same_class_groups(owners):
         usual = max(group, key=lambda name: len(owners[name]))
         for name in group:
-            if name != usual and len(owners[name]) == 1 and len(owners[usual] - owners[name]) > 1:
-                others = len(owners[usual] - owners[name])
-                found[name] = (
+            others = len(owners[usual] - owners[name])
+            if name != usual and len(owners[name]) == 1 and others > 1:
+                advice[name] = (
                     f"its class {name!r} looks like {usual!r}, as {others} others call it: it renames that, or the "
                     f"config says data.class_map = {{{name!r} = {usual!r}}}"
                 )
-    return found
+    return advice
 
 
 def renamed(dataset: Dataset, names: Mapping[str, str] | None) -> Dataset:
-    """The dataset with its classes under other names; two that get one name become one class."""
+    """Return the dataset with its classes renamed by a map from old to new; two that get one name become one class."""
     if not names:
         return dataset
-    if strange := [name for name in names.values() if name in names and names[name] != name]:
-        raise FedgraftError(f"data.class_map sends a class to {strange[0]!r}, and that one elsewhere; name the last.")
-    train = _renamed(dataset.train, names)
-    return replace(dataset, train=train, test=_renamed(dataset.test, names))
+    for new_name in names.values():
+        if names.get(new_name, new_name) != new_name:
+            raise FedgraftError(
+                "E-DATA-CLASS-MAP-CHAIN",
+                f"data.class_map sends a class to {new_name!r}, and that one elsewhere",
+                "name the last one",
+                label=new_name,
+            )
+    train = _renamed_store(dataset.train, names)
+    test = _renamed_store(dataset.test, names)
+    return replace(dataset, train=train, test=test)
 
 
-def _renamed(store: Store, names: Mapping[str, str]) -> Store:
-    new = [names.get(name, name) for name in store.classes]
-    classes = tuple(dict.fromkeys([*(name for name in store.classes if name in new), *new]))
-    place = np.array([classes.index(name) for name in new], dtype=np.int64)
-    digest = hashlib.blake2b("\x1f".join([store.digest, *new]).encode(), digest_size=16).hexdigest()
+def _renamed_store(store: Store, names: Mapping[str, str]) -> Store:
+    """Return the store with renamed classes; names that stay keep their order and come first."""
+    new_names = [names.get(name, name) for name in store.classes]
+    unchanged = [name for name in store.classes if name in new_names]
+    classes = tuple(dict.fromkeys([*unchanged, *new_names]))
+    place = np.array([classes.index(name) for name in new_names], dtype=np.int64)
+    digest = hashlib.blake2b("\x1f".join([store.digest, *new_names]).encode(), digest_size=16).hexdigest()
     return replace(store, labels=place[store.labels], classes=classes, digest=digest)

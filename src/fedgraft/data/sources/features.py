@@ -1,7 +1,7 @@
-"""Features that somebody else computed: arrays, or one file with train_x, train_y, test_x and test_y.
+"""Precomputed features: arrays, or one file with train_x, train_y, test_x and test_y.
 
-`x` are numbers (N, d), kept as float32; labels are names or whole numbers. An `.npz` may also hold `classes`, the names
-of the labels. The network for such data is `model.name=features`: a linear head and no backbone.
+`x` are numbers (N, d), stored as float32; labels are names or whole numbers. An `.npz` may also hold `classes`, the
+names of the labels. The network for such data is `model.name=features`: a linear head and no backbone.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class FeatureStore(Labelled):
         return int(self.features.shape[1])
 
     def take(self, rows: np.ndarray) -> FeatureStore:
-        """A store of these rows only."""
-        taken = make_feature_store(self.features[rows], self.labels[rows], self.classes)
-        return replace(taken, columns={name: values[rows] for name, values in self.columns.items()})
+        """Return a store of these rows only."""
+        chosen = make_feature_store(self.features[rows], self.labels[rows], self.classes)
+        return replace(chosen, columns={name: values[rows] for name, values in self.columns.items()})
 
 
 def features(
@@ -49,68 +49,125 @@ def features(
     groups: Any = None,
     test: Sequence[Any] | None = None,
 ) -> Dataset:
-    """Feature vectors (N, d) and labels, or a file of both; `test` is (x, y[, sites]), else a share is cut off."""
+    """Take feature vectors (N, d) and labels, or a file of both; `test` is (x, y[, sites]), else a share is cut off."""
     from fedgraft.data.sources.assemble import Dataset, finish
 
     if isinstance(x, str | Path):
-        return Dataset("features", *load_features(Path(x).expanduser()))
-    parts = [(x, y, sites, groups)] + ([(*test, None, None)[:4]] if test is not None else [])
-    split, names = numbered_parts([np.asarray(part[1]) for part in parts], classes)
+        train_store, test_store = load_features(Path(x).expanduser())
+        return Dataset("features", train_store, test_store)
+    parts = [(x, y, sites, groups)]
+    if test is not None:
+        test_x, test_y, test_sites, test_groups = (*test, None, None)[:4]
+        parts.append((test_x, test_y, test_sites, test_groups))
+    numbers, names = numbered_parts([np.asarray(labels) for _, labels, _, _ in parts], classes)
     stores = []
-    for (values, _, site, group), labels in zip(parts, split, strict=True):
+    for (values, _, site, group), labels in zip(parts, numbers, strict=True):
         store = make_feature_store(np.asarray(values), labels, names)
-        stores.append(replace(store, columns=check_columns({"site": site, "group": group}, len(store))))
+        columns = check_columns({"site": site, "group": group}, len(store))
+        stores.append(replace(store, columns=columns))
     return finish("features", stores)
 
 
 def make_feature_store(features: np.ndarray, labels: np.ndarray, classes: Iterable[str]) -> FeatureStore:
-    """A store in memory, after checking that shapes, values and labels fit together."""
+    """Return a store in memory, after checking that shapes, values and labels fit together."""
     names = tuple(classes)
     if features.ndim != 2 or features.dtype.kind not in "fiu" or not features.shape[1]:
-        raise FedgraftError(f"features must be numbers (N, d), but they are {features.dtype} {features.shape}.")
+        raise FedgraftError(
+            "E-DATA-FEATURES-SHAPE",
+            f"features must be numbers (N, d), but they are {features.dtype} {features.shape}",
+            "convert them first",
+            shape=features.shape,
+        )
     if labels.shape != (len(features),) or labels.dtype.kind not in "iu":
         raise FedgraftError(
+            "E-DATA-FEATURE-LABELS",
             f"{len(features)} features need as many whole numbers as labels, but those are {labels.dtype} "
-            f"{labels.shape}."
+            f"{labels.shape}",
+            "give one number per row",
+            features=len(features),
+            shape=labels.shape,
         )
     values = np.ascontiguousarray(features, dtype=np.float32)
     numbers = labels.astype(np.int64)
-    if values.size and not np.isfinite([values.min(), values.max()]).all():  # both carry NaN along; no table is made
-        raise FedgraftError("some features are infinite or not a number; mend them first.")
+    # NaN passes through min and max, so no table of flags is made.
+    if values.size and not np.isfinite([values.min(), values.max()]).all():
+        raise FedgraftError(
+            "E-DATA-FEATURES-NONFINITE", "some features are infinite or not a number", "mend them first"
+        )
     check_range(numbers, names)
     digest = content_digest(values, numbers, names)
     return FeatureStore(features=values, labels=numbers, classes=names, digest=digest)
 
 
 def load_features(path: Path) -> tuple[FeatureStore, FeatureStore]:
-    """The training and the test features of a file."""
-    tables = _read(path)
-    if lost := [name for name in FIELDS if name not in tables]:
-        raise FedgraftError(f"{path} has no array {lost[0]!r}; it needs {', '.join(FIELDS)}.")
-    labels = np.concatenate([tables["train_y"].reshape(-1), tables["test_y"].reshape(-1)])
+    """Return the training and the test features of a file."""
+    tables = _read_arrays(path)
+    for name in FIELDS:
+        if name not in tables:
+            raise FedgraftError(
+                "E-DATA-FEATURE-ARRAY",
+                f"{path} has no array {name!r}",
+                f"store {', '.join(FIELDS)} in it",
+                path=str(path),
+                array=name,
+            )
     if not len(tables["train_x"]) or not len(tables["test_x"]):
-        raise FedgraftError(f"{path} needs at least one training and one test example.")
-    count = int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
-    names = tables["classes"].reshape(-1).tolist() if "classes" in tables else range(count)
-    classes = [str(name) for name in names]
-    train, test = (make_feature_store(tables[f"{part}_x"], tables[f"{part}_y"], classes) for part in ("train", "test"))
+        raise FedgraftError(
+            "E-DATA-FEATURES-EMPTY",
+            f"{path} needs at least one training and one test example",
+            "add examples",
+            path=str(path),
+        )
+    classes = _class_names(tables)
+    train = make_feature_store(tables["train_x"], tables["train_y"], classes)
+    test = make_feature_store(tables["test_x"], tables["test_y"], classes)
     if train.width != test.width:
-        raise FedgraftError(f"{path}: training features have {train.width} numbers each, test features {test.width}.")
+        raise FedgraftError(
+            "E-DATA-FEATURE-WIDTHS",
+            f"{path}: training features have {train.width} numbers each, test features {test.width}",
+            "compute both with the same network",
+            path=str(path),
+        )
     return train, test
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of the file by name; nothing in it is executed."""
+def _class_names(tables: dict[str, np.ndarray]) -> list[str]:
+    """Return the class names of a file: its array `classes`, else the numbers up to the largest label."""
+    if "classes" in tables:
+        return [str(name) for name in tables["classes"].reshape(-1).tolist()]
+    labels = np.concatenate([tables["train_y"].reshape(-1), tables["test_y"].reshape(-1)])
+    if labels.dtype.kind not in "iu":
+        return []
+    return [str(number) for number in range(int(labels.max()) + 1)]
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of the file by name; nothing in it is executed."""
     if not path.is_file():
-        raise FedgraftError(f"there is no feature file {path}; give an .npz or .safetensors file as data.path.")
+        raise FedgraftError(
+            "E-DATA-NO-FILE",
+            f"there is no feature file {path}",
+            "give an .npz or .safetensors file as data.path",
+            path=str(path),
+        )
     if path.suffix == ".npz":
         return read_npz(path, (*FIELDS, "classes"))
     if path.suffix != ".safetensors":
-        raise FedgraftError(f"{path} is neither an .npz nor a .safetensors file.")
+        raise FedgraftError(
+            "E-DATA-FEATURE-FORMAT",
+            f"{path} is neither an .npz nor a .safetensors file",
+            "convert it to one of the two",
+            path=str(path),
+        )
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     try:
         return {name: table for name, table in load_file(path).items() if name in FIELDS}
     except (SafetensorError, OSError, ValueError) as error:
-        raise FedgraftError(f"the feature file {path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise FedgraftError(
+            "E-DATA-FEATURES-UNREADABLE",
+            f"the feature file {path} cannot be read ({str(error).splitlines()[0]})",
+            "write it anew",
+            path=str(path),
+        ) from error

@@ -4,121 +4,164 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.pixels.originals import from_files
 from fedgraft.data.pixels.rule import FORMATS
-from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
+from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
 
 
-@dataclass(frozen=True)
-class Listing:
-    """Image files in sorted order, the class of each, and who holds it."""
+def folder(path: str | Path, classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> Dataset:
+    """Read images in one directory per class; below `train/` and `test/` if there are these, else a share is cut off.
 
-    files: list[Path]
-    labels: list[str]
-    sites: list[str]
-    other: list[str]
-    """The owner of each file among them that is of no format that is read."""
-
-    def table(self) -> Table:
-        """What is known of them without reading any."""
-        return Table(from_files(self.files), self.labels, {"site": self.sites} if self.sites else {})
-
-
-def folder(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
-    """Images in one directory per class; with `train/` and `test/` on top, these are used, else a share is cut off."""
-    place = _existing(path)
-    if not is_class_folder(place) and _by_owner(place):
+    The classes of `train/` must include those of `test/`.
+    """
+    place = _existing_folder(path)
+    if not is_class_folder(place) and _looks_like_owners(place):
         raise FedgraftError(
-            f"{path} looks like a folder per owner, each with a folder per class: take it as data.source=owners "
-            "(fg.data.owners), or name the folder of one owner."
+            "E-DATA-FOLDER-OF-OWNERS",
+            f"{path} looks like a folder per owner, each with a folder per class",
+            "take it as data.source=owners (fg.data.owners), or name the folder of one owner",
+            path=str(path),
         )
-    return _assembled("folder", _parts(place), classes, **making)
+    return _assemble_folders("folder", [(place, "")], classes, **options)
 
 
-def owners(path: str | Path, classes: Sequence[str] | None = None, **making: Unpack[Making]) -> Dataset:
-    """One directory per owner, each as `folder` takes it; the owner's name becomes the row's site."""
-    places = _directories(_existing(path))
+def owners(path: str | Path, classes: Sequence[str] | None = None, **options: Unpack[SourceOptions]) -> Dataset:
+    """Read one directory per owner, each as `folder` takes it; the owner's name becomes the row's site."""
+    places = _directories(_existing_folder(path))
     if not places:
-        raise FedgraftError(f"{path} holds no folders; put the images of each owner in a folder of its own.")
-    found = [_parts(place, place.name) for place in places]
-    if len({len(parts) for parts in found}) > 1:
-        raise FedgraftError(f"some owners in {path} have train/ and test/ and some have not; give all or none of them.")
-    parts = [_joined([one[number] for one in found]) for number in range(len(found[0]))]
-    return _assembled("owners", parts, classes, **making)
+        raise FedgraftError(
+            "E-DATA-NO-OWNERS",
+            f"{path} holds no folders",
+            "put the images of each owner in a folder of its own",
+            path=str(path),
+        )
+    is_split = {is_class_folder(place) for place in places}
+    if len(is_split) > 1:
+        raise FedgraftError(
+            "E-DATA-OWNERS-MIXED",
+            f"some owners in {path} have train/ and test/ and some have not",
+            "give all or none of them",
+            path=str(path),
+        )
+    return _assemble_folders("owners", [(place, place.name) for place in places], classes, **options)
 
 
-def _assembled(name: str, parts: Sequence[Listing], classes: Sequence[str] | None, **making: Unpack[Making]) -> Dataset:
-    made = assemble(name, [part.table() for part in parts], classes, **making)
-    other = [owner for part in parts for owner in part.other]
-    return replace(made, other_files=tuple(other))
+def _assemble_folders(
+    name: str, places: Sequence[tuple[Path, str]], classes: Sequence[str] | None, **options: Unpack[SourceOptions]
+) -> Dataset:
+    """Return the dataset of these (folder, owner), which all have `train/` and `test/`, or none of them."""
+    if not is_class_folder(places[0][0]):
+        return assemble(name, [list_images(places)], classes, **options)
+    train = list_images([(place / "train", owner) for place, owner in places])
+    test = list_images([(place / "test", owner) for place, owner in places])
+    for place, _ in places:
+        _check_test_classes(place)
+    return assemble(name, [train, test], classes, **options)
 
 
-def _by_owner(path: Path) -> bool:
-    """Whether the folders in it hold no files but several folders, of the same names in all of them."""
-    inside = [place for place in _directories(path) if not any(one.is_file() for one in place.iterdir())]
-    names = [{below.name for below in _directories(place)} for place in inside]
-    return len(inside) > 1 and len(inside) == len(_directories(path)) and len(set.intersection(*names)) > 1
+def _check_test_classes(place: Path) -> None:
+    """Refuse a class of `test/` that `train/` lacks."""
+    train_classes = {directory.name for directory in _directories(place / "train")}
+    test_classes = {directory.name for directory in _directories(place / "test")}
+    unknown = sorted(test_classes - train_classes)
+    if unknown:
+        raise FedgraftError(
+            "E-DATA-TEST-CLASSES",
+            f"{place}/test has classes that {place}/train lacks: {', '.join(unknown)}",
+            "add training images of them, or remove them",
+            path=str(place),
+            classes=tuple(unknown),
+        )
+
+
+def _looks_like_owners(path: Path) -> bool:
+    """Return whether all of several folders in it hold no files but folders, two or more of the same names in all."""
+    places = _directories(path)
+    if len(places) < 2:
+        return False
+    names = []
+    for place in places:
+        if any(entry.is_file() for entry in place.iterdir()):
+            return False
+        names.append({directory.name for directory in _directories(place)})
+    return len(set.intersection(*names)) > 1
 
 
 def is_class_folder(path: Path) -> bool:
-    """Whether `path` has `train/` and `test/` with at least one directory in each."""
+    """Return whether `path` has `train/` and `test/` with at least one directory in each."""
     return all((path / part).is_dir() and _directories(path / part) for part in ("train", "test"))
 
 
 @functools.cache
 def endings() -> frozenset[str]:
-    """How names of image files end, in small letters."""
+    """Return how names of image files end, in small letters."""
     from PIL import Image
 
     Image.init()
     return frozenset(ending for ending, kind in Image.EXTENSION.items() if kind in FORMATS)
 
 
-def list_images(path: Path, owner: str = "") -> Listing:
-    """Find every image below `path`/<class>/; a class without images is refused."""
-    classes = _directories(path)
-    if not classes:
-        raise FedgraftError(f"{path} holds no class folders; put the images of each class in a folder of its own.")
+def list_images(places: Sequence[tuple[Path, str]]) -> SourcePart:
+    """Return every image below folder/<class>/ of these (folder, owner), in sorted order; none is read.
+
+    A class without images is refused. An owner that is not empty becomes the site of its rows.
+    """
     files: list[Path] = []
     labels: list[str] = []
-    other: list[str] = []
-    for place in classes:
-        there = sorted(p for p in place.rglob("*") if p.is_file() and not p.name.startswith("."))
-        found = [p for p in there if p.suffix.lower() in endings()]
-        other += [owner] * (len(there) - len(found))
-        if not found:
-            raise FedgraftError(f"the class folder {place} holds no images; add some or remove it.")
-        files += found
-        labels += [place.name] * len(found)
-    return Listing(files, labels, [owner] * len(files) if owner else [], other)
-
-
-def _parts(path: Path, owner: str = "") -> list[Listing]:
-    if not is_class_folder(path):
-        return [list_images(path, owner)]
-    train, test = list_images(path / "train", owner), list_images(path / "test", owner)
-    if strange := set(test.labels) - set(train.labels):
-        raise FedgraftError(f"{path}/test has classes that {path}/train lacks: {', '.join(sorted(strange))}.")
-    return [train, test]
-
-
-def _joined(parts: list[Listing]) -> Listing:
-    return Listing(
-        *([one for part in parts for one in getattr(part, field)] for field in ("files", "labels", "sites", "other"))
-    )
+    sites: list[str] = []
+    other_files: list[str] = []
+    for place, owner in places:
+        class_folders = _directories(place)
+        if not class_folders:
+            raise FedgraftError(
+                "E-DATA-NO-CLASS-FOLDERS",
+                f"{place} holds no class folders",
+                "put the images of each class in a folder of its own",
+                path=str(place),
+            )
+        for class_folder in class_folders:
+            images = []
+            for file in sorted(class_folder.rglob("*")):
+                if not file.is_file() or file.name.startswith("."):
+                    continue
+                if file.suffix.lower() in endings():
+                    images.append(file)
+                else:
+                    other_files.append(owner)
+            if not images:
+                raise FedgraftError(
+                    "E-DATA-EMPTY-FOLDER",
+                    f"the class folder {class_folder} holds no images",
+                    "add some or remove it",
+                    path=str(class_folder),
+                )
+            files += images
+            labels += [class_folder.name] * len(images)
+            if owner:
+                sites += [owner] * len(images)
+    columns = {}
+    if sites:
+        columns["site"] = sites
+    return SourcePart(from_files(files), labels, columns, tuple(other_files))
 
 
 def _directories(path: Path) -> list[Path]:
-    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    """Return the visible directories in a folder, sorted."""
+    return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _existing(path: str | Path) -> Path:
-    found = Path(path).expanduser()
-    if not found.is_dir():
-        raise FedgraftError(f"the image folder {path} does not exist; give the folder that holds one folder per class.")
-    return found
+def _existing_folder(path: str | Path) -> Path:
+    """Return the path, or refuse one that is no folder."""
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        raise FedgraftError(
+            "E-DATA-NO-FOLDER",
+            f"the image folder {path} does not exist",
+            "give the folder that holds one folder per class",
+            path=str(path),
+        )
+    return place

@@ -1,4 +1,4 @@
-"""Several owners' datasets as one, with the owner's name in the column `site`; nothing is decoded or copied for it."""
+"""Join several owners' datasets into one, with the owner's name in the column `site`; no image is decoded for it."""
 
 from __future__ import annotations
 
@@ -19,56 +19,94 @@ from fedgraft.data.sources.objects import arrays, dataset
 
 
 def join(parts: Sequence[Any], names: Sequence[str] | None = None) -> Dataset:
-    """All parts in one dataset; labels count along the classes of all."""
-    made = [as_dataset(part) for part in parts]
-    if not made:
-        raise FedgraftError("there are no datasets to join; give one for each client.")
-    width = len(str(len(made) - 1))
-    owners = list(names) if names is not None else [f"{number:0{width}}" for number in range(len(made))]
-    if len(set(owners)) != len(made):
-        raise FedgraftError(f"{len(made)} datasets need as many different names, but they are {', '.join(owners)}.")
-    classes = list(dict.fromkeys(name for one in made for name in one.classes))
-    if len({one.classes for one in made}) > 1:
-        classes = sorted(classes)
-    skipped = tuple(pair for one in made for pair in one.skipped)
-    train, test = (_joined([getattr(one, part).named(classes) for one in made], owners) for part in ("train", "test"))
-    other = tuple(owner for owner, one in zip(owners, made, strict=True) for _ in one.other_files)
-    return Dataset("given", train, test, skipped, other)
+    """Return all parts as one dataset; labels are numbers of the classes of all. Default names are numbers."""
+    datasets = [as_dataset(part) for part in parts]
+    if not datasets:
+        raise FedgraftError("E-DATA-NOTHING-TO-JOIN", "there are no datasets to join", "give one for each client")
+    if names is None:
+        width = len(str(len(datasets) - 1))
+        owners = [f"{number:0{width}}" for number in range(len(datasets))]
+    else:
+        owners = list(names)
+    if len(set(owners)) != len(datasets):
+        raise FedgraftError(
+            "E-DATA-OWNER-NAMES",
+            f"{len(datasets)} datasets need as many different names, but they are {', '.join(owners)}",
+            "give each dataset a name of its own",
+            names=tuple(owners),
+        )
+    classes = _joined_classes(datasets)
+    train = _joined_store([data.train.named(classes) for data in datasets], owners)
+    test = _joined_store([data.test.named(classes) for data in datasets], owners)
+    skipped: list[tuple[str, str]] = []
+    other_files: list[str] = []
+    for owner, data in zip(owners, datasets, strict=True):
+        skipped += data.skipped
+        other_files += [owner] * len(data.other_files)
+    return Dataset("given", train, test, tuple(skipped), tuple(other_files))
+
+
+def _joined_classes(datasets: Sequence[Dataset]) -> list[str]:
+    """Return the classes of all datasets: in their order if all have the same, else sorted."""
+    classes: dict[str, None] = {}
+    for data in datasets:
+        classes |= dict.fromkeys(data.classes)
+    if len({data.classes for data in datasets}) > 1:
+        return sorted(classes)
+    return list(classes)
 
 
 def as_dataset(thing: Any) -> Dataset:
-    """A dataset of this package from an object or a folder of images."""
+    """Return a dataset of this package, made of an object or a folder of images."""
     if isinstance(thing, Dataset):
         return thing
     if isinstance(thing, tuple) and len(thing) >= 2:
         return arrays(*thing)
-    return folder(thing) if isinstance(thing, str | Path) else dataset(thing)
+    if isinstance(thing, str | Path):
+        return folder(thing)
+    return dataset(thing)
 
 
-def _joined(stores: list[Store], owners: list[str]) -> Store:
+def _joined_store(stores: list[Store], owners: list[str]) -> Store:
+    """Return the stores one after the other, with the columns that all have and the owner as `site`."""
     labels = np.concatenate([store.labels for store in stores])
     shared = set.intersection(*(set(store.columns) for store in stores))
     columns = {name: np.concatenate([store.columns[name] for store in stores]) for name in shared}
     if "group" in columns:  # two owners may number their patients alike
-        named = [np.char.add(f"{owner}/", store.columns["group"]) for owner, store in zip(owners, stores, strict=True)]
-        columns["group"] = np.concatenate(named)
+        groups = []
+        for owner, store in zip(owners, stores, strict=True):
+            groups.append(np.char.add(f"{owner}/", store.columns["group"]))
+        columns["group"] = np.concatenate(groups)
     columns["site"] = np.repeat(owners, [len(store) for store in stores])
-    if all(isinstance(store, FeatureStore) for store in stores):
-        tables = [store.features for store in stores if isinstance(store, FeatureStore)]
-        if len({table.shape[1] for table in tables}) > 1:
-            raise FedgraftError("the datasets have features of different widths; give one kind.")
-        values = np.concatenate(tables)
-        return replace(make_feature_store(values, labels, stores[0].classes), columns=columns)
-    images = [store for store in stores if isinstance(store, ImageStore)]
-    if len(images) < len(stores):
-        raise FedgraftError("some of the datasets are images and some are features; give one kind.")
-    return replace(store_of(_content(images), labels, stores[0].classes), columns=columns)
+    feature_stores = [store for store in stores if isinstance(store, FeatureStore)]
+    image_stores = [store for store in stores if isinstance(store, ImageStore)]
+    if feature_stores and image_stores:
+        raise FedgraftError(
+            "E-DATA-MIXED-KINDS", "some of the datasets are images and some are features", "give one kind"
+        )
+    classes = stores[0].classes
+    if image_stores:
+        return replace(store_of(_joined_content(image_stores), labels, classes), columns=columns)
+    if len({store.width for store in feature_stores}) > 1:
+        raise FedgraftError("E-DATA-FEATURE-WIDTHS", "the datasets have features of different widths", "give one kind")
+    values = np.concatenate([store.features for store in feature_stores])
+    return replace(make_feature_store(values, labels, classes), columns=columns)
 
 
-def _content(stores: list[ImageStore]) -> np.ndarray | originals.Originals:
-    """One array where all are of one size, else originals, each part with the rows its store has."""
-    shapes = {store.content.shape[1:] if isinstance(store.content, np.ndarray) else None for store in stores}
+def _joined_content(stores: list[ImageStore]) -> np.ndarray | originals.Originals:
+    """Return one array where all images are of one size, else originals, each part with the rows its store has."""
+    shapes: set[tuple[int, ...] | None] = set()
+    for store in stores:
+        if isinstance(store.content, np.ndarray):
+            shapes.add(store.content.shape[1:])
+        else:
+            shapes.add(None)
     if len(shapes) == 1 and None not in shapes:
         return np.concatenate([store.images for store in stores])
-    parts = [(store.originals, store.rows) for store in stores]
-    return originals.joined([one if rows is None else originals.chosen(one, rows) for one, rows in parts])
+    parts = []
+    for store in stores:
+        part = store.originals
+        if store.rows is not None:
+            part = originals.chosen(part, store.rows)
+        parts.append(part)
+    return originals.joined(parts)

@@ -11,10 +11,11 @@ import numpy as np
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.pixels.originals import from_parquet, parquet_cells
-from fedgraft.data.sources.assemble import Dataset, Making, Table, assemble
+from fedgraft.data.sources.assemble import Dataset, SourceOptions, SourcePart, assemble
 
 IMAGE_COLUMNS = ("image", "img")
-_LONGEST = 256
+_MAX_TEXT = 256  # letters of a label or column entry
+_MAX_NAMES_FILE = 1 << 24  # bytes of a labels.json
 
 
 def parquet(
@@ -24,131 +25,200 @@ def parquet(
     site: str | None = None,
     group: str | None = None,
     classes: Sequence[str] | None = None,
-    **making: Unpack[Making],
+    **options: Unpack[SourceOptions],
 ) -> Dataset:
-    """A parquet file, or a folder of them: files with `train` and with `test` in their names are the two parts.
+    """Read a parquet file, or a folder of them: files with `train` and with `test` in their names are the two parts.
 
     Names of the classes come from the file (as `datasets` writes them) or from a `labels.json` beside it. The columns
     `site` and `group` are found under these names unless others are given.
     """
     names = {"image": image, "label": label, "site": site, "group": group}
-    parts = _files(Path(path).expanduser())
-    said = _class_names(parts[0][0], label) if classes is None else classes
-    return assemble("parquet", [read_parquet(files, names) for files in parts], said, **making)
+    parts = _find_files(Path(path).expanduser())
+    if classes is None:
+        classes = _class_names(parts[0][0], label)
+    return assemble("parquet", [read_parquet(files, names) for files in parts], classes, **options)
 
 
-def read_parquet(files: Sequence[Path], names: dict[str, str | None]) -> Table:
-    """The images of these files, not decoded, and the plain columns beside them."""
-    have = column_names(files[0])
-    image = pick_column(have, IMAGE_COLUMNS if names["image"] == "image" else (str(names["image"]),), str(files[0]))
-    label = pick_column(have, (str(names["label"]),), str(files[0]))
-    columns = _columns(files, [label, *_plain(files[0], {image, label})])
+def read_parquet(files: Sequence[Path], names: dict[str, str | None]) -> SourcePart:
+    """Return the images of these files, not decoded, with labels and the columns of short texts or whole numbers."""
+    where = str(files[0])
+    available = column_names(files[0])
+    image = image_column(available, names, where)
+    label = pick_column(available, (str(names["label"]),), where)
+    columns = _read_columns(files, [label, *_plain_columns(files[0], {image, label})])
     if label not in columns:
-        raise FedgraftError(f"the labels in {files[0]} are texts of more than {_LONGEST} letters; name them shorter.")
-    return Table(from_parquet(files, image), columns.pop(label), rename(columns, names, str(files[0])))
+        raise FedgraftError(
+            "E-DATA-LABEL-LENGTH",
+            f"the labels in {files[0]} are texts of more than {_MAX_TEXT} letters",
+            "give them shorter names",
+            path=where,
+        )
+    labels = columns.pop(label)
+    return SourcePart(from_parquet(files, image), labels, add_site_and_group(columns, names, where))
 
 
 def column_names(path: Path) -> list[str]:
-    """The columns of a file."""
+    """Return the columns of a file."""
     return list(_schema(path).names)
 
 
-def pick_column(names: Iterable[str], wanted: Sequence[str], where: str) -> str:
-    """The first wanted column that is there."""
-    have = list(names)
-    for name in wanted:
-        if name in have:
+def pick_column(names: Iterable[str], candidates: Sequence[str], where: str) -> str:
+    """Return the first candidate that is among the names; refuse if there is none."""
+    available = list(names)
+    for name in candidates:
+        if name in available:
             return name
     raise FedgraftError(
-        f"{where} has no column {' or '.join(wanted)}; say which of its columns it is (image=, label=, site=, group=): "
-        f"{', '.join(have) or 'none'}."
+        "E-DATA-COLUMN",
+        f"{where} has no column {' or '.join(candidates)}",
+        "say which of its columns it is (image=, label=, site=, group=): " + (", ".join(available) or "none"),
+        candidates=tuple(candidates),
+        columns=tuple(available),
     )
 
 
-def rename(columns: dict[str, Any], names: dict[str, str | None], where: str) -> dict[str, Any]:
-    """The columns, with those that were named as site and group also under these names."""
+def image_column(available: Iterable[str], names: dict[str, str | None], where: str) -> str:
+    """Return the column of the images: the one that was named, or one of the usual names."""
+    if names["image"] == "image":
+        return pick_column(available, IMAGE_COLUMNS, where)
+    return pick_column(available, (str(names["image"]),), where)
+
+
+def add_site_and_group(columns: dict[str, Any], names: dict[str, str | None], where: str) -> dict[str, Any]:
+    """Add the columns that were named as site and group under these names; changes and returns `columns`."""
     for key in ("site", "group"):
-        if (name := names.get(key)) is not None:
+        name = names.get(key)
+        if name is not None:
             columns[key] = columns[pick_column(columns, (name,), where)]
         if key in columns and any(value is None for value in columns[key].tolist()):
-            raise FedgraftError(f"{where} has rows without a {key}; fill the column {name or key!r}.")
+            raise FedgraftError(
+                "E-DATA-COLUMN-GAPS",
+                f"{where} has rows without a {key}",
+                f"fill the column {name or key!r}",
+                column=name or key,
+            )
     return columns
 
 
 def read_names(path: Path) -> list[str] | None:
-    """The class names in a `labels.json`: a list, or a table with `classes`."""
+    """Return the class names in a `labels.json`: a list, or a table with `classes`; None if there is no file."""
     if not path.is_file():
         return None
-    if path.stat().st_size > 1 << 24:
-        raise FedgraftError(f"{path} is too large for a list of class names; repair or remove it.")
+    if path.stat().st_size > _MAX_NAMES_FILE:
+        raise FedgraftError(
+            "E-DATA-NAMES-FILE",
+            f"{path} is too large for a list of class names",
+            "repair or remove it",
+            path=str(path),
+        )
     try:
-        found = json.loads(path.read_text())
-        listed = found["classes"] if isinstance(found, dict) else found
-        return [str(name) for name in listed]
+        content = json.loads(path.read_text())
+        if isinstance(content, dict):
+            content = content["classes"]
+        return [str(name) for name in content]
     except (ValueError, KeyError, TypeError) as error:
-        raise FedgraftError(f"{path} holds no list of class names ({error}); repair or remove it.") from error
+        raise FedgraftError(
+            "E-DATA-NAMES-FILE",
+            f"{path} holds no list of class names ({error})",
+            "repair or remove it",
+            path=str(path),
+        ) from error
 
 
-def _files(path: Path) -> list[list[Path]]:
-    if not path.is_dir():
-        if not path.is_file():
-            raise FedgraftError(f"there is no parquet file at {path}; name the file, or a folder of parquet files.")
+def _find_files(path: Path) -> list[list[Path]]:
+    """Return the files of each part: train and test, or all in one."""
+    if path.is_file():
         return [[path]]
-    found = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
-    if not found:
-        raise FedgraftError(f"there is no parquet file in {path}; name the file, or a folder of parquet files.")
-    train, test = ([p for p in found if part in p.name.lower()] for part in ("train", "test"))
-    return [train, test] if train and test else [found]
+    hint = "name the file, or a folder of parquet files"
+    if not path.is_dir():
+        raise FedgraftError("E-DATA-NO-FILE", f"there is no parquet file at {path}", hint, path=str(path))
+    files = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
+    if not files:
+        raise FedgraftError("E-DATA-NO-FILE", f"there is no parquet file in {path}", hint, path=str(path))
+    train = [file for file in files if "train" in file.name.lower()]
+    test = [file for file in files if "test" in file.name.lower()]
+    if train and test:
+        return [train, test]
+    return [files]
 
 
 def _schema(path: Path) -> Any:
+    """Return the Arrow schema of a file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         return pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
-        raise FedgraftError(f"{path} is not a readable parquet file ({error}); fetch it again.") from error
+        raise FedgraftError(
+            "E-DATA-PARQUET-UNREADABLE",
+            f"{path} is not a readable parquet file ({error})",
+            "fetch it again",
+            path=str(path),
+        ) from error
 
 
-def _plain(path: Path, without: set[str]) -> list[str]:
-    """The columns of text or whole numbers."""
+def _plain_columns(path: Path, without: set[str]) -> list[str]:
+    """Return the columns of text or whole numbers, without these."""
     import pyarrow as pa
 
-    def fits(kind: Any) -> bool:
-        inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-        return pa.types.is_string(inner) or pa.types.is_large_string(inner) or pa.types.is_integer(inner)
+    names = []
+    for field in _schema(path):
+        kind = field.type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        is_plain = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
+        if is_plain and field.name not in without:
+            names.append(field.name)
+    return names
 
-    return [field.name for field in _schema(path) if field.name not in without and fits(field.type)]
 
-
-def _columns(files: Sequence[Path], names: list[str]) -> dict[str, np.ndarray]:
+def _read_columns(files: Sequence[Path], names: list[str]) -> dict[str, np.ndarray]:
+    """Return these columns of all files, without those of long texts; the first one, the label, must have no gaps."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found: dict[str, list[Any]] = {name: [] for name in names}
+    columns: dict[str, list[Any]] = {name: [] for name in names}
     for path in files:
         try:
             with pq.ParquetFile(path) as file:
                 for name, cells in parquet_cells(file, names, path).items():
-                    found[name] += cells
+                    columns[name] += cells
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise FedgraftError(f"{path} cannot be read as one table with its neighbours ({error}).") from error
-    if lost := found[names[0]].count(None):
-        raise FedgraftError(f"{files[0].parent} has {lost} rows without a label; fill or drop them.")
-    return short_columns(found)
+            raise FedgraftError(
+                "E-DATA-PARQUET-COLUMNS",
+                f"{path} cannot be read as one table with its neighbours ({error})",
+                "give all files of the folder the same columns",
+                path=str(path),
+            ) from error
+    missing = columns[names[0]].count(None)
+    if missing:
+        raise FedgraftError(
+            "E-DATA-LABEL-MISSING",
+            f"{files[0].parent} has {missing} rows without a label",
+            "fill or drop them",
+            path=str(files[0].parent),
+            rows=missing,
+        )
+    return short_columns(columns)
 
 
 def short_columns(columns: dict[str, list[Any]]) -> dict[str, np.ndarray]:
-    """Columns as arrays, without those that hold long texts: they tell no site, and NumPy pads all to the longest."""
-    return {n: np.asarray(v) for n, v in columns.items() if all(len(str(one)) <= _LONGEST for one in v)}
+    """Return columns as arrays, without those of long texts: they name no site, and NumPy pads all to the longest."""
+    short: dict[str, np.ndarray] = {}
+    for name, values in columns.items():
+        if all(len(str(value)) <= _MAX_TEXT for value in values):
+            short[name] = np.asarray(values)
+    return short
 
 
 def _class_names(path: Path, label: str) -> list[str] | None:
-    """Names that the file itself tells (as `datasets` writes them), or a `labels.json` beside it."""
-    said = (_schema(path).metadata or {}).get(b"huggingface", b"{}")
+    """Return the names that the file itself holds (as `datasets` writes them), or a `labels.json` beside it."""
+    metadata = (_schema(path).metadata or {}).get(b"huggingface", b"{}")
     try:
-        found = json.loads(said)["info"]["features"][label].get("names")
+        names = json.loads(metadata)["info"]["features"][label].get("names")
     except (ValueError, KeyError, TypeError, AttributeError):
-        found = None
-    return [str(name) for name in found] if found else read_names(path.parent / "labels.json")
+        names = None
+    if names:
+        return [str(name) for name in names]
+    return read_names(path.parent / "labels.json")
