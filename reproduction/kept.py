@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fedgraft.consortium.attacked import OUTCOME
-from fedgraft.consortium.sweep import finished
+from fedgraft.consortium.sweep import finished_summary
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
 from reproduction.question import QUESTIONS
@@ -31,7 +31,9 @@ def pack(root: Path, file: Path, places: Mapping[str, str]) -> int:
     """Add every finished run below `root` to `file`, which stays as it is where it has them all; how many it has."""
     held = _read(file) if file.exists() else {}
     below = sorted({path.parent for path in root.rglob("run.json")})
-    new = [one for one in below if f"{one.relative_to(root)}/run.json" not in held and finished(one) is not None]
+    new = [
+        one for one in below if f"{one.relative_to(root)}/run.json" not in held and finished_summary(one) is not None
+    ]
     for folder in new:
         held |= {f"{folder.relative_to(root)}/{name}": _hidden(text, places) for name, text in _parts(folder)}
     if not new:

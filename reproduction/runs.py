@@ -15,7 +15,7 @@ from typing import Any
 
 from fedgraft.config.load import Config, from_folder
 from fedgraft.consortium.attacked import OUTCOME
-from fedgraft.consortium.sweep import finished, run_many, vary
+from fedgraft.consortium.sweep import finished_summary, run_many, vary
 from fedgraft.core.errors import FedgraftError
 from fedgraft.runs.folder import RunFolder
 
@@ -70,7 +70,7 @@ _KEYS: dict[tuple[Path, int], Key | None] = {}
 def _key_of(path: Path) -> Key | None:
     """What a finished run is found by; None where it is not finished, or an option of it is gone."""
     at = path, path.stat().st_mtime_ns
-    if at not in _KEYS and finished(path.parent) is not None:
+    if at not in _KEYS and finished_summary(path.parent) is not None:
         try:
             config = from_folder(path.parent)
             _KEYS[at] = config.digest, config.centralized.active

@@ -544,8 +544,8 @@ def test_status_says_who_is_in_which_round() -> None:
 
 TERMINAL = """
 import os, signal, sys, time
-from fedgraft.cli.deploy_node import leave_when_told
-leave_when_told()
+from fedgraft.cli.deploy_node import install_signal_handlers
+install_signal_handlers()
 os.kill(os.getpid(), signal.SIGHUP)
 print("into a closed terminal", flush=True)
 open(sys.argv[1], "w").write("done")
@@ -563,5 +563,5 @@ def test_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
     os.close(ours)
     assert process.wait(60) == 0 and done.read_text() == "done"
     usual = "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup hands down that it is ignored
-    bare = TERMINAL.replace("leave_when_told()\n", usual)
+    bare = TERMINAL.replace("install_signal_handlers()\n", usual)
     assert subprocess.run([sys.executable, "-c", bare, str(done)]).returncode == -signal.SIGHUP

@@ -833,8 +833,8 @@ def test_batched_notices_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 def test_batched_notices_clients_who_were_to_choose_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """IFCA as it was: its clients did not say which cluster they trained, and every update was refused."""
-    real = batched_module.applies
-    monkeypatch.setattr(batched_module, "applies", lambda a, c: None if a.aggregate.several else real(a, c))
+    real = batched_module.batching_obstacle
+    monkeypatch.setattr(batched_module, "batching_obstacle", lambda a, c: None if a.aggregate.several else real(a, c))
     with pytest.raises((AssertionError, FedgraftError)):
         batched_is_reference(HEADS["ifca"])
     with pytest.raises(AssertionError, match="chooses its model first"):

@@ -116,7 +116,7 @@ def test_choosing_among_probes() -> None:
     found = Findings(probes)
     assert found.best.rate == 0.2 and not found.at_edge  # the lowest loss; a stopped one does not count
     assert Findings(probes[:2]).at_edge and not Findings(probes[:1]).at_edge
-    assert found.rows()[1] == {"rate": "0.2", "validation (%)": "70.00", "loss": "0.8", "status": "best"}
+    assert found.rows()[1] == {"learning rate": "0.2", "validation (%)": "70.00", "loss": "0.8", "status": "best"}
     assert [row["status"] for row in found.rows()] == ["finished", "best", "diverged in round 3"]
 
 
@@ -133,7 +133,7 @@ def test_a_best_rate_at_the_edge_is_tried_against_two_more(
     """The nearer to its peak the better: inside, one beyond, and further than two more steps of ten reach."""
 
     class Near:
-        def __init__(self, plan: lr_finder.Plan, *rest: object) -> None:
+        def __init__(self, plan: lr_finder.SearchPlan, *rest: object) -> None:
             self.rates = plan.axes[0].values
 
         def run(self, processes: int) -> tuple[float, ...]:

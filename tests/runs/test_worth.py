@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.errors import raises
 from tests.support.tiny import tiny, without_pictures
 
 from fedgraft.consortium.worth import Site, compare, comparisons, make_missing, summary_line, write
-from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics.metrics import Metric
 from fedgraft.runs.loop import run
 from fedgraft.runs.tracking import Silent
@@ -43,7 +43,7 @@ def test_losers_are_named_and_what_holds_zero_is_not_told() -> None:
     sites = [site("north", 0.1, 0.2), site("south", -0.2, -0.1), site("east", -0.1, 0.1), Site("west", 1, {}, None)]
     line = summary_line(sites, "balanced_accuracy")
     assert Site("north", 10, {}, sites[0].gain, less_is_better=True).verdict == "loses"  # a loss that grew
-    assert "gains: north" in line and "loses: south" in line and "cannot be told: east, west" in line
+    assert "gains: north" in line and "loses: south" in line and "inconclusive: east, west" in line
 
 
 def test_comparisons_share_data_seed_and_training_and_one_place_is_refused() -> None:
@@ -54,5 +54,5 @@ def test_comparisons_share_data_seed_and_training_and_one_place_is_refused() -> 
     assert found["alone"].algorithm.name == "local_only" and found["alone"].privacy.aggregation == "clear"
     assert found["alone"].local == config.local and found["alone"].seed == found["pooled"].seed == 3
     assert found["pooled"].partition.clients == 1 and found["pooled"].centralized.active
-    with pytest.raises(FedgraftError, match="one place only"):
+    with raises("E-CONSORTIUM-ONE-SITE"):
         comparisons(found["pooled"])

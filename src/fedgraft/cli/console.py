@@ -1,4 +1,4 @@
-"""What commands share: the library loaded with a sign of life, and sentences that break between words."""
+"""Helpers that all commands share: importing the runtime with a progress line, and printing wrapped sentences."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import typer
 from fedgraft.core.progress import phase
 
 
-def load() -> None:
-    """Import what everything that computes needs, which takes seconds, and say so.
+def import_runtime() -> None:
+    """Import torch and everything that runs need, which takes seconds, and show that as a phase.
 
-    What imports make stays, and looking for garbage in it takes a fifth of the time, here and when the program ends.
+    Imported objects live until the end, and scanning them for garbage takes a fifth of the time, here and at exit: they
+    are frozen out of the garbage collector.
     """
     with phase("loading the library"):
         gc.disable()
@@ -25,8 +26,8 @@ def load() -> None:
         gc.enable()
 
 
-def say(text: str, indent: str = "  ") -> None:
-    """Print a sentence; a terminal gets lines that end between words, a pipe gets one line."""
+def echo(text: str, indent: str = "  ") -> None:
+    """Print a sentence: wrapped between words on a terminal, one line in a pipe."""
     width = shutil.get_terminal_size().columns
     if sys.stdout.isatty() and len(text) > width:
         text = textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Commands for those who run a federation together: preflight, worth, unlearn. Heavy imports happen inside."""
+"""Commands for the owners of a federation: preflight, worth, unlearn. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedgraft.cli.console import load, say
+from fedgraft.cli.console import echo, import_runtime
 from fedgraft.cli.overrides import Overrides, config_of
+from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
     from fedgraft.consortium.site_faults import Finding
@@ -17,96 +18,133 @@ if TYPE_CHECKING:
 
 def preflight(
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the picture")] = Path("preflight"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the figure")] = Path("preflight"),
 ) -> None:
-    """Look at every site's data before anybody trains; exit code 1: something must be settled first."""
-    load()
-    from fedgraft.consortium.preflight import preflight as look
+    """Check every site's data before training; exit code 1 if there are errors."""
+    import_runtime()
+    from fedgraft.consortium.preflight import preflight as inspect_sites
 
-    show_preflight(out, *look(config_of(overrides)))
+    sites, problems = inspect_sites(config_of(overrides))
+    show_preflight(out, sites, problems)
 
 
-def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], found: Sequence[Finding]) -> None:
-    """Say what was found, write the page, and end with 1 where nobody should train yet."""
+def show_preflight(out: Path, sites: Sequence[Mapping[str, Any]], problems: Sequence[Finding]) -> None:
+    """Print the problems, write the page, and exit with 1 if there are errors."""
     from fedgraft.consortium.preflight import write
 
-    for one in found:
-        say(str(one), " " * 6)
-    page, stops = write(out, sites, found), sum(one.stops for one in found)
-    images = sum(f["images"] for f in sites)
-    settle = f"{stops} fault{'s' * (stops != 1)} to settle before a run"
-    typer.echo(f"{len(sites)} sites, {images:,} images: {settle}, {len(found) - stops} to look at")
+    for finding in problems:
+        echo(str(finding), " " * 9)
+    page = write(out, sites, problems)
+    errors = sum(finding.stops for finding in problems)
+    warnings = len(problems) - errors
+    images = sum(facts["images"] for facts in sites)
+    counts = f"{_count(errors, 'error')}, {_count(warnings, 'warning')}"
+    typer.echo(f"{_count(len(sites), 'site')}, {_count(images, 'image')}: {counts}")
     typer.echo(f"written: {page}")
-    if stops:
+    if errors:
         raise typer.Exit(1)
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural if need be."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def unlearn(
     run: Annotated[Path, typer.Argument(help="the run folder")],
-    client: Annotated[str, typer.Option("--client", help="the client to forget, by name or number")],
+    client: Annotated[str, typer.Option("--client", help="the client to unlearn, by name or number")],
     to: Annotated[Path | None, typer.Option("--to", help="the new folder (default: RUN-without-CLIENT)")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what it takes, and stop")] = False,
-    fast: Annotated[bool, typer.Option("--fast", help="APPROXIMATE: only subtract what the client added")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the rounds to repeat, and stop")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="APPROXIMATE: only subtract the client's contributions")] = False,
 ) -> None:
-    """Forget a client exactly: replay the run without it, to the bytes of a run that never had it."""
+    """Unlearn a client exactly: replay the run without it, bit-identical to a run that never had it."""
     import rich
 
-    load()
-    from fedgraft.consortium import unlearn as forgetting
+    import_runtime()
+    from fedgraft.consortium import unlearn as unlearning
     from fedgraft.report import display
 
-    plan = forgetting.plan(run, client, to, fast)
-    again = "none is done again, which is APPROXIMATE" if fast else f"{plan.rounds - plan.start} rounds are done again"
-    if plan.took_part is None:
-        say(f"in how many of the {plan.rounds} rounds client {plan.named} took part is not known; {plan.why}: {again}")
-    else:
-        say(f"client {plan.named} took part in {plan.took_part} of {plan.rounds} rounds; {plan.why}: {again}")
-    say(f"note: {forgetting.CANNOT}")
+    replay = unlearning.plan(run, client, to, fast)
+    repeated = f"{replay.rounds - replay.start} rounds are repeated"
+    if fast:
+        repeated = "no round is repeated, so the result is APPROXIMATE"
+    took_part = f"client {replay.named} took part in {replay.took_part} of {replay.rounds} rounds"
+    if replay.took_part is None:
+        took_part = f"client {replay.named} took part in an unknown number of the {replay.rounds} rounds"
+    echo(f"{took_part}; {replay.why}: {repeated}")
+    echo(f"note: {unlearning.CANNOT}")
     if dry_run:
         return
     console = rich.get_console()
     with display.LiveProgress(console) as live:
-        summary = (forgetting.subtract if fast else forgetting.unlearn)(plan, run, live)
-    display.results(console, plan.config.name, summary)
-    display.path_line(console, plan.folder)
-    if fast and (far := summary["unlearned"]["distance"]) is None:
-        say("approximate; how far from exact is not known: run it without --fast first, then this again")
-    elif fast:
-        before = summary["unlearned"]["of_the_run"]
-        typer.echo(f"approximate: {far:.4g} from the exact model, and the run itself is {before:.4g} from it")
+        if fast:
+            summary = unlearning.subtract(replay, run, live)
+        else:
+            summary = unlearning.unlearn(replay, run, live)
+    display.results(console, replay.config.name, summary)
+    display.path_line(console, replay.folder)
+    if fast:
+        _print_distance(summary["unlearned"])
+
+
+def _print_distance(record: Mapping[str, Any]) -> None:
+    """Print how far an approximate result is from the exact one."""
+    if record["distance"] is None:
+        echo("approximate; its distance from the exact model is unknown: run without --fast first, then this again")
+        return
+    echo(
+        f"approximate: distance {record['distance']:.4g} from the exact model; the run before unlearning has distance "
+        f"{record['of_the_run']:.4g}"
+    )
 
 
 def worth(
     run: Annotated[Path, typer.Argument(help="the run folder of a finished simulation")],
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", help="may be given again; default: the run's select, else balanced_accuracy"),
+        typer.Option("--metric", help="may be repeated; default: the run's select, else balanced_accuracy"),
     ] = None,
     also: Annotated[
-        list[str] | None, typer.Option("--with", help="NAME=RUN: a model more, or alone= and pooled=")
+        list[str] | None, typer.Option("--with", help="NAME=RUN: one more model, or alone=RUN and pooled=RUN")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="folder of the page (default: RUN/worth)")] = None,
 ) -> None:
-    """Who gains: per site the federated model against training alone and on pooled data; runs what is missing."""
+    """Compare by site the federated model with training alone and on pooled data; missing runs are made."""
     import rich
 
-    load()
+    import_runtime()
     from fedgraft.config.load import from_folder
     from fedgraft.consortium import worth as gains
-    from fedgraft.core.errors import FedgraftError
     from fedgraft.report import display
 
-    given = dict(word.partition("=")[::2] for word in also or [])
-    if strange := [name for name, folder in given.items() if not (Path(folder) / "run.json").exists()]:
-        raise FedgraftError(f"--with {strange[0]}={given[strange[0]]} names no run; give NAME=RUN_FOLDER.")
-    chosen = from_folder(run).select
-    named = metric or ["balanced_accuracy" if chosen == "accuracy" else chosen]
+    provided = _named_runs(also or [])
+    metrics = metric
+    if not metrics:
+        select = from_folder(run).select
+        if select == "accuracy":
+            select = "balanced_accuracy"
+        metrics = [select]
     with display.LiveProgress(rich.get_console()) as live:
-        places = gains.make_missing(run, {n: Path(f) for n, f in given.items()}, lambda: live, live.say)
-    found = gains.compare(places, named)
-    page = gains.write(out or run / "worth", found, run.name)
-    for one, sites in found.items():
-        say(gains.summary_line(sites, one))
+        folders = gains.make_missing(run, provided, lambda: live, live.say)
+    results = gains.compare(folders, metrics)
+    page = gains.write(out or run / "worth", results, run.name)
+    for name, sites in results.items():
+        echo(gains.summary_line(sites, name))
         for site in sites:
-            say(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
+            echo(f"{site.name}: {site.verdict}, federated minus alone {site.gain}")
     typer.echo(f"written: {page}")
+
+
+def _named_runs(options: Sequence[str]) -> dict[str, Path]:
+    """Return the run folders of `--with NAME=RUN` by name; refuse one that is not a run."""
+    folders = {}
+    for option in options:
+        name, _, folder = option.partition("=")
+        if not (Path(folder) / "run.json").exists():
+            raise FedgraftError(
+                "E-CLI-WITH-RUN", f"--with {name}={folder} does not name a run", "write NAME=RUN_FOLDER", name=name
+            )
+        folders[name] = Path(folder)
+    return folders

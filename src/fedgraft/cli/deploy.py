@@ -1,10 +1,10 @@
-"""`fedgraft deploy`: a federation of machines, on Flower. The commands stand in `deploy_*.py`, listed here in order."""
+"""`fedgraft deploy`: a federation across machines, on Flower. The commands are in `deploy_*.py`, listed here."""
 
 from __future__ import annotations
 
 import typer
 
-from fedgraft.cli import deploy_ask as asking
+from fedgraft.cli import deploy_ask as queries
 from fedgraft.cli import deploy_coordinator as coordinator
 from fedgraft.cli import deploy_node as node
 from fedgraft.cli import deploy_trust as trust
@@ -23,10 +23,10 @@ for _command in (
     coordinator.register,
     coordinator.server,
     node.node,
-    asking.preflight,
+    queries.preflight,
     coordinator.submit,
     coordinator.status,
-    asking.evaluate,
+    queries.evaluate,
     coordinator.stop,
     node.local,
     trust.policy,

@@ -1,10 +1,11 @@
-"""`fedgraft deploy` questions to all nodes in which nobody trains: preflight and evaluate."""
+"""`fedgraft deploy` queries to all nodes without training: preflight and evaluate."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,78 +13,105 @@ from fedgraft.cli.consortium import show_preflight
 from fedgraft.cli.deploy_coordinator import Fed
 from fedgraft.core.progress import phase
 
+if TYPE_CHECKING:
+    from fedgraft.consortium.site_faults import Finding
+    from fedgraft.deploy.folder import FederationFolder
+
 Wait = Annotated[float, typer.Option("--wait", help="seconds to wait for absent nodes", min=0)]
 
 
 def preflight(
     fed: Fed,
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the picture")] = Path("preflight"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page and the figure")] = Path("preflight"),
     class_map: Annotated[
-        Path | None, typer.Option("--class-map", help="a TOML file that settles names; it goes into FED/config.toml")
+        Path | None, typer.Option("--class-map", help="a TOML file that maps class names; saved in FED/config.toml")
     ] = None,
     wait: Wait = 30.0,
 ) -> None:
-    """Coordinator: what every site holds, as sums, before anybody trains; exit code 1: settle something first."""
-    from fedgraft.config.load import merge, to_toml, validate
-    from fedgraft.consortium.site_faults import Finding, findings
-    from fedgraft.core.files import write_text
-    from fedgraft.deploy import preflight as asking
+    """Coordinator: check every site's data before training, from sums; exit code 1 if there are errors."""
+    from fedgraft.consortium.site_faults import findings
+    from fedgraft.deploy import preflight as query
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.server import ask
 
-    found = open_federation(fed)
+    federation = open_federation(fed)
     if class_map is not None:
-        settled = validate(merge(found.config.table, {"data": {"class_map": str(class_map)}}))
-        write_text(found.path / "config.toml", to_toml(settled))
-        typer.echo(
-            f"the class map is part of {fed}/config.toml now; its fingerprint, for policies, is {settled.fingerprint}"
-        )
-    with phase("the nodes look at their images"):
-        ask(found, found.path / "preflight", wait, task=asking.ACTION)
-    told = json.loads((found.path / "preflight" / "told.json").read_text())
-    asking.check_told(told)
-    sites, shared = asking.named(told, found.names)
-    silent = [Finding("silent", found.names[int(k)], f"it did not tell: {why}") for k, why in told["refused"].items()]
-    silent += [
-        Finding("absent", name, "its node is not connected")
-        for k, name in enumerate(found.names)
-        if not {str(k)} & {*told["facts"], *told["refused"]}
-    ]
-    show_preflight(out, sites, [*findings(sites, found.config.data.image_size, shared), *silent])
+        _save_class_map(federation, class_map)
+    with phase("nodes inspect their images"):
+        ask(federation, federation.path / "preflight", wait, task=query.ACTION)
+    answers = json.loads((federation.path / "preflight" / "told.json").read_text())
+    query.check_told(answers)
+    sites, shared = query.named(answers, federation.names)
+    problems = findings(sites, federation.config.data.image_size, shared)
+    show_preflight(out, sites, [*problems, *_missing_answers(answers, federation.names)])
+
+
+def _save_class_map(federation: FederationFolder, class_map: Path) -> None:
+    """Write the class map into the federation's config, and print the new fingerprint."""
+    from fedgraft.config.load import merge, to_toml, validate
+    from fedgraft.core.files import write_text
+
+    config = validate(merge(federation.config.table, {"data": {"class_map": str(class_map)}}))
+    file = federation.path / "config.toml"
+    write_text(file, to_toml(config))
+    typer.echo(f"the class map is now part of {file}; its fingerprint, for policies, is {config.fingerprint}")
+
+
+def _missing_answers(answers: dict[str, Any], names: Sequence[str]) -> list[Finding]:
+    """Return a finding for every node that refused or is not connected."""
+    from fedgraft.consortium.site_faults import Finding
+
+    missing = []
+    for number, reason in answers["refused"].items():
+        missing.append(Finding("silent", names[int(number)], f"it did not answer: {reason}"))
+    for number, name in enumerate(names):
+        if str(number) not in answers["facts"] and str(number) not in answers["refused"]:
+            missing.append(Finding("absent", name, "its node is not connected"))
+    return missing
 
 
 def evaluate(
     fed: Fed,
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="a run folder, or a folder of `fedgraft export`")],
-    metrics: Annotated[str, typer.Option("--metrics", help="apart by commas (default: the config's)")] = "",
+    metrics: Annotated[str, typer.Option("--metrics", help="separated by commas (default: the config's)")] = "",
     wait: Wait = 30.0,
 ) -> None:
-    """Coordinator: a model on every node's own test images, per site, from sums; nobody trains."""
+    """Coordinator: measure a model on every node's own test images, by site, from sums; nobody trains."""
     from typing import get_args
 
     from fedgraft.config.load import to_toml
     from fedgraft.config.options import MetricName
     from fedgraft.core.errors import FedgraftError
-    from fedgraft.deploy import evaluate as asking
+    from fedgraft.deploy import evaluate as query
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.server import ask
 
-    found = open_federation(fed)
-    if strange := [one for one in metrics.split(",") if one and one not in get_args(MetricName)]:
-        raise FedgraftError(f"there is no metric {strange[0]!r}; there are {', '.join(get_args(MetricName))}.")
-    asked = asking.question(found.config, model, found.path / "evaluations" / model.resolve().name)
-    typer.echo(f"asked under the config {asked.config.fingerprint}")
+    federation = open_federation(fed)
+    for name in metrics.split(","):
+        if name and name not in get_args(MetricName):
+            raise FedgraftError(
+                "E-CLI-METRIC",
+                f"there is no metric {name!r}",
+                f"choose from {', '.join(get_args(MetricName))}",
+                metric=name,
+            )
+    question = query.question(federation.config, model, federation.path / "evaluations" / model.resolve().name)
+    typer.echo(f"config of the request: {question.config.fingerprint}")
     typer.echo("a node with a policy answers if that agrees to this config and allows the action evaluate")
-    settings = {"config": to_toml(asked.config), "model": str(model.absolute()), "metrics": metrics}
-    with phase("the nodes measure the model"):
-        ask(found, asked.folder, wait, task="evaluate", **settings)
-    told = json.loads((asked.folder / "evaluation.json").read_text())
-    for k, why in told["refused"].items():
-        typer.echo(f"{found.names[int(k)]} did not tell: {why}", err=True)
-    if not told["clients"]:
-        raise FedgraftError("no node told anything; ask the owners to allow the action 'evaluate' and this config.")
-    lines = asking.lines(told, found.names)
-    (asked.folder / "evaluation.md").write_text("\n".join(lines) + "\n")
+    settings = {"config": to_toml(question.config), "model": str(model.absolute()), "metrics": metrics}
+    with phase("nodes evaluate the model"):
+        ask(federation, question.folder, wait, task="evaluate", **settings)
+    result = json.loads((question.folder / "evaluation.json").read_text())
+    for number, reason in result["refused"].items():
+        typer.echo(f"{federation.names[int(number)]} did not answer: {reason}", err=True)
+    if not result["clients"]:
+        raise FedgraftError(
+            "E-CLI-NO-ANSWER",
+            "no node answered the request to evaluate the model",
+            "ask the owners to allow the action 'evaluate' and this config",
+        )
+    lines = query.lines(result, federation.names)
+    (question.folder / "evaluation.md").write_text("\n".join(lines) + "\n")
     for line in lines:
         typer.echo(line)
-    typer.echo(f"written: {asked.folder / 'evaluation.json'}")
+    typer.echo(f"written: {question.folder / 'evaluation.json'}")

@@ -13,14 +13,19 @@ from fedgraft.core.errors import FedgraftError
 
 def key(
     name: Annotated[str, typer.Argument(help="this node's name, as the coordinator calls it")],
-    folder: Annotated[Path, typer.Option("--folder", "-o", help="where the two files go")] = Path(),
+    folder: Annotated[Path, typer.Option("--folder", "-o", help="folder of the two files")] = Path(),
 ) -> None:
     """Node: make this node's key pair. NAME.key never leaves this machine; NAME.pub goes to the coordinator."""
     from fedgraft.deploy.folder import NAME
     from fedgraft.deploy.keys import fingerprint, make_node_key
 
     if not NAME.fullmatch(name):
-        raise FedgraftError(f"{name!r} is no name for a node; use letters, digits, dots, dashes, underscores.")
+        raise FedgraftError(
+            "E-CLI-NODE-NAME",
+            f"{name!r} cannot be the name of a node",
+            "use letters, digits, dots, dashes, underscores",
+            name=name,
+        )
     private, public = make_node_key(folder, name)
     typer.echo(f"{private}  the private key: keep it here, and never send it to anyone")
     typer.echo(f"{public}  the public key: send it to the coordinator")
@@ -33,47 +38,47 @@ def node(
     key: Annotated[Path, typer.Option("--key", help="this node's private key, NAME.key")],
     id: Annotated[int, typer.Option("--id", help="this node's client number, from the coordinator")],
     data: Annotated[Path | None, typer.Option("--data", help="this node's images; the path stays here")] = None,
-    source: Annotated[str | None, typer.Option("--source", help="what --data is: folder, parquet or npz")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="format of --data: folder, parquet or npz")] = None,
 ) -> None:
-    """Node: connect to the server and work on its orders until Ctrl-C."""
+    """Node: connect to the server and answer its requests until Ctrl-C."""
     from fedgraft.deploy.run_node import NodeChoice, run_node
 
-    leave_when_told()
+    install_signal_handlers()
     try:
         run_node(NodeChoice(superlink, ca, key, id, data, source), typer.echo)
     except KeyboardInterrupt:
         typer.echo("the node has ended")
 
 
-def leave_when_told() -> None:
-    """Let the signal by which service managers end a service do what Ctrl-C does: nothing may be left running.
+def install_signal_handlers() -> None:
+    """Let SIGTERM, by which service managers end a service, do what Ctrl-C does: no process may be left running.
 
-    A terminal that is closed ends nothing: work goes on, and what it would have said goes nowhere.
+    A closed terminal (SIGHUP) ends nothing: work continues, and its output is discarded.
     """
     import os
     import signal
 
-    def leave(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def go_on(*_: object) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+    def discard_output(*_: object) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
-            os.dup2(nowhere, stream)
+            os.dup2(null, stream)
 
-    for told in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(told, leave)
-    signal.signal(signal.SIGHUP, go_on)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, interrupt)
+    signal.signal(signal.SIGHUP, discard_output)
 
 
 def local(
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="how many nodes; each is one client", min=1)] = 3,
+    nodes: Annotated[int, typer.Option("--nodes", help="number of nodes; each is one client", min=1)] = 3,
     folder: Annotated[
         Path | None, typer.Option("--folder", "-o", help="the run folder (default: runs/NAME-DIGEST)")
     ] = None,
 ) -> None:
-    """A whole federation on this machine, over TLS with keys: start, run, stop. It ends as `fedgraft run` does."""
+    """Run a whole federation on this machine, over TLS with keys: start, run, stop. Same result as `fedgraft run`."""
     import rich
 
     from fedgraft.deploy.control import require_flower
@@ -83,11 +88,17 @@ def local(
     from fedgraft.runs.loop import is_finished
 
     require_flower()
-    leave_when_told()
-    config, console = with_clients(config_of(overrides), nodes), rich.get_console()
+    install_signal_handlers()
+    config = with_clients(config_of(overrides), nodes)
+    console = rich.get_console()
     path = (folder or Path("runs") / f"{config.name}-{config.digest}").absolute()
     if is_finished(path):
-        raise FedgraftError(f"the run in {path} is finished; choose another --folder to run it again.")
+        raise FedgraftError(
+            "E-CLI-FINISHED",
+            f"the run in {path} is finished",
+            "choose another --folder to run it again",
+            folder=str(path),
+        )
     try:
         with display.LiveProgress(console) as live:
             summary = run_locally(config, path, live, typer.echo)

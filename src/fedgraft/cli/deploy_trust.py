@@ -1,18 +1,20 @@
-"""`fedgraft deploy`, what an owner may insist on: policy, fingerprints, trust, revoking, renewing, the audit log."""
+"""`fedgraft deploy`, the safeguards of a data owner: policy, fingerprints, trust, revoking, renewing, the audit log."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedgraft.cli.console import load, say
+from fedgraft.cli.console import echo, import_runtime
 from fedgraft.cli.deploy_coordinator import Fed
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
+    from fedgraft.algorithms.algorithm import Algorithm
     from fedgraft.config.load import Config
 
 Key = Annotated[Path, typer.Option("--key", help="this node's private key, NAME.key")]
@@ -22,65 +24,91 @@ def policy(
     overrides: Overrides = None,
     key: Annotated[Path | None, typer.Option("--key", help="write policy.toml beside this node's key")] = None,
     check: Annotated[
-        Path | None, typer.Option("--check", help="a policy.toml to hold the config against; nothing is written")
+        Path | None, typer.Option("--check", help="a policy.toml to check the config against; nothing is written")
     ] = None,
     allow: Annotated[
         list[str] | None, typer.Option("--allow", help="also answer: preflight, evaluate (in the clear, as sums)")
     ] = None,
 ) -> None:
-    """Node: a safe policy for a config (or a federation's folder), in plain words; or what of it breaks yours."""
-    load()
-    from fedgraft.client.policy import in_words, parse, to_toml
-    from fedgraft.config.agreement import broken_rules, safe_for
+    """Node: print a safe policy for a config (or a federation's folder), or which rules of yours it breaks."""
+    import_runtime()
+    from fedgraft.client.policy import in_words, to_toml
+    from fedgraft.config.agreement import safe_for
     from fedgraft.config.build import build_algorithm
 
     config = _config(overrides)
     algorithm = build_algorithm(config)
     if check is not None:
-        if not check.is_file():
-            raise FedgraftError(f"there is no {check}; write one with: fedgraft deploy policy CONFIG --key NAME.key.")
-        broken = broken_rules(parse(check.read_text(), str(check)), config, algorithm)
-        for sentence in broken:
-            typer.echo(f"refused by the rule {sentence}")
-        if broken:
-            raise typer.Exit(1)
-        typer.echo(f"a node with {check} takes part in the run {config.digest}")
+        _check_policy(check, config, algorithm)
         return
-    if strange := set(allow or ()) - {"preflight", "evaluate"}:
-        raise FedgraftError(f"--allow {min(strange)} is none of preflight, evaluate; a run's own actions are allowed.")
-    made = safe_for(config, algorithm, allow or ())
-    typer.echo("a node with this policy carries out an order only if it keeps all of these rules:")
-    for sentence in in_words(made):
-        say(f"  {sentence}", "    ")
-    if not made.secure:
+    for action in allow or ():
+        if action not in {"preflight", "evaluate"}:
+            raise FedgraftError(
+                "E-CLI-ALLOW",
+                f"--allow {action} is neither preflight nor evaluate",
+                "leave it out: the actions of a run are allowed",
+                action=action,
+            )
+    safe_policy = safe_for(config, algorithm, allow or ())
+    typer.echo("a node with this policy carries out a request only if it follows all of these rules:")
+    for sentence in in_words(safe_policy):
+        echo(f"  {sentence}", "    ")
+    if not safe_policy.secure:
         typer.echo("this config has no secure aggregation: the coordinator sees this node's updates one by one")
-    if made.epsilon is None:
+    if safe_policy.epsilon is None:
         typer.echo("this config has no differential privacy: the finished model may remember single images")
     if key is not None:
         path = key.absolute().parent / "policy.toml"
         if path.exists():
-            raise FedgraftError(f"{path} is there already; move it away, or compare with: --check {path}.")
-        path.write_text(to_toml(made))
-        typer.echo(f"written: {path}; the node reads it at every order. Edit it, then see: --check {path}")
+            raise FedgraftError(
+                "E-CLI-POLICY-EXISTS",
+                f"{path} exists already",
+                f"move it away, or compare with: --check {path}",
+                path=str(path),
+            )
+        path.write_text(to_toml(safe_policy))
+        typer.echo(f"written: {path}; the node reads it at every request. Edit it, then see: --check {path}")
+
+
+def _check_policy(file: Path, config: Config, algorithm: Algorithm) -> None:
+    """Print the rules of a policy that the config breaks, and exit with 1 if there are any."""
+    from fedgraft.client.policy import parse
+    from fedgraft.config.agreement import broken_rules
+
+    if not file.is_file():
+        raise FedgraftError(
+            "E-CLI-NO-POLICY",
+            f"there is no {file}",
+            "write one with: fedgraft deploy policy CONFIG --key NAME.key",
+            path=str(file),
+        )
+    broken = broken_rules(parse(file.read_text(), str(file)), config, algorithm)
+    for sentence in broken:
+        typer.echo(f"refused by the rule {sentence}")
+    if broken:
+        raise typer.Exit(1)
+    typer.echo(f"a node with {file} takes part in the run {config.digest}")
 
 
 def _config(overrides: list[str] | None) -> Config:
-    """The config that the words describe; a federation's folder stands for the config in it."""
+    """Return the config that the arguments describe; a federation's folder stands for the config in it."""
     first, *rest = overrides or [""]
-    folder = Path(first) / "config.toml"
-    return config_of([str(folder), *rest] if first and folder.is_file() else overrides)
+    file = Path(first) / "config.toml"
+    if first and file.is_file():
+        return config_of([str(file), *rest])
+    return config_of(overrides)
 
 
 def fingerprint(
     key: Annotated[Path, typer.Argument(metavar="NAME.key|NAME.pub", help="a node's key, private or public")],
 ) -> None:
-    """Anybody: what two people read to each other to know that a key is the right one."""
+    """Anybody: print the fingerprint that two people read to each other to verify a key."""
     from fedgraft.deploy.keys import announced_identity, short
-    from fedgraft.deploy.keys import fingerprint as of
+    from fedgraft.deploy.keys import fingerprint as fingerprint_of
 
     public = key.with_suffix(".pub")
     name, identity = announced_identity(public)
-    typer.echo(f"{name}: {of(public)}")
+    typer.echo(f"{name}: {fingerprint_of(public)}")
     typer.echo(f"identity in secure sums: {short(identity)}")
 
 
@@ -90,81 +118,108 @@ def trust(
     public: Annotated[
         Path, typer.Argument(metavar="PEER.pub", help="its public key, from the peer and not the server")
     ],
-    remove: Annotated[bool, typer.Option("--remove", help="take the peer out again; PEER.pub is not read")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="unpin the peer; PEER.pub is not read")] = False,
 ) -> None:
-    """Node: pin a peer's identity for secure sums: no server can pose as it. Otherwise its first use is believed."""
-    import json
+    """Node: pin a peer's identity for secure sums, so that no server can pose as it; otherwise trust on first use."""
     import tomllib
 
     from fedgraft.core.files import write_text
     from fedgraft.deploy.keys import announced_identity, short
 
     path = key.absolute().parent / "peers.toml"
-    known = tomllib.loads(path.read_text()) if path.is_file() else {}
+    peers: dict[str, Any] = {}
+    if path.is_file():
+        peers = tomllib.loads(path.read_text())
     if remove:
-        known.pop(str(number), None)
-        typer.echo(f"client {number} is no longer pinned; its key is believed at first use")
+        peers.pop(str(number), None)
+        typer.echo(f"client {number} is no longer pinned; its key is trusted on first use")
     else:
         name, identity = announced_identity(public)
-        known[str(number)] = {"name": name, "identity": identity.hex()}
+        peers[str(number)] = {"name": name, "identity": identity.hex()}
         typer.echo(f"client {number} is {name}, identity {short(identity)}: compare this with its owner, by voice")
-    table = [
-        f"[{n}]\nname = {json.dumps(peer['name'])}\nidentity = {json.dumps(peer['identity'])}\n"
-        for n, peer in sorted(known.items(), key=lambda item: int(item[0]))
-    ]
-    write_text(path, "\n".join(table))
+    write_text(path, _peers_toml(peers))
     typer.echo(f"written: {path}; with `pinned_peers = true` in policy.toml, others are refused")
 
 
+def _peers_toml(peers: Mapping[str, Mapping[str, str]]) -> str:
+    """Return pinned peers as TOML, in order of their numbers."""
+    import json
+
+    tables = []
+    for number in sorted(peers, key=int):
+        peer = peers[number]
+        tables.append(f"[{number}]\nname = {json.dumps(peer['name'])}\nidentity = {json.dumps(peer['identity'])}\n")
+    return "\n".join(tables)
+
+
 def revoke(fed: Fed, name: Annotated[str, typer.Argument(help="the node's name")]) -> None:
-    """Coordinator: shut a node's key out, at once where the server runs. `deploy register` lets a new key in."""
+    """Coordinator: revoke a node's key, at once if the server is running. `deploy register` admits a new key."""
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.server import admit, server_of
 
-    found = open_federation(fed)
-    if name not in found.registered():
-        raise FedgraftError(f"no key of {name!r} is registered; those are: {', '.join(found.registered()) or 'none'}.")
-    found.key(name).unlink()
-    if server_of(found) is not None:
-        admit(found)
-    typer.echo(f"revoked: the key of {name} (client {found.names.index(name)}) is shut out")
+    federation = open_federation(fed)
+    registered = federation.registered()
+    if name not in registered:
+        raise FedgraftError(
+            "E-CLI-NOT-REGISTERED",
+            f"no key of {name!r} is registered",
+            f"registered are: {', '.join(registered) or 'none'}",
+            name=name,
+        )
+    federation.key(name).unlink()
+    if server_of(federation) is not None:
+        admit(federation)
+    typer.echo(f"revoked: the key of {name} (client {federation.names.index(name)})")
 
 
 def renew(fed: Fed) -> None:
-    """Coordinator: a new server certificate from the same authority. Nodes need nothing new; restart the server."""
+    """Coordinator: renew the server certificate from the same authority. Nodes need nothing new; restart the server."""
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.keys import days_left, renew_server_certificate
 
-    found = open_federation(fed)
-    renew_server_certificate(found.certificates, found.host)
-    days = days_left(found.certificates / "server.crt"), days_left(found.authority)
-    typer.echo(f"the server's certificate is good for {days[0]} days, the authority's for {days[1]}")
+    federation = open_federation(fed)
+    renew_server_certificate(federation.certificates, federation.host)
+    server_days = days_left(federation.certificates / "server.crt")
+    authority_days = days_left(federation.authority)
+    typer.echo(f"the server's certificate is valid for {server_days} days, the authority's for {authority_days}")
     typer.echo(f"restart the server to use it: fedgraft deploy stop {fed}, then fedgraft deploy server {fed}")
+
+
+_EVENTS = {"refused": "REFUSED", "believed": "TRUSTED ON FIRST USE"}
+"""Kinds of audit lines that are no answer to the server, as they are printed."""
 
 
 def audit(
     key: Key,
-    last: Annotated[int, typer.Option("--last", help="how many lines to show", min=1)] = 30,
+    last: Annotated[int, typer.Option("--last", help="number of lines to show", min=1)] = 30,
 ) -> None:
-    """Node: what left this node and what it refused; exit code 1 if the log was changed."""
-    import time
-
+    """Node: show what left this node and what it refused; exit code 1 if the log was changed."""
     from fedgraft.deploy.audit import entries
 
     path = key.absolute().with_suffix(".home") / "audit.jsonl"
     if not path.is_file():
-        raise FedgraftError(f"there is no {path}: nothing has left this node yet.")
+        raise FedgraftError("E-CLI-NO-AUDIT", f"there is no {path}: nothing has left this node yet", path=str(path))
     lines = list(entries(path))
     for line in lines[-last:]:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
-        what = f"{line.get('action', '')}{' of ' + line['sums'] if line.get('sums') else ''}, round {line.get('round')}"
-        if line["kind"] in ("refused", "believed"):
-            typer.echo(f"{line['n']:6d}  {when}  {line['kind'].upper()} {what}: {line['why']}")
-        else:
-            typer.echo(f"{line['n']:6d}  {when}  {what}: {line['bytes']:,} bytes, {line['protection']}")
-    sent = [line for line in lines if line["kind"] not in ("refused", "believed")]
+        typer.echo(_audit_text(line))
+    answers = [line for line in lines if line["kind"] not in _EVENTS]
+    sent = sum(line["bytes"] for line in answers)
     refused = sum(line["kind"] == "refused" for line in lines)
     typer.echo(
-        f"{len(lines)} lines, unbroken; {sum(line['bytes'] for line in sent):,} bytes left in {len(sent)} answers, "
-        f"{refused} orders were refused"
+        f"{len(lines)} lines, hash chain intact; {sent:,} bytes left in {len(answers)} responses, "
+        f"{refused} requests were refused"
     )
+
+
+def _audit_text(line: Mapping[str, Any]) -> str:
+    """Return one line of the audit log as text."""
+    import time
+
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
+    action = line.get("action", "")
+    if line.get("sums"):
+        action += f" of {line['sums']}"
+    action += f", round {line.get('round')}"
+    if line["kind"] in _EVENTS:
+        return f"{line['n']:6d}  {when}  {_EVENTS[line['kind']]} {action}: {line['why']}"
+    return f"{line['n']:6d}  {when}  {action}: {line['bytes']:,} bytes, {line['protection']}"

@@ -1,4 +1,4 @@
-"""How help looks: commands by what one wants, whole sentences, arguments with their meaning, an example each."""
+"""The layout of help: commands by purpose, whole sentences, arguments with their meaning, an example each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("run", "resume", "watch", "centralized"),
-    "Look": ("list", "show", "compare", "verify", "profile"),
+    "Inspect": ("list", "show", "compare", "verify", "profile"),
     "Use the model": ("predict", "evaluate", "export", "edit"),
     "Plan": ("advise", "find-lr", "sweep", "attack", "partition", "options", "algorithms", "presets"),
     "Several owners": ("preflight", "worth", "unlearn", "deploy"),
@@ -24,7 +24,7 @@ DEPLOY: Mapping[str, tuple[str, ...]] = {
     "Data owner": ("key", "policy", "trust", "node", "audit"),
     "Keys and certificates": ("fingerprint", "revoke", "renew"),
 }
-"""Commands in the order of use, for the program and for `deploy`; what is not named comes last."""
+"""Commands in the order of use, for the program and for `deploy`; others come last."""
 
 EXAMPLES: Mapping[str, str] = {
     "run": "fedgraft run mine.toml algorithm.name=scaffold rounds.total=20",
@@ -77,75 +77,98 @@ EXAMPLES: Mapping[str, str] = {
 }
 
 
-MEANT: Mapping[str, str] = {
+ALTERNATIVES: Mapping[str, str] = {
     "report": "every run leaves report.html in its folder, and `fedgraft show RUN` prints its numbers.",
     "train": "did you mean 'run'?",
     "test": "did you mean 'evaluate'?",
     "forget": "did you mean 'unlearn'?",
     "help": "`fedgraft --help` lists all commands, `fedgraft run --help` explains one.",
 }
-"""What people type for something that has another name, or none."""
+"""Commands that do not exist, with the hint at what does."""
 
 
 class Command(TyperCommand):
-    """A command whose help gives every argument its meaning."""
+    """A command whose help explains every argument."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; of a mistyped option only what is really near is suggested."""
+        """Parse the arguments; for a mistyped option suggest only a close match."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            known = [name for one in self.get_params(ctx) for name in one.opts]
+            known = []
+            for parameter in self.get_params(ctx):
+                known += parameter.opts
             near = difflib.get_close_matches(error.option_name, known, 1, 0.7)
             raise click.NoSuchOption(error.option_name, possibilities=near, ctx=ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Arguments and options, without the marks that are meant for other ways of printing."""
-        meanings = _meanings(self)
-        arguments, options = [], []
-        for one in self.get_params(ctx):
-            if one.param_type_name == "argument":
-                arguments.append((one.make_metavar(ctx), meanings.get(one.name or "", "")))
-            elif (record := one.get_help_record(ctx)) is not None:
+        """Write the sections of arguments and options, without markup that typer adds for rich."""
+        explanations = _argument_help(self)
+        arguments = []
+        options = []
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name == "argument":
+                arguments.append((parameter.make_metavar(ctx), explanations.get(parameter.name or "", "")))
+                continue
+            record = parameter.get_help_record(ctx)
+            if record is not None:
                 options.append((record[0].replace(" RANGE", ""), record[1].replace("\\[", "[")))
-        for title, rows in (("Arguments", arguments), ("Options", options)):
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        _write_section(formatter, "Arguments", arguments)
+        _write_section(formatter, "Options", options)
 
 
 class Group(TyperGroup):
-    """Commands by what they are for, each with its whole sentence."""
+    """A group that lists its commands by purpose, each with its whole sentence."""
 
-    _main_shell_completion = click.Group._main_shell_completion  # typer expects other words than click's scripts send
+    _main_shell_completion = click.Group._main_shell_completion  # typer's own expects other arguments
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that is meant; a mistyped one is told the nearest name, once."""
+        """Return the command; for a mistyped one fail with a suggestion."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"`{ctx.command_path} --help` lists them."
-            meant = MEANT.get(args[0], hint) if ctx.parent is None else hint
-            ctx.fail(f"there is no command {args[0]!r}; {meant}")
+            ctx.fail(f"there is no command {args[0]!r}; {self._suggestion(ctx, args[0])}")
         return super().resolve_command(ctx, args)
 
+    def _suggestion(self, ctx: click.Context, name: str) -> str:
+        """Return the hint for a command that does not exist."""
+        if ctx.parent is None and name in ALTERNATIVES:
+            return ALTERNATIVES[name]
+        near = difflib.get_close_matches(name, self.list_commands(ctx), 1)
+        if near:
+            return f"did you mean {near[0]!r}?"
+        return f"`{ctx.command_path} --help` lists them."
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """One section for each group that has a command here."""
-        left = {name: one for name in self.list_commands(ctx) if (one := self.get_command(ctx, name)) is not None}
-        groups = GROUPS if ctx.parent is None else DEPLOY
-        for title, names in {**groups, "Commands": tuple(left)}.items():
-            if rows := [(name, left.pop(name).get_short_help_str(200)) for name in names if name in left]:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        """Write one section for each purpose that has a command here."""
+        descriptions = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None:
+                descriptions[name] = command.get_short_help_str(200)
+        groups = DEPLOY
+        if ctx.parent is None:
+            groups = GROUPS
+        for title, names in groups.items():
+            rows = [(name, descriptions.pop(name)) for name in names if name in descriptions]
+            _write_section(formatter, title, rows)
+        _write_section(formatter, "Commands", list(descriptions.items()))
+
+
+def _write_section(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:
+    """Write a section of names and explanations; nothing without rows."""
+    if rows:
+        with formatter.section(title):
+            formatter.write_dl(rows)
 
 
 def polish(app: typer.Typer, above: str = "") -> None:
-    """Give every command of an app this help and its example."""
+    """Set this help and the example of every command of an app; `above` is the path of its parent commands."""
     for command in app.registered_commands:
-        name = command.name or (command.callback.__name__ if command.callback else "")
+        name = command.name or getattr(command.callback, "__name__", "")
         command.cls = Command
-        if example := EXAMPLES.get(f"{above}{name}"):
+        example = EXAMPLES.get(f"{above}{name}")
+        if example:
             command.epilog = f"\b\nExample:\n  {example}"
     for group in app.registered_groups:
         group.cls = Group
@@ -153,8 +176,14 @@ def polish(app: typer.Typer, above: str = "") -> None:
             polish(group.typer_instance, f"{above}{group.name} ")
 
 
-def _meanings(command: click.Command) -> dict[str, str]:
-    """What each parameter's annotation says; typer hands an argument's help to a click that drops it."""
-    hints = typing.get_type_hints(inspect.unwrap(command.callback), include_extras=True) if command.callback else {}
-    said = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: extra[0].help or "" for name, extra in said.items() if extra and hasattr(extra[0], "help")}
+def _argument_help(command: click.Command) -> dict[str, str]:
+    """Return the help of each parameter from its annotation; click drops the help of arguments."""
+    if command.callback is None:
+        return {}
+    explanations = {}
+    hints = typing.get_type_hints(inspect.unwrap(command.callback), include_extras=True)
+    for name, hint in hints.items():
+        metadata = getattr(hint, "__metadata__", ())
+        if metadata and hasattr(metadata[0], "help"):
+            explanations[name] = metadata[0].help or ""
+    return explanations

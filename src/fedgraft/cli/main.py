@@ -1,6 +1,6 @@
-"""The command line. It parses words, calls the library, and turns errors into one sentence.
+"""The command line: parse arguments, call the library, print errors as one sentence.
 
-Heavy imports happen inside commands, so that `fedgraft --help` is quick.
+Heavy imports happen inside the commands, so that `fedgraft --help` is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedgraft.cli import profile as cli_profile
 from fedgraft.cli import runs as cli_runs
 from fedgraft.cli import sweep as cli_sweep
 from fedgraft.cli import verify as cli_verify
-from fedgraft.cli.console import load, say
+from fedgraft.cli.console import echo, import_runtime
 from fedgraft.cli.overrides import Overrides, config_of
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import Phase, shown_by
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fedgraft.report.display import LiveProgress
 
 _display: LiveProgress | None = None
+"""The progress display of a command without one of its own; made when a phase lasts."""
 
 app = typer.Typer(
     cls=cli_help.Group,
@@ -47,13 +48,14 @@ app = typer.Typer(
         "Try `fedgraft run demo`: ten clients adapt a small pretrained ViT to handwritten digits. "
         "A run is a TOML file or a preset, changed by key=value, for example "
         "`fedgraft run data.source=cifar100 partition.clients=100 local.lr=0.05`. "
-        "`fedgraft options` lists every key; `--dry-run` shows the plan and does nothing."
+        "`fedgraft options` lists every key; `--dry-run` prints the plan and stops."
     ),
 )
 
 
-def _tell_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    """Print the version and exit, if requested."""
+    if requested:
         from importlib.metadata import version
 
         typer.echo(f"fedgraft {version('fedgraft')}")
@@ -63,7 +65,7 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
     """Options before the command."""
@@ -73,11 +75,12 @@ Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="the run fol
 
 
 def _folder(config: Config, folder: Path | None, fresh: bool) -> Path:
-    """The run's folder: the same config comes back to the same one, unless a fresh one is wanted."""
+    """Return the run's folder: the same for the same config, or a new one if `fresh`."""
     base = folder or Path("runs") / f"{config.name}-{config.digest}"
     if not fresh:
         return base
-    number, path = 1, base
+    number = 1
+    path = base
     while path.exists():
         number += 1
         path = base.with_name(f"{base.name}-{number}")
@@ -92,14 +95,14 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan, with bytes and steps, and stop")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
-    """Run a federation: clients train, only updates travel, one model (or one each) comes out."""
+    """Run a federation: clients train, only updates are sent, the result is one model (or one per client)."""
     config = config_of(overrides)
     if dry_run:
-        load()
+        import_runtime()
         from fedgraft.runs.plan import plan
 
         for line in plan(config):
-            say(line)
+            echo(line)
         return
     _carry_out(config, _folder(config, folder, fresh), quiet)
 
@@ -111,7 +114,7 @@ def centralized(
     fresh: Annotated[bool, typer.Option("--fresh", help="run again in a new folder")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
-    """Train with all data in one place: centralized.kind=probe, finetune or ridge. The baseline."""
+    """Train on all data in one place, as a baseline: centralized.kind=probe, finetune or ridge."""
     from fedgraft.runs.centralized import as_central
 
     config = as_central(config_of(overrides))
@@ -124,33 +127,39 @@ def resume(
     run: Annotated[Path, typer.Argument(help="the run folder")],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress display")] = False,
 ) -> None:
-    """Continue an interrupted or damaged run to the very bytes an unbroken one would have given."""
+    """Continue an interrupted or damaged run; the result is bit-identical to an uninterrupted run."""
     from fedgraft.config.load import from_folder
     from fedgraft.runs.folder import RunFolder
 
     record = RunFolder.open(run)
     config = from_folder(run)
     if record.config_digest != config.digest:
-        raise FedgraftError(f"{run / 'config.toml'} was changed since the run began; restore it, or start a new run")
+        raise FedgraftError(
+            "E-CLI-CONFIG-CHANGED",
+            f"{run / 'config.toml'} was changed since the run began",
+            "restore it, or start a new run",
+            run=str(run),
+        )
     record.mend()
     _carry_out(config, run, quiet)
 
 
 def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
-    """Run with a live display, then the final table; Ctrl-C has saved the state by the time it gets here."""
+    """Run with a live display, then print the final table. On Ctrl-C the run has saved its state before this ends."""
     import rich
 
     console = rich.get_console()
     console.quiet = quiet
-    # The first sign of life comes before torch is imported, which takes seconds.
+    # The first line is printed before torch is imported, which takes seconds.
     console.print(f"{config.name} in {folder}: loading the library", highlight=False, markup=False, soft_wrap=True)
-    load()
+    import_runtime()
     from fedgraft.report import display
     from fedgraft.runs.folder import RunFolder
 
-    known = RunFolder.open(folder) if (folder / "run.json").exists() else None
-    if known is not None and known.status == "finished" and known.config_digest == config.digest:
-        console.print("this config was run before; --fresh runs it again.")
+    if (folder / "run.json").exists():
+        earlier = RunFolder.open(folder)
+        if earlier.status == "finished" and earlier.config_digest == config.digest:
+            console.print("this config was run before; --fresh runs it again.")
     try:
         with display.LiveProgress(console) as live:
             if config.engine == "flower-sim":
@@ -162,9 +171,10 @@ def _carry_out(config: Config, folder: Path, quiet: bool) -> None:
 
                 summary = run_federated(config, folder, live)
     except KeyboardInterrupt:
-        saved = (folder / "run.json").exists()
-        then = f"the state is saved. Continue with: fedgraft resume {folder}" if saved else "nothing was done yet."
-        typer.echo(f"\ninterrupted; {then}", err=True)
+        if (folder / "run.json").exists():
+            typer.echo(f"\ninterrupted; the state is saved. Continue with: fedgraft resume {folder}", err=True)
+        else:
+            typer.echo("\ninterrupted; nothing was done yet.", err=True)
         raise typer.Exit(130) from None
     finally:
         console.quiet = False
@@ -179,7 +189,7 @@ def partition(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="draw it as a heat map (png, svg, pdf)")] = None,
 ) -> None:
-    """Show how the data is divided among clients: statistics, and who holds which class."""
+    """Show the partition of the data: statistics, and the classes of each client."""
     import rich
 
     from fedgraft.report.partition_view import show_partition
@@ -204,8 +214,11 @@ def algorithms() -> None:
     """List the algorithms of the zoo, each with its own options (algorithm.OPTION=...)."""
     from fedgraft.core.registry import listed_algorithms
 
-    for name, (line, own) in listed_algorithms().items():
-        typer.echo(f"{name:14} {line}" + (f" [{', '.join(own)}]" if own else ""))
+    for name, (line, own_options) in listed_algorithms().items():
+        text = f"{name:14} {line}"
+        if own_options:
+            text += f" [{', '.join(own_options)}]"
+        typer.echo(text)
 
 
 @app.command()
@@ -239,16 +252,16 @@ cli_help.polish(app)
 
 
 def _screen(phases: Sequence[Phase]) -> None:
-    """Show what any command is at once it lasts; what is quick imports nothing for it."""
+    """Show the phases of any command once one lasts longer than a second; fast commands import nothing for it."""
     global _display
-    if _display is None and any(one.seconds > 1 for one in phases):
+    if _display is None and any(phase.seconds > 1 for phase in phases):
         import rich
         from rich.console import Console
 
         from fedgraft.report.display import LiveProgress
 
         console = rich.get_console()
-        if not console.is_terminal:  # what goes into a file or a pipe is the answer alone
+        if not console.is_terminal:  # a file or a pipe gets the answer alone
             console = Console(stderr=True, quiet=console.quiet)
         _display = LiveProgress(console)
     if _display is not None:
@@ -256,19 +269,22 @@ def _screen(phases: Sequence[Phase]) -> None:
 
 
 def keep_only(command: str) -> None:
-    """Leave the other commands out: typer would read the signatures of all of them, which takes longer than most."""
-    groups = [one for one in app.registered_groups if one.name == command]
-    commands = [
-        one for one in app.registered_commands if (one.name or getattr(one.callback, "__name__", "")) == command
-    ]
+    """Unregister the other commands: typer would read the signatures of all of them, which takes long."""
+    groups = [group for group in app.registered_groups if group.name == command]
+    commands = []
+    for registered in app.registered_commands:
+        name = registered.name or getattr(registered.callback, "__name__", "")
+        if name == command:
+            commands.append(registered)
     if groups or commands:
-        app.registered_groups, app.registered_commands = groups, commands
+        app.registered_groups = groups
+        app.registered_commands = commands
 
 
 def main() -> None:
-    """The entry point: errors meant for people are one sentence on stderr and exit code 2."""
+    """The entry point: errors for users are one sentence on stderr and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for some reads every installed package
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # searching for plugins reads every installed package
     try:
         with shown_by(_screen):
             app(prog_name="fedgraft")

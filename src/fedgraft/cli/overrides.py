@@ -1,4 +1,4 @@
-"""Overrides of the command line that describe a run: a TOML file, preset or data first, then key=value."""
+"""Command-line arguments that describe a run: a TOML file, preset or data first, then key=value."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ Overrides = Annotated[
 
 
 def config_of(overrides: list[str] | None) -> Config:
-    """The config that these words describe."""
+    """Return the config that these arguments describe."""
     from fedgraft.config import presets
     from fedgraft.config.load import load
 
     first, *rest = overrides or [""]
     if "=" in first or not first:
-        return load(None, [word for word in overrides or [] if word])
+        assignments = [argument for argument in overrides or [] if argument]
+        return load(None, assignments)
     if Path(first).is_dir() or Path(first).suffix in {".parquet", ".npz"}:
         return _on_data(first, rest)
     if Path(first).suffix == ".toml" or Path(first).exists():
@@ -36,13 +37,16 @@ def config_of(overrides: list[str] | None) -> Config:
 
 
 def _on_data(data: str, rest: list[str]) -> Config:
-    """A run on images that lie somewhere, named after them."""
+    """Return the config of a run on images at a path, named after it."""
     from fedgraft.config.from_data import config_for
     from fedgraft.config.load import parse_overrides
 
     if (Path(data) / "run.json").exists():
         raise FedgraftError(
-            f"{data} is a run; continue it with `fedgraft resume {data}`, or name a config to start one."
+            "E-CLI-RUN-FOLDER",
+            f"{data} is a run folder and not a config or data",
+            f"continue it with `fedgraft resume {data}`, or name a config to start a run",
+            path=data,
         )
     plain = unicodedata.normalize("NFKD", Path(data).resolve().stem).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-")[:80] or "run"

@@ -1,4 +1,4 @@
-"""What one does with an adapted model: `fedgraft predict`, `fedgraft evaluate`, `fedgraft export`."""
+"""Commands that use an adapted model: `fedgraft predict`, `fedgraft evaluate`, `fedgraft export`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fedgraft.cli.console import load, say
+from fedgraft.cli.console import echo, import_runtime
 from fedgraft.core.errors import FedgraftError
 
 if TYPE_CHECKING:
@@ -22,43 +22,51 @@ Model = Annotated[Path, typer.Argument(help="a run folder, or a folder that tran
 def predict(
     model: Model,
     images: Annotated[list[str], typer.Argument(help="image files, folders, or patterns in quotes")],
-    top: Annotated[int, typer.Option("--top", min=1, help="so many classes for each image, likeliest first")] = 1,
+    top: Annotated[int, typer.Option("--top", min=1, help="classes per image, most likely first")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="every score, as JSON")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="image, label, score, as CSV")] = False,
 ) -> None:
     """Label images with an adapted model, one line each.
 
-    An image that cannot be read is named with the reason; then the exit code is 1 (2 if none could be read).
+    An image that cannot be read is listed with the reason; then the exit code is 1 (2 if none could be read).
     """
     from dataclasses import asdict
 
-    load()
+    import_runtime()
     from fedgraft.runs.predict import files_of, predictor
 
     files = files_of(images)
-    found = predictor(model)(files)
+    predictions = predictor(model)(files)
     if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found], indent=2))
+        typer.echo(json.dumps([asdict(prediction) for prediction in predictions], indent=2))
     elif as_csv:
-        _write_csv(found, top)
+        _write_csv(predictions, top)
     else:
-        for one in found:
-            best = "  ".join(f"{label}  {100 * score:.1f} %" for label, score in one.top(top))
-            typer.echo(f"{one.image}\t{one.error or best}")
-    if bad := sum(bool(one.error) for one in found):
-        if bad == len(found):
-            raise FedgraftError("none of the images could be read.")
-        typer.echo(f"fedgraft: {bad} of {len(found)} images could not be read.", err=True)
-        raise typer.Exit(1)
+        for prediction in predictions:
+            best = "  ".join(f"{label}  {100 * score:.1f} %" for label, score in prediction.top(top))
+            typer.echo(f"{prediction.image}\t{prediction.error or best}")
+    unreadable = sum(bool(prediction.error) for prediction in predictions)
+    if unreadable == 0:
+        return
+    if unreadable == len(predictions):
+        raise FedgraftError("E-CLI-NO-READABLE-IMAGE", "none of the images could be read")
+    typer.echo(f"fedgraft: {unreadable} of {len(predictions)} images could not be read.", err=True)
+    raise typer.Exit(1)
 
 
-def _write_csv(found: list[Prediction], top: int) -> None:
-    rows = csv.writer(sys.stdout, lineterminator="\n")
-    further = [f"{word}_{place}" for place in range(2, top + 1) for word in ("label", "score")]
-    rows.writerow(["image", "label", "score", *further, "error"])
-    for one in found:
-        cells = [cell for label, score in one.top(top) for cell in (label, f"{score:.6f}")]
-        rows.writerow([one.image, *cells, *[""] * (2 * top - len(cells)), one.error])
+def _write_csv(predictions: list[Prediction], top: int) -> None:
+    """Write the `top` classes of each image to stdout as CSV."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    header = ["image", "label", "score"]
+    for place in range(2, top + 1):
+        header += [f"label_{place}", f"score_{place}"]
+    writer.writerow([*header, "error"])
+    for prediction in predictions:
+        cells = []
+        for label, score in prediction.top(top):
+            cells += [label, f"{score:.6f}"]
+        padding = [""] * (2 * top - len(cells))
+        writer.writerow([prediction.image, *cells, *padding, prediction.error])
 
 
 def evaluate(
@@ -71,28 +79,37 @@ def evaluate(
     """Measure an adapted model: a run on its test images, or any model on images of your own, class by class."""
     import rich
 
-    load()
+    import_runtime()
     from fedgraft.report import display
     from fedgraft.runs.predict import evaluate_run
 
-    found = evaluate_run(model, data)
+    measured = evaluate_run(model, data)
     if as_json:
-        typer.echo(json.dumps(_plain(found), indent=2))
+        typer.echo(json.dumps(_as_table(measured), indent=2))
         return
-    near = f"  top-5 {100 * found.top5:.2f} %" if len(found.classes) > display.FEW else ""
-    accuracy = f"accuracy {found.metrics['accuracy']}" if found.metrics.get("accuracy") else "no accuracy"
-    typer.echo(f"{accuracy}{near}  loss {found.loss:.4f}")
-    display.class_table(rich.get_console(), found.classes, found.metrics)
-    for place, reason in found.skipped:
+    accuracy = "no accuracy"
+    if measured.metrics.get("accuracy"):
+        accuracy = f"accuracy {measured.metrics['accuracy']}"
+    top5 = ""
+    if len(measured.classes) > display.FEW:
+        top5 = f"  top-5 {100 * measured.top5:.2f} %"
+    typer.echo(f"{accuracy}{top5}  loss {measured.loss:.4f}")
+    display.class_table(rich.get_console(), measured.classes, measured.metrics)
+    for place, reason in measured.skipped:
         typer.echo(f"left out: {place}: {reason}")
 
 
-def _plain(found: Measured) -> dict[str, object]:
+def _as_table(measured: Measured) -> dict[str, object]:
+    """Return the result of an evaluation as plain values for JSON."""
     from dataclasses import asdict
 
-    metrics = {name: None if one is None else asdict(one) for name, one in found.metrics.items()}
-    skipped = [{"image": place, "reason": reason} for place, reason in found.skipped]
-    return {"images": found.count, "classes": list(found.classes), "metrics": metrics, "skipped": skipped}
+    metrics: dict[str, object] = {}
+    for name, metric in measured.metrics.items():
+        metrics[name] = None
+        if metric is not None:
+            metrics[name] = asdict(metric)
+    skipped = [{"image": place, "reason": reason} for place, reason in measured.skipped]
+    return {"images": measured.count, "classes": list(measured.classes), "metrics": metrics, "skipped": skipped}
 
 
 def export(
@@ -100,18 +117,18 @@ def export(
     to: Annotated[Path, typer.Argument(help="the new folder")],
     kind: Annotated[
         Literal["merged", "adapter", "edit"],
-        typer.Option("--as", help="the whole model, a PEFT adapter (LoRA runs), or only what changed"),
+        typer.Option("--as", help="the whole model, a PEFT adapter (LoRA runs), or only the edit"),
     ] = "merged",
 ) -> None:
-    """Write what was trained to a new folder, with a model card; merged is what transformers' from_pretrained loads."""
-    load()
+    """Write the trained model to a new folder, with a model card; merged is for transformers' from_pretrained."""
+    import_runtime()
     from fedgraft.runs.deliver import export_run
 
     export_run(run, to, kind)
-    hint = {
+    hints = {
         "merged": "load it with transformers.AutoModelForImageClassification.from_pretrained",
         "adapter": "load it with peft.PeftModel.from_pretrained on its base; README.md shows how",
-        "edit": "put it on its base with: fedgraft edit apply",
-    }[kind]
+        "edit": "apply it to its base with: fedgraft edit apply",
+    }
     typer.echo(f"written: {to}")
-    say(hint)
+    echo(hints[kind])

@@ -1,4 +1,4 @@
-"""`fedgraft list`, `show` and `compare`: what runs there are, one of them, and some beside each other."""
+"""`fedgraft list`, `show` and `compare`: list runs, show one, compare several."""
 
 from __future__ import annotations
 
@@ -23,39 +23,48 @@ def list_(runs: Annotated[Path, typer.Argument(help="a folder of runs")] = Path(
 
     infos = list_runs(runs)
     if not infos:
-        raise FedgraftError(f"there are no runs in {runs}; start one with: fedgraft run demo")
+        raise FedgraftError(
+            "E-CLI-NO-RUNS", f"there are no runs in {runs}", "start one with: fedgraft run demo", path=str(runs)
+        )
     if as_json:
-        typer.echo(json.dumps([{**asdict(info), "path": str(info.path)} for info in infos], indent=2))
+        rows = [{**asdict(info), "path": str(info.path)} for info in infos]
+        typer.echo(json.dumps(rows, indent=2))
     else:
         display.runs_table(rich.get_console(), infos)
 
 
 def show(run: Annotated[Path, typer.Argument(help="the run folder")], as_json: Json = False) -> None:
-    """Show one run: its status, what its config changes, and its results."""
+    """Show one run: its status, the options that differ from the defaults, and its results."""
     import rich
 
+    from fedgraft.config.load import changes, from_folder
     from fedgraft.report import display
     from fedgraft.runs.folder import RunFolder
 
-    folder, console = RunFolder.open(run), rich.get_console()
-    summary, lines = folder.summary(), folder.metrics()
+    folder = RunFolder.open(run)
+    summary = folder.summary()
+    lines = folder.metrics()
     if as_json:
-        from fedgraft.config.load import from_folder
-
-        told = {"run": str(run), "status": folder.status, "reason": folder.reason, "summary": summary}
-        typer.echo(json.dumps({**told, "rounds": lines, "config": from_folder(run).table}, indent=2))
+        record = {
+            "run": str(run),
+            "status": folder.status,
+            "reason": folder.reason,
+            "summary": summary,
+            "rounds": lines,
+            "config": from_folder(run).table,
+        }
+        typer.echo(json.dumps(record, indent=2))
         return
+    console = rich.get_console()
     console.print(f"{run}: {folder.status} {folder.reason}", highlight=False, markup=False, soft_wrap=True)
-    from fedgraft.config.load import changes, from_folder
-
-    for line in [*changes(from_folder(run)), f"(the rest is default: {run / 'config.toml'})"]:
+    for line in [*changes(from_folder(run)), f"(other options have their defaults: {run / 'config.toml'})"]:
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if summary:
         display.results(console, run.name, summary)
         display.path_line(console, run)
     elif lines:
-        done = f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}"
-        console.print(done, highlight=False, markup=False, soft_wrap=True)
+        text = f"{lines[-1]['round']} rounds so far; continue with: fedgraft resume {run}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def compare(
@@ -63,7 +72,7 @@ def compare(
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the page")] = Path("comparison"),
     formats: Annotated[str, typer.Option("--format", help="also draw a figure: png, pdf, svg")] = "",
 ) -> None:
-    """Compare runs: a table here, a page with the curves in a folder, and a figure where --format names one."""
+    """Compare runs: print a table, write a page with the curves, and draw a figure with --format."""
     import rich
 
     from fedgraft.report import display

@@ -1,4 +1,4 @@
-"""`fedgraft verify RUN`: whether a run folder is what its signed log of rounds says."""
+"""`fedgraft verify RUN`: check a run folder against its signed round log."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def verify(
     run: Annotated[Path, typer.Argument(help="the run folder")],
     key: Annotated[str | None, typer.Option(help="fingerprint of the key that must have signed")] = None,
 ) -> None:
-    """Check that the rounds, metrics and checkpoints of a run are those of its signed log."""
-    from fedgraft.runs.round_log import verify as check
+    """Check that the rounds, metrics and checkpoints of a run match its signed log."""
+    from fedgraft.runs.round_log import verify as verify_log
 
-    told, wrong = check(run, key)
-    if wrong:
-        raise FedgraftError(f"{run} is not what its log says: {'; '.join(one.rstrip('.') for one in wrong[:10])}.")
-    typer.echo(f"{run} is what its log says: {told}.")
+    description, mismatches = verify_log(run, key)
+    if mismatches:
+        listed = "; ".join(mismatch.rstrip(".") for mismatch in mismatches[:10])
+        raise FedgraftError("E-CLI-LOG-MISMATCH", f"{run} does not match its log: {listed}", run=str(run))
+    typer.echo(f"{run} matches its log: {description}.")

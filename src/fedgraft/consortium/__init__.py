@@ -1,1 +1,1 @@
-"""Decisions several owners take together: preflight, what a site gains, unlearning, sweeps, attack tables."""
+"""Decisions that several data owners take together: preflight, gain by site, unlearning, sweeps, attack tables."""

@@ -1,7 +1,8 @@
-"""The attack table: a sweep over ways to aggregate times attacks, the same clients attacking; accuracy and backdoor.
+"""The attack table: a sweep over aggregation rules times attacks with the same attackers; accuracy and backdoor rate.
 
-Every cell is a run; each rule is also run benign, and an attack's harm is the drop from there. The runs follow each
-other in this process: their starts would cost more than two at a time could save, and large ones have `workers`.
+Every cell is a run; each rule is also run without an attack, and the harm of an attack is the drop from there. The runs
+follow each other in this process: starting processes would cost more than two at a time could save, and large runs use
+`workers`.
 """
 
 from __future__ import annotations
@@ -21,30 +22,33 @@ from fedgraft.config.build import per_round
 from fedgraft.config.load import Config
 from fedgraft.consortium.attacked import BENIGN, OUTCOME, run_attacked
 from fedgraft.consortium.search_tables import as_csv, spread
-from fedgraft.consortium.sweep import Cell, Report, finished, folder_of, run_cells, vary
+from fedgraft.consortium.sweep import Cell, Report, finished_summary, folder_of, run_cells, vary
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
 from fedgraft.engines.attackers import DATA_ATTACKS, NAMES, choose_attackers
+from fedgraft.engines.attacks import unknown_attack
 from fedgraft.metrics.statistics import table
 from fedgraft.report.html import write_tables
 
 RULES = (*AGGREGATORS, "nnm+median", "nnm+trimmed_mean")
-"""Rules by name; `nnm+` before one means nearest-neighbour mixing first."""
+"""Aggregation rules by name; the prefix `nnm+` means nearest-neighbour mixing first."""
 _NUMBERS = {
     "classes": "classes_per_client",
     "shards": "shards_per_client",
     "dirichlet": "alpha",
     "dirichlet_balanced": "alpha",
 }
+"""The option that the number behind a partition's name sets."""
+_MISSING = "–"
 
 
 Known = Mapping[tuple[str, str], Path]
-"""Runs that were made before, by the attack with its share of clients, and the digest of the config."""
+"""Folders of earlier runs, by the attack with its share of clients, and the digest of the config."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run: how it aggregated, under which attack, and what came out (fractions; None: it could not run)."""
+class AttackResult:
+    """One run: aggregation rule, attack, and the measured fractions (None if it could not run)."""
 
     partition: str
     rule: str
@@ -52,18 +56,18 @@ class Measured:
     seed: int
     accuracy: float | None = None
     backdoor: float | None = None
-    """Share of test images of other classes that become the target with the trigger on; None: there are no images."""
+    """Share of test images of other classes that the trigger turns into the target; None without images."""
     note: str = ""
 
     @property
     def label(self) -> str:
-        """The run in words."""
+        """The name of the run."""
         return f"{self.partition} / {self.rule} / {self.attack} / seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class AttackPlan:
-    """Each rule benign and under each attack, for each partition (`kind` or `kind:number`) and seed."""
+    """Each rule without and under each attack, for each partition (`kind` or `kind:number`) and seed."""
 
     config: Config
     attacks: Sequence[str]
@@ -73,128 +77,194 @@ class AttackPlan:
     seeds: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        config = self.config
-        for what, given, known in (("attack", self.attacks, NAMES), ("rule", self.rules, RULES)):
-            if wrong := [name for name in given if name not in known]:
-                raise FedgraftError(f"there is no {what} {wrong[0]!r}; choose from {', '.join(known)}.")
-        if config.data.source == "features" and any("backdoor" in name for name in self.attacks):
-            raise FedgraftError("a backdoor is a pattern of pixels, and these data are given features; leave it out.")
-        blind = [name for name in self.attacks if DATA_ATTACKS.get(name, name)]
-        if config.privacy.aggregation == "secure" and blind:
-            raise FedgraftError(
-                f"{blind[0]} rewrites updates, and under secure aggregation nobody sees one; use label_flip or "
-                "backdoor, or privacy.aggregation='clear'."
-            )
+        for name in self.attacks:
+            if name not in NAMES:
+                raise unknown_attack(name, NAMES)
+        for name in self.rules:
+            if name not in RULES:
+                raise FedgraftError(
+                    "E-CONSORTIUM-RULE",
+                    f"there is no aggregation rule {name!r}",
+                    f"choose from {', '.join(RULES)}",
+                    rule=name,
+                )
+        for name in self.attacks:
+            if self.config.data.source == "features" and "backdoor" in name:
+                raise FedgraftError(
+                    "E-CONSORTIUM-BACKDOOR-FEATURES",
+                    "a backdoor is a pattern of pixels, and data.source='features' has none",
+                    "leave the backdoor out",
+                    attack=name,
+                )
+            replaces_updates = DATA_ATTACKS.get(name, name) != ""
+            if self.config.privacy.aggregation == "secure" and replaces_updates:
+                raise FedgraftError(
+                    "E-CONSORTIUM-ATTACK-SECURE",
+                    f"{name} replaces updates, and under secure aggregation no single update is visible",
+                    "use label_flip or backdoor, or privacy.aggregation='clear'",
+                    attack=name,
+                )
 
-    def cells(self, root: Path, known: Known | None = None) -> dict[Measured, Cell]:
-        """Every run of the table, where it is known to be or below `root`."""
-        wanted = itertools.product(
+    def cells(self, root: Path, known: Known | None = None) -> dict[AttackResult, Cell]:
+        """Return every run of the table, in its known folder or below `root`."""
+        combinations = itertools.product(
             self.seeds or [self.config.seed],
             self.partitions or [self.config.partition.kind],
             self.rules,
             [BENIGN, *self.attacks],
         )
-        found: dict[Measured, Cell] = {}
-        for seed, partition, rule, attack in wanted:
-            one, config = Measured(partition, rule, attack, seed), self._config(partition, rule, seed)
-            at = f"{attack}-{self.share:g}"
-            folder = (known or {}).get((at, config.digest)) or folder_of(config, root / at)
-            found[one] = Cell(one.label, config, folder, special=partial(run_attacked, kind=attack, share=self.share))
-        return found
+        cells: dict[AttackResult, Cell] = {}
+        for seed, partition, rule, attack in combinations:
+            result = AttackResult(partition, rule, attack, seed)
+            config = self._config(partition, rule, seed)
+            attack_and_share = f"{attack}-{self.share:g}"
+            folder = (known or {}).get((attack_and_share, config.digest))
+            if folder is None:
+                folder = folder_of(config, root / attack_and_share)
+            run = partial(run_attacked, kind=attack, share=self.share)
+            cells[result] = Cell(result.label, config, folder, special=run)
+        return cells
 
     def _config(self, partition: str, rule: str, seed: int) -> Config:
-        """The run's config: its attackers are no part of it, but how many a rule should expect in a cohort is."""
+        """Return the run's config. It does not name the attackers, but how many a rule should expect in a cohort."""
         clients = self.config.partition.clients
         attackers = len(choose_attackers(clients, self.share, seed))
         expected = math.ceil(attackers * per_round(self.config) / clients - 1e-9)
-        mixed, _, name = rule.rpartition("+")
-        robust = {"robust": name, "attackers": expected if rule != "mean" else 0, "neighbours": bool(mixed)}
+        if rule == "mean":
+            expected = 0
+        mixing, _, name = rule.rpartition("+")
         return vary(
             self.config,
             seed=seed,
             partition=partition_of(partition),
-            algorithm={**robust, "clip_norm": None},
+            algorithm={"robust": name, "attackers": expected, "neighbours": bool(mixing), "clip_norm": None},
             rounds={"evaluate_every": 0, "test": False},
         )
 
 
 def partition_of(text: str) -> dict[str, object]:
-    """`stratified` or `dirichlet:0.5` as options."""
+    """Return `stratified` or `dirichlet:0.5` as options."""
     kind, _, number = text.partition(":")
     if not number:
         return {"kind": kind}
     if kind not in _NUMBERS:
-        raise FedgraftError(f"the partition {kind!r} takes no number; {', '.join(_NUMBERS)} do.")
+        raise FedgraftError(
+            "E-CONSORTIUM-PARTITION-NUMBER",
+            f"the partition {kind!r} takes no number",
+            f"use one of {', '.join(_NUMBERS)}, or leave the number out",
+            partition=text,
+        )
     try:
-        return {"kind": kind, _NUMBERS[kind]: float(number) if "dirichlet" in kind else int(number)}
+        value: float | int = float(number)
+        if "dirichlet" not in kind:
+            value = int(number)
     except ValueError:
-        raise FedgraftError(f"the partition {text!r} needs a number after the colon.") from None
+        raise FedgraftError(
+            "E-CONSORTIUM-PARTITION-NUMBER",
+            f"the partition {text!r} has no number after the colon",
+            "write for example dirichlet:0.5",
+            partition=text,
+        ) from None
+    return {"kind": kind, _NUMBERS[kind]: value}
 
 
-def attack_table(plan: AttackPlan, root: Path, report: Report = print, known: Known | None = None) -> list[Measured]:
-    """Run every cell; one that cannot run has a note instead of numbers, and where none can, its reason is raised."""
+def attack_table(
+    plan: AttackPlan, root: Path, report: Report = print, known: Known | None = None
+) -> list[AttackResult]:
+    """Run every cell and return the results; a cell that cannot run has a note instead of numbers.
+
+    If no cell can run, the reason of the first is raised.
+    """
     cells = plan.cells(root, known)
     for cell in cells.values():
-        if finished(cell.folder) and not (cell.folder / OUTCOME).exists():  # killed before the model was measured
+        if finished_summary(cell.folder) and not (cell.folder / OUTCOME).exists():  # killed before it was measured
             shutil.rmtree(cell.folder)
-    found, failed = run_cells(list(cells.values()), 0, report)
-    if not found:
-        raise FedgraftError(next(iter(failed.values())))
-    return [replace(one, note=failed.get(one.label, "")) for one in outcomes(cells)]
+    summaries, failures = run_cells(list(cells.values()), 0, report)
+    if not summaries:
+        raise FedgraftError("E-CONSORTIUM-NO-CELL", next(iter(failures.values())))
+    return [replace(result, note=failures.get(result.label, "")) for result in outcomes(cells)]
 
 
-def outcomes(cells: Mapping[Measured, Cell]) -> list[Measured]:
-    """Every cell with the numbers that its finished run left; without them where it left none."""
-    files = {one: cell.folder / OUTCOME for one, cell in cells.items()}
-    return [replace(one, **json.loads(file.read_text())) if file.exists() else one for one, file in files.items()]
+def outcomes(cells: Mapping[AttackResult, Cell]) -> list[AttackResult]:
+    """Return every cell's result, with the numbers of its finished run if there are any."""
+    results = []
+    for result, cell in cells.items():
+        file = cell.folder / OUTCOME
+        if file.exists():
+            result = replace(result, **json.loads(file.read_text()))
+        results.append(result)
+    return results
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def summary_rows(found: Sequence[Measured]) -> dict[str, list[dict[str, str]]]:
-    """By partition one row per rule: accuracy benign and under each attack, the worst drop, the backdoor apart."""
+def summary_rows(results: Sequence[AttackResult]) -> dict[str, list[dict[str, str]]]:
+    """Return by partition one row per rule: accuracy under each attack, the worst drop, the backdoor rates."""
+    by_rule: dict[tuple[str, str], dict[str, list[AttackResult]]] = {}
+    for result in results:
+        by_attack = by_rule.setdefault((result.partition, result.rule), {})
+        by_attack.setdefault(result.attack, []).append(result)
     tables: dict[str, list[dict[str, str]]] = {}
-    for partition, rule in dict.fromkeys((one.partition, one.rule) for one in found):
-        here: dict[str, list[Measured]] = {}
-        for one in found:
-            if (one.partition, one.rule) == (partition, rule):
-                here.setdefault(one.attack, []).append(one)
-        tables.setdefault(partition, []).append(_row(rule, here))
+    for (partition, rule), by_attack in by_rule.items():
+        tables.setdefault(partition, []).append(_row(rule, by_attack))
     return tables
 
 
-def _row(rule: str, by_attack: Mapping[str, Sequence[Measured]]) -> dict[str, str]:
-    accuracy = {name: _known([one.accuracy for one in seeds]) for name, seeds in by_attack.items()}
-    backdoor = {name: _known([one.backdoor for one in seeds]) for name, seeds in by_attack.items()}
-    benign = accuracy[BENIGN]
-    drops = {name: fmean(benign) - fmean(values) for name, values in accuracy.items() if values and benign}
-    worst = max((name for name in drops if name != BENIGN), key=lambda name: drops[name], default="")
-    doors = [values for name, values in backdoor.items() if "backdoor" in name and values]
-    return {
-        "rule": rule,
-        **{f"{name} (%)": spread(values) or "–" for name, values in accuracy.items()},
-        # A missing cell may have been the worst.
-        "worst drop": f"{100 * drops[worst]:.1f} ({worst})" if worst and len(drops) == len(accuracy) else "–",
-        "backdoor, benign (%)": spread(backdoor[BENIGN]) or "–",
-        "backdoor, worst (%)": spread(max(doors, key=fmean, default=[])) or "–",
-    }
+def _row(rule: str, by_attack: Mapping[str, Sequence[AttackResult]]) -> dict[str, str]:
+    """Return one rule's row from its results by attack, one result per seed."""
+    accuracy = {}
+    backdoor = {}
+    for attack, results in by_attack.items():
+        accuracy[attack] = _complete([result.accuracy for result in results])
+        backdoor[attack] = _complete([result.backdoor for result in results])
+    row = {"rule": rule}
+    for attack, values in accuracy.items():
+        row[f"{attack} (%)"] = spread(values) or _MISSING
+    row["worst drop"] = _worst_drop(accuracy)
+    row["backdoor, benign (%)"] = spread(backdoor[BENIGN]) or _MISSING
+    backdoor_rates = [values for attack, values in backdoor.items() if "backdoor" in attack and values]
+    row["backdoor, worst (%)"] = spread(max(backdoor_rates, key=fmean, default=[])) or _MISSING
+    return row
 
 
-def _known(values: Sequence[float | None]) -> list[float]:
-    """The values, or none where one is missing."""
-    return [value for value in values if value is not None] if None not in values else []
+def _worst_drop(accuracy: Mapping[str, Sequence[float]]) -> str:
+    """Return the largest drop of the mean accuracy from the benign run in points, and its attack."""
+    if not all(accuracy.values()):
+        return _MISSING  # a missing cell may have been the worst
+    benign = fmean(accuracy[BENIGN])
+    drops = {}
+    for attack, values in accuracy.items():
+        if attack != BENIGN:
+            drops[attack] = benign - fmean(values)
+    if not drops:
+        return _MISSING
+    worst = max(drops, key=lambda attack: drops[attack])
+    return f"{100 * drops[worst]:.1f} ({worst})"
 
 
-def write(found: Sequence[Measured], out: Path, note: str = "") -> list[Path]:
-    """The table as Markdown, as CSV (one line per run) and as a page."""
+def _complete(values: Sequence[float | None]) -> list[float]:
+    """Return the values, or none of them if one is missing."""
+    present = [value for value in values if value is not None]
+    if len(present) < len(values):
+        return []
+    return present
+
+
+def write(results: Sequence[AttackResult], out: Path, note: str = "") -> list[Path]:
+    """Write the table as Markdown, as CSV (one line per run) and as HTML, and return the paths."""
     out.mkdir(parents=True, exist_ok=True)
-    tables = summary_rows(found)
-    parts = [f"# Attack table\n\n{note}\n" if note else "# Attack table\n"]
+    tables = summary_rows(results)
+    parts = ["# Attack table\n"]
+    if note:
+        parts = [f"# Attack table\n\n{note}\n"]
     for partition, rows in tables.items():
-        parts.append(f"## {partition}\n\n{table(list(rows[0]), [list(row.values()) for row in rows])}\n")
-    if notes := dict.fromkeys(f"- {one.rule}: {one.note}" for one in found if one.note):
-        parts.append("Cells without a number:\n\n" + "\n".join(notes) + "\n")
+        cells = [list(row.values()) for row in rows]
+        parts.append(f"## {partition}\n\n{table(list(rows[0]), cells)}\n")
+    reasons = dict.fromkeys(f"- {result.rule}: {result.note}" for result in results if result.note)
+    if reasons:
+        parts.append("Cells without a number:\n\n" + "\n".join(reasons) + "\n")
     write_text(out / "attack.md", "\n".join(parts))
-    write_text(out / "attack.csv", as_csv([asdict(one) for one in found]))
-    return [out / "attack.md", out / "attack.csv", write_tables(out / "attack.html", "Attack table", tables, [note])]
+    write_text(out / "attack.csv", as_csv([asdict(result) for result in results]))
+    page = write_tables(out / "attack.html", "Attack table", tables, [note])
+    return [out / "attack.md", out / "attack.csv", page]

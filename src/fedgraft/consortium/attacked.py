@@ -1,8 +1,8 @@
-"""A run that some clients attack, and what became of its last model.
+"""A run with attacking clients, and the measurement of its last model.
 
-It is `run` with one part exchanged: the engine of the rounds is wrapped, while head initialisation stays benign.
-Nothing is chosen: the model that is measured is the last one, on the test images as they are and on those of other
-classes that carry the backdoor's trigger. The numbers stand in `attack.json` beside the run's summary.
+It is `run` with the engine of the rounds wrapped; head initialisation stays benign. The last model is measured, without
+any choice of a round: on the test images as they are, and on those of other classes with the backdoor's trigger. The
+numbers are written to `attack.json` beside the run's summary.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from fedgraft.runs.task import Task
 from fedgraft.runs.tracking import Progress
 
 BENIGN = "benign"
+"""The name of the run without an attack."""
 OUTCOME = "attack.json"
-_MOST_MARKED = 2000  # test images that carry the trigger: the success is then known to about a percent
+"""The file with the measured numbers of an attacked run."""
+_MARKED_IMAGES = 2000  # test images with the trigger: the success rate is then known to about a percent
 
 
 def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, share: float) -> None:
@@ -41,9 +43,13 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
     attackers = choose_attackers(config.partition.clients, share, config.seed)
 
     def wrap(setup: RunSetup, opened: OpenRun, engine: Any) -> Any:
-        entry, task = opened.context.examples.entry, setup.task
-        marked = _marked(task, task.train_images, entry) if "backdoor" in kind and entry else None
-        return engine if kind == BENIGN else Attacked(engine, attackers, kind, config.seed, trigger(task), marked)
+        if kind == BENIGN:
+            return engine
+        entry = opened.context.examples.entry
+        marked = None
+        if "backdoor" in kind and entry:
+            marked = _marked(setup.task, setup.task.train_images, entry)
+        return Attacked(engine, attackers, kind, config.seed, trigger(setup.task), marked)
 
     def build(secret: bytes) -> tuple[RunSetup, None]:
         return setup_of(config, secret=secret), None
@@ -58,34 +64,37 @@ def run_attacked(config: Config, folder: Path, progress: Progress, kind: str, sh
 
 
 def outcome(setup: RunSetup, opened: OpenRun) -> dict[str, float | None]:
-    """Test accuracy of the model in the network, and how often the trigger works; None where there are no images."""
-    tests, task = opened.context.tests, setup.task
+    """Return test accuracy and success rate of the trigger for the loaded model; None if there are no images."""
+    tests = opened.context.tests
+    task = setup.task
     assert tests is not None
-    rows, images = torch.arange(len(tests)), task.test_images
+    rows = torch.arange(len(tests))
+    images = task.test_images
     setup.ready(tests, rows)
-    found: dict[str, float | None] = {"accuracy": evaluate(task.network, tests, rows).accuracy, "backdoor": None}
+    numbers: dict[str, float | None] = {"accuracy": evaluate(task.network, tests, rows).accuracy, "backdoor": None}
     if isinstance(images, ImageExamples):
         target = Trigger().target
-        others = (images.labels != target).nonzero().view(-1)[:_MOST_MARKED]
+        others = (images.labels != target).nonzero().view(-1)[:_MARKED_IMAGES]
         marked = _marked(task, images, tests.entry)
-        marked.labels = torch.full_like(images.labels, target)  # accuracy on them is the trigger's success
+        marked.labels = torch.full_like(images.labels, target)  # accuracy on them is the trigger's success rate
         setup.ready(marked, others)
-        found["backdoor"] = evaluate(task.network, marked, others).accuracy
-    return found
+        numbers["backdoor"] = evaluate(task.network, marked, others).accuracy
+    return numbers
 
 
 def trigger(task: Task) -> Trigger:
-    """A white square, an eighth of the image wide."""
+    """Return the trigger of a task: a white square, an eighth of the image wide."""
     view = task.transform
-    mean, std = torch.tensor(view.mean).view(3, 1, 1), torch.tensor(view.std).view(3, 1, 1)
+    mean = torch.tensor(view.mean).view(3, 1, 1)
+    std = torch.tensor(view.std).view(3, 1, 1)
     return Trigger(size=max(2, view.image_size // 8), white=(1 - mean) / std)
 
 
 @dataclass(frozen=True)
 class Marking(Transform):
-    """A transform that also puts the trigger on: what it makes of the images is kept as other features are.
+    """A transform that also stamps the trigger; features of its images are cached like any others.
 
-    The square comes last, so that it stays in its corner where an image is mirrored.
+    The square comes last, so that it stays in its corner in a mirrored image.
     """
 
     mark: Trigger = field(default_factory=Trigger, compare=False)
@@ -100,7 +109,7 @@ class Marking(Transform):
 
 
 def _marked(task: Task, images: Examples, entry: int) -> Examples:
-    """The images with the trigger, where they enter the network in this run; behind a frozen prefix kept for all."""
+    """Return the images with the trigger as this run's network takes them: cached features behind a frozen prefix."""
     assert isinstance(images, ImageExamples)  # the table has no backdoor for others
     view = images.transform
     marking = Marking(view.rule, view.train, view.mean, view.std, trigger(task))

@@ -1,9 +1,9 @@
-"""A learning rate by trial: a sweep of short runs at several rates, judged on validation images.
+"""Learning-rate search: a sweep of short runs at several learning rates, compared by their validation loss.
 
-Coordinates that matter little barely move at the rate that suits a dense network, so every edit needs a rate of its
-own. Each run goes at a constant rate and is judged by its loss after the last round: where training harms, the best
-round would be the start, whatever the rate, and accuracies of short runs differ by less than their noise. One that
-diverges is stopped. A best rate at an end of the list is tried against further ones.
+Coordinates of low sensitivity barely move at the learning rate that suits a dense network, so every kind of edit needs
+a rate of its own. Each run uses a constant rate and is compared by its loss after the last round: if training harms,
+the best round would be the initial model at any rate, and accuracies of short runs differ by less than their noise. A
+run that diverges is stopped. If the best rate is at an end of the list, the list is extended beyond it.
 """
 
 from __future__ import annotations
@@ -14,44 +14,46 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedgraft.config.load import Config
-from fedgraft.consortium.search import Plan, Search, Trial, diverged_at
+from fedgraft.consortium.search import Search, SearchPlan, Trial, diverged_at
 from fedgraft.consortium.search_space import Axis
 from fedgraft.consortium.sweep import Report, folder_of, vary
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import read_metrics
 
 WIDENED = 2
-"""How often a list of rates may grow because its best is at an end."""
+"""How often a list of rates may be extended because its best is at an end."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rate gave on validation images at the end of its run; NaN where nothing was measured."""
+    """The result of one learning rate on validation images at the end of its run; NaN if nothing was measured."""
 
     rate: float
     accuracy: float
     loss: float
     ended: str
-    """Empty for a run that was finished, else why it was stopped."""
+    """Why it was stopped; empty for a finished run."""
     improved: bool = True
-    """Whether any round was better than the model before training."""
+    """Whether any round was better than the initial model."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All probes, in order of rate."""
+    """All probes, in order of learning rate."""
 
     probes: tuple[Probe, ...]
 
     @property
     def best(self) -> Probe:
         """The rate with the lowest validation loss; stopped ones do not count."""
-        good = [probe for probe in self.probes if not probe.ended]
-        if not good:
+        finished = [probe for probe in self.probes if not probe.ended]
+        if not finished:
             raise FedgraftError(
-                f"the run diverged at every rate down to {self.probes[0].rate:g}; try smaller ones with --rates."
+                "E-CONSORTIUM-ALL-DIVERGED",
+                f"training diverged at every learning rate down to {self.probes[0].rate:g}",
+                "try smaller ones with --rates",
             )
-        return min(good, key=lambda probe: probe.loss)
+        return min(finished, key=lambda probe: probe.loss)
 
     @property
     def at_edge(self) -> bool:
@@ -59,46 +61,59 @@ class Findings:
         return len(self.probes) > 1 and self.best in (self.probes[0], self.probes[-1])
 
     def rows(self) -> list[dict[str, str]]:
-        """The probes for people."""
-        return [
-            {
-                "rate": f"{one.rate:g}",
-                "validation (%)": f"{100 * one.accuracy:.2f}",
-                "loss": f"{one.loss:.4g}",
-                "status": "best" if one is self.best else one.ended or "finished",
+        """Return the probes as rows of a table."""
+        best = self.best
+        table = []
+        for probe in self.probes:
+            status = probe.ended or "finished"
+            if probe is best:
+                status = "best"
+            row = {
+                "learning rate": f"{probe.rate:g}",
+                "validation (%)": f"{100 * probe.accuracy:.2f}",
+                "loss": f"{probe.loss:.4g}",
+                "status": status,
             }
-            for one in self.probes
-        ]
+            table.append(row)
+        return table
 
 
-def rate_plan(config: Config, rates: Sequence[float], rounds: int, central: bool = False, prune: int = 0) -> Plan:
-    """The sweep: each rate for so many rounds (epochs, if central), evaluated after each, the test images untouched."""
-    if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates) or rounds < 1:
-        raise FedgraftError("a learning-rate search needs rates above 0 and at least 1 round.")
-    once = {"total": rounds, "evaluate_every": 1, "test": False, "patience": 0}
+def rate_plan(config: Config, rates: Sequence[float], rounds: int, central: bool = False, prune: int = 0) -> SearchPlan:
+    """Return the sweep: each rate for so many rounds (epochs, if central), evaluated after each, never tested."""
+    usable = all(math.isfinite(rate) and rate > 0 for rate in rates)
+    if not rates or not usable or rounds < 1:
+        raise FedgraftError(
+            "E-CONSORTIUM-RATES",
+            "a learning-rate search needs learning rates above 0 and at least 1 round",
+            "check --rates and --rounds",
+        )
     base = vary(
-        config, rounds=once, schedule={"kind": "none", "warmup": 0}, centralized={"epochs": rounds, "patience": 0}
+        config,
+        rounds={"total": rounds, "evaluate_every": 1, "test": False, "patience": 0},
+        schedule={"kind": "none", "warmup": 0},
+        centralized={"epochs": rounds, "patience": 0},
     )
     axis = Axis("local.lr", tuple(sorted(set(rates))))
-    return Plan(base, (axis,), (config.seed,), prune_after=prune, stop_diverged=True, central=central)
+    return SearchPlan(base, (axis,), (config.seed,), prune_after=prune, stop_diverged=True, central=central)
 
 
-def find_rate(plan: Plan, root: Path, processes: int = 0, report: Report = print) -> Findings:
-    """Run the sweep; while its best rate is at an end, with a further one."""
-    for left in range(WIDENED, -1, -1):
+def find_rate(plan: SearchPlan, root: Path, processes: int = 0, report: Report = print) -> Findings:
+    """Run the sweep, again with one more rate while its best rate is at an end, and return all probes."""
+    for extensions_left in range(WIDENED, -1, -1):
         trials = Search(plan, root, report).run(processes)
-        found = Findings(tuple(_probe(trial, root) for trial in trials))
+        findings = Findings(tuple(_probe(trial, root) for trial in trials))
         rates = plan.axes[0].values
-        wider = widen(rates, found.best.rate)
-        if wider == list(rates) or not left:
+        wider = widen(rates, findings.best.rate)
+        if wider == list(rates) or not extensions_left:
             break
-        report(f"the best so far, {found.best.rate:g}, is at the edge: one rate more")
-        plan = replace(plan, axes=(replace(plan.axes[0], values=tuple(wider)),))
-    return found
+        report(f"the best learning rate so far, {findings.best.rate:g}, is at the edge: trying one more")
+        axis = replace(plan.axes[0], values=tuple(wider))
+        plan = replace(plan, axes=(axis,))
+    return findings
 
 
 def widen(rates: Sequence[float], best: float) -> list[float]:
-    """One more rate beyond the best if that is the first or the last of several: the true best may lie outside."""
+    """Return the rates with one more beyond the best if that is the first or the last of several."""
     if len(rates) > 1 and best == rates[-1]:
         return [*rates, float(f"{best * best / rates[-2]:.3g}")]
     if len(rates) > 1 and best == rates[0]:
@@ -107,9 +122,21 @@ def widen(rates: Sequence[float], best: float) -> list[float]:
 
 
 def _probe(trial: Trial, root: Path) -> Probe:
-    folder = folder_of(next(iter(trial.runs.values())), root)
+    """Return the result of one rate from its run folder."""
+    config = next(iter(trial.runs.values()))
+    folder = folder_of(config, root)
     last = read_metrics(folder)[-1]
-    accuracy, loss = (math.nan if last.get(key) is None else float(last[key]) for key in ("accuracy", "loss"))
-    diverged = f"diverged in round {round}" if (round := diverged_at(folder)) else ""  # perhaps only in the last one
+    ended = trial.pruned
+    if not ended:
+        diverged_round = diverged_at(folder)  # perhaps only the last one, when nothing was left to stop
+        if diverged_round:
+            ended = f"diverged in round {diverged_round}"
     improved = any(summary["best_round"] for summary in trial.summaries.values())
-    return Probe(trial.setting["local.lr"], accuracy, loss, trial.pruned or diverged, improved)
+    return Probe(trial.setting["local.lr"], _number(last.get("accuracy")), _number(last.get("loss")), ended, improved)
+
+
+def _number(value: float | None) -> float:
+    """Return a recorded number; NaN if it is missing."""
+    if value is None:
+        return math.nan
+    return float(value)

@@ -1,9 +1,9 @@
-"""Looking before anybody trains: what each site holds, as counts and sums, and what would go wrong.
+"""Preflight: facts of each site's data before anybody trains, as counts and sums, and the problems they show.
 
-`site_facts` runs where the images are and returns plain numbers: classes (counts below a minimum are hidden), images
-that cannot be read or are there twice, sizes, channels, depth, intensities, versions, free disk. The digests of single
-images that it returns beside them are never told: two sites compare them (`shared_images`; between machines under a key
-that only these two know, `deploy.preflight`). `site_faults.findings` compares the sites and names each fault.
+`site_facts` runs where the images are and returns plain numbers: classes (small counts are hidden), images that cannot
+be read or are duplicated, sizes, channels, depth, intensities, versions, free disk. It also returns the digests of
+single images, which are never sent in the clear: two sites compare them (`shared_images`; between machines under a key
+that only these two know, `deploy.preflight`). `site_faults.findings` compares the sites and names each problem.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 
 from fedgraft.config.federate import federate, open_data
 from fedgraft.config.options import Config
-from fedgraft.consortium.site_faults import Facts, Finding, findings
+from fedgraft.consortium.site_faults import Finding, SiteFacts, findings
 from fedgraft.core.files import write_text
 from fedgraft.core.progress import counted
 from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decode, original
@@ -35,9 +35,40 @@ from fedgraft.report import figures
 from fedgraft.runs.environment import PACKAGES, installed
 
 MINIMUM = 5
-"""Counts below this are not told, only that there are some."""
-_DEEP = {"I": 32, "F": 32, "I;16": 16, "I;16B": 16, "I;16L": 16, "1": 1}
+"""Counts below this are hidden; only that there are some is reported."""
+_BITS = {"I": 32, "F": 32, "I;16": 16, "I;16B": 16, "I;16L": 16, "1": 1}
 _CHANNELS = {"1": 1, "L": 1, "P": 3, "RGB": 3, "RGBA": 4, "LA": 2, "CMYK": 4, "PA": 4}
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """The facts of one readable image."""
+
+    label: str
+    test: bool
+    size: tuple[int, int]
+    channels: int
+    bits: int
+    mean: float
+    """Mean grey value, from 0 to 1."""
+    std: float
+    """Standard deviation of the grey values."""
+    colours: np.ndarray
+    """Means of red, green and blue."""
+    transparent: bool
+    cmyk: bool
+    several_pages: bool
+    digest: bytes
+    """Digest of size and pixels."""
+
+
+@dataclass(frozen=True)
+class UnreadableImage:
+    """An image that cannot be read, and why."""
+
+    label: str
+    test: bool
+    reason: str
 
 
 def site_facts(
@@ -48,197 +79,286 @@ def site_facts(
     policy: bool = True,
     window: Window = None,
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """What may be told of one site's training and test rows, and the digests of its images, which may not."""
-    seen: list[dict[str, Any]] = []
-    for part, (store, own) in enumerate(zip((dataset.train, dataset.test), rows, strict=True)):
-        if isinstance(store, ImageStore):
-            seen += [{**one, "test": part == 1} for one in _looked_at(store, own, window)]
-    good = [one for one in seen if "reason" not in one]
-    counts = Counter(one["label"] for one in seen)
-    digests = Counter(one["digest"] for one in good)
-    labels: dict[str, set[str]] = {}
-    for one in good:
-        labels.setdefault(one["digest"], set()).add(one["label"])
-    held_out = {one["digest"] for one in good if one["test"]}
-    level, colours = np.array([one["mean"] for one in good]), np.array([one["colours"] for one in good])
+    """Return the facts of one site's training and test rows, and the digests of its images, which must stay secret."""
+    readable: list[ImageFacts] = []
+    unreadable: list[UnreadableImage] = []
+    for is_test, store, own_rows in zip((False, True), (dataset.train, dataset.test), rows, strict=True):
+        if not isinstance(store, ImageStore):
+            continue
+        for image in _inspect(store, own_rows, window, is_test):
+            if isinstance(image, UnreadableImage):
+                unreadable.append(image)
+            else:
+                readable.append(image)
+    everything: list[ImageFacts | UnreadableImage] = [*readable, *unreadable]
+    digests = Counter(image.digest for image in readable)
 
-    def hidden(counts: Mapping[str, int]) -> dict[str, int | None]:
-        return {name: n if n >= minimum else None for name, n in sorted(counts.items())}
+    def hide_small(counts: Mapping[str, int]) -> dict[str, int | None]:
+        hidden: dict[str, int | None] = {}
+        for name, count in sorted(counts.items()):
+            hidden[name] = count if count >= minimum else None
+        return hidden
 
-    faults = {
-        "duplicates": sum(n - 1 for n in digests.values()),
-        "contradictory": sum(len(names) > 1 for names in labels.values()),
-        "leaked": len(held_out & {one["digest"] for one in good if not one["test"]}),
-        "blank": sum(one["std"] < 1e-3 for one in good),
-        "transparent": sum(one["transparent"] for one in good),
-        "cmyk": sum(one["cmyk"] for one in good),
-        "pages": sum(one["pages"] for one in good),
-        "other": sum(owner in ("", site) for owner in dataset.other_files),
-    }
+    other_files = sum(owner in ("", site) for owner in dataset.other_files)
     facts = {
         "site": site,
-        "images": len(seen),
-        "test_images": sum(one["test"] for one in seen),
-        "classes": hidden(counts),
+        "images": len(everything),
+        "test_images": sum(image.test for image in everything),
+        "classes": hide_small(Counter(image.label for image in everything)),
         "minimum": minimum,
-        "faults": hidden({k: n for k, n in faults.items() if n}),
-        "unreadable": hidden(Counter(one["reason"] for one in seen if "reason" in one)),
-        "width": _spread([one["size"][0] for one in good]),
-        "height": _spread([one["size"][1] for one in good]),
-        "channels": hidden(Counter(str(one["channels"]) for one in good)),
-        "bits": hidden(Counter(str(one["bits"]) for one in good)),
-        "intensity": [round(float(level.mean()), 4), round(float(level.std()), 4)] if len(good) else [],
-        "colours": [round(float(c), 4) for c in colours.mean(0)] if len(good) else [],
-        "contrast": round(float(np.mean([one["std"] for one in good])), 4) if good else 0.0,
-        "versions": {name: found for name in PACKAGES if (found := installed(name))},
+        "faults": hide_small(_fault_counts(readable, digests, other_files)),
+        "unreadable": hide_small(Counter(image.reason for image in unreadable)),
+        "width": _range([image.size[0] for image in readable]),
+        "height": _range([image.size[1] for image in readable]),
+        "channels": hide_small(Counter(str(image.channels) for image in readable)),
+        "bits": hide_small(Counter(str(image.bits) for image in readable)),
+        **_brightness(readable),
+        "versions": _versions(),
         "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1),
         "policy": policy,
     }
     return facts, sorted(digests)
 
 
+def _fault_counts(readable: Sequence[ImageFacts], digests: Counter[bytes], other_files: int) -> dict[str, int]:
+    """Return the number of faulty images by the name of the fault, without zeros."""
+    labels: dict[bytes, set[str]] = {}
+    train_digests = set()
+    test_digests = set()
+    for image in readable:
+        labels.setdefault(image.digest, set()).add(image.label)
+        if image.test:
+            test_digests.add(image.digest)
+        else:
+            train_digests.add(image.digest)
+    counts = {
+        "duplicates": sum(count - 1 for count in digests.values()),
+        "contradictory": sum(len(names) > 1 for names in labels.values()),
+        "leaked": len(test_digests & train_digests),
+        "blank": sum(image.std < 1e-3 for image in readable),
+        "transparent": sum(image.transparent for image in readable),
+        "cmyk": sum(image.cmyk for image in readable),
+        "pages": sum(image.several_pages for image in readable),
+        "other": other_files,
+    }
+    return {fault: count for fault, count in counts.items() if count}
+
+
+def _brightness(readable: Sequence[ImageFacts]) -> dict[str, Any]:
+    """Return intensity (mean and standard deviation over images), mean colours, and mean contrast."""
+    if not readable:
+        return {"intensity": [], "colours": [], "contrast": 0.0}
+    level = np.array([image.mean for image in readable])
+    colours = np.array([image.colours for image in readable])
+    contrast = np.mean([image.std for image in readable])
+    return {
+        "intensity": [round(float(level.mean()), 4), round(float(level.std()), 4)],
+        "colours": [round(float(colour), 4) for colour in colours.mean(0)],
+        "contrast": round(float(contrast), 4),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of installed packages that matter."""
+    versions = {}
+    for name in PACKAGES:
+        version = installed(name)
+        if version:
+            versions[name] = version
+    return versions
+
+
 def shared_images(digests: Mapping[str, Sequence[bytes]]) -> dict[tuple[str, str], int]:
-    """How many images two sites have in common, by the pair of their names."""
-    pairs = combinations(digests, 2)
-    return {(a, b): n for a, b in pairs if (n := len(set(digests[a]) & set(digests[b])))}
+    """Return how many images two sites have in common, by the pair of their names, without zeros."""
+    shared = {}
+    for a, b in combinations(digests, 2):
+        count = len(set(digests[a]) & set(digests[b]))
+        if count:
+            shared[a, b] = count
+    return shared
 
 
-def _looked_at(store: ImageStore, rows: Iterable[int], window: Window) -> Iterator[dict[str, Any]]:
-    """Each image of these rows: its class, and its shape, depth and pixels' digest, or why it cannot be read."""
-    for row in counted("looking at the images", rows, unit="images"):
-        place = int(row) if store.rows is None else int(store.rows[row])
+def _inspect(
+    store: ImageStore, rows: Iterable[int], window: Window, is_test: bool
+) -> Iterator[ImageFacts | UnreadableImage]:
+    """Yield the facts of each image of these rows."""
+    for row in counted("inspecting images", rows, unit="images"):
         label = store.classes[int(store.labels[row])]
-        source = (
-            store.originals.read(place, place + 1)[0]
-            if not isinstance(store.content, np.ndarray)
-            else (store.content[place])
-        )
+        source = _source(store, row)
         try:
-            raw, pixels = original(source), np.asarray(decode(source, window))
+            raw = original(source)
+            pixels = np.asarray(decode(source, window))
         except Unreadable as error:
-            yield {"label": label, "reason": _plain(error.reason)}
+            yield UnreadableImage(label, is_test, _without_numbers(error.reason))
             continue
         grey = pixels.mean(2) / 255
-        yield {
-            "transparent": raw.mode in ("RGBA", "LA", "PA") or "transparency" in raw.info,
-            "cmyk": raw.mode == "CMYK",
-            "pages": _pages(source) > 1,
-            "colours": pixels.mean((0, 1)) / 255,
-            "label": label,
-            "size": raw.size,
-            "channels": _CHANNELS.get(raw.mode, 1),
-            "bits": _DEEP.get(raw.mode, 8),
-            "mean": float(grey.mean()),
-            "std": float(grey.std()),
-            "digest": hashlib.blake2b(repr(raw.size).encode() + pixels.tobytes(), digest_size=16).digest(),
-        }
+        yield ImageFacts(
+            label=label,
+            test=is_test,
+            size=raw.size,
+            channels=_CHANNELS.get(raw.mode, 1),
+            bits=_BITS.get(raw.mode, 8),
+            mean=float(grey.mean()),
+            std=float(grey.std()),
+            colours=pixels.mean((0, 1)) / 255,
+            transparent=raw.mode in ("RGBA", "LA", "PA") or "transparency" in raw.info,
+            cmyk=raw.mode == "CMYK",
+            several_pages=_pages(source) > 1,
+            digest=hashlib.blake2b(repr(raw.size).encode() + pixels.tobytes(), digest_size=16).digest(),
+        )
+
+
+def _source(store: ImageStore, row: int) -> Source:
+    """Return the original of one row: its file, its bytes, or its array."""
+    place = int(row)
+    if store.rows is not None:
+        place = int(store.rows[row])
+    if isinstance(store.content, np.ndarray):
+        return store.content[place]
+    return store.originals.read(place, place + 1)[0]
 
 
 def _pages(source: Source) -> int:
-    """How many pictures a file holds that could be read, of which the first is taken; as far as they can be counted."""
+    """Return how many pictures a file has, as far as they can be counted; the first one is used."""
     from PIL import Image
 
-    if not isinstance(source, Path | bytes):
+    file: Path | io.BytesIO
+    if isinstance(source, Path):
+        file = source
+    elif isinstance(source, bytes):
+        file = io.BytesIO(source)
+    else:
         return 1
-    file = source if isinstance(source, Path) else io.BytesIO(source)
     with suppress(Exception), Image.open(file, formats=FORMATS) as image:
         return int(getattr(image, "n_frames", 1))
-    return 1  # damaged behind its first picture, in any way a format knows
+    return 1  # damaged behind its first picture, in any way a format allows
 
 
-def _plain(reason: str) -> str:
-    """A reason without what belongs to one file: its numbers."""
+def _without_numbers(reason: str) -> str:
+    """Return a reason without its numbers, which belong to a single file."""
     return re.sub(r"\d[\d,.]*", "#", reason)[:80]
 
 
-def _spread(values: Sequence[int]) -> list[int]:
-    """Least, median and most."""
-    return [int(np.min(values)), int(np.median(values)), int(np.max(values))] if values else []
+def _range(values: Sequence[int]) -> list[int]:
+    """Return minimum, median and maximum; nothing without values."""
+    if not values:
+        return []
+    return [int(np.min(values)), int(np.median(values)), int(np.max(values))]
 
 
 def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.parent)
+    """Return the path or its nearest parent that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def by_site(dataset: Dataset) -> tuple[list[str], list[list[np.ndarray]]]:
-    """The sites that the data names, and the training and test rows of each; without names it is one site."""
-    columns = [store.sites for store in (dataset.train, dataset.test)]
-    if columns[0] is None:
+    """Return the names of the sites, and the training and test rows of each; without names it is one site."""
+    if dataset.train.sites is None:
         return ["all"], [[np.arange(len(dataset.train.labels)), np.arange(len(dataset.test.labels))]]
-    names = sorted({str(name) for column in columns if column is not None for name in column})
-    none = np.zeros(0, np.int64)
-    return names, [[none if c is None else np.flatnonzero(c.astype(str) == name) for c in columns] for name in names]
+    columns = []
+    for store in (dataset.train, dataset.test):
+        if store.sites is None:
+            columns.append(np.zeros(0, str))
+        else:
+            columns.append(store.sites.astype(str))
+    names = sorted({str(name) for name in np.concatenate(columns)})
+    rows = []
+    for name in names:
+        rows.append([np.flatnonzero(column == name) for column in columns])
+    return names, rows
 
 
 def preflight(config: Config) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Look at the data of a config: the facts of every site (or client), and what is wrong."""
+    """Inspect the data of a config and return the facts of every site (or client), and the problems."""
     dataset = open_data(config, check=False)
     names, rows = by_site(dataset)
     if len(names) == 1 and config.partition.clients > 1 and config.partition.kind != "by_site":
         data = federate(config)
         names = [f"client {name}" for name in data.client_names]
-        rows = [[data.rows(k).numpy(), data.test_rows(k).numpy()] for k in range(data.clients)]
-    looked = {
-        name: site_facts(name, dataset, own, window=config.data.grey_window)
-        for name, own in zip(names, rows, strict=True)
-    }
-    sites = [facts for facts, _ in looked.values()]
-    shared = shared_images({name: digests for name, (_, digests) in looked.items()})
-    return sites, findings(sites, config.data.image_size, shared)
+        rows = []
+        for client in range(data.clients):
+            rows.append([data.rows(client).numpy(), data.test_rows(client).numpy()])
+    sites = []
+    digests = {}
+    for name, own_rows in zip(names, rows, strict=True):
+        facts, digests[name] = site_facts(name, dataset, own_rows, window=config.data.grey_window)
+        sites.append(facts)
+    return sites, findings(sites, config.data.image_size, shared_images(digests))
 
 
-def write(folder: Path, sites: Sequence[Facts], found: Sequence[Finding]) -> Path:
-    """The page of a preflight (Markdown), its picture, and the numbers (JSON); the page's path."""
+def write(folder: Path, sites: Sequence[SiteFacts], problems: Sequence[Finding]) -> Path:
+    """Write the page of a preflight (Markdown), its figure and the numbers (JSON); return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {"sites": list(sites), "findings": [asdict(one) for one in found]}
-    write_text(folder / "preflight.json", json.dumps(told, indent=2) + "\n")
-    counts = {f["site"]: {name: n or 0 for name, n in f["classes"].items()} for f in sites}
-    figures.bars(folder / "preflight.png", counts, ylabel="images", title="Images of each class by site")
-    classes = list(dict.fromkeys(name for f in sites for name in f["classes"]))
-    named = [f"- **{one.kind}** ({one.site}){' STOP' if one.stops else ''}: {one.text}" for one in found]
-    lines = [
-        "# Preflight",
-        "",
-        *(named or ["Nothing was found."]),
-        "",
-        "![images by class](preflight.png)",
-        "",
-    ]
-    lines += _table(
-        ["site", "images", "test", *classes],
-        [[f["site"], f["images"], f["test_images"], *(_count(f, name) for name in classes)] for f in sites],
-    )
-    lines += [
-        "",
-        *_table(
-            ["site", "width", "height", "channels", "bits", "mean intensity", "contrast", "free disk"],
-            [
-                [
-                    f["site"],
-                    _three(f["width"]),
-                    _three(f["height"]),
-                    ", ".join(f["channels"]),
-                    ", ".join(f["bits"]),
-                    " ± ".join(map(str, f["intensity"])),
-                    f["contrast"],
-                    f"{f['disk_gb']} GB",
-                ]
-                for f in sites
-            ],
-        ),
-    ]
+    record = {"sites": list(sites), "findings": [asdict(finding) for finding in problems]}
+    write_text(folder / "preflight.json", json.dumps(record, indent=2) + "\n")
+    bars = {}
+    for facts in sites:
+        bars[facts["site"]] = {name: count or 0 for name, count in facts["classes"].items()}
+    figures.bars(folder / "preflight.png", bars, ylabel="images", title="Images of each class by site")
+    lines = ["# Preflight", ""]
+    for finding in problems:
+        lines.append(f"- {finding.severity}: **{finding.kind}** ({finding.site}): {finding.text}")
+    if not problems:
+        lines.append("No problems.")
+    lines += ["", "![images by class](preflight.png)", ""]
+    lines += _class_table(sites)
+    lines.append("")
+    lines += _image_table(sites)
     write_text(folder / "preflight.md", "\n".join(lines) + "\n")
     return folder / "preflight.md"
 
 
-def _count(f: Facts, name: str) -> str:
-    return f"fewer than {f['minimum']}" if f["classes"].get(name, 0) is None else str(f["classes"].get(name, 0))
+def _class_table(sites: Sequence[SiteFacts]) -> list[str]:
+    """Return the Markdown table of images by site and class."""
+    classes: dict[str, None] = {}
+    for facts in sites:
+        classes |= dict.fromkeys(facts["classes"])
+    rows: list[list[object]] = []
+    for facts in sites:
+        counts = [_count(facts, name) for name in classes]
+        rows.append([facts["site"], facts["images"], facts["test_images"], *counts])
+    return _table(["site", "images", "test", *classes], rows)
 
 
-def _three(values: Sequence[int]) -> str:
-    return f"{values[1]} ({values[0]} to {values[2]})" if values else ""
+def _image_table(sites: Sequence[SiteFacts]) -> list[str]:
+    """Return the Markdown table of sizes, depth and brightness by site."""
+    rows: list[list[object]] = []
+    for facts in sites:
+        row = [
+            facts["site"],
+            _range_text(facts["width"]),
+            _range_text(facts["height"]),
+            ", ".join(facts["channels"]),
+            ", ".join(facts["bits"]),
+            " ± ".join(map(str, facts["intensity"])),
+            facts["contrast"],
+            f"{facts['disk_gb']} GB",
+        ]
+        rows.append(row)
+    header = ["site", "width", "height", "channels", "bits", "mean intensity", "contrast", "free disk"]
+    return _table(header, rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    made = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(map(str, row))} |" for row in made]
+def _count(facts: SiteFacts, name: str) -> str:
+    """Return the number of images of a class, or that it is below the minimum."""
+    count = facts["classes"].get(name, 0)
+    if count is None:
+        return f"fewer than {facts['minimum']}"
+    return str(count)
+
+
+def _range_text(values: Sequence[int]) -> str:
+    """Return median, minimum and maximum as text."""
+    if not values:
+        return ""
+    return f"{values[1]} ({values[0]} to {values[2]})"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = []
+    for row in [header, ["---"] * len(header), *rows]:
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    return lines

@@ -1,8 +1,7 @@
-"""`fedgraft profile RUN`: where the seconds, bytes and megabytes of a finished run went, by phase and by layer.
+"""`fedgraft profile RUN`: the seconds, bytes and megabytes of a finished run, by phase and by layer.
 
 Phases come from the run's own record. Layers are measured anew: one batch of the run's images, block by block, forward
-and backward, on one thread. Beside each stands the least time that the machine's measured peak rates allow, and how
-many times longer it took.
+and backward, on one thread. Each is compared with the least time that the machine's measured peak rates allow.
 """
 
 from __future__ import annotations
@@ -29,23 +28,28 @@ from fedgraft.runs.reporting import PHASES_FILE
 
 @dataclass(frozen=True)
 class Row:
-    """One phase or layer: its seconds, what it did, and the least time for that (0: not modelled)."""
+    """One phase or layer."""
 
     name: str
     seconds: float
     flops: float = 0.0
+    """Floating-point operations; 0: not counted."""
     moved: float = 0.0
+    """Bytes read and written; 0: not counted."""
     least: float = 0.0
+    """The least seconds by the roofline; 0: not modelled."""
 
     @property
     def distance(self) -> float | None:
-        """How many times the least time it took."""
-        return self.seconds / self.least if self.least else None
+        """Measured over least seconds; None without a least."""
+        if not self.least:
+            return None
+        return self.seconds / self.least
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything `fedgraft profile` shows."""
+    """The result of `fedgraft profile`."""
 
     phases: tuple[Row, ...]
     layers: tuple[Row, ...]
@@ -56,104 +60,140 @@ class Profile:
 
 def profile_run(folder: Path) -> Profile:
     """Read the record, measure the layers, write profile.json and figures/profile.png, and renew the report."""
-    record = RunFolder.open(folder)
-    lines = record.metrics()
+    lines = RunFolder.open(folder).metrics()
     if not lines:
-        raise FedgraftError(f"{folder} has no finished round yet, so there is nothing to profile; let it run.")
+        raise FedgraftError(
+            "E-CONSORTIUM-NO-ROUND",
+            f"{folder} has no finished round yet, so there is nothing to profile",
+            "let it run",
+            folder=str(folder),
+        )
     run = adapted(folder)
     with one_thread():
         roofline = measure_roofline()
         layers = measure_layers(run, roofline)
-    kept = _kept(folder)
-    phases = phase_rows(lines, kept.get("seconds", {}), work_of(run, layers), roofline)
-    sent = {key: sum(int(line.get(key, 0)) for line in lines) for key in ("bytes_up", "bytes_down")}
-    found = Profile(phases, layers, sent, kept.get("megabytes", {}), roofline)
-    write_text(folder / "profile.json", json.dumps(asdict(found), indent=2) + "\n")
-    draw(found, folder / "figures" / "profile.png")
+    recorded = _recorded_phases(folder)
+    phases = phase_rows(lines, recorded.get("seconds", {}), work_of(run, layers), roofline)
+    sent = {}
+    for key in ("bytes_up", "bytes_down"):
+        sent[key] = sum(int(line.get(key, 0)) for line in lines)
+    profile = Profile(phases, layers, sent, recorded.get("megabytes", {}), roofline)
+    write_text(folder / "profile.json", json.dumps(asdict(profile), indent=2) + "\n")
+    draw(profile, folder / "figures" / "profile.png")
     write_report(folder, partition=run.setup.task.data.histogram(), classes=run.classes)
-    return found
+    return profile
 
 
-def _kept(folder: Path) -> dict[str, Any]:
+def _recorded_phases(folder: Path) -> dict[str, Any]:
+    """Return the run's record of phases outside the rounds; empty if it has none."""
     path = folder / PHASES_FILE
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return dict(json.loads(path.read_text()))
 
 
 def phase_rows(
-    lines: list[dict[str, Any]], other: Mapping[str, float], work: Mapping[str, tuple[float, float]], roofline: Roofline
+    lines: list[dict[str, Any]], once: Mapping[str, float], work: Mapping[str, tuple[float, float]], roofline: Roofline
 ) -> tuple[Row, ...]:
-    """Seconds by phase over all rounds, then what happens once; `work`: (flops, bytes) of one round's phase."""
-    names = dict.fromkeys(name for line in lines for name in line["seconds"])
+    """Return the rows of all phases: those of the rounds, summed over rounds, then those that happen `once`.
+
+    `work` has (operations, bytes) of one round's phase.
+    """
+    seconds: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in line["seconds"].items():
+            seconds.setdefault(name, []).append(float(value))
     rows = []
-    for name in names:
-        found = [float(line["seconds"][name]) for line in lines if name in line["seconds"]]
-        flops, moved = (len(found) * amount for amount in work.get(name, (0.0, 0.0)))
-        rows.append(Row(name, sum(found), flops, moved, roofline.seconds(flops, moved)))
-    return (*rows, *(Row(name, seconds) for name, seconds in other.items()))
+    for name, values in seconds.items():
+        flops, moved = work.get(name, (0.0, 0.0))
+        flops = len(values) * flops
+        moved = len(values) * moved
+        rows.append(Row(name, sum(values), flops, moved, roofline.seconds(flops, moved)))
+    for name, value in once.items():
+        rows.append(Row(name, value))
+    return tuple(rows)
 
 
 def work_of(run: Adapted, layers: tuple[Row, ...]) -> dict[str, tuple[float, float]]:
-    """Operations and bytes of one round by phase, from the layers of one training batch."""
-    local, data, m, size = (
-        run.setup.algorithm.local,
-        run.setup.task.data,
-        run.setup.federation.per_round,
-        len(_rows(run)),
-    )
-    steps = sum(local.steps_for(int(n)) for n in data.partition.sizes()) / data.clients
+    """Return operations and bytes of one round by phase, from the layers of one measured batch."""
+    local = run.setup.algorithm.local
+    data = run.setup.task.data
+    cohort = run.setup.federation.per_round
+    measured_images = len(_rows(run))
+    sizes = data.partition.sizes()
+    steps = sum(local.steps_for(int(n)) for n in sizes) / data.clients
     forward = sum(row.flops for row in layers if row.name.endswith("forward"))
     both = sum(row.flops for row in layers)
-    held = len(run.setup.judging_rows)
-    vectors = 4.0 * run.opened.space.size * (m + 1)
-    scale = min(local.batch_size, int(data.partition.sizes().max())) / size
+    vector_bytes = 4.0 * run.opened.space.size * (cohort + 1)
+    scale = min(local.batch_size, int(sizes.max())) / measured_images
     return {
-        "exchange": (both * scale * steps * m, 0.0),
-        "aggregate": (0.0, vectors),
-        "evaluate": (forward * held / size, 0.0),
+        "exchange": (both * scale * steps * cohort, 0.0),
+        "aggregate": (0.0, vector_bytes),
+        "evaluate": (forward * len(run.setup.judging_rows) / measured_images, 0.0),
     }
 
 
 def _rows(run: Adapted) -> Tensor:
+    """Return the rows of the batch that is measured."""
     return run.setup.task.data.train_rows[: min(64, run.setup.algorithm.local.batch_size)]
 
 
 def measure_layers(run: Adapted, roofline: Roofline) -> tuple[Row, ...]:
-    """Each block that a client passes through, forward and (where something behind it moves) backward."""
-    network, space, examples = run.network, run.opened.space, run.opened.context.examples
-    rows = _rows(run)
-    first = min(space.first_block(network), network.depth + 1)
+    """Measure each block that a client's images pass, forward and, if it has a gradient, backward."""
+    network = run.network
+    space = run.opened.space
+    first_trained = min(space.first_block(network), network.depth + 1)
     space.bind(network)
     network.eval()
-    inputs, found = examples.batch(rows), []
+    inputs = run.opened.context.examples.batch(_rows(run))
+    rows = []
     for name, block, layer in _layers(run):
-        x = inputs.detach().requires_grad_(block > first)
-        flops = {"forward": _flops(lambda layer=layer, x=x: layer(x))}  # type: ignore[misc]
-        out = layer(x)
-        times = {"forward": best_seconds(lambda layer=layer, x=x: layer(x))}  # type: ignore[misc]
-        if out.requires_grad:
-            ones = torch.ones_like(out)
-            both: Callable[[], object] = lambda layer=layer, x=x, ones=ones: layer(x).backward(ones)  # type: ignore[misc]  # noqa: E731
-            times["backward"] = max(best_seconds(both) - times["forward"], 0.0)
-            flops["backward"] = _flops(both) - flops["forward"]
-        for way, seconds in times.items():
-            found.append(Row(f"{name} {way}", seconds, flops[way], 0.0, roofline.seconds(flops[way])))
-        inputs = out.detach()
+        x = inputs.detach().requires_grad_(block > first_trained)
+        rows += _measure_layer(name, layer, x, roofline)
+        inputs = layer(x).detach()
     for parameter in network.parameters():
         parameter.grad = None
-    return tuple(found)
+    return tuple(rows)
+
+
+def _measure_layer(name: str, layer: Callable[[Tensor], Tensor], x: Tensor, roofline: Roofline) -> list[Row]:
+    """Return the rows of one layer: forward, and backward if its output has a gradient."""
+
+    def forward() -> Tensor:
+        return layer(x)
+
+    forward_flops = _flops(forward)
+    forward_seconds = best_seconds(forward)
+    rows = [Row(f"{name} forward", forward_seconds, forward_flops, 0.0, roofline.seconds(forward_flops))]
+    output = forward()
+    if output.requires_grad:
+        ones = torch.ones_like(output)
+
+        def both() -> None:
+            layer(x).backward(ones)
+
+        seconds = max(best_seconds(both) - forward_seconds, 0.0)
+        flops = _flops(both) - forward_flops
+        rows.append(Row(f"{name} backward", seconds, flops, 0.0, roofline.seconds(flops)))
+    return rows
 
 
 def _layers(run: Adapted) -> list[tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """The network from where this run's examples enter it, cut at its entries: (name, block, function)."""
-    network, found = run.network, []
+    """Return the network from where this run's examples enter it, block by block: (name, block, function)."""
+    network = run.network
+    layers: list[tuple[str, int, Callable[[Tensor], Tensor]]] = []
     for entry in range(run.opened.context.examples.entry, network.depth):
-        name = "stem, block 0" if entry == 0 else f"block {entry}"
-        found.append((name, entry, lambda x, e=entry: network.features(x, e, e + 1)))
+        name = f"block {entry}"
+        if entry == 0:
+            name = "stem, block 0"
+        layers.append((name, entry, lambda x, e=entry: network.features(x, e, e + 1)))  # type: ignore[misc]
     head: nn.Linear = network.head
-    return [*found, ("head", network.depth + 1, head)]
+    layers.append(("head", network.depth + 1, head))
+    return layers
 
 
 def _flops(work: Callable[[], object]) -> float:
+    """Return the floating-point operations of a call."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -162,34 +202,44 @@ def _flops(work: Callable[[], object]) -> float:
 
 
 def draw(profile: Profile, path: Path) -> Path:
-    """Seconds by phase and milliseconds by layer, each beside the least time."""
+    """Draw seconds by phase and milliseconds by layer, each beside the least time."""
     phases = {row.name: row.seconds for row in profile.phases}
     least = {row.name: row.least for row in profile.phases if row.least}
     figures.bars(
         path.with_name("profile_phases.png"),
-        {"measured": phases, "least by the roofline": least},
+        {"measured": phases, "roofline": least},
         ylabel="seconds",
-        title="Where the seconds went",
+        title="Time by phase",
     )
     layers = {row.name: 1e3 * row.seconds for row in profile.layers}
-    ideal = {row.name: 1e3 * row.least for row in profile.layers}
+    least_layers = {row.name: 1e3 * row.least for row in profile.layers}
     return figures.bars(
         path,
-        {"measured": layers, "least by the roofline": ideal},
+        {"measured": layers, "roofline": least_layers},
         ylabel="ms, one batch, one thread",
-        title="One training batch, layer by layer",
+        title="One training batch by layer",
     )
 
 
 def table(profile: Profile) -> list[list[str]]:
-    """Rows of text: name, seconds, share, GFLOP, MB moved, times the least."""
-    out = []
-    for group, rows in (("phase", profile.phases), ("layer", profile.layers)):
-        total = sum(row.seconds for row in rows) or 1.0
-        for row in rows:
-            distance = "" if row.distance is None else f"{row.distance:.2f}"
-            gflop = f"{row.flops / 1e9:,.2f}" if row.flops else ""
-            moved = f"{row.moved / 1e6:,.1f}" if row.moved else ""
-            share = f"{100 * row.seconds / total:.1f}"
-            out.append([group, row.name, f"{row.seconds:.4f}", share, gflop, moved, distance])
-    return out
+    """Return rows of text: group, name, seconds, share, GFLOP, MB moved, times the least."""
+    return _group_table("phase", profile.phases) + _group_table("layer", profile.layers)
+
+
+def _group_table(group: str, rows: tuple[Row, ...]) -> list[list[str]]:
+    """Return the rows of text of one group."""
+    total = sum(row.seconds for row in rows) or 1.0
+    cells = []
+    for row in rows:
+        share = f"{100 * row.seconds / total:.1f}"
+        gflop = ""
+        moved = ""
+        distance = ""
+        if row.flops:
+            gflop = f"{row.flops / 1e9:,.2f}"
+        if row.moved:
+            moved = f"{row.moved / 1e6:,.1f}"
+        if row.distance is not None:
+            distance = f"{row.distance:.2f}"
+        cells.append([group, row.name, f"{row.seconds:.4f}", share, gflop, moved, distance])
+    return cells

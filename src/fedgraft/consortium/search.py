@@ -1,9 +1,9 @@
-"""Search for good settings by validation accuracy, over seeds, in processes, resumable.
+"""Search for good settings by validation accuracy: over seeds, in several processes, resumable.
 
-A setting is run once per seed and judged by the mean of its best validation accuracies; the test accuracy is reported
-and never chosen by. A plain grid needs nothing else. Random search, the tree-structured Parzen estimator (Bergstra et
-al. 2011) and the median rule that stops runs (Golovin et al. 2017) are Optuna's; its journal stands in the sweep's
-folder, one study for each search, and remembers proposals and what was stopped.
+A setting is run once per seed and compared by the mean of its best validation accuracies; the test accuracy is
+reported and never used for the choice. A plain grid needs nothing else. Random search, the tree-structured Parzen
+estimator (Bergstra et al. 2011) and the median rule that stops runs (Golovin et al. 2017) are Optuna's; its journal is
+a file in the sweep's folder, with one study per search, and records proposals and stopped trials.
 """
 
 from __future__ import annotations
@@ -20,26 +20,36 @@ from typing import Any
 from fedgraft.config.load import Config
 from fedgraft.consortium.search_space import Axis, Setting, grid
 from fedgraft.consortium.search_tables import write_tables
-from fedgraft.consortium.sweep import Cell, Estimate, Report, finished, folder_of, vary, work
+from fedgraft.consortium.sweep import (
+    Cell,
+    Estimate,
+    Report,
+    finished_summary,
+    folder_of,
+    process_cells,
+    raise_failures,
+    vary,
+)
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.core.files import read_metrics
 from fedgraft.core.rng import derive
 
-_REPEATS = 200  # proposals in a row that are known already before a search counts as exhausted
+_REPEATS = 200  # known proposals in a row after which a search counts as exhausted
 _STARTUP = 6  # settings drawn at random before an Optuna search learns from them
-_LEAST = 3  # finished settings that the median rule needs
+_MEDIAN_TRIALS = 3  # finished settings that the median rule needs
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to search: the config everything else comes from, the axes, the seeds, and how."""
+class SearchPlan:
+    """A search: the base config, the axes, the seeds, and the method."""
 
     base: Config
     axes: tuple[Axis, ...]
     seeds: tuple[int, ...]
     kind: str = "grid"
+    """grid, random or optuna."""
     trials: int = 20
-    """random, optuna: how many settings."""
+    """random, optuna: the number of settings."""
     prune_after: int = 0
     """Evaluations before the median rule may stop a run; 0: it never does."""
     stop_diverged: bool = False
@@ -47,22 +57,41 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.kind not in {"grid", "random", "optuna"}:
-            raise FedgraftError(f"there is no search {self.kind!r}; there are grid, random and optuna.")
+            raise FedgraftError(
+                "E-CONSORTIUM-SEARCH-KIND",
+                f"there is no search {self.kind!r}",
+                "use grid, random or optuna",
+                kind=self.kind,
+            )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise FedgraftError("--seeds takes one or more different numbers, for example 0,1,2.")
-        if len({axis.key for axis in self.axes}) < len(self.axes):
-            raise FedgraftError("an option is named by --over twice; put all its values into one.")
+            raise FedgraftError(
+                "E-CONSORTIUM-SEEDS", "--seeds takes one or more different numbers", "write for example --seeds 0,1,2"
+            )
+        keys = {axis.key for axis in self.axes}
+        if len(keys) < len(self.axes):
+            raise FedgraftError(
+                "E-CONSORTIUM-AXIS-TWICE", "two --over name the same option", "list all its values in one --over"
+            )
         if self.base.data.validation == 0:
-            raise FedgraftError("a search chooses by validation images, and data.validation=0 leaves none; raise it.")
+            raise FedgraftError(
+                "E-CONSORTIUM-NO-VALIDATION",
+                "a search compares settings on validation images, and data.validation=0 leaves none",
+                "raise data.validation",
+            )
 
     @property
     def settings(self) -> int:
-        """How many settings there will be."""
-        size = prod(len(axis.values) for axis in self.axes) if not any(a.scale for a in self.axes) else self.trials
-        return size if self.kind == "grid" else min(self.trials, size)
+        """The number of settings that will be run."""
+        has_range = any(axis.scale for axis in self.axes)
+        if has_range:
+            return self.trials
+        combinations = prod(len(axis.values) for axis in self.axes)
+        if self.kind == "grid":
+            return combinations
+        return min(self.trials, combinations)
 
     def study(self, root: Path) -> Any:
-        """Its Optuna study in the journal of the folder; the same search comes back to it, also for more trials."""
+        """Return its Optuna study in the journal of the folder; the same search resumes it, also for more trials."""
         try:
             import optuna
             from optuna.storages.journal import JournalFileBackend, JournalStorage
@@ -75,64 +104,91 @@ class Plan:
         return optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(root / "optuna.journal"))),
             study_name=hashlib.blake2b(parts.encode(), digest_size=8).hexdigest(),
-            pruner=optuna.pruners.MedianPruner(_LEAST, warmup),
+            pruner=optuna.pruners.MedianPruner(_MEDIAN_TRIALS, warmup),
             direction="maximize",
             load_if_exists=True,
         )
 
     def sampler(self, number: int, repeats: int) -> Any:
-        """Who makes this proposal, at random after a repeat. A grid is queued: GridSampler ends only its own loop."""
+        """Return the Optuna sampler of this proposal: a random one after a repeated proposal.
+
+        The settings of a grid are queued instead: Optuna's GridSampler can only end Optuna's own loop.
+        """
         from optuna.samplers import RandomSampler, TPESampler
 
         seed = derive(self.base.seed, "search", number, repeats) % 2**32
-        learns = self.kind == "optuna" and not repeats
-        return TPESampler(seed=seed, n_startup_trials=_STARTUP) if learns else RandomSampler(seed)
+        if self.kind == "optuna" and not repeats:
+            return TPESampler(seed=seed, n_startup_trials=_STARTUP)
+        return RandomSampler(seed)
 
 
 @dataclass(eq=False)
 class Trial:
-    """One setting, its runs by seed, and what came of them."""
+    """One setting, its runs by seed, and their results."""
 
     setting: Setting
     runs: dict[int, Config]
     summaries: dict[int, dict[str, Any]]
     pruned: str = ""
-    """Where it was stopped, and why."""
+    """Why and where it was stopped; empty if it was not."""
     failed: str = ""
-    asked: Any = None
-    """Optuna's trial, until it is told the end."""
-    shown: set[int] = field(default_factory=set)
-    """Rounds whose evaluation Optuna has seen."""
+    """Why it failed; empty if it did not."""
+    optuna_trial: Any = None
+    """Optuna's trial, until Optuna has its result."""
+    reported: set[int] = field(default_factory=set)
+    """Rounds whose evaluation was reported to Optuna."""
 
     @property
     def status(self) -> str:
         """`finished`, `pruned`, `failed` or `waiting`."""
-        ended = "pruned" if self.pruned else "failed" if self.failed else ""
-        return ended or ("finished" if len(self.summaries) == len(self.runs) else "waiting")
+        if self.pruned:
+            return "pruned"
+        if self.failed:
+            return "failed"
+        if len(self.summaries) == len(self.runs):
+            return "finished"
+        return "waiting"
 
     @property
     def label(self) -> str:
         """The setting as overrides."""
-        return " ".join(f"{key}={value}" for key, value in self.setting.items()) or "as it is"
+        overrides = [f"{key}={value}" for key, value in self.setting.items()]
+        return " ".join(overrides) or "base config"
 
     def scores(self, split: str = "validation") -> list[float]:
-        """Accuracies by seed; none for a test set that was left alone."""
-        found = [self.summaries[seed] for seed in self.runs if seed in self.summaries]
-        return [summary[split]["accuracy"] for summary in found if split in summary]
+        """Return the accuracies by seed; none for a test set that was not evaluated."""
+        accuracies = []
+        for seed in self.runs:
+            summary = self.summaries.get(seed)
+            if summary is not None and split in summary:
+                accuracies.append(summary[split]["accuracy"])
+        return accuracies
 
 
 class Search:
-    """A search in its folder; what is there already is read and not repeated."""
+    """A search in its folder; results that are there already are read and not repeated."""
 
-    def __init__(self, plan: Plan, root: Path, report: Report = print) -> None:
-        self.plan, self.root, self.report = plan, root, report
+    def __init__(self, plan: SearchPlan, root: Path, report: Report = print) -> None:
+        self.plan = plan
+        self.root = root
+        self.report = report
         self.study: Any = None
         self.by_digest: dict[str, Trial] = {}
-        self.at: dict[str, Trial] = {}
+        self.by_label: dict[str, Trial] = {}
         self.estimate = Estimate(plan.settings * len(plan.seeds))
-        for setting in grid(plan.axes) if plan.kind == "grid" else ():  # a wrong value is refused before anything runs
-            if (trial := self._trial(setting)).setting is not setting:
-                raise FedgraftError(f"{trial.label} is the same run as another of the grid; name each value once.")
+        if plan.kind == "grid":
+            self._add_grid()
+
+    def _add_grid(self) -> None:
+        """Add the trials of a grid; wrong and repeated values are refused before anything runs."""
+        for setting in grid(self.plan.axes):
+            trial = self._trial(setting)
+            if trial.setting is not setting:
+                raise FedgraftError(
+                    "E-CONSORTIUM-SAME-RUN",
+                    f"two settings of the grid are the same run: {trial.label}",
+                    "list each value once",
+                )
 
     @property
     def trials(self) -> list[Trial]:
@@ -140,53 +196,71 @@ class Search:
         return list(self.by_digest.values())
 
     def run(self, processes: int = 2) -> list[Trial]:
-        """Everything that is not done yet; the tables stand in the folder after each run. Failures are named last."""
+        """Run everything that is not done yet and return all trials. Failures are raised at the end.
+
+        The tables in the folder are written after each run.
+        """
         if self.plan.kind != "grid" or self.plan.prune_after:
             self.study = self.plan.study(self.root)
         settled = self._recall()
         if self.estimate.done:
             self.report(f"{self.estimate.done} of {self.estimate.total} runs were finished before")
-        work(self._cells(settled), self._ended, self._stops, processes)
+        process_cells(self._cells(settled), self._ended, self._stops, processes)
         write_tables(self.trials, self.root)
-        if failed := [f"{trial.label} failed: {trial.failed}" for trial in self.trials if trial.failed]:
-            raise FedgraftError("; ".join(failed))
+        raise_failures({trial.label: trial.failed for trial in self.trials if trial.failed})
         return self.trials
 
     def _trial(self, setting: Setting) -> Trial:
-        """The trial of a setting, with what earlier sweeps found; the same one for the same run."""
-        runs = {seed: vary(self.plan.base, **{**setting, "seed": seed}) for seed in self.plan.seeds}
+        """Return the trial of a setting, with results of earlier sweeps; the same object for the same run."""
+        runs = {}
+        for seed in self.plan.seeds:
+            runs[seed] = vary(self.plan.base, **{**setting, "seed": seed})
         digest = next(iter(runs.values())).digest
-        if digest not in self.by_digest:
-            found = {seed: finished(folder_of(config, self.root)) for seed, config in runs.items()}
-            self.by_digest[digest] = Trial(setting, runs, {seed: summary for seed, summary in found.items() if summary})
-            self.estimate.done += len(self.by_digest[digest].summaries)
-        return self.by_digest[digest]
+        if digest in self.by_digest:
+            return self.by_digest[digest]
+        summaries = {}
+        for seed, config in runs.items():
+            summary = finished_summary(folder_of(config, self.root))
+            if summary:
+                summaries[seed] = summary
+        trial = Trial(setting, runs, summaries)
+        self.by_digest[digest] = trial
+        self.estimate.done += len(summaries)
+        return trial
 
-    def _proposal(self, params: Mapping[str, Any]) -> Trial:
-        return self._trial({axis.key: axis.from_optuna(params[axis.key]) for axis in self.plan.axes})
+    def _proposed_trial(self, params: Mapping[str, Any]) -> Trial:
+        """Return the trial of Optuna's parameters."""
+        setting = {axis.key: axis.from_optuna(params[axis.key]) for axis in self.plan.axes}
+        return self._trial(setting)
 
     def _recall(self) -> list[Trial]:
-        """The trials whose end the study knows; what a killed sweep left running is given up, to be tried anew."""
+        """Return the trials whose end the study knows; a trial that a killed sweep left running is tried anew."""
         settled: list[Trial] = []
-        for old in self.study.get_trials() if self.study is not None else ():
+        if self.study is None:
+            return settled
+        for old in self.study.get_trials():
             if old.state.name == "RUNNING":
                 self.study.tell(old.number, state=type(old.state).FAIL)
             if len(old.params) < len(self.plan.axes):  # killed while it was proposed
                 continue
-            trial, pruned = self._proposal(old.params), old.state.name == "PRUNED" and self.plan.prune_after
-            if pruned and trial.status == "waiting":
-                trial.pruned = _behind(old.intermediate_values)
-            if trial not in settled and (pruned or old.state.name == "COMPLETE"):
+            trial = self._proposed_trial(old.params)
+            was_pruned = old.state.name == "PRUNED" and self.plan.prune_after
+            if was_pruned and trial.status == "waiting":
+                trial.pruned = _describe_pruned(old.intermediate_values)
+            if trial not in settled and (was_pruned or old.state.name == "COMPLETE"):
                 settled.append(trial)
         return settled
 
     def _cells(self, settled: list[Trial]) -> Iterator[Cell]:
-        """The runs that are not done, setting by setting; the next setting is proposed when there is room for it."""
-        for trial in self.trials if self.study is None else self._proposed(settled):
-            self._tell(trial)
+        """Yield the runs that are not done, setting by setting; a setting is proposed when its first run is needed."""
+        trials: Iterator[Trial] = iter(self.trials)
+        if self.study is not None:
+            trials = self._proposals(settled)
+        for trial in trials:
+            self._tell_optuna(trial)
             for seed, config in trial.runs.items():
                 cell = Cell(f"{trial.label} seed={seed}", config, folder_of(config, self.root), self.plan.central)
-                self.at[cell.label] = trial
+                self.by_label[cell.label] = trial
                 if seed in trial.summaries:
                     continue
                 if not self._stops(cell):
@@ -194,90 +268,117 @@ class Search:
                 else:  # the rest of a stopped setting is left out
                     self.estimate.total -= 1
 
-    def _proposed(self, settled: list[Trial]) -> Iterator[Trial]:
-        """Settings until there are enough: a grid's and those of a killed sweep first, then what Optuna proposes.
+    def _proposals(self, settled: list[Trial]) -> Iterator[Trial]:
+        """Yield settings until there are enough: those of a grid or a killed sweep first, then Optuna's proposals.
 
-        A proposal depends on its number and on what is known of the others, so an interruption leaves no trace.
+        A proposal depends on its number and on the results of the others, so an interrupted search continues exactly.
         """
         queue = [trial.setting for trial in self.trials if trial not in settled]
-        kinds, repeats = {axis.key: axis.distribution() for axis in self.plan.axes}, 0
+        distributions = {axis.key: axis.distribution() for axis in self.plan.axes}
+        repeats = 0
         while len(settled) < self.plan.settings and repeats < _REPEATS:
             if queue:
                 setting = queue.pop(0)
                 self.study.enqueue_trial({axis.key: axis.to_optuna(setting[axis.key]) for axis in self.plan.axes})
             self.study.sampler = self.plan.sampler(len(settled), repeats)
-            asked = self.study.ask(kinds)
-            trial = self._proposal(asked.params)
+            optuna_trial = self.study.ask(distributions)
+            trial = self._proposed_trial(optuna_trial.params)
             if trial in settled:
-                self._tell(Trial({}, trial.runs, {}, failed="known already", asked=asked))
+                repeated = Trial({}, trial.runs, {}, failed="known already", optuna_trial=optuna_trial)
+                self._tell_optuna(repeated)
                 repeats += 1
                 continue
-            trial.asked, repeats = asked, 0
+            trial.optuna_trial = optuna_trial
+            repeats = 0
             settled.append(trial)
             yield trial
 
     def _ended(self, cell: Cell, last: str) -> None:
-        trial = self.at[cell.label]
-        if summary := finished(cell.folder):
+        """Record and report the end of a run; `last` is its last line of output."""
+        trial = self.by_label[cell.label]
+        summary = finished_summary(cell.folder)
+        if summary:
             trial.summaries[cell.config.seed] = summary
             text = f"validation {100 * summary['validation']['accuracy']:.2f} %"
         elif trial.pruned or self._stops(cell):
             text = f"pruned: {trial.pruned}"
         else:
-            trial.failed, text = last, "failed"
-        self._tell(trial)
+            trial.failed = last
+            text = "failed"
+        self._tell_optuna(trial)
         self.report(self.estimate.step(f"{cell.label}: {text}"))
         write_tables(self.trials, self.root)
 
     def _stops(self, cell: Cell) -> bool:
-        """Whether the run is to end early: it diverged, or its setting is behind the others."""
-        trial = self.at[cell.label]
-        if not trial.pruned and self.plan.stop_diverged and (round := diverged_at(cell.folder)):
-            trial.pruned = f"diverged in round {round}"
-        elif not trial.pruned and self.plan.prune_after and (seen := self._show(trial)) and trial.asked.should_prune():
-            trial.pruned = _behind(seen)
-        self._tell(trial)
+        """Return whether the run is to end early: it diverged, or its setting is below the median of the others."""
+        trial = self.by_label[cell.label]
+        if not trial.pruned:
+            trial.pruned = self._reason_to_stop(trial, cell)
+        self._tell_optuna(trial)
         return bool(trial.pruned)
 
-    def _show(self, trial: Trial) -> dict[int, float]:
-        """Show Optuna the new evaluations of the first seed, by which settings are compared while they run."""
+    def _reason_to_stop(self, trial: Trial, cell: Cell) -> str:
+        """Return why a run is to end early; empty if it is not."""
+        if self.plan.stop_diverged:
+            diverged_round = diverged_at(cell.folder)
+            if diverged_round:
+                return f"diverged in round {diverged_round}"
+        if self.plan.prune_after:
+            evaluations = self._report_to_optuna(trial)
+            if evaluations and trial.optuna_trial.should_prune():
+                return _describe_pruned(evaluations)
+        return ""
+
+    def _report_to_optuna(self, trial: Trial) -> dict[int, float]:
+        """Report the new evaluations of the first seed, by which running settings are compared, and return them."""
+        if trial.optuna_trial is None:
+            return {}
         config = next(iter(trial.runs.values()))
-        seen = progress(folder_of(config, self.root)) if trial.asked is not None else {}
-        new = {round: value for round, value in seen.items() if round not in trial.shown}
-        for round, value in new.items():
-            trial.asked.report(value, round)
-        trial.shown |= new.keys()
+        new = {}
+        for round, value in best_so_far(folder_of(config, self.root)).items():
+            if round not in trial.reported:
+                new[round] = value
+                trial.optuna_trial.report(value, round)
+        trial.reported |= new.keys()
         return new
 
-    def _tell(self, trial: Trial) -> None:
-        """Tell Optuna the end of a trial, once."""
-        if trial.asked is None or trial.status == "waiting":
+    def _tell_optuna(self, trial: Trial) -> None:
+        """Tell Optuna the result of a trial that has ended, once."""
+        if trial.optuna_trial is None or trial.status == "waiting":
             return
         from optuna.trial import TrialState
 
-        self._show(trial)
+        self._report_to_optuna(trial)
         states = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
-        value = fmean(trial.scores()) if trial.status == "finished" else None
-        self.study.tell(trial.asked, value, states[trial.status])
-        trial.asked = None
+        value = None
+        if trial.status == "finished":
+            value = fmean(trial.scores())
+        self.study.tell(trial.optuna_trial, value, states[trial.status])
+        trial.optuna_trial = None
 
 
-def progress(folder: Path) -> dict[int, float]:
-    """Best validation accuracy so far at each evaluated round of a run."""
-    best, found = -1.0, dict[int, float]()
+def best_so_far(folder: Path) -> dict[int, float]:
+    """Return the best validation accuracy so far at each evaluated round of a run."""
+    best = -1.0
+    by_round: dict[int, float] = {}
     for line in read_metrics(folder):
         if line.get("accuracy") is not None:
-            best = found[line["round"]] = max(best, line["accuracy"])
-    return found
+            best = max(best, line["accuracy"])
+            by_round[line["round"]] = best
+    return by_round
 
 
 def diverged_at(folder: Path) -> int:
-    """The first round in which a client's update had to be refused or a loss was not finite; 0: none."""
+    """Return the first round in which a client's update was refused or a loss was not finite; 0: none."""
     for line in read_metrics(folder):
-        if line.get("dropped") or any(key in line and line[key] is None for key in ("train_loss", "loss")):
+        if line.get("dropped"):
             return int(line["round"])
+        for key in ("train_loss", "loss"):
+            if key in line and line[key] is None:
+                return int(line["round"])
     return 0
 
 
-def _behind(evaluations: Mapping[int, float]) -> str:
+def _describe_pruned(evaluations: Mapping[int, float]) -> str:
+    """Return how good a stopped trial was, and when."""
     return f"{100 * max(evaluations.values(), default=0):.2f} % in round {max(evaluations, default=0)}"

@@ -1,4 +1,4 @@
-"""What a search goes through: axes of options and their values, from `--over`, and the same for Optuna."""
+"""The space of a search: options and the values to try, as given by `--over`, and their Optuna distributions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Setting = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Axis:
-    """One option and the values to try: named ones, or a range `linear`, `log` or `int` from low to high."""
+    """One option and the values to try: listed ones, or a range `linear`, `log` or `int` from low to high."""
 
     key: str
     values: tuple[Any, ...] = ()
@@ -27,47 +27,63 @@ class Axis:
     high: float = 0.0
 
     def distribution(self) -> Any:
-        """For Optuna. Named values go by their position: a scale where they are rising numbers, else categories."""
+        """Return the Optuna distribution. Listed values go by position, ordered if they are rising numbers."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         if self.scale == "int":
             return IntDistribution(int(self.low), int(self.high))
         if self.scale:
             return FloatDistribution(self.low, self.high, log=self.scale == "log")
-        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.values)
-        if numbers and list(self.values) == sorted(self.values):
+        if all(_is_number(value) for value in self.values) and list(self.values) == sorted(self.values):
             return IntDistribution(0, len(self.values) - 1)
         return CategoricalDistribution(list(range(len(self.values))))
 
     def to_optuna(self, value: Any) -> Any:
-        """What Optuna knows a value as."""
-        return value if self.scale else self.values.index(value)
+        """Return Optuna's parameter for a value."""
+        if self.scale:
+            return value
+        return self.values.index(value)
 
-    def from_optuna(self, found: Any) -> Any:
-        """The value behind what Optuna proposes."""
-        return found if self.scale else self.values[found]
+    def from_optuna(self, parameter: Any) -> Any:
+        """Return the value for Optuna's parameter."""
+        if self.scale:
+            return parameter
+        return self.values[parameter]
 
 
-def parse_axis(word: str) -> Axis:
-    """`local.lr=0.01,0.1`, `partition.kind=iid,classes`, or a range such as `local.lr=log:0.001:0.1`."""
-    key, _, text = word.partition("=")
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number and not a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def parse_axis(text: str) -> Axis:
+    """Parse `local.lr=0.01,0.1`, `partition.kind=iid,classes`, or a range such as `local.lr=log:0.001:0.1`."""
+    key, _, values_text = text.partition("=")
     if key not in known_keys():
-        validate(parse_override(f"{key or word}=0"))  # says which option is nearest
-    if not text:
-        raise FedgraftError(f"--over {word} names no values; write for example --over local.lr=0.01,0.1.")
+        validate(parse_override(f"{key or text}=0"))  # raises an error that suggests the nearest option
+    if not values_text:
+        raise FedgraftError(
+            "E-CONSORTIUM-NO-VALUES",
+            f"--over {text} lists no values",
+            "write for example --over local.lr=0.01,0.1",
+            key=key,
+        )
     if key == "seed":
-        raise FedgraftError("seeds are not searched but averaged over; give them by --seeds 0,1,2.")
-    scale, *ends = text.split(":")
+        raise FedgraftError(
+            "E-CONSORTIUM-SEED-AXIS", "seeds are averaged over and cannot be searched", "list them in --seeds 0,1,2"
+        )
+    scale, *ends = values_text.split(":")
     if scale in {"linear", "log", "int"}:
         return _range(key, scale, ends)
     try:
-        values = tuple(tomllib.loads(f"x = [{text}]")["x"])
+        values = tuple(tomllib.loads(f"x = [{values_text}]")["x"])
     except tomllib.TOMLDecodeError:
-        values = tuple(_value(key, part.strip()) for part in text.split(","))
+        values = tuple(_parse_value(key, part.strip()) for part in values_text.split(","))
     return Axis(key, values)
 
 
-def _value(key: str, text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
+    """Return one value, parsed as an override of the option would be."""
     table: Any = parse_override(f"{key}={text}")
     for part in key.split("."):
         table = table[part]
@@ -75,21 +91,48 @@ def _value(key: str, text: str) -> Any:
 
 
 def _range(key: str, scale: str, ends: Sequence[str]) -> Axis:
-    try:
-        low, high = (float(end) for end in ends)
-        good = math.isfinite(low) and math.isfinite(high) and low < high and (scale != "log" or low > 0)
-    except ValueError:
-        good = False
-    if not good or (scale == "int" and not (low.is_integer() and high.is_integer())):
-        raise FedgraftError(
-            f"the range {key}={':'.join([scale, *ends])} is not of the form {scale}:low:high, for example "
-            f"{'int:1:8' if scale == 'int' else scale + ':0.001:0.1'}."
-        )
+    """Return the axis of a range; refuse ends that are not two fitting numbers."""
+    numbers = []
+    for end in ends:
+        try:
+            numbers.append(float(end))
+        except ValueError:
+            raise _bad_range(key, scale, ends) from None
+    if len(numbers) != 2 or not all(map(math.isfinite, numbers)):
+        raise _bad_range(key, scale, ends)
+    low, high = numbers
+    if low >= high or (scale == "log" and low <= 0):
+        raise _bad_range(key, scale, ends)
+    if scale == "int" and not (low.is_integer() and high.is_integer()):
+        raise _bad_range(key, scale, ends)
     return Axis(key, (), scale, low, high)
 
 
+def _bad_range(key: str, scale: str, ends: Sequence[str]) -> FedgraftError:
+    """Return the error for a range that is not of the form scale:low:high."""
+    example = f"{scale}:0.001:0.1"
+    if scale == "int":
+        example = "int:1:8"
+    return FedgraftError(
+        "E-CONSORTIUM-RANGE",
+        f"the range {key}={':'.join([scale, *ends])} is not of the form {scale}:low:high",
+        f"write for example {example}",
+        key=key,
+    )
+
+
 def grid(axes: Sequence[Axis]) -> list[Setting]:
-    """Every combination of the values, the last axis fastest."""
-    if ranges := [axis.key for axis in axes if axis.scale]:
-        raise FedgraftError(f"a grid needs values, and {ranges[0]} is a range; use --search random or optuna.")
-    return [dict(zip([a.key for a in axes], row, strict=True)) for row in itertools.product(*(a.values for a in axes))]
+    """Return every combination of the values, the last axis fastest."""
+    for axis in axes:
+        if axis.scale:
+            raise FedgraftError(
+                "E-CONSORTIUM-GRID-RANGE",
+                f"a grid needs listed values, and {axis.key} is a range",
+                "use --search random or --search optuna",
+                key=axis.key,
+            )
+    keys = [axis.key for axis in axes]
+    settings: list[Setting] = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        settings.append(dict(zip(keys, values, strict=True)))
+    return settings

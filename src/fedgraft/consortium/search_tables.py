@@ -1,4 +1,4 @@
-"""What a search found, as tables: Markdown, CSV and LaTeX by setting, and a CSV of every run."""
+"""Results of a search as tables: Markdown, CSV and LaTeX by setting, and a CSV of every run."""
 
 from __future__ import annotations
 
@@ -16,74 +16,94 @@ if TYPE_CHECKING:
     from fedgraft.consortium.search import Trial
 
 _RANK = {"finished": 0, "waiting": 1, "pruned": 2, "failed": 3}
-_RUN = ("best_round", "bytes_up", "bytes_down", "seconds")
+_RUN_COLUMNS = ("best_round", "bytes_up", "bytes_down", "seconds")
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
-    """The finished setting of the highest mean validation accuracy; the first of equals."""
-    done = [trial for trial in trials if trial.status == "finished"]
-    return max(done, key=lambda trial: fmean(trial.scores()), default=None)
+    """Return the finished setting with the highest mean validation accuracy; the first of equals."""
+    finished = [trial for trial in trials if trial.status == "finished"]
+    return max(finished, key=lambda trial: fmean(trial.scores()), default=None)
+
+
+def _rank(trial: Trial) -> tuple[int, float]:
+    """Return the sort key of a setting: by status, then by mean validation accuracy."""
+    scores = trial.scores()
+    if not scores:
+        return _RANK[trial.status], 0.0
+    return _RANK[trial.status], -fmean(scores)
 
 
 def rows(trials: Sequence[Trial]) -> list[dict[str, str]]:
-    """By setting, the best first: mean ± standard deviation over seeds in percent, what was sent, how it ended."""
-    first = best(trials)
-    ranked = sorted(trials, key=lambda t: (_RANK[t.status], -fmean(t.scores()) if t.scores() else 0.0))
-    return [
-        {
-            **{key: str(value) for key, value in trial.setting.items()},
-            "seeds": str(len(trial.summaries)),
-            "validation (%)": spread(trial.scores()),
-            "test (%)": spread(trial.scores("test")),
-            "MB sent": f"{_megabytes(trial):.3f}" if trial.summaries else "",
-            "status": "best" if trial is first else trial.status,
-        }
-        for trial in ranked
-    ]
+    """Return one row per setting, the best first: mean ± standard deviation over seeds, bytes sent, status."""
+    winner = best(trials)
+    table = []
+    for trial in sorted(trials, key=_rank):
+        row = {key: str(value) for key, value in trial.setting.items()}
+        row["seeds"] = str(len(trial.summaries))
+        row["validation (%)"] = spread(trial.scores())
+        row["test (%)"] = spread(trial.scores("test"))
+        row["MB sent"] = ""
+        if trial.summaries:
+            row["MB sent"] = f"{_megabytes(trial):.3f}"
+        row["status"] = trial.status
+        if trial is winner:
+            row["status"] = "best"
+        table.append(row)
+    return table
 
 
 def spread(scores: Sequence[float]) -> str:
-    """Fractions as percent, with their standard deviation where there are several."""
+    """Return the mean of fractions in percent, with the standard deviation if there are several."""
     if not scores:
         return ""
-    found = statistics.summarise([100 * score for score in scores])
-    return str(found) if found.count > 1 else f"{found.mean:.2f}"
+    summary = statistics.summarise([100 * score for score in scores])
+    if summary.count > 1:
+        return str(summary)
+    return f"{summary.mean:.2f}"
 
 
 def write_tables(trials: Sequence[Trial], root: Path) -> None:
-    """One table by setting in three forms (`table.md`, `table.tex`, `table.csv`), and `runs.csv` by run."""
-    found = rows(trials)
-    header, cells = list(found[0]) if found else [], [list(row.values()) for row in found]
+    """Write one table by setting in three forms (`table.md`, `table.tex`, `table.csv`), and `runs.csv` by run."""
+    table = rows(trials)
+    header: list[str] = []
+    if table:
+        header = list(table[0])
+    cells = [list(row.values()) for row in table]
+    run_rows = []
+    for trial in trials:
+        run_rows += _run_rows(trial)
     root.mkdir(parents=True, exist_ok=True)
     write_text(root / "table.md", statistics.table(header, cells) + "\n")
     write_text(root / "table.tex", statistics.latex(header, cells))
-    write_text(root / "table.csv", as_csv(found))
-    write_text(root / "runs.csv", as_csv([row for trial in trials for row in _runs(trial)]))
+    write_text(root / "table.csv", as_csv(table))
+    write_text(root / "runs.csv", as_csv(run_rows))
 
 
-def _runs(trial: Trial) -> list[dict[str, object]]:
-    return [
-        {
-            **trial.setting,
-            "seed": seed,
-            "digest": trial.runs[seed].digest,
-            "validation": s["validation"]["accuracy"],
-            "test": s.get("test", {}).get("accuracy", ""),
-            **{key: s[key] for key in _RUN},
-        }
-        for seed, s in sorted(trial.summaries.items())
-    ]
+def _run_rows(trial: Trial) -> list[dict[str, object]]:
+    """Return one row per finished run of a setting."""
+    run_rows = []
+    for seed, summary in sorted(trial.summaries.items()):
+        row: dict[str, object] = dict(trial.setting)
+        row["seed"] = seed
+        row["digest"] = trial.runs[seed].digest
+        row["validation"] = summary["validation"]["accuracy"]
+        row["test"] = summary.get("test", {}).get("accuracy", "")
+        for key in _RUN_COLUMNS:
+            row[key] = summary[key]
+        run_rows.append(row)
+    return run_rows
 
 
 def _megabytes(trial: Trial) -> float:
-    return fmean((s["bytes_up"] + s["bytes_down"]) / 1e6 for s in trial.summaries.values())
+    """Return the megabytes sent in both directions, the mean over seeds."""
+    return fmean((summary["bytes_up"] + summary["bytes_down"]) / 1e6 for summary in trial.summaries.values())
 
 
-def as_csv(found: Sequence[Mapping[str, object]]) -> str:
-    """Rows with the same keys as CSV; empty without any."""
+def as_csv(table: Sequence[Mapping[str, object]]) -> str:
+    """Return rows with the same keys as CSV; empty without any."""
     text = io.StringIO()
-    if found:
-        writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")
+    if table:
+        writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found)
+        writer.writerows(table)
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""What is wrong at a site or between sites, by name, from the facts that `preflight` tells of each."""
+"""Problems of the data at a site or between sites, by name, from the facts that `preflight` collects of each."""
 
 from __future__ import annotations
 
@@ -11,33 +11,47 @@ import numpy as np
 
 from fedgraft.data.sources.class_map import slips
 
-Facts = Mapping[str, Any]
+SiteFacts = Mapping[str, Any]
+"""The facts of one site, as `preflight.site_facts` returns them."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or might be: its name, where, a sentence, and whether nobody should train yet."""
+    """A problem or a suspicion: its name, where it is, a sentence, and whether training should wait for it."""
 
     kind: str
     site: str
     text: str
     stops: bool = False
+    """True for an error, False for a warning."""
+
+    @property
+    def severity(self) -> str:
+        """`error` or `warning`."""
+        if self.stops:
+            return "error"
+        return "warning"
 
     def __str__(self) -> str:
-        return f"{'STOP' if self.stops else 'look'}  {self.kind:20} {self.site}: {self.text}"
+        return f"{self.severity:7}  {self.kind:20} {self.site}: {self.text}"
 
 
 def findings(
-    sites: Sequence[Facts], size: int | None = None, shared: Mapping[tuple[str, str], int] | None = None
+    sites: Sequence[SiteFacts], size: int | None = None, shared: Mapping[tuple[str, str], int] | None = None
 ) -> list[Finding]:
-    """Everything that is wrong at a site or between sites; `size`: pixels that the network sees."""
-    found = [one for facts in sites for one in _alone(facts, size)]
-    found += _site_names([f["site"] for f in sites])
-    found += _class_names(sites)
-    found += _between(sites)
-    for (a, b), n in (shared or {}).items():
-        found.append(Finding("duplicates_across", f"{a} and {b}", f"{n} images are at both"))
-    return sorted(found, key=lambda one: (not one.stops, one.kind, one.site))
+    """Return all problems at a site or between sites, errors first.
+
+    `size` is the side of the network's input in pixels, `shared` the number of common images by pair of sites.
+    """
+    problems: list[Finding] = []
+    for facts in sites:
+        problems += _at_site(facts, size)
+    problems += _site_names([facts["site"] for facts in sites])
+    problems += _class_names(sites)
+    problems += _between(sites)
+    for (a, b), count in (shared or {}).items():
+        problems.append(Finding("duplicates_across", f"{a} and {b}", f"{count} images are at both"))
+    return sorted(problems, key=lambda finding: (not finding.stops, finding.kind, finding.site))
 
 
 FAULTS = {
@@ -50,130 +64,165 @@ FAULTS = {
     "pages": ("several_pictures", "{} hold several pictures each, of which the first is used", False),
     "other": ("not_images", "{} are in a format that is not read, such as DICOM, and are left out", False),
 }
-"""Counts of faulty images: the name, the sentence, whether it stops."""
+"""Counts of faulty images: the name of the finding, its sentence, whether it is an error."""
 
 
-def _alone(f: Facts, size: int | None) -> Iterator[Finding]:
-    site, classes = f["site"], f["classes"]
-    if not f["images"]:
+def _at_site(facts: SiteFacts, size: int | None) -> Iterator[Finding]:
+    """Yield the problems of one site."""
+    site = facts["site"]
+    classes = facts["classes"]
+    minimum = facts["minimum"]
+    if not facts["images"]:
         yield Finding("no_images", site, "it has no images", True)
         return
 
-    def some(*counts: int | None) -> str:
-        known = sum(n or 0 for n in counts)
-        return f"{known} images" if known else f"fewer than {f['minimum']} images"
+    def count_text(*counts: int | None) -> str:
+        known = sum(count or 0 for count in counts)
+        if known:
+            return f"{known} images"
+        return f"fewer than {minimum} images"
 
-    for reason, count in f["unreadable"].items():
-        yield Finding("unreadable", site, f"{some(count)} cannot be read: {reason}", True)
+    for reason, count in facts["unreadable"].items():
+        yield Finding("unreadable", site, f"{count_text(count)} cannot be read: {reason}", True)
     if len(classes) == 1:
         yield Finding("one_class", site, f"all images are of the class {next(iter(classes))!r}", True)
-    for name, count in f["faults"].items():
+    for name, count in facts["faults"].items():
         kind, text, stops = FAULTS[name]
-        yield Finding(kind, site, text.format(some(count)), stops)
-    if deep := [n for bits, n in f["bits"].items() if int(bits) > 8]:
-        yield Finding(
-            "deep",
-            site,
-            f"{some(*deep)} have more than 8 bits and are cut at 255, unless data.grey_window says more: [0, 65535]",
-        )
-    if size and f["width"] and min(f["width"][0], f["height"][0]) < size / 2:
-        small = f"{f['width'][0]} x {f['height'][0]}"
-        yield Finding("small_images", site, f"some have {small} pixels, and the network sees {size}")
-    if rare := [name for name, count in classes.items() if count is None]:
-        yield Finding("rare_class", site, f"fewer than {f['minimum']} images of: {', '.join(rare)}")
-    if not f["test_images"]:
-        yield Finding("no_test_images", site, "nothing is left to test on")
-    if f["disk_gb"] < 2:
-        yield Finding("disk", site, f"{f['disk_gb']} GB are free; pixels and features need a few")
-    if not f["policy"]:
-        yield Finding("no_policy", site, "no policy limits what its node answers")
+        yield Finding(kind, site, text.format(count_text(count)), stops)
+    deep = [count for bits, count in facts["bits"].items() if int(bits) > 8]
+    if deep:
+        text = "have more than 8 bits and are clipped at 255 without a wider data.grey_window such as [0, 65535]"
+        yield Finding("deep", site, f"{count_text(*deep)} {text}")
+    if size and facts["width"]:
+        width = facts["width"][0]
+        height = facts["height"][0]
+        if min(width, height) < size / 2:
+            yield Finding("small_images", site, f"some have {width} x {height} pixels, and the network sees {size}")
+    rare = [name for name, count in classes.items() if count is None]
+    if rare:
+        yield Finding("rare_class", site, f"fewer than {minimum} images of: {', '.join(rare)}")
+    if not facts["test_images"]:
+        yield Finding("no_test_images", site, "there are no images to test on")
+    if facts["disk_gb"] < 2:
+        yield Finding("disk", site, f"{facts['disk_gb']} GB are free; pixels and features need a few")
+    if not facts["policy"]:
+        yield Finding("no_policy", site, "no policy limits the requests that its node answers")
 
 
 def _site_names(names: Sequence[str]) -> Iterator[Finding]:
-    """Sites whose names differ by a slip: one owner that would count as two."""
-    for one, other, kind in slips(names):
+    """Yield sites whose names differ by a slip: one owner that would count as two."""
+    for name, other, kind in slips(names):
         if kind != "class_similar":
-            yield Finding("site_names", f"{one}, {other}", f"{one!r} and {other!r} look like one owner", True)
+            yield Finding("site_names", f"{name}, {other}", f"{name!r} and {other!r} look like one owner", True)
 
 
-def _class_names(sites: Sequence[Facts]) -> Iterator[Finding]:
-    """Names that differ by a slip, at one site or between two; a site that has both by a letter means two classes."""
-    where: dict[str, list[str]] = {}
+def _class_names(sites: Sequence[SiteFacts]) -> Iterator[Finding]:
+    """Yield class names that differ by a slip, and classes that a site lacks.
+
+    Names that differ by a letter at one and the same site are taken for two classes, such as horse and house.
+    """
+    sites_of: dict[str, list[str]] = {}
     for facts in sites:
         for name in facts["classes"]:
-            where.setdefault(name, []).append(facts["site"])
-    found, unclear = slips(list(where)), set[str]()
-    for pair in found:
-        one, other = sorted(pair[:2], key=lambda name: -len(where[name]))  # the name that most sites use is kept
-        kind, both = pair[2], set(where[one]) & set(where[other])
-        stops = kind != "class_similar" or not both  # horse and house, at one place, are no slip
-        unclear |= {one, other} if stops else set()
-        text = f"{one!r} ({', '.join(where[one])}) and {other!r} ({', '.join(where[other])})"
-        settled = f'{{"{other}" = "{one}"}}'
-        yield Finding(kind, "classes", f"{text} look like one; if they are: data.class_map = {settled}", stops)
-    everywhere = [f["site"] for f in sites]
-    for name, held in where.items():
-        if name in unclear:  # whether it is missing is known when the names are settled
+            sites_of.setdefault(name, []).append(facts["site"])
+    unclear: set[str] = set()
+    for *pair, kind in slips(list(sites_of)):
+        common, other = sorted(pair, key=lambda name: -len(sites_of[name]))  # suggest the name that more sites use
+        at_one_site = set(sites_of[common]) & set(sites_of[other])
+        stops = kind != "class_similar" or not at_one_site
+        if stops:
+            unclear |= {common, other}
+        names = f"{common!r} ({', '.join(sites_of[common])}) and {other!r} ({', '.join(sites_of[other])})"
+        class_map = f'{{"{other}" = "{common}"}}'
+        text = f"{names} look like one class; if they are: data.class_map = {class_map}"
+        yield Finding(kind, "classes", text, stops)
+    for name, present in sites_of.items():
+        if name in unclear:  # whether it is missing is known once the names are settled
             continue
-        if absent := [site for site in everywhere if site not in held]:
+        absent = [facts["site"] for facts in sites if facts["site"] not in present]
+        if absent:
             yield Finding("missing_class", ", ".join(absent), f"no image of the class {name!r}, which others have")
 
 
-def _between(sites: Sequence[Facts]) -> Iterator[Finding]:
-    there = [f for f in sites if f["bits"]]
-    for key, kind, text in (
-        ("channels", "channels", "its images have {} channels and most sites' {}"),
-        ("bits", "depth", "its images have {} bits and most sites' {}"),
-    ):
-        usual = {f["site"]: max(f[key], key=lambda k: f[key][k] or 0) for f in there}
-        most = Counter(usual.values()).most_common(1)[0][0] if usual else ""
-        for site, mine in usual.items():
-            if mine != most:
-                yield Finding(kind, site, text.format(mine, most))
-    yield from _outliers(there)
-    packages = {f["site"]: f["versions"] for f in sites}
+def _between(sites: Sequence[SiteFacts]) -> Iterator[Finding]:
+    """Yield differences between the sites: channels, bit depth, outliers, package versions."""
+    with_images = [facts for facts in sites if facts["bits"]]
+    yield from _unusual(with_images, "channels", "channels", "its images have {} channels and most sites' {}")
+    yield from _unusual(with_images, "bits", "depth", "its images have {} bits and most sites' {}")
+    yield from _outliers(with_images)
     for name in ("fedgraft", "torch", "transformers", "pillow"):
-        if len({versions.get(name) for versions in packages.values()}) > 1:
-            told = ", ".join(f"{site} {versions.get(name)}" for site, versions in packages.items())
-            yield Finding("versions", "all", f"{name} differs: {told}", name == "fedgraft")
+        versions = {facts["site"]: facts["versions"].get(name) for facts in sites}
+        if len(set(versions.values())) > 1:
+            listed = ", ".join(f"{site} {version}" for site, version in versions.items())
+            yield Finding("versions", "all", f"{name} differs: {listed}", name == "fedgraft")
+
+
+def _unusual(sites: Sequence[SiteFacts], key: str, kind: str, text: str) -> Iterator[Finding]:
+    """Yield the sites whose most frequent value of a count differs from that of most sites."""
+    frequent = {}
+    for facts in sites:
+        counts = facts[key]
+        frequent[facts["site"]] = max(counts, key=lambda value, counts=counts: counts[value] or 0)  # type: ignore[misc]
+    if not frequent:
+        return
+    usual = Counter(frequent.values()).most_common(1)[0][0]
+    for site, value in frequent.items():
+        if value != usual:
+            yield Finding(kind, site, text.format(value, usual))
 
 
 DOMINATES = 0.8
-"""Share of all images from which on one site decides alone."""
+"""Share of all images from which on one site dominates the federation."""
 
 
-def _outliers(sites: Sequence[Facts]) -> Iterator[Finding]:
-    """Sites whose images are of another size, shape, brightness or colour than the median site's, or nearly all."""
+def _outliers(sites: Sequence[SiteFacts]) -> Iterator[Finding]:
+    """Yield sites whose size, shape, brightness or colour is far from the median site's, or with nearly all images."""
     if len(sites) < 2:
         return
-
-    def usual(of: Callable[[Facts], float]) -> float:
-        return float(np.median([of(f) for f in sites]))
-
-    def shape(f: Facts) -> float:
-        return float(f["width"][1] / f["height"][1])
-
-    def warmth(f: Facts) -> float:
-        return float(f["colours"][0] - f["colours"][2])
-
-    side, form, level, warm = usual(lambda f: f["width"][1]), usual(shape), usual(_level), usual(warmth)
-    images = sum(f["images"] for f in sites)
-    for f in sites:
-        if not 0.5 <= f["width"][1] / side <= 2:
-            yield Finding("size_differs", f["site"], f"images are {f['width'][1]} pixels wide, elsewhere {side:g}")
-        if not 2 / 3 <= shape(f) / form <= 1.5:
-            text = f"images are {shape(f):.2f} times as wide as high, elsewhere {form:.2f}: rotated, or cut otherwise"
-            yield Finding("shape_differs", f["site"], text)
-        if abs(_level(f) - level) > 0.2:
-            text = f"mean intensity {_level(f):.2f}, elsewhere {level:.2f}: another device, or inverted"
-            yield Finding("intensity_differs", f["site"], text)
-        if abs(warmth(f) - warm) > 0.2:
-            text = f"red minus blue is {warmth(f):+.2f}, elsewhere {warm:+.2f}: another light, or channels exchanged"
-            yield Finding("colour_differs", f["site"], text)
-        if len(sites) > 2 and f["images"] > DOMINATES * images:
-            text = f"it has {f['images']:,} of {images:,} images; algorithm.weighting=uniform lets all count alike"
-            yield Finding("dominates", f["site"], text)
+    usual_width = _median(sites, _width)
+    usual_shape = _median(sites, _shape)
+    usual_level = _median(sites, _level)
+    usual_warmth = _median(sites, _warmth)
+    images = sum(facts["images"] for facts in sites)
+    for facts in sites:
+        site = facts["site"]
+        if not 0.5 <= _width(facts) / usual_width <= 2:
+            text = f"images are {_width(facts)} pixels wide, elsewhere {usual_width:g}"
+            yield Finding("size_differs", site, text)
+        if not 2 / 3 <= _shape(facts) / usual_shape <= 1.5:
+            text = f"images are {_shape(facts):.2f} times as wide as high, elsewhere {usual_shape:.2f}"
+            yield Finding("shape_differs", site, f"{text}: rotated, or cropped otherwise")
+        if abs(_level(facts) - usual_level) > 0.2:
+            text = f"mean intensity {_level(facts):.2f}, elsewhere {usual_level:.2f}: another device, or inverted"
+            yield Finding("intensity_differs", site, text)
+        if abs(_warmth(facts) - usual_warmth) > 0.2:
+            text = f"red minus blue is {_warmth(facts):+.2f}, elsewhere {usual_warmth:+.2f}"
+            yield Finding("colour_differs", site, f"{text}: another light, or channels exchanged")
+        if len(sites) > 2 and facts["images"] > DOMINATES * images:
+            text = f"it has {facts['images']:,} of {images:,} images"
+            yield Finding("dominates", site, f"{text}; algorithm.weighting=uniform gives all sites the same weight")
 
 
-def _level(f: Facts) -> float:
-    return float(f["intensity"][0])
+def _median(sites: Sequence[SiteFacts], value: Callable[[SiteFacts], float]) -> float:
+    """Return the median of a number over the sites."""
+    return float(np.median([value(facts) for facts in sites]))
+
+
+def _width(facts: SiteFacts) -> int:
+    """Return the median width in pixels."""
+    return int(facts["width"][1])
+
+
+def _shape(facts: SiteFacts) -> float:
+    """Return the median width over the median height."""
+    return float(facts["width"][1] / facts["height"][1])
+
+
+def _level(facts: SiteFacts) -> float:
+    """Return the mean intensity."""
+    return float(facts["intensity"][0])
+
+
+def _warmth(facts: SiteFacts) -> float:
+    """Return the mean of red minus blue."""
+    return float(facts["colours"][0] - facts["colours"][2])

@@ -1,9 +1,9 @@
-"""A sweep: many cells, each an ordinary run in its own folder, a few at a time, never one twice.
+"""Sweeps: many cells, each an ordinary run in its own folder, several at a time, none twice.
 
-A run's folder is named by its config's digest, so a sweep that is interrupted, or started again with more cells, goes
-on where it stood: finished runs are read, interrupted ones resumed, and runs that outlived a killed sweep are waited
-for. With processes, each run has one of its own; with 0 the runs follow each other in this one, which saves their
-start. Searches, the learning-rate finder and the attack table are lists of such cells.
+A run's folder is named by its config's digest, so a sweep that is interrupted, or started again with more cells,
+continues where it stopped: finished runs are read, interrupted ones resumed, and runs that outlived a killed sweep are
+waited for. With processes, each run has a process of its own; with 0 the runs follow each other in this process, which
+saves their start. Searches, the learning-rate finder and the attack table are lists of such cells.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.tracking import Progress, Silent
 
 Report = Callable[[str], None]
+"""Prints one line about a sweep."""
 _PAUSE = 0.1  # seconds between two looks at the processes
 _GRACE = 20.0  # seconds a stopped run has to save its state
 
 
 def vary(config: Config, **updates: Any) -> Config:
-    """The config with some options replaced; `__` in a key stands for a dot, as in `local__lr=0.1`."""
-    table = config.model_dump(mode="json", exclude_unset=True)  # defaults would count as wishes
+    """Return the config with some options replaced; `__` in a key stands for a dot, as in `local__lr=0.1`."""
+    table = config.model_dump(mode="json", exclude_unset=True)  # defaults would count as set by the user
     for key, value in updates.items():
         nested: Any = value
         for part in reversed(key.replace("__", ".").split(".")):
@@ -44,42 +45,47 @@ def vary(config: Config, **updates: Any) -> Config:
 
 
 def folder_of(config: Config, root: Path) -> Path:
-    """Where a sweep keeps this run."""
+    """Return the folder of this run in a sweep."""
     return root / f"{config.name}-{config.digest}"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep; `central` trains with all data in one place."""
+    """One run of a sweep."""
 
     label: str
     config: Config
     folder: Path
     central: bool = False
+    """Whether it trains on all data in one place."""
     special: Callable[[Config, Path, Progress], None] | None = None
-    """Runs it in place of `run`, in this process."""
+    """Replaces `run`, in this process."""
 
 
 def carry_out(cell: Cell, progress: Progress) -> None:
-    """Run a cell in this process: the one place where a sweep calls a run."""
+    """Run a cell in this process. No other function of a sweep starts a run here."""
     from fedgraft.runs.centralized import run_centralized
     from fedgraft.runs.loop import run
 
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     if cell.special is not None:
         cell.special(cell.config, cell.folder, progress)
+    elif cell.central:
+        run_centralized(cell.config, cell.folder, progress, console=False)
     else:
-        (run_centralized if cell.central else run)(cell.config, cell.folder, progress, console=False)
+        run(cell.config, cell.folder, progress, console=False)
 
 
 def command(cell: Cell, file: Path) -> list[str]:
-    """The command line that runs a cell in another process."""
-    action = "centralized" if cell.central else "run"
+    """Return the command line that runs a cell in another process."""
+    action = "run"
+    if cell.central:
+        action = "centralized"
     return [sys.executable, "-m", "fedgraft.cli.main", action, str(file), "--folder", str(cell.folder), "--quiet"]
 
 
 def _start(cell: Cell) -> subprocess.Popen[bytes]:
-    """Start in a session of its own, so that Ctrl-C reaches the run only through `work`."""
+    """Start a cell in a process with a session of its own, so that Ctrl-C reaches it only through `process_cells`."""
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     file = _beside(cell.folder, ".toml")
     write_text(file, to_toml(cell.config))
@@ -87,10 +93,13 @@ def _start(cell: Cell) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command(cell, file), stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def _elsewhere(cell: Cell, stop: Event) -> str:
-    """Run a cell in another process; returns its last words. One that was cut off from outside is begun once more."""
+def _run_in_child(cell: Cell, stop: Event) -> str:
+    """Run a cell in a child process until it ends or `stop` is set, and return the last line of its output.
+
+    A run that was killed from outside is started once more.
+    """
     for _ in range(2):
-        while _status(cell.folder) == "running" and not stop.wait(_PAUSE):  # an earlier sweep's process is at it still
+        while _status(cell.folder) == "running" and not stop.wait(_PAUSE):  # the process of an earlier sweep
             pass
         if stop.is_set() or _status(cell.folder) == "finished":
             break
@@ -104,11 +113,11 @@ def _elsewhere(cell: Cell, stop: Event) -> str:
                 process.wait()
         if stop.is_set() or _status(cell.folder) not in {"interrupted", "running"}:
             break
-    return last_words(cell.folder)
+    return last_output_line(cell.folder)
 
 
 class _Stopper(Silent):
-    """Ends a run in this process, as Ctrl-C would, once `stops` says so."""
+    """Ends a run in this process, as Ctrl-C would, once `stops` returns true."""
 
     stopped = False
 
@@ -116,14 +125,14 @@ class _Stopper(Silent):
         self.stops = stops
 
     def update(self, line: Mapping[str, Any]) -> None:
-        """After each round: go on, or save the state and end."""
+        """After each round: continue, or let the run save its state and end."""
         if self.stops():
             self.stopped = True
             raise KeyboardInterrupt
 
 
-def _here(cell: Cell, stops: Callable[[Cell], bool]) -> str:
-    """Run a cell in this process; returns why it failed."""
+def _run_here(cell: Cell, stops: Callable[[Cell], bool]) -> str:
+    """Run a cell in this process and return why it failed; empty if it did not."""
     stopper = _Stopper(lambda: stops(cell))
     try:
         carry_out(cell, stopper)
@@ -135,60 +144,70 @@ def _here(cell: Cell, stops: Callable[[Cell], bool]) -> str:
     return ""
 
 
-def work(
+def process_cells(
     cells: Iterator[Cell],
     ended: Callable[[Cell, str], None],
     stops: Callable[[Cell], bool] = lambda cell: False,
     processes: int = 2,
 ) -> None:
-    """Keep so many cells going until there are no more; `ended` hears the last words of each.
+    """Run the cells, `processes` at a time; `ended` is called with each cell and its last line of output.
 
-    `stops` is asked again and again whether a run is to end early. On Ctrl-C all runs save their state and end.
+    `stops` is called repeatedly and says whether a run is to end early. On Ctrl-C all runs save their state and end.
     """
-    with phase("sweep", unit="runs") as told:
+    with phase("sweep", unit="runs") as runs_done:
 
-        def over(cell: Cell, last: str) -> None:
-            told.advance()
+        def count_and_end(cell: Cell, last: str) -> None:
+            runs_done.advance()
             ended(cell, last)
 
-        _work(cells, over, stops, processes)
+        if processes:
+            _run_in_children(cells, count_and_end, stops, processes)
+        else:
+            for cell in cells:
+                count_and_end(cell, _run_here(cell, stops))
 
 
-def _work(
+def _run_in_children(
     cells: Iterator[Cell], ended: Callable[[Cell, str], None], stops: Callable[[Cell], bool], processes: int
 ) -> None:
-    if not processes:
-        for cell in cells:
-            ended(cell, _here(cell, stops))
-        return
-    going: dict[Future[str], tuple[Cell, Event]] = {}
+    """Keep `processes` cells running in child processes until there are no more."""
+    running: dict[Future[str], tuple[Cell, Event]] = {}
     with ThreadPoolExecutor(processes) as pool:  # its threads only wait for processes
         try:
             while True:
-                while len(going) < processes and (new := next(cells, None)) is not None:
+                while len(running) < processes:
+                    cell = next(cells, None)
+                    if cell is None:
+                        break
                     stop = Event()
-                    going[pool.submit(_elsewhere, new, stop)] = new, stop
-                if not going:
+                    future = pool.submit(_run_in_child, cell, stop)
+                    running[future] = (cell, stop)
+                if not running:
                     return
-                for future in wait(going, _PAUSE, FIRST_COMPLETED).done:
-                    ended(going.pop(future)[0], future.result())
-                for cell, stop in going.values():
+                for future in wait(running, _PAUSE, FIRST_COMPLETED).done:
+                    ended_cell, _ = running.pop(future)
+                    ended(ended_cell, future.result())
+                for cell, stop in running.values():
                     if stops(cell):
                         stop.set()
         finally:
-            for _, stop in going.values():
+            for _, stop in running.values():
                 stop.set()
 
 
 class Estimate:
-    """How far a sweep is and how long it may still take, from the runs that ended since it began."""
+    """Progress of a sweep and its time left, from the runs that ended since it began."""
 
     def __init__(self, total: int, done: int = 0) -> None:
-        self.total, self.done, self.ended, self.began = total, done, 0, time.monotonic()
+        self.total = total
+        self.done = done
+        self.ended = 0
+        self.began = time.monotonic()
 
     def step(self, text: str) -> str:
-        """One run more is over; the line that says so."""
-        self.done, self.ended = self.done + 1, self.ended + 1
+        """Count one more run that has ended, and return the line that reports it."""
+        self.done += 1
+        self.ended += 1
         left = (time.monotonic() - self.began) / self.ended * (self.total - self.done)
         return f"[{self.done}/{self.total}] {text}; about {left / 60:.0f} min left"
 
@@ -196,58 +215,96 @@ class Estimate:
 def run_cells(
     cells: Sequence[Cell], processes: int = 2, report: Report = print
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Summaries by label, and why the others failed; finished cells are only read."""
-    found = {cell.label: summary for cell in cells if (summary := finished(cell.folder))}
-    failed, estimate = dict[str, str](), Estimate(len(cells), len(found))
+    """Run the cells and return the summaries by label, and the reasons of failed ones; finished cells are only read."""
+    summaries: dict[str, dict[str, Any]] = {}
+    failures: dict[str, str] = {}
+    waiting = []
+    for cell in cells:
+        summary = finished_summary(cell.folder)
+        if summary is None:
+            waiting.append(cell)
+        else:
+            summaries[cell.label] = summary
+    estimate = Estimate(len(cells), len(summaries))
 
     def ended(cell: Cell, last: str) -> None:
-        if summary := finished(cell.folder):
-            found[cell.label] = summary
+        summary = finished_summary(cell.folder)
+        if summary is None:
+            failures[cell.label] = last
+            outcome = "failed"
         else:
-            failed[cell.label] = last
-        report(estimate.step(f"{cell.label}: {_said(summary) if summary else 'failed'}"))
+            summaries[cell.label] = summary
+            outcome = _accuracy_text(summary)
+        report(estimate.step(f"{cell.label}: {outcome}"))
 
-    work(iter([cell for cell in cells if cell.label not in found]), ended, processes=processes)
-    return found, failed
+    process_cells(iter(waiting), ended, processes=processes)
+    return summaries, failures
 
 
 def run_many(
     runs: Mapping[str, Config], root: Path, processes: int = 2, central: Sequence[str] = (), report: Report = print
 ) -> dict[str, dict[str, Any]]:
-    """Summaries by label. Labels in `central` are trained centrally. A run that fails is named after all others."""
-    cells = [Cell(label, config, folder_of(config, root), label in central) for label, config in runs.items()]
-    found, failed = run_cells(cells, processes, report)
-    if failed:
-        raise FedgraftError("; ".join(f"{label} failed: {why}" for label, why in failed.items()))
-    return {label: found[label] for label in runs}
+    """Return the summaries by label. Labels in `central` are trained centrally. Failed runs are raised at the end."""
+    cells = []
+    for label, config in runs.items():
+        cells.append(Cell(label, config, folder_of(config, root), label in central))
+    summaries, failures = run_cells(cells, processes, report)
+    raise_failures(failures)
+    return {label: summaries[label] for label in runs}
 
 
-def _said(summary: dict[str, Any]) -> str:
-    split = "test" if "test" in summary else "validation"
+def raise_failures(failures: Mapping[str, str]) -> None:
+    """Raise one error that names every failed run and why; do nothing if there is none."""
+    if not failures:
+        return
+    sentences = [f"{label} failed: {why}" for label, why in failures.items()]
+    raise FedgraftError("E-CONSORTIUM-RUNS-FAILED", "; ".join(sentences), failed=list(failures))
+
+
+def _accuracy_text(summary: dict[str, Any]) -> str:
+    """Return the accuracy of a finished run, on test images if it was tested."""
+    split = "validation"
+    if "test" in summary:
+        split = "test"
     return f"{split} {100 * summary[split]['accuracy']:.2f} %"
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
-    """The summary of a finished run, if there is one."""
-    return RunFolder.open(folder).summary() if _status(folder) == "finished" else None
+def finished_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of a finished run; None if it is not finished."""
+    if _status(folder) != "finished":
+        return None
+    return RunFolder.open(folder).summary()
 
 
 def _status(folder: Path) -> str:
-    return RunFolder.open(folder).status if (folder / "run.json").exists() else ""
+    """Return the status of a run; empty if the folder has none."""
+    if not (folder / "run.json").exists():
+        return ""
+    return RunFolder.open(folder).status
 
 
 def _beside(folder: Path, ending: str) -> Path:
-    return folder.with_name(folder.name + ending)  # a run's name may hold dots, so not `with_suffix`
+    """Return the path of a file beside a run's folder."""
+    return folder.with_name(folder.name + ending)  # a run's name may have dots, so not `with_suffix`
 
 
-def last_words(folder: Path) -> str:
-    """The last line a run's process printed."""
+def last_output_line(folder: Path) -> str:
+    """Return the last line that a run's process printed."""
     out = _beside(folder, ".out")
-    lines = [line for line in out.read_text().splitlines() if line.strip()] if out.exists() else []
-    return lines[-1].removeprefix("fedgraft: ") if lines else "no output"
+    if not out.exists():
+        return "no output"
+    lines = [line for line in out.read_text().splitlines() if line.strip()]
+    if not lines:
+        return "no output"
+    return lines[-1].removeprefix("fedgraft: ")
 
 
 def curve(folder: Path, key: str = "accuracy") -> tuple[list[int], list[float]]:
-    """Rounds and values of one metric of a run."""
-    lines = [line for line in RunFolder.open(folder).metrics() if line.get(key) is not None]
-    return [line["round"] for line in lines], [line[key] for line in lines]
+    """Return rounds and values of one metric of a run."""
+    rounds = []
+    values = []
+    for line in RunFolder.open(folder).metrics():
+        if line.get(key) is not None:
+            rounds.append(line["round"])
+            values.append(line[key])
+    return rounds, values

@@ -1,14 +1,14 @@
-"""Forgetting a client: the run again without it, to the very bytes of a run that never had it.
+"""Unlearning a client: the run replayed without it, bit-identical to a run that never had it.
 
 A run that never had a client is the same config with `partition.without = [client]`: cohorts are drawn as before, and
-the client is then not asked; numbers and random streams of all others stay. Images that the server itself holds for
-validation stay too. Since runs are deterministic, a replay is exact. It starts after the last round of which nothing
-depends on the client, of a run whose head, mask and class counts were not made from its sums. A round whose record does
-not say who took part (differential privacy, an aborted or skipped round) counts as one with the client.
+the client is then left out; numbers and random streams of all others stay. Images that the server itself holds for
+validation stay too. Since runs are deterministic, a replay is exact. It starts after the last round that does not
+depend on the client, provided that head, mask and class counts were not computed from its sums. A round whose record
+does not say who took part (differential privacy, an aborted or skipped round) counts as one with the client.
 
-`subtract` is quick and only approximate: it takes what the client added in its rounds off the last model, as far as a
-run kept it (`rounds.keep_contributions`). What others learned from models with the client in them stays, and so do a
-head, a mask and counts made from its sums. How far it lies from the exact one is measured where that is there.
+`subtract` is fast and only approximate: it subtracts the client's recorded contributions to the model
+(`rounds.keep_contributions`). What others learned from models that contain the client stays, and so do a head, a mask
+and counts computed from its sums. The distance from the exact replay is measured if that exists.
 """
 
 from __future__ import annotations
@@ -36,49 +36,68 @@ from fedgraft.runs.tracking import Progress
 log = logging.getLogger("fedgraft")
 
 CANNOT = (
-    "what others already have cannot be called back: models that were delivered, and sums that were opened with this "
+    "copies that others already have cannot be recalled: delivered models, and secure sums that were opened with this "
     "client in them"
 )
+"""The limit of unlearning, printed and recorded with every result."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """How a client is forgotten: where the replay goes, after which round it starts, and what it costs."""
+    """How a client is unlearned: the folder of the replay, the round it starts after, and its cost."""
 
     config: Config
     folder: Path
     client: int
     start: int
-    """Rounds that are kept as they are; 0: everything is done again."""
+    """Rounds that are taken over unchanged; 0: the whole run is repeated."""
     rounds: int
     """Rounds of the run."""
     took_part: int | None
-    """Rounds that the client took part in; None where some round does not say who did."""
+    """Rounds that the client took part in; None if some round does not say who did."""
     why: str
+    """Why the replay does not start later."""
     named: str
-    """What the client was called by who asked."""
+    """The name of the client as the user gave it."""
 
 
 def plan(folder: Path, client: str, to: Path | None = None, fast: bool = False) -> Replay:
-    """What forgetting this client takes; a run that cannot be repeated is refused."""
+    """Return the replay that unlearns this client; refuse a run that cannot be repeated."""
     record = RunFolder.open(folder)
     config = from_folder(folder)
     if record.config_digest != config.digest:
-        raise FedgraftError(f"{folder} cannot be run again from its config.toml alone, so nothing can be replayed.")
+        raise FedgraftError(
+            "E-CONSORTIUM-NOT-REPEATABLE",
+            f"{folder} was run with objects that its config.toml does not contain, so it cannot be replayed",
+            folder=str(folder),
+        )
     if config.privacy.dp is not None and config.privacy.dp.secret:
-        raise FedgraftError(f"the noise of {folder} is not repeatable (privacy.dp.secret), so a replay is another run.")
+        raise FedgraftError(
+            "E-CONSORTIUM-SECRET-NOISE",
+            f"the noise of {folder} is not repeatable (privacy.dp.secret), so it cannot be replayed",
+            folder=str(folder),
+        )
     without = validate(merge(config.table, {"partition": {"without": [*config.partition.without, client]}}))
     setup = setup_of(without, for_training=False)
-    before = clients_left_out(config, setup.task.data)
-    if setup.federation.without == before:
-        raise FedgraftError(f"{folder} never had the client {client!r}.")
-    number = min(setup.federation.without - before)
+    already_left_out = clients_left_out(config, setup.task.data)
+    if setup.federation.without == already_left_out:
+        raise FedgraftError(
+            "E-CONSORTIUM-NEVER-MEMBER",
+            f"the client {client!r} never took part in {folder}",
+            "name another client",
+            client=client,
+        )
+    number = min(setup.federation.without - already_left_out)
     lines = [line for line in record.metrics() if line["round"] > 0]
     first = _first_round(lines, number)
     start, why = _start(setup, folder, first, number in setup.federation.joins)
-    place = to or folder.with_name(f"{folder.name}-without-{client}{'-approximate' * fast}")
-    done = max((int(line["round"]) for line in lines), default=0)
-    return Replay(without, place, number, start, done, _took_part(lines, number), why, client)
+    if to is None:
+        suffix = f"-without-{client}"
+        if fast:
+            suffix += "-approximate"
+        to = folder.with_name(f"{folder.name}{suffix}")
+    rounds = max((int(line["round"]) for line in lines), default=0)
+    return Replay(without, to, number, start, rounds, _took_part(lines, number), why, client)
 
 
 @dataclass(frozen=True)
@@ -91,28 +110,28 @@ class First:
 
 
 def _participants(line: Mapping[str, Any]) -> list[int] | None:
-    """The clients whose updates a round used, or None where its record does not say."""
+    """Return the clients whose updates a round used; None if its record does not say."""
     clients = line.get("clients") or {}
     return clients.get("ids")
 
 
 def _first_round(lines: Sequence[Mapping[str, Any]], client: int) -> First | None:
-    """The first round that may depend on a client; None where every round says that it does not.
+    """Return the first round that may depend on a client; None if every round says that it does not.
 
-    An update that was refused counts too: what is usual, and with it who else is refused, is judged by all that came.
+    A refused update counts too: the usual size of updates, and so who else is refused, depends on all that arrived.
     """
     for line in lines:
         ids = _participants(line)
         if ids is None:
             return First(int(line["round"]), False)
-        refused = [one["client"] for one in line.get("dropped") or []]
+        refused = [drop["client"] for drop in line.get("dropped") or []]
         if client in ids or client in refused:
             return First(int(line["round"]), True)
     return None
 
 
 def _took_part(lines: Sequence[Mapping[str, Any]], client: int) -> int | None:
-    """In how many rounds a client took part, or None where the records do not say."""
+    """Return in how many rounds a client took part; None if the records do not say."""
     rounds = 0
     for line in lines:
         ids = _participants(line)
@@ -123,74 +142,97 @@ def _took_part(lines: Sequence[Mapping[str, Any]], client: int) -> int | None:
 
 
 def subtract(replay: Replay, source: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
-    """Forget a client approximately, in a folder of its own: the last model without what the client added to it."""
-    old = checkpoint.load_latest(source / "checkpoints")
+    """Unlearn a client approximately: write the last model minus its contributions to a folder of its own.
+
+    Returns the summary of that folder's run, with the record of the unlearning.
+    """
+    last = checkpoint.load_latest(source / "checkpoints")
     name = f"contribution/{replay.client}"
-    if old is None or (replay.took_part != 0 and name not in old.tensors):
+    if last is None or (replay.took_part != 0 and name not in last.tensors):
         raise FedgraftError(
-            f"{source} kept no contributions, so nothing can be subtracted; run with rounds.keep_contributions=true, "
-            "or forget exactly, without --fast."
+            "E-CONSORTIUM-NO-CONTRIBUTIONS",
+            f"{source} recorded no contributions, so nothing can be subtracted",
+            "run with rounds.keep_contributions=true, or unlearn exactly, without --fast",
+            folder=str(source),
         )
-    vector = old.tensors["vector"] - old.tensors.get(name, torch.zeros(()))
-    gone = (f"memory/{replay.client}/", "contribution/")
-    tensors = {key: t for key, t in old.tensors.items() if not key.startswith(gone)}
-    # Nobody validated this model. `stale` stays as it is: a run that stopped for want of a better model stays stopped.
-    best = {**old.meta["best"], "accuracy": -1.0, "score": UNMEASURED, "round": old.round}
-    meta = {**old.meta, "config_digest": replay.config.digest, "best": best}
-    record = _begun(replay, source, old.round, {**tensors, "vector": vector, "best/vector": vector}, meta)
-    summary = run(replay.config, record.path, progress, console)
-    told = {
+    vector = last.tensors["vector"] - last.tensors.get(name, torch.zeros(()))
+    removed = (f"memory/{replay.client}/", "contribution/")
+    tensors = {}
+    for key, tensor in last.tensors.items():
+        if not key.startswith(removed):
+            tensors[key] = tensor
+    tensors["vector"] = vector
+    tensors["best/vector"] = vector
+    # This model was not validated. `stale` stays: a run that stopped for want of a better model stays stopped.
+    best = {**last.meta["best"], "accuracy": -1.0, "score": UNMEASURED, "round": last.round}
+    meta = {**last.meta, "config_digest": replay.config.digest, "best": best}
+    folder = _prepare_folder(replay, source, last.round, tensors, meta)
+    summary = run(replay.config, folder.path, progress, console)
+    record = {
         "client": replay.client,
         "took_part": replay.took_part,
         "exact": False,
-        "rounds": summary["rounds"] - old.round,
+        "rounds": summary["rounds"] - last.round,
         "cannot": CANNOT,
-        **_distance(replay, source, vector, old.tensors["vector"]),
+        **_distance(replay, source, vector, last.tensors["vector"]),
     }
-    write_text(record.path / "unlearned.json", json.dumps(told, indent=2) + "\n")
-    return summary | {"unlearned": told}
+    write_text(folder.path / "unlearned.json", json.dumps(record, indent=2) + "\n")
+    return summary | {"unlearned": record}
 
 
 def _distance(replay: Replay, source: Path, vector: Tensor, before: Tensor) -> dict[str, Any]:
-    """How far the approximate model lies from the exact one, absolutely and by how far the run itself does."""
+    """Return the distances of the approximate model and of the original model from the exact replay."""
+    unknown = {"distance": None, "of_the_run": None}
     exact = exact_folder(source, replay)
-    found = checkpoint.load_latest(exact / "checkpoints") if is_finished(exact) else None
-    if found is None or found.tensors["vector"].shape != vector.shape:
-        return {"distance": None, "of_the_run": None}
-    far, run_itself = (float((v - found.tensors["vector"]).double().norm()) for v in (vector, before))
-    return {"distance": far, "of_the_run": run_itself}
+    if not is_finished(exact):
+        return unknown
+    replayed = checkpoint.load_latest(exact / "checkpoints")
+    if replayed is None or replayed.tensors["vector"].shape != vector.shape:
+        return unknown
+    target = replayed.tensors["vector"]
+    return {
+        "distance": float((vector - target).double().norm()),
+        "of_the_run": float((before - target).double().norm()),
+    }
 
 
 def exact_folder(source: Path, replay: Replay) -> Path:
-    """Where the exact replay is, unless it was put elsewhere."""
+    """Return the default folder of the exact replay."""
     return source.with_name(f"{source.name}-without-{replay.named}")
 
 
-def _begun(
+def _prepare_folder(
     replay: Replay, source: Path, round: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
 ) -> RunFolder:
-    """The replay's folder with a checkpoint to go on from and the lines up to it; one that is begun stays as it is."""
-    record = RunFolder.create(replay.folder, to_toml(replay.config), replay.config.digest)
-    if not any(record.checkpoints.iterdir()):
-        lines = [line for line in RunFolder.open(source).metrics() if line["round"] <= round]
-        write_text(record.metrics_path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-        checkpoint.save(record.checkpoints, round, tensors, meta)
-    return record
+    """Return the replay's folder with a checkpoint to resume from and the metrics up to it; never overwrite one."""
+    folder = RunFolder.create(replay.folder, to_toml(replay.config), replay.config.digest)
+    if any(folder.checkpoints.iterdir()):
+        return folder
+    lines = []
+    for line in RunFolder.open(source).metrics():
+        if line["round"] <= round:
+            lines.append(json.dumps(line, separators=(",", ":")) + "\n")
+    write_text(folder.metrics_path, "".join(lines))
+    checkpoint.save(folder.checkpoints, round, tensors, meta)
+    return folder
 
 
 def _start(setup: RunSetup, folder: Path, first: First | None, joined: bool) -> tuple[int, str]:
-    """The round after whose checkpoint a replay may start, and why not a later one."""
-    a, head = setup.algorithm, setup.config.head
+    """Return the round after whose checkpoint a replay may start, and why not a later one."""
+    algorithm = setup.algorithm
+    head = setup.config.head
     if head != "random" and not joined:
-        return 0, f"the {head} head was made from sums with this client"
-    if a.trainable.scores_data and not joined:
+        return 0, f"the {head} head was computed from sums with this client"
+    if algorithm.trainable.scores_data and not joined:
         return 0, "the mask was chosen by scores with this client"
-    if a.federation_counts and not joined:
+    if algorithm.federation_counts and not joined:
         return 0, "the class counts are a sum with this client"
     if not len(setup.task.data.validation_rows):
-        return 0, "the best round was chosen by images of all clients"
-    kept = [found.round for found in _good(folder) if first is None or found.round < first.round]
-    start = max(kept, default=0)
+        return 0, "the best round was chosen on images of all clients"
+    start = 0
+    for saved in _readable_checkpoints(folder):
+        if first is None or saved.round < first.round:
+            start = max(start, saved.round)
     if first is None:
         return start, "it took part in no round"
     if first.named:
@@ -198,25 +240,27 @@ def _start(setup: RunSetup, folder: Path, first: First | None, joined: bool) -> 
     return start, f"the record of round {first.round} does not say who took part"
 
 
-def _good(folder: Path) -> list[checkpoint.Checkpoint]:
-    found = []
+def _readable_checkpoints(folder: Path) -> list[checkpoint.Checkpoint]:
+    """Return the undamaged checkpoints of a run, in order of round."""
+    checkpoints = []
     for path in sorted((folder / "checkpoints").glob("round-*.safetensors")):
         try:
-            found.append(checkpoint.load(path))
+            checkpoints.append(checkpoint.load(path))
         except checkpoint.BadCheckpoint:
             continue
-    return found
+    return checkpoints
 
 
 def unlearn(replay: Replay, source: Path, progress: Progress | None = None, console: bool = True) -> dict[str, Any]:
-    """Carry the replay out; the summary of the run without the client. Interrupted, it goes on where it stopped."""
+    """Carry the replay out and return the summary of the run without the client. An interrupted replay is resumed."""
     _refuse_later_start(replay)
     if replay.start:
-        old = next(found for found in _good(source) if found.round == replay.start)
-        _begun(replay, source, old.round, old.tensors, {**old.meta, "config_digest": replay.config.digest})
-    log.info("forgetting client %d: %s; %s", replay.client, replay.why, CANNOT)
+        start = next(saved for saved in _readable_checkpoints(source) if saved.round == replay.start)
+        meta = {**start.meta, "config_digest": replay.config.digest}
+        _prepare_folder(replay, source, start.round, start.tensors, meta)
+    log.info("unlearning client %d: %s; %s", replay.client, replay.why, CANNOT)
     summary = run(replay.config, replay.folder, progress, console)
-    told = {
+    record = {
         "client": replay.client,
         "from_round": replay.start,
         "rounds": replay.rounds - replay.start,
@@ -225,18 +269,22 @@ def unlearn(replay: Replay, source: Path, progress: Progress | None = None, cons
         "why": replay.why,
         "cannot": CANNOT,
     }
-    write_text(replay.folder / "unlearned.json", json.dumps(told, indent=2) + "\n")
+    write_text(replay.folder / "unlearned.json", json.dumps(record, indent=2) + "\n")
     return summary
 
 
 def _refuse_later_start(replay: Replay) -> None:
-    """Refuse a folder whose replay kept rounds that may have the client in them: it would be called exact."""
+    """Refuse a folder whose replay took over rounds that may depend on the client: it would be recorded as exact."""
     path = replay.folder / "unlearned.json"
     if not path.exists():
         return
     earlier = int(json.loads(path.read_text()).get("from_round", 0))
     if earlier > replay.start:
         raise FedgraftError(
-            f"{replay.folder} kept the rounds up to {earlier}, and the client may be in those after {replay.start}; "
-            "delete that folder, or name another with --to."
+            "E-CONSORTIUM-LATER-START",
+            f"{replay.folder} took over the rounds up to {earlier}, and those after {replay.start} may depend on the "
+            "client",
+            "delete that folder, or name another with --to",
+            folder=str(replay.folder),
+            round=earlier,
         )

@@ -1,1 +1,1 @@
-"""Where orders are carried out: in this process, in a pool, on Flower."""
+"""Engines carry out the requests of a run: in this process, in worker processes, batched, or on Flower."""

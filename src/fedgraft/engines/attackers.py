@@ -1,8 +1,9 @@
-"""Any engine with some clients lying: the tool of attack experiments, never of a real federation.
+"""An engine with some malicious clients: for attack experiments, never for a real federation.
 
-Attackers train like the others; then their updates are replaced by an attack that may look at every benign one of the
+Attackers train like the others; then their updates are replaced by an attack that may use every benign update of the
 round, or they train on poisoned examples, or both (a boosted backdoor). Everything else they report (numbers of
-examples, control variates, representations) stays as trained. All of it is drawn from (seed, round) or (seed, client).
+examples, control variates, representations) stays as trained. All randomness is derived from (seed, round) or
+(seed, client).
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, unpack_bits
 from fedgraft.core.protocols import Examples
 from fedgraft.core.rng import numpy_stream, torch_stream
-from fedgraft.engines.attacks import ATTACKS, attack, flip_labels, stamp
+from fedgraft.engines.attacks import ATTACKS, attack, flip_labels, stamp, unknown_attack
 from fedgraft.server.collect import spread
 
 DATA_ATTACKS = {"label_flip": "", "backdoor": "", "backdoor_boosted": "scaling"}
 """Attacks on the attackers' examples, each with the attack on updates that follows it."""
 NAMES = (*ATTACKS, *DATA_ATTACKS)
+"""All attacks: on updates and on examples."""
 
 
-class Carrier(Protocol):
-    """An engine that shows its parts: all that run in this process do."""
+class LocalEngine(Protocol):
+    """An engine that runs in this process, with its algorithm, context and client memories."""
 
     algorithm: Algorithm
     context: ClientContext
     memory: dict[int, ClientMemory]
 
     def exchange(self, requests: Sequence[Request]) -> Iterable[Response | tuple[int, str]]:
-        """Carry out the orders; (client, sentence) says why a client did not answer."""
+        """Carry out the requests; (client, reason) stands for a client that did not answer."""
         ...
 
 
@@ -50,132 +52,171 @@ class Trigger:
     share: float = 0.5
     size: int = 3
     white: float | Tensor = 1.0
-    """What white is in the network's input, a number or (channels, 1, 1); normalised images have their own."""
+    """The value of white in the network's input, a number or (channels, 1, 1); it depends on the normalisation."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """A copy of the inputs (B, C, H, W) with the square."""
+        """Return a copy of the inputs (B, C, H, W) with the square."""
         return stamp(inputs, self.size, self.white)
 
 
 @dataclass
 class Attacked:
-    """An engine whose `attackers` follow `attack`: a name in `NAMES`, with the attack's own numbers in `options`.
+    """An engine whose `attackers` follow `attack`: a name in `NAMES`, with the attack's parameters in `options`.
 
-    A data attack gives the wrapped engine a context in which the attackers hold other rows; do not use its old one
-    at the same time, because both drive one network.
+    A data attack replaces the context of the wrapped engine by one in which the attackers hold poisoned rows. Do not
+    use the old context at the same time: both drive one network.
     """
 
-    engine: Carrier
+    engine: LocalEngine
     attackers: frozenset[int]
     attack: str
     seed: int = 0
     trigger: Trigger = field(default_factory=Trigger)
     marked: Examples | None = None
-    """The examples with the trigger, row by row, where they enter the network behind the pixels (kept features)."""
+    """The examples with the trigger, row by row. Needed where examples are cached features instead of pixels."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.attack not in NAMES:
-            raise FedgraftError(f"there is no attack {self.attack!r}; choose one of {', '.join(NAMES)}.")
-        if self._on_changes and self.engine.algorithm.privacy.collects_sum:
+            raise unknown_attack(self.attack, NAMES)
+        if self._update_attack and self.engine.algorithm.privacy.collects_sum:
             raise FedgraftError(
-                f"the attack {self.attack} rewrites updates, and inside a secure sum nobody sees one; "
-                "use label_flip or backdoor, or privacy.aggregation='clear'."
+                "E-ENGINES-ATTACK-SECURE",
+                f"the attack {self.attack} replaces updates, and under secure aggregation no single update is visible",
+                "use label_flip or backdoor, or privacy.aggregation='clear'",
+                attack=self.attack,
             )
         if self.attack in DATA_ATTACKS and self.attackers:
-            self.engine.context = self._poisoned(self.engine.context)
+            self.engine.context = self._poison(self.engine.context)
 
-    def _poisoned(self, context: ClientContext) -> ClientContext:
-        copies = {k: make_copies(context, k, self.attack, self.seed, self.trigger) for k in sorted(self.attackers)}
+    def _poison(self, context: ClientContext) -> ClientContext:
+        """Return a context in which the attackers hold poisoned copies of their rows."""
+        copies = {}
+        for client in sorted(self.attackers):
+            copies[client] = make_copies(context, client, self.attack, self.seed, self.trigger)
         if self.attack == "label_flip":
-            return poisoned(context, copies, None)
-        marked = Triggered(context.examples, self.trigger) if self.marked is None else self.marked
-        return poisoned(context, copies, marked)
+            return with_poisoned_rows(context, copies, None)
+        marked = self.marked
+        if marked is None:
+            marked = Triggered(context.examples, self.trigger)
+        return with_poisoned_rows(context, copies, marked)
 
     @property
     def memory(self) -> dict[int, ClientMemory]:
-        """What each client keeps; it belongs to the checkpoint."""
+        """The memory of each client; it belongs to the checkpoint."""
         return self.engine.memory
 
     @memory.setter
-    def memory(self, kept: dict[int, ClientMemory]) -> None:
-        self.engine.memory = kept
+    def memory(self, memory: dict[int, ClientMemory]) -> None:
+        self.engine.memory = memory
 
     def take_back(self, client: int, before: ClientMemory | None) -> None:
-        """Let this client go on from what it remembered before its last order."""
+        """Restore the memory that this client had before its last request."""
         if isinstance(self.engine, Remembering):
             self.engine.take_back(client, before)
 
     @property
-    def _on_changes(self) -> str:
+    def _update_attack(self) -> str:
+        """The name of the attack on updates; empty if updates are sent as trained."""
         return DATA_ATTACKS.get(self.attack, self.attack)
 
     def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
-        """Carry out the orders; replies of attackers to training orders carry the attack."""
+        """Carry out the requests; responses of attackers to training requests carry the attack."""
         arrivals = list(self.engine.exchange(requests))
-        asked = {request.client: request for request in requests if request.action == "train"}
-        if not self._on_changes or not asked:
+        training_requests = {request.client: request for request in requests if request.action == "train"}
+        if not self._update_attack or not training_requests:
             return arrivals
-        responses = {a.client: a for a in arrivals if isinstance(a, Response) and a.client in asked}
-        trained = {client: self._read(response, asked[client]) for client, response in sorted(responses.items())}
-        seen = {client: update for client, update in trained.items() if update is not None}
-        lies = self._lies(seen, requests[0].round) if self.attackers & seen.keys() else {}
-        false = {client: self._send(responses[client], asked[client], update) for client, update in lies.items()}
-        return [false.get(a.client, a) if isinstance(a, Response) else a for a in arrivals]
+        responses: dict[int, Response] = {}
+        for arrival in arrivals:
+            if isinstance(arrival, Response) and arrival.client in training_requests:
+                responses[arrival.client] = arrival
+        updates: dict[int, Tensor] = {}
+        for client, response in sorted(responses.items()):
+            update = self._decode(response, training_requests[client])
+            if update is not None:
+                updates[client] = update
+        if not self.attackers & updates.keys():
+            return arrivals
+        malicious: dict[int, Response] = {}
+        for client, update in self._malicious_updates(updates, requests[0].round).items():
+            malicious[client] = self._encode(responses[client], training_requests[client], update)
+        delivered: list[Response | tuple[int, str]] = []
+        for arrival in arrivals:
+            if isinstance(arrival, Response):
+                delivered.append(malicious.get(arrival.client, arrival))
+            else:
+                delivered.append(arrival)
+        return delivered
 
-    def _lies(self, updates: Mapping[int, Tensor], round: int) -> dict[int, Tensor]:
-        """What the attackers among these clients send instead."""
-        lying = [client for client in updates if client in self.attackers]
-        own = torch.stack([updates[client] for client in lying])  # (f, k)
+    def _malicious_updates(self, updates: Mapping[int, Tensor], round: int) -> dict[int, Tensor]:
+        """Return the updates that the attackers among these clients send instead of their own."""
+        attackers = [client for client in updates if client in self.attackers]
+        own = torch.stack([updates[client] for client in attackers])  # (f, k)
         benign = [update for client, update in updates.items() if client not in self.attackers]
-        # With fewer than two benign clients to look at, what the attackers computed themselves is all they know.
-        known = torch.stack(benign if len(benign) > 1 else list(updates.values()))
-        known = known if len(known) > 1 else known.repeat(2, 1)  # a spread needs two
-        stream = torch_stream(self.seed, "attack", self.attack, round)
-        sent = attack(self._on_changes, known, len(own), stream, own=own, **self.options)
-        return dict(zip(lying, sent, strict=True))
+        if len(benign) < 2:
+            # With fewer than two benign clients, attackers know little but what they computed themselves.
+            benign = list(updates.values())
+        known = torch.stack(benign)
+        if len(known) == 1:
+            known = known.repeat(2, 1)  # a standard deviation needs two
+        generator = torch_stream(self.seed, "attack", self.attack, round)
+        sent = attack(self._update_attack, known, len(own), generator, own=own, **self.options)
+        return dict(zip(attackers, sent, strict=True))
 
-    def _send(self, response: Response, request: Request, update: Tensor) -> Response:
-        """The reply with another update, encoded as the algorithm asks."""
+    def _encode(self, response: Response, request: Request, update: Tensor) -> Response:
+        """Return the response with another update, encoded with the algorithm's codec."""
         active = self._active(request)
-        wanted = (update if active is None else update[active]).contiguous()
-        stream = torch_stream(self.seed, "encode attack", request.round, request.client)
-        return replace(response, update=self.engine.algorithm.compression.encode(wanted, stream, None))
+        if active is not None:
+            update = update[active]
+        generator = torch_stream(self.seed, "encode attack", request.round, request.client)
+        payload = self.engine.algorithm.compression.encode(update.contiguous(), generator, None)
+        return replace(response, update=payload)
 
     def _active(self, request: Request) -> Tensor | None:
-        """Which coordinates this client may move; None: all of them."""
+        """Return the mask of coordinates that this client may change, None for all of them."""
         bits = request.auxiliary.get("active")
-        return None if bits is None else unpack_bits(bits, self.engine.context.space.trained)
+        if bits is None:
+            return None
+        return unpack_bits(bits, self.engine.context.space.trained)
 
-    def _read(self, response: Response, request: Request) -> Tensor | None:
-        """The update of a reply over the whole space; None for a client whose training diverged."""
+    def _decode(self, response: Response, request: Request) -> Tensor | None:
+        """Return the update of a response over the whole space; None for a client whose training diverged."""
         assert response.update is not None
         try:
             update = decode(response.update, self.engine.algorithm.compression, response.update.length)
         except BadPayload:
             return None
         active = self._active(request)
-        return update if active is None else spread(update, active)
+        if active is None:
+            return update
+        return spread(update, active)
 
 
 def choose_attackers(clients: int, share: float, seed: int) -> frozenset[int]:
-    """round(share · K) clients, drawn from the seed."""
+    """Return round(share · clients) attackers, drawn from the seed."""
     if not 0 <= share < 0.5:
-        raise FedgraftError(f"the share of attackers is {share}; against half or more of the clients no rule can help.")
+        raise FedgraftError(
+            "E-ENGINES-ATTACKER-SHARE",
+            f"the share of attackers is {share}, and no aggregation rule can resist half or more of the clients",
+            "use a share from 0 to below 0.5",
+            share=share,
+        )
     drawn = numpy_stream(seed, "attackers").permutation(clients)[: round(share * clients)]
     return frozenset(int(client) for client in drawn)
 
 
 class Triggered:
-    """Every example with the trigger. It comes after the training transform, so it stays in its corner."""
+    """Every example with the trigger, which is stamped after the training transform and so stays in its corner."""
 
     def __init__(self, clean: Examples, trigger: Trigger) -> None:
         if clean.entry:
             raise FedgraftError(
-                "a backdoor is a pattern of pixels, and this run starts from kept features; set "
-                "data.cache_features=false or give the features of the marked images."
+                "E-ENGINES-TRIGGER-FEATURES",
+                "a backdoor is a pattern of pixels, and this run trains on cached features",
+                "set data.cache_features=false or pass the features of the marked images",
             )
-        self.clean, self.trigger = clean, trigger
+        self.clean = clean
+        self.trigger = trigger
         self.labels: Tensor = clean.labels
         self.entry: int = clean.entry
 
@@ -183,35 +224,40 @@ class Triggered:
         return len(self.clean)
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Inputs for these rows, each with the trigger."""
+        """Return the inputs of these rows, each with the trigger."""
         return self.trigger(self.clean.batch(rows, generator))
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Poisoned copies of one attacker's rows: where they come from, what they claim to be, which carry the trigger."""
+    """Poisoned copies of one attacker's rows."""
 
     source: Tensor
+    """The row that each copy is made from."""
     labels: Tensor
+    """The label that each copy carries."""
     marked: Tensor
-    """bool."""
+    """bool: which copies carry the trigger."""
 
 
 class PoisonedExamples:
-    """Examples followed by poisoned copies of some of them; the originals keep their rows, so nobody else sees one."""
+    """Examples followed by poisoned copies of some of them. Originals keep their rows: benign clients see no copy."""
 
     def __init__(self, clean: Examples, copies: Sequence[Copies], triggered: Examples | None) -> None:
-        self.clean, self.triggered, self.entry = clean, triggered, clean.entry
-        self.source = torch.cat([torch.arange(len(clean)), *(c.source for c in copies)])
-        self.labels = torch.cat([clean.labels, *(c.labels for c in copies)])
-        self.marked = torch.cat([torch.zeros(len(clean), dtype=torch.bool), *(c.marked for c in copies)])
+        self.clean = clean
+        self.triggered = triggered
+        self.entry = clean.entry
+        self.source = torch.cat([torch.arange(len(clean)), *(copy.source for copy in copies)])
+        self.labels = torch.cat([clean.labels, *(copy.labels for copy in copies)])
+        self.marked = torch.cat([torch.zeros(len(clean), dtype=torch.bool), *(copy.marked for copy in copies)])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Inputs for these rows, with the trigger where a copy carries it."""
-        source, marked = self.source[rows], self.marked[rows]
+        """Return the inputs of these rows, with the trigger in copies that carry it."""
+        source = self.source[rows]
+        marked = self.marked[rows]
         inputs = self.clean.batch(source, generator)
         if self.triggered is not None and bool(marked.any()):
             inputs = inputs.clone()
@@ -219,27 +265,38 @@ class PoisonedExamples:
         return inputs
 
 
-def poisoned(context: ClientContext, copies: Mapping[int, Copies], triggered: Examples | None) -> ClientContext:
-    """The same workplace, where these clients hold poisoned copies of their rows."""
-    begin, held = len(context.examples), dict[int, Tensor]()
-    for client, made in copies.items():
-        held[client] = torch.arange(begin, begin + len(made.source))
-        begin += len(made.source)
+def with_poisoned_rows(
+    context: ClientContext, copies: Mapping[int, Copies], triggered: Examples | None
+) -> ClientContext:
+    """Return the same context, except that these clients hold poisoned copies of their rows."""
+    poisoned_rows: dict[int, Tensor] = {}
+    begin = len(context.examples)
+    for client, client_copies in copies.items():
+        end = begin + len(client_copies.source)
+        poisoned_rows[client] = torch.arange(begin, end)
+        begin = end
     context.release()
-    benign = context.rows
+    benign_rows = context.rows
+
+    def rows(client: int) -> Tensor:
+        if client in poisoned_rows:
+            return poisoned_rows[client]
+        return benign_rows(client)
+
     examples = PoisonedExamples(context.examples, list(copies.values()), triggered)
-    other = replace(context, examples=examples, rows=lambda k: held[k] if k in held else benign(k))
-    other.release()
-    return other
+    poisoned_context = replace(context, examples=examples, rows=rows)
+    poisoned_context.release()
+    return poisoned_context
 
 
 def make_copies(context: ClientContext, client: int, attack: str, seed: int, trigger: Trigger) -> Copies:
-    """An attacker's rows with labels flipped, or a share of them with the trigger and its label."""
+    """Return an attacker's rows with all labels flipped, or with the trigger and its label on a share of them."""
     rows = context.rows(client)
-    labels, marked = context.examples.labels[rows].clone(), torch.zeros(len(rows), dtype=torch.bool)
+    labels = context.examples.labels[rows].clone()
+    marked = torch.zeros(len(rows), dtype=torch.bool)
     if attack == "label_flip":
         return Copies(rows, flip_labels(labels, context.network.classes), marked)
-    request = torch.randperm(len(rows), generator=torch_stream(seed, "poison", client))
-    marked[request[: round(trigger.share * len(rows))]] = True
+    permutation = torch.randperm(len(rows), generator=torch_stream(seed, "poison", client))
+    marked[permutation[: round(trigger.share * len(rows))]] = True
     labels[marked] = trigger.target
     return Copies(rows, labels, marked)

@@ -1,15 +1,15 @@
-"""Which engine carries out a run's orders: the one rule, as a function of what is asked for and what is possible.
+"""Choice of the engine for a run, from the config and from what the algorithm allows.
 
-| `engine` | the head alone moves, on kept features, and nothing forbids it | otherwise |
+| `engine` | only the head is trained, on cached features, and nothing forbids batching | otherwise |
 |---|---|---|
 | `auto` | batched | reference |
-| `batched` | batched | batched, which carries out one by one what it cannot stack, and says why |
+| `batched` | batched | batched; requests that cannot be stacked are carried out one by one, with the reason logged |
 | `reference` | reference | reference |
 
-Reference orders run in `workers` processes, which does not change a byte: `workers=0` means one for each core where a
-network is trained on a CPU and a round is worth it, and none beside this process otherwise. A round is worth it from
-`WORTH` multiply-adds on, counted as images times the weights they meet, which is the least they can cost. The number
-of workers never decides between batched and reference, because those differ in the last bits.
+The reference engine uses `workers` processes, which does not change a byte of the result. `workers=0` means one worker
+for each core if a network is trained on a CPU and a round has at least `WORTH` multiply-adds, otherwise this process
+alone. Multiply-adds are counted as images times the weights they pass, a lower bound of the real cost. The number of
+workers never decides between batched and reference, because these two differ in the last bits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Wanted = Literal["auto", "reference", "batched"]
+"""The values of the config key `engine` for a simulated run."""
 WORTH = 1e8
-"""Multiply-adds of a round, some milliseconds, below which sending orders to workers takes longer than it saves."""
+"""Multiply-adds of a round (some milliseconds) below which sending requests to workers takes longer than it saves."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, with the clause for the log."""
+    """The chosen engine, its number of worker processes, and the reason for the log."""
 
     mode: Literal["batched", "in_process", "pool"]
     workers: int
@@ -35,29 +36,49 @@ class Choice:
 def choose_engine(
     wanted: Wanted, workers: int, obstacle: str | None, work: float, on_cpu: bool = True, clients: int = 1
 ) -> Choice:
-    """The engine for these orders. `obstacle`: why they cannot be batched, None where they can.
+    """Return the engine for a run.
 
-    `work` is the least number of multiply-adds of a round; 0 means that only a head is trained.
+    `obstacle` says why its requests cannot be batched, None if they can. `work` is a lower bound of the multiply-adds
+    of a round; 0 means that only a head is trained. `clients` is the number of clients per round.
     """
     if wanted == "batched" or (wanted == "auto" and obstacle is None):
-        why = obstacle or "all clients of a round in one product"
-        return Choice("batched", 1, why if obstacle is None else f"one by one, because {why}")
-    asked = " as asked" if wanted == "reference" else ""
-    reason = f"; not batched, because {obstacle}" if obstacle is not None and not asked else ""
+        if obstacle is None:
+            return Choice("batched", 1, "all clients of a round in one product")
+        return Choice("batched", 1, f"one by one, because {obstacle}")
+    configured = ""
+    not_batched = ""
+    if wanted == "reference":
+        configured = " as configured"
+    elif obstacle is not None:
+        not_batched = f"; not batched, because {obstacle}"
     if workers:
-        number, how = workers, f"workers={workers}{reason}"
+        processes = workers
+        why = f"workers={workers}{not_batched}"
     elif not on_cpu:
-        number, how = 1, f"one process{asked}: the device is no CPU{reason}"
+        processes = 1
+        why = f"one process{configured}: the device is not a CPU{not_batched}"
     elif work < WORTH:
-        amount = f"{work / 1e6:.0f}" if work >= 1e6 else "under a"
-        what = f"{amount} million multiply-adds a round are" if work else "a head alone is"
-        number, how = 1, f"one process{asked}: {what} too little work for more{reason}"
+        processes = 1
+        why = f"one process{configured}: {_describe_work(work)} too little work for more{not_batched}"
     else:
-        number = max(1, min(cores(), clients))
-        how = f"{number} processes{asked}, one for each core, same bytes as one{reason}"
-    return Choice("in_process" if number == 1 else "pool", number, how)
+        processes = max(1, min(cores(), clients))
+        why = f"{processes} processes{configured}, one for each core, results identical to one process{not_batched}"
+    if processes == 1:
+        return Choice("in_process", processes, why)
+    return Choice("pool", processes, why)
+
+
+def _describe_work(work: float) -> str:
+    """Return subject and verb of the sentence that says how little work a round is."""
+    if not work:
+        return "training the head alone is"
+    if work < 1e6:
+        return "under a million multiply-adds per round are"
+    return f"{work / 1e6:.0f} million multiply-adds per round are"
 
 
 def cores() -> int:
-    """Processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

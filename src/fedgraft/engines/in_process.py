@@ -1,4 +1,4 @@
-"""The reference engine: clients one after another in this process, each on one thread, in client order."""
+"""The reference engine: clients train one after another in this process, each on one thread, in client order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedgraft.core.progress import requests_phase
 
 
 class InProcess(Memories):
-    """Carries out orders with one context. `memory` is what each client keeps; it belongs to the checkpoint."""
+    """Carry out requests with one context. `memory` holds the state of each client and belongs to the checkpoint."""
 
     def __init__(self, algorithm: Algorithm, context: ClientContext) -> None:
         self.algorithm = algorithm
@@ -22,13 +22,15 @@ class InProcess(Memories):
         self.memory: dict[int, ClientMemory] = {}
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Response | tuple[int, str]]:
-        """Carry out the orders one by one; (client, sentence) stands for one that was refused."""
-        with requests_phase(requests, progress_label) as asked:
+        """Yield the response to each request, or (client, reason) for a request that the client refused."""
+        with requests_phase(requests, progress_label) as phase:
             for request in requests:
-                response, kept = handle_or_refuse(
-                    request, self.algorithm, self.context, self.memory.get(request.client, {})
-                )
-                if kept:
-                    self.memory[request.client] = kept
-                asked.advance()
-                yield (request.client, response) if isinstance(response, str) else response
+                memory = self.memory.get(request.client, {})
+                response, new_memory = handle_or_refuse(request, self.algorithm, self.context, memory)
+                if new_memory:
+                    self.memory[request.client] = new_memory
+                phase.advance()
+                if isinstance(response, str):
+                    yield request.client, response
+                else:
+                    yield response

@@ -1,10 +1,10 @@
-"""Clients side by side in worker processes of one thread each: the engine for networks.
+"""The engine for networks: clients train side by side in worker processes of one thread each.
 
 Two processes of one thread get more out of two cores than one process of two threads, and the bits of a sum do not
-depend on how many there are. Workers are forks of this process (where the platform does not fork, processes that are
-given a copy): they have the network, the data and the caches as they were at the first exchange, and get all that
-changes later with the orders. What clients remember stays here; it travels with the order and comes back with the
-reply.
+depend on the number of processes. Workers are forks of this process (spawned copies where the platform does not fork):
+they have the network, the data and the caches as they were at the first exchange; everything that changes later
+travels with the requests. Client memories stay in this process: a memory is sent with the request and the new one
+comes back with the response.
 """
 
 from __future__ import annotations
@@ -25,50 +25,69 @@ from fedgraft.core.messages import Request, Response, pack, unpack
 from fedgraft.core.progress import EXTRACTION, phase, requests_phase
 from fedgraft.engines.shared_memory import Parts, Work, Workers
 
-_REFUSED = b"refused "  # no message begins so: its first bytes are a length
+_REFUSED = b"refused "  # no packed message begins like this: its first bytes are a length
 
 
 class Pool(Memories):
-    """Carries out orders with `workers` processes; same bytes as `InProcess`, whatever their number.
+    """Carry out requests in `workers` processes, with the same bytes as `InProcess` for any number of them.
 
     Workers start at the first exchange and again after `close`, an error, or a change of the edit space. Coordinates
-    outside the space must not change while they live; after changing some (a new head), call `close`.
+    outside the space must not change while workers live; call `close` after changing some (a new head).
     """
 
     def __init__(
         self, algorithm: Algorithm, context: ClientContext, workers: int, deadline: float | None = None
     ) -> None:
         if workers < 1:
-            raise FedgraftError(f"a pool needs at least one worker, not {workers}.")
-        self.algorithm, self.context, self.workers, self.deadline = algorithm, context, workers, deadline
+            raise FedgraftError(
+                "E-ENGINES-WORKERS", f"a pool cannot have {workers} workers", "use at least one", workers=workers
+            )
+        self.algorithm = algorithm
+        self.context = context
+        self.workers = workers
+        self.deadline = deadline
         self.memory: dict[int, ClientMemory] = {}
-        self._crew: Workers | None = None
-        self._seen: object = None
+        self._team: Workers | None = None
+        self._team_key: object = None
+        """Identifies the algorithm, context and edit space that the workers were started with."""
 
     def exchange(self, requests: Sequence[Request]) -> list[Response | tuple[int, str]]:
-        """Carry out the orders; replies in their order. Memories change only when none has failed.
+        """Return the responses in the order of the requests. Memories change only if no request failed.
 
-        A client that takes longer than the deadline has not answered: its worker is killed, its memory stays as it was.
+        A client that takes longer than the deadline counts as one without an answer: its worker is killed, and its
+        memory stays unchanged.
         """
-        if len({request.client for request in requests}) < len(requests):
-            raise FedgraftError("a client can carry out only one order at a time; send its orders one after another.")
-        name = lambda o: f"client {o.client} in round {o.round}"  # noqa: E731
+        clients = {request.client for request in requests}
+        if len(clients) < len(requests):
+            raise FedgraftError(
+                "E-ENGINES-ONE-REQUEST",
+                "two requests of one exchange are for the same client",
+                "send them one after another",
+            )
         try:
-            with requests_phase(requests, progress_label) as asked:
-                answers = self._ready().map(requests, self._send, _receive, name, self.deadline, asked.advance)
+            with requests_phase(requests, progress_label) as requests_done:
+                answers = self._running_team().map(
+                    requests, self._send, _receive, _describe, self.deadline, requests_done.advance
+                )
         except BaseException:
             self.close()
             raise
-        pairs = zip(requests, answers, strict=True)
-        self.memory |= {o.client: found[1] for o, found in pairs if found is not None and found[1]}
-        late = f"no answer within {self.deadline} s"
-        return [(o.client, late) if found is None else found[0] for o, found in zip(requests, answers, strict=True)]
+        responses: list[Response | tuple[int, str]] = []
+        for request, answer in zip(requests, answers, strict=True):
+            if answer is None:
+                responses.append((request.client, f"no answer within {self.deadline} s"))
+                continue
+            response, memory = answer
+            responses.append(response)
+            if memory:
+                self.memory[request.client] = memory
+        return responses
 
     def close(self) -> None:
         """End the workers; the next exchange starts new ones."""
-        if self._crew is not None:
-            self._crew.close()
-        self._crew = None
+        if self._team is not None:
+            self._team.close()
+        self._team = None
 
     def __enter__(self) -> Pool:
         return self
@@ -76,47 +95,62 @@ class Pool(Memories):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _ready(self) -> Workers:
-        present = (id(self.algorithm), id(self.context), self.context.space.digest)
-        if self._crew is None or self._seen != present:
+    def _running_team(self) -> Workers:
+        """Return the workers, started anew if the algorithm, the context or the edit space has changed."""
+        team_key = (id(self.algorithm), id(self.context), self.context.space.digest)
+        if self._team is None or self._team_key != team_key:
             self.close()
-            self._crew, self._seen = Workers(_work(self.algorithm, self.context), self.workers), present
-        return self._crew
+            self._team = Workers(_work(self.algorithm, self.context), self.workers)
+            self._team_key = team_key
+        return self._team
 
     def _send(self, request: Request) -> list[bytes]:
-        memory = Request(
-            request.run, request.round, request.client, "remember", auxiliary=self.memory.get(request.client, {})
-        )
-        return [pack(request), pack(memory)]
+        """Return the bytes for a worker: the request, and the client's memory in a message of its own."""
+        memory = self.memory.get(request.client, {})
+        memory_message = Request(request.run, request.round, request.client, "remember", auxiliary=memory)
+        return [pack(request), pack(memory_message)]
+
+
+def _describe(request: Request) -> str:
+    """Return the name of a request in error messages."""
+    return f"client {request.client} in round {request.round}"
 
 
 def _work(algorithm: Algorithm, context: ClientContext) -> Work:
-    """What a worker does with an order and a memory: the same `handle` as everywhere."""
+    """Return the function that a worker runs: from the bytes of `_send` to the bytes that `_receive` reads."""
 
     def work(parts: Parts) -> list[bytes]:
-        request, memory = unpack(Request, parts[0]), unpack(Request, parts[1]).auxiliary
-        response, kept = handle_or_refuse(request, algorithm, context, memory)
-        remembers = (
-            [] if kept is memory else [pack(Response(request.run, request.round, request.client, evidence=kept))]
-        )
-        return [_REFUSED + response.encode() if isinstance(response, str) else pack(response), *remembers]
+        request = unpack(Request, parts[0])
+        memory = unpack(Request, parts[1]).auxiliary
+        response, new_memory = handle_or_refuse(request, algorithm, context, memory)
+        if isinstance(response, str):
+            answer = [_REFUSED + response.encode()]
+        else:
+            answer = [pack(response)]
+        if new_memory is not memory:
+            answer.append(pack(Response(request.run, request.round, request.client, evidence=new_memory)))
+        return answer
 
     return work
 
 
 def _receive(request: Request, parts: Parts) -> tuple[Response | tuple[int, str], ClientMemory]:
-    first, kept = bytes(parts[0][: len(_REFUSED)]), unpack(Response, parts[1]).evidence if len(parts) > 1 else {}
-    if first == _REFUSED:
-        return (request.client, bytes(parts[0][len(_REFUSED) :]).decode()), kept
-    return unpack(Response, parts[0]), kept
+    """Return response (or client and reason of refusal) and new memory; an empty memory means it did not change."""
+    memory: ClientMemory = {}
+    if len(parts) > 1:
+        memory = unpack(Response, parts[1]).evidence
+    if bytes(parts[0][: len(_REFUSED)]) == _REFUSED:
+        reason = bytes(parts[0][len(_REFUSED) :]).decode()
+        return (request.client, reason), memory
+    return unpack(Response, parts[0]), memory
 
 
 @runtime_checkable
 class Preparable(Protocol):
-    """Examples that keep what they compute in a file all processes share."""
+    """Examples that store what they compute in a file that all processes share."""
 
     def portions(self, rows: Tensor) -> list[Tensor]:
-        """The rows that still have to be computed, cut so that nothing is computed in two of the parts."""
+        """Return the rows that still have to be computed, divided so that no two portions compute the same thing."""
         ...
 
     def prepare(self, rows: Tensor | None = None) -> None:
@@ -125,22 +159,22 @@ class Preparable(Protocol):
 
 
 def prepare_features(examples: Preparable, rows: Tensor, workers: int) -> None:
-    """Fill the feature cache for these rows with so many processes; the stored bytes do not depend on their number."""
-    parts_of = examples.portions(rows)
-    if workers == 1 or len(parts_of) < 2:
-        if parts_of:
-            examples.prepare(torch.cat(parts_of))
+    """Fill the feature cache for these rows in `workers` processes; the stored bytes do not depend on their number."""
+    portions = examples.portions(rows)
+    if workers == 1 or len(portions) < 2:
+        if portions:
+            examples.prepare(torch.cat(portions))
         return
 
     def work(parts: Parts) -> list[bytes]:
         examples.prepare(torch.frombuffer(bytearray(parts[0]), dtype=torch.int64))
         return []
 
-    total = sum(map(len, parts_of))
-    with Workers(work, min(workers, len(parts_of))) as team, phase(EXTRACTION, total, "images") as told:
+    total = sum(map(len, portions))
+    with Workers(work, min(workers, len(portions))) as team, phase(EXTRACTION, total, "images") as extraction:
         team.map(
-            parts_of,
-            lambda g: [g.numpy().tobytes()],
-            lambda g, parts: told.advance(len(g)),
-            lambda g: f"rows from {int(g[0])} on",
+            portions,
+            send=lambda portion: [portion.numpy().tobytes()],
+            receive=lambda portion, parts: extraction.advance(len(portion)),
+            name=lambda portion: f"rows from {int(portion[0])} on",
         )

@@ -1,9 +1,9 @@
-"""Worker processes that trade bytes with this one: forks through shared memory, others through their pipe.
+"""Worker processes that exchange bytes with this one: forks through shared memory, spawned ones through a pipe.
 
-A `Buffer` is an unnamed file in memory that parent and child both map: it grows when a message does, needs no
-space in a shared-memory mount, and is gone with the last process that holds it, however that one ended. `Workers`
-each carry out one function from byte strings to byte strings, the next task going to whoever is free. A fork already
-has the function and all it refers to; where processes are spawned, `spawned.py` sends it once to each.
+A `SharedBuffer` is an unnamed file in memory that parent and child both map: it grows with the messages, needs no
+space in a shared-memory mount, and disappears with the last process that maps it, however that process ended.
+`Workers` run one function from byte strings to byte strings; the next task goes to whichever worker is free. A fork
+already has the function and all it refers to; a spawned process receives it once through `spawned.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from multiprocessing import get_context
@@ -36,41 +36,47 @@ from fedgraft.engines.spawned import forks, packed, unpacked, without_main
 from fedgraft.local.memory import keep_freed_memory
 
 Parts = list[memoryview]
+"""The byte strings of one message, as views that are valid until the next message."""
 Work = Callable[[Parts], list[bytes]]
+"""The function that workers run on each task."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Buffer:
-    """Bytes that a parent and its forks both see. One side writes at a time; the pipe beside it says when."""
+class SharedBuffer:
+    """Bytes that a parent and its fork both see. One side writes at a time; the pipe beside it says when."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
             self._file: Any = os.fdopen(os.memfd_create("fedgraft"), "r+b", buffering=0)
         else:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the board
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the buffer
         self._map: mmap.mmap | None = None
 
     def write(self, parts: Sequence[bytes]) -> list[int]:
-        """Put the parts side by side; returns their sizes, which the reader needs."""
+        """Write the parts one behind the other and return their sizes, which the reader needs."""
         total = sum(map(len, parts))
         if total > os.fstat(self._file.fileno()).st_size:
             self._file.truncate(total)
-        view, begin = self._view(total), 0
+        view = self._view(total)
+        begin = 0
         for part in parts:
             view[begin : begin + len(part)] = part
             begin += len(part)
         return [len(part) for part in parts]
 
     def read(self, sizes: Sequence[int]) -> Parts:
-        """Views of the parts, valid until either side writes again."""
-        view, begin, found = self._view(sum(sizes)), 0, []
+        """Return views of the parts, valid until either side writes again."""
+        view = self._view(sum(sizes))
+        begin = 0
+        parts = []
         for size in sizes:
-            found.append(view[begin : begin + size])
+            parts.append(view[begin : begin + size])
             begin += size
-        return found
+        return parts
 
     def _view(self, size: int) -> memoryview:
+        """Return a view of the file that covers at least `size` bytes; map it anew if it has grown."""
         if not size:
             return memoryview(b"")
         if self._map is None or len(self._map) < size:  # the other side has grown the file
@@ -79,103 +85,144 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class _Post:
-    """One end of what a worker and its parent say to each other: a header, and bytes beside or behind it."""
+class _Channel:
+    """One end of the connection between a worker and its parent.
+
+    A message is a JSON header through the pipe, and parts through the shared buffer or, without one, behind the header.
+    """
 
     pipe: Connection
-    board: Buffer | None
+    buffer: SharedBuffer | None
 
-    def put(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
-        sizes = [len(part) for part in parts] if self.board is None else self.board.write(parts)
+    def send(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
+        """Send one message."""
+        if self.buffer is None:
+            sizes = [len(part) for part in parts]
+            behind = parts
+        else:
+            sizes = self.buffer.write(parts)
+            behind = ()
         head = json.dumps(header | {"sizes": sizes}).encode()
-        behind = () if self.board is not None else parts
         self.pipe.send_bytes(b"".join([len(head).to_bytes(4, "little"), head, *behind]))
 
-    def get(self) -> tuple[dict[str, Any], Parts]:
+    def receive(self) -> tuple[dict[str, Any], Parts]:
+        """Wait for one message and return header and parts."""
         data = memoryview(self.pipe.recv_bytes())
         begin = 4 + int.from_bytes(data[:4], "little")
         header = json.loads(bytes(data[4:begin]))
-        if self.board is not None:
-            return header, self.board.read(header["sizes"])
-        ends = list(accumulate(header["sizes"], initial=begin))
-        return header, [data[a:b] for a, b in pairwise(ends)]
+        if self.buffer is not None:
+            return header, self.buffer.read(header["sizes"])
+        boundaries = accumulate(header["sizes"], initial=begin)
+        return header, [data[a:b] for a, b in pairwise(boundaries)]
 
 
 @dataclass(frozen=True)
 class _Worker:
+    """A worker process, seen from its parent."""
+
     process: BaseProcess
-    post: _Post
+    channel: _Channel
 
     @property
     def pipe(self) -> Connection:
-        return self.post.pipe
+        return self.channel.pipe
 
-    def give(self, parts: Sequence[bytes]) -> None:
-        # A worker that is gone shows itself when its answer is awaited, where the task has a name.
+    def send_task(self, parts: Sequence[bytes]) -> None:
+        """Send the bytes of a task."""
+        # A worker that has died is noticed when its answer is awaited, where the task has a name.
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.post.put({}, parts)
+            self.channel.send({}, parts)
 
-    def take(self, task: str, hear: Callable[[progress.News], None]) -> Parts | None:
-        """Its answer; None when it only said how far it is."""
+    def receive_answer(self, task: str, merge_progress: Callable[[progress.News], None]) -> Parts | None:
+        """Return the answer to its task, or None if the message was only about its progress."""
         try:
-            header, parts = self.post.get()
+            header, parts = self.channel.receive()
         except (EOFError, ConnectionResetError):
             self.process.join(1)
             raise FedgraftError(
-                f"the worker process of {task} died (exit code {self.process.exitcode}), probably for lack of memory; "
-                "run again with fewer workers."
+                "E-ENGINES-WORKER-DIED",
+                f"the worker process of {task} died (exit code {self.process.exitcode}), probably for lack of memory",
+                "run again with fewer workers",
+                task=task,
             ) from None
-        if "news" in header:
-            hear(header["news"])
+        if "progress" in header:
+            merge_progress(header["progress"])
             return None
-        if "refused" in header:
-            raise FedgraftError(header["refused"])
-        if "failed" in header:
-            raise FedgraftError(f"the worker process of {task} failed: {header['failed']}") from RuntimeError(
-                header["trace"]
-            )
+        if "error" in header:
+            error = header["error"]
+            raise FedgraftError(error["code"], error["message"], error["hint"])
+        if "crash" in header:
+            cause = RuntimeError(header["traceback"])
+            raise FedgraftError(
+                "E-ENGINES-WORKER-FAILED",
+                f"the worker process of {task} failed: {header['crash']}",
+                task=task,
+            ) from cause
         return parts
 
 
 class Workers:
-    """So many workers, each on one thread. They see this process as it was when the crew was made."""
+    """A team of worker processes of one thread each. They see this process as it was when the team was made."""
 
     def __init__(self, work: Work, workers: int) -> None:
         if torch.get_num_threads() != 1:
             raise FedgraftError(
-                f"worker processes compute on one thread, and this one computes on {torch.get_num_threads()}, "
-                "which gives other bits; call torch.set_num_threads(1) before."
+                "E-ENGINES-THREADS",
+                f"worker processes compute on one thread, and this process on {torch.get_num_threads()}, "
+                "which gives other bits",
+                "call torch.set_num_threads(1) before",
+                threads=torch.get_num_threads(),
             )
         self._forks = forks()
-        self._work = work if self._forks else packed(work)
+        self._work: Work | bytes = work
+        if not self._forks:
+            self._work = packed(work)
         self._workers: list[_Worker] = []
         # The pid keeps a fork that inherits this object from ending its siblings.
         self._end = weakref.finalize(self, _end, self._workers, os.getpid())
         for _ in range(workers):
-            self._hire()
+            self._start_worker()
 
-    def _hire(self) -> _Worker:
-        """One more worker."""
-        context: Any = get_context("fork" if self._forks else "spawn")
-        mine, theirs = context.Pipe()
-        board = Buffer() if self._forks else None
-        others = [mine, *(worker.pipe for worker in self._workers)] if self._forks else []
-        process = context.Process(target=_serve, args=(self._work, _Post(theirs, board), others), daemon=True)
-        with warnings.catch_warnings(), nullcontext() if self._forks else without_main():
+    def _start_worker(self) -> _Worker:
+        """Start one more worker and return it."""
+        if self._forks:
+            context: Any = get_context("fork")
+        else:
+            context = get_context("spawn")
+        parent_pipe, child_pipe = context.Pipe()
+        buffer: SharedBuffer | None = None
+        inherited: list[Connection] = []
+        if self._forks:
+            buffer = SharedBuffer()
+            inherited = [parent_pipe, *(worker.pipe for worker in self._workers)]
+        child_channel = _Channel(child_pipe, buffer)
+        process = context.Process(target=_serve, args=(self._work, child_channel, inherited), daemon=True)
+        with self._starting():
+            process.start()
+        child_pipe.close()
+        worker = _Worker(process, _Channel(parent_pipe, buffer))
+        self._workers.append(worker)
+        return worker
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Start a process without the warning about forks, or without running the user's script again."""
+        if not self._forks:
+            with without_main():
+                yield
+            return
+        with warnings.catch_warnings():
             # Python 3.12 warns of any fork beside threads; a worker takes no lock that a thread here may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        theirs.close()
-        self._workers.append(_Worker(process, _Post(mine, board)))
-        return self._workers[-1]
+            yield
 
-    def _replace(self, late: _Worker) -> _Worker:
-        """Kill a worker that hangs and put another in its place."""
-        late.process.kill()
-        late.process.join()
-        late.pipe.close()
-        self._workers.remove(late)
-        return self._hire()
+    def _replace(self, worker: _Worker) -> _Worker:
+        """Kill a worker that hangs and return a new one in its place."""
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+        self._workers.remove(worker)
+        return self._start_worker()
 
     def map(
         self,
@@ -186,49 +233,62 @@ class Workers:
         deadline: float | None = None,
         done: Callable[[], None] = lambda: None,
     ) -> list[R | None]:
-        """Carry out the tasks, each by the next free worker; results in the order of the tasks.
+        """Carry out the tasks, each by the next free worker, and return the results in the order of the tasks.
 
-        `send` makes a task's bytes when its turn comes, `receive` reads its answer at once. Any error, Ctrl-C
-        included, ends the crew: what is under way is of no use any more. A task that takes longer than `deadline`
-        seconds gives None; its worker is killed and another one goes on. What workers are at is a phase here too.
+        `send` makes a task's bytes when its turn comes, `receive` reads its answer at once, `name` names it in errors,
+        `done` is called after each task. Any error, Ctrl-C included, ends the team: unfinished work is of no use then.
+        A task that takes longer than `deadline` seconds gives None; its worker is killed and replaced. The progress of
+        workers is merged into the phases of this process.
         """
         waiting = deque(range(len(tasks)))
         busy: dict[object, tuple[int, _Worker]] = {}
-        ends: dict[object, float] = {}
+        deadlines: dict[object, float] = {}
         results: dict[int, R] = {}
 
-        def next_task(worker: _Worker) -> None:
-            if waiting:
-                index = waiting.popleft()
-                busy[worker.pipe] = index, worker
-                worker.give(send(tasks[index]))
-                ends[worker.pipe] = math.inf if deadline is None else time.monotonic() + deadline
+        def send_next_task(worker: _Worker) -> None:
+            if not waiting:
+                return
+            index = waiting.popleft()
+            busy[worker.pipe] = (index, worker)
+            worker.send_task(send(tasks[index]))
+            if deadline is None:
+                deadlines[worker.pipe] = math.inf
+            else:
+                deadlines[worker.pipe] = time.monotonic() + deadline
+
+        def seconds_to_first_deadline() -> float | None:
+            if deadline is None:
+                return None
+            first = min(deadlines[pipe] for pipe in busy)
+            return max(0.0, first - time.monotonic())
 
         try:
-            with progress.merging() as hear:
+            with progress.merging() as merge_progress:
                 for worker in list(self._workers):
-                    next_task(worker)
+                    send_next_task(worker)
                 while busy:
-                    first = min(ends[pipe] for pipe in busy)
-                    left = None if deadline is None else max(0.0, first - time.monotonic())
-                    for pipe in wait([worker.pipe for _, worker in busy.values()], left):
+                    pipes = [worker.pipe for _, worker in busy.values()]
+                    for pipe in wait(pipes, seconds_to_first_deadline()):
                         index, worker = busy[pipe]
-                        if (parts := worker.take(name(tasks[index]), hear)) is None:
+                        parts = worker.receive_answer(name(tasks[index]), merge_progress)
+                        if parts is None:
                             continue
                         del busy[pipe]
                         results[index] = receive(tasks[index], parts)
                         done()
-                        next_task(worker)
-                    for late in [pipe for pipe in busy if ends[pipe] <= time.monotonic()]:
-                        _, worker = busy.pop(late)
-                        next_task(self._replace(worker))
+                        send_next_task(worker)
+                    now = time.monotonic()
+                    late = [pipe for pipe in busy if deadlines[pipe] <= now]
+                    for late_pipe in late:
+                        _, worker = busy.pop(late_pipe)
+                        send_next_task(self._replace(worker))
         except BaseException:
             self.close()
             raise
         return [results.get(index) for index in range(len(tasks))]
 
     def close(self) -> None:
-        """End the workers. Also happens when the crew is collected, and at exit."""
+        """End the workers. This also happens when the team is garbage-collected, and at exit."""
         self._end()
 
     def __enter__(self) -> Workers:
@@ -239,6 +299,7 @@ class Workers:
 
 
 def _end(workers: list[_Worker], owner: int) -> None:
+    """Terminate the workers, unless this process is a fork of their owner."""
     if os.getpid() != owner:
         return
     for worker in workers:
@@ -252,26 +313,29 @@ def _end(workers: list[_Worker], owner: int) -> None:
     workers.clear()
 
 
-def _serve(work: Work | bytes, post: _Post, inherited: list[Connection]) -> None:
-    """A worker's life: one task after another until the parent closes the pipe or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+def _serve(work: Work | bytes, channel: _Channel, inherited: list[Connection]) -> None:
+    """Run in a worker: carry out one task after another until the parent closes the pipe or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in inherited:  # a copy of a parent's end would keep that pipe open after the parent's death
-        other.close()
+    for pipe in inherited:  # a copy of a parent's end would keep that pipe open after the parent's death
+        pipe.close()
     torch.set_num_threads(1)
     keep_freed_memory()
-    relay = progress.relay_to(lambda news: post.put({"news": news}))
-    carry_out = unpacked(work) if isinstance(work, bytes) else work
+    relay = progress.relay_to(lambda news: channel.send({"progress": news}))
+    if isinstance(work, bytes):
+        carry_out = unpacked(work)
+    else:
+        carry_out = work
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
-            _, parts = post.get()
+            _, parts = channel.receive()
             header: dict[str, Any] = {}
             answer: Sequence[bytes] = ()
             try:
                 answer = carry_out(parts)
             except FedgraftError as error:
-                header = {"refused": str(error)}
+                header = {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
             except Exception as error:
-                header = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+                header = {"crash": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             relay.between()
-            post.put(header, answer)
+            channel.send(header, answer)

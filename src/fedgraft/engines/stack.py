@@ -1,4 +1,4 @@
-"""The heads of several clients trained as one: their weights side by side, one product for all."""
+"""The linear heads of several clients as one stacked tensor, stepped with one batched product for all of them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,35 @@ from fedgraft.local.optimizers import Optimizer
 
 
 class Stack:
-    """The heads of c clients as one flat vector, all weights (c, k, d), then all biases (c, k, 1); batches of b rows.
+    """The heads of c clients as one flat vector: all weights (c, k, d), then all biases (c, k, 1); batches of b rows.
 
-    A second vector of that shape takes the gradients. Where the optimizer is plain momentum it is the velocity itself:
-    the product that makes the gradient adds it to the decayed velocity, so that no pass over memory is spent on it.
+    A second vector of the same shape holds the gradients. With plain momentum it is the velocity itself: the product
+    that computes the gradient adds it to the decayed velocity, which saves a pass over memory.
     """
 
     def __init__(
         self, values: Tensor, gradient: Tensor, shape: tuple[int, int, int, int], optimizer: Optimizer
     ) -> None:
         c, k, d, b = shape
-        self.values, self.gradient, self.optimizer = values, gradient, optimizer
-        self.weight, self.d_weight = (flat[: c * k * d].view(c, k, d) for flat in (values, gradient))
-        self.bias, self.d_bias = (flat[c * k * d :].view(c, k, 1) for flat in (values, gradient))
+        weights = c * k * d
+        self.values = values
+        self.gradient = gradient
+        self.optimizer = optimizer
+        self.weight = values[:weights].view(c, k, d)
+        self.bias = values[weights:].view(c, k, 1)
+        self.d_weight = gradient[:weights].view(c, k, d)
+        self.d_bias = gradient[weights:].view(c, k, 1)
         self.fused = optimizer.heavy_ball is not None
         self.decay = optimizer.heavy_ball or 0.0
-        self.state = {} if self.fused else optimizer.init(values.numel())
         self.ones = values.new_ones(c, b, 1)
         if self.fused:
+            self.state = {}
             gradient.zero_()
+        else:
+            self.state = optimizer.init(values.numel())
 
     def step(self, error: Tensor, inputs: Tensor, rate: float, scale: float) -> None:
-        """One step along the gradients that these errors (c, k, b) at the logits mean, all of them times `scale`."""
+        """Take one optimizer step with the gradient of these errors (c, k, b) at the logits, multiplied by `scale`."""
         if self.fused:  # the velocity stands for 1 / scale times itself, which saves a pass over the errors
             torch.baddbmm(self.d_weight, error, inputs, beta=self.decay, out=self.d_weight)
             # A bias is the weight of an input that is always 1: one product instead of a sum and an addition.

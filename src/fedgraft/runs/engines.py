@@ -14,7 +14,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext
 from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.messages import Request, Response
-from fedgraft.engines.batched import Batched, applies
+from fedgraft.engines.batched import Batched, batching_obstacle
 from fedgraft.engines.choice import Choice, Wanted, choose_engine
 from fedgraft.engines.in_process import InProcess
 from fedgraft.engines.pool import Pool
@@ -71,7 +71,7 @@ class Engines:
         """How orders in this context are carried out."""
         config, setup = self.setup.config, self.setup
         wanted: Wanted = "reference" if preparing or config.engine == "flower-sim" else config.engine
-        obstacle = applies(algorithm, context) if wanted != "reference" else None
+        obstacle = batching_obstacle(algorithm, context) if wanted != "reference" else None
         on_cpu = setup.task.network.head.weight.device.type == "cpu"
         work = math.inf if preparing else self._work(algorithm, context)
         if context.examples.entry == setup.task.network.depth:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 from torch import Generator, Tensor
 
 from fedgraft.aggregate import robust
-from fedgraft.core.errors import FedgraftError
 from fedgraft.engines import attacks
 
 
@@ -108,9 +108,9 @@ def test_stamp(dtype: torch.dtype) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(FedgraftError, match="no attack 'bribe'"):
+    with raises("E-ENGINES-ATTACK-NAME", attack="bribe"):
         attacks.attack("bribe", benign(), 1, stream())
-    with pytest.raises(FedgraftError, match="attackers need updates"):
+    with raises("E-ENGINES-ATTACK-SHAPE"):
         attacks.attack("zero", benign(), 2, stream(), own=torch.zeros(1, 60))
-    with pytest.raises(FedgraftError, match="does not fit"):
+    with raises("E-ENGINES-TRIGGER-SIZE"):
         attacks.stamp(torch.zeros(1, 4, 4), 5)

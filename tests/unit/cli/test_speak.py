@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from fedgraft.cli import main as cli
-from fedgraft.cli.console import say
+from fedgraft.cli.console import echo
 from fedgraft.core.progress import Phase
 
 TEXT = "bytes: 5.7 kB down and 5.7 kB up per client and round; 454.7 kB down and 458.6 kB up in all, of runs/a-name"
@@ -20,7 +20,7 @@ TEXT = "bytes: 5.7 kB down and 5.7 kB up per client and round; 454.7 kB down and
 def test_words_stay_whole(terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 20)))
-    say(TEXT)
+    echo(TEXT)
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(line.strip() for line in lines) == TEXT  # nothing is broken at a hyphen or within a word
     assert len(lines) == (3 if terminal else 1) and max(map(len, lines)) <= (40 if terminal else len(TEXT))

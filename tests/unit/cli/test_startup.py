@@ -74,7 +74,7 @@ def test_a_run_says_what_it_does_before_it_imports_torch(
         raise FedgraftError("here torch would be imported")
 
     monkeypatch.setattr("rich.get_console", lambda: Console(width=20))
-    monkeypatch.setattr(main, "load", stop)
+    monkeypatch.setattr(main, "import_runtime", stop)
     for quiet in (False, True):
         with pytest.raises(FedgraftError, match="here torch"):
             main._carry_out(config_of(["demo"]), tmp_path / "a run", quiet)

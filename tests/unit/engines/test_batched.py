@@ -20,7 +20,7 @@ from fedgraft.core.space import select
 from fedgraft.data.examples import FeatureExamples
 from fedgraft.edit.dense import head
 from fedgraft.engines import batched
-from fedgraft.engines.batched import Batched, applies
+from fedgraft.engines.batched import Batched, batching_obstacle
 from fedgraft.engines.in_process import InProcess
 from fedgraft.local.losses import Loss, cross_entropy
 from fedgraft.local.optimizers import adamw, sgdm
@@ -165,7 +165,7 @@ def test_the_comparison_sees_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(batched, "drawn", wrong_order)
         assert difference(fedavg(), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
-        patch.setattr(batched, "_error", wrong_smoothing(batched._error))
+        patch.setattr(batched, "_loss_gradient", wrong_smoothing(batched._loss_gradient))
         assert difference(fedavg(cross_entropy(0.1)), rounds=1) > 1e-4
     with monkeypatch.context() as patch:
         patch.setattr(Batched, "_labels", unweighted(Batched._labels))
@@ -189,7 +189,7 @@ def test_the_written_out_gradient_is_that_of_autograd(smoothing: float, scale: f
     weights = torch.rand(c, 1, b, generator=g, dtype=torch.float64)
     stack = batched.Stack(values.clone(), torch.zeros_like(values), (c, k, d, b), sgdm(0.0))
     room = torch.baddbmm(stack.bias, stack.weight, inputs.transpose(1, 2))
-    error, found = batched._error(room, labels, smoothing)
+    error, found = batched._loss_gradient(room, labels, smoothing)
     losses = -(found * weights).sum((1, 2))
     stack.step(error.mul_(weights), inputs, 0.0, 1.0)
     leaf = values.requires_grad_()
@@ -317,13 +317,13 @@ def test_other_actions_are_carried_out_one_by_one() -> None:
 
 LOCAL = LocalTraining(steps=2, batch_size=8)
 REFUSED: dict[str, tuple[Algorithm, str]] = {
-    "body": (zoo.fedavg(local=LOCAL), "not exactly the weight"),
+    "body": (zoo.fedavg(local=LOCAL), "head-only"),
     "adamw": (fedavg(optimizer=adamw()), "adamw"),
     "clip": (fedavg(clip=1.0), "clipped"),
     "amp": (fedavg(amp="bfloat16"), "bfloat16"),
     "fedprox": (zoo.fedprox(0.1, local=LOCAL, trainable=HEAD), "proximal"),
     "scaffold": (zoo.scaffold(local=LOCAL, trainable=HEAD), "control_variates"),
-    "signs": (vary(fedavg(), update=(UpdateLink("signs", lambda u, s: (u.sign(), {})),)), "work on their update"),
+    "signs": (vary(fedavg(), update=(UpdateLink("signs", lambda u, s: (u.sign(), {})),)), "transform their update"),
     "ifca": (zoo.ifca(local=LOCAL, trainable=HEAD), "chooses its model"),
     "ditto": (zoo.ditto(local=LOCAL, trainable=HEAD), "keep a part"),
     "top_k": (vary(fedavg(), compression=codec("top_k:0.5")), "top_k"),
@@ -339,7 +339,7 @@ def test_where_it_does_not_apply_it_says_why_and_gives_the_references_bytes(name
     if name == "body":
         toy.context.examples = other.context.examples = toy.examples
     engine = Batched(algorithm, other.context)
-    assert engine.reason == applies(algorithm, other.context) and why in str(engine.reason)
+    assert engine.reason == batching_obstacle(algorithm, other.context) and why in str(engine.reason)
     auxiliary = {key: toy.state.rule[key] for key in algorithm.local.correction.receives}
     for round in range(2):
         requests = [replace(request, auxiliary=auxiliary) for request in many(toy, 3, round)]
@@ -354,18 +354,18 @@ class Dropout(nn.Module):
 def test_a_context_that_is_not_a_plain_head_on_features_is_refused() -> None:
     algorithm = fedavg()
     toy = head_toy(algorithm)
-    assert applies(algorithm, toy.context) is None
+    assert batching_obstacle(algorithm, toy.context) is None
     train_images = replace(toy.context, examples=toy.examples)
-    assert "features" in str(applies(algorithm, train_images))
+    assert "features" in str(batching_obstacle(algorithm, train_images))
     lasting = vary(algorithm, client_state=ClientState(optimizer=True))
-    assert "keep" in str(applies(lasting, toy.context))
+    assert "keep" in str(batching_obstacle(lasting, toy.context))
     half = replace(toy.context, space=select(toy.network, lambda n: n == "head.weight"))
-    assert "not exactly" in str(applies(algorithm, half))
+    assert "head-only" in str(batching_obstacle(algorithm, half))
     toy.network.extra = Dropout()
-    assert "dropout" in str(applies(algorithm, toy.context))
+    assert "dropout" in str(batching_obstacle(algorithm, toy.context))
     del toy.network.extra
     toy.network.forward = lambda inputs, entry=0: 2 * toy.network.head(inputs)  # type: ignore[method-assign]
-    assert "more than its linear head" in str(applies(algorithm, toy.context))
+    assert "more than its linear head" in str(batching_obstacle(algorithm, toy.context))
 
 
 def test_orders_that_activate_a_part_go_to_the_reference_client() -> None:
