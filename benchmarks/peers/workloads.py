@@ -262,7 +262,7 @@ def digest(arrays: dict[str, np.ndarray]) -> str:
 
 def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Data by split, each client's rows, the starting weights of what is drawn; and the trunk's folder."""
-    from fedgraft.runs.job import job_of
+    from fedgraft.runs.setup import setup_of
 
     from fedgraft.config.load import Config
     from fedgraft.local.memory import one_thread
@@ -272,7 +272,7 @@ def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, 
     if spec.model == "features":
         draw_features(folder / "features.npz", spec)
     with one_thread():
-        job = job_of(Config.model_validate(config_of(spec, spec.rounds, folder)))
+        job = setup_of(Config.model_validate(config_of(spec, spec.rounds, folder)))
         with closing(Engines(job)) as engines:
             install_head(job, engines)
     network, data = job.task.network, job.task.data

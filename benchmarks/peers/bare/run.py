@@ -20,23 +20,23 @@ import torch
 from protocol import Clock, Workload, given_folder, read
 
 if TYPE_CHECKING:
-    from fedgraft.runs.job import Job
+    from fedgraft.runs.setup import RunSetup
 
     from fedgraft.core.protocols import Examples, Network
 
 SIDE, REPEATS, BLOCK, GROUP, IMAGES = 1024, 30, 32, 256, 768
 
 
-def opened(folder: Path) -> Job:
+def opened(folder: Path) -> RunSetup:
     """The run's parts, as fedgraft makes them."""
-    from fedgraft.runs.job import job_of
+    from fedgraft.runs.setup import setup_of
 
     from fedgraft.config.load import load
     from fedgraft.local.memory import keep_freed_memory
 
     keep_freed_memory()  # the hardware does not need fresh pages either
     torch.set_num_threads(1)  # before any work, so that this process can be forked
-    return job_of(load(folder / "config.toml"))
+    return setup_of(load(folder / "config.toml"))
 
 
 def products(workload: Workload, width: int) -> list[float]:
@@ -53,7 +53,7 @@ def products(workload: Workload, width: int) -> list[float]:
     return times
 
 
-def extraction(job: Job, images: int) -> dict[str, float]:
+def extraction(job: RunSetup, images: int) -> dict[str, float]:
     """Seconds per image of bare forward passes over blocks and of fedgraft's extraction, in turn, the best of each.
 
     A run extracts groups of `GROUP` images at a time, each by one worker, block by block; so does this.
@@ -100,9 +100,9 @@ def _worker(work: Callable[[int], float], count: int, rounds: int, gate: object,
         found.put(work(count))  # type: ignore[attr-defined]
 
 
-def training(workload: Workload, job: Job) -> list[float]:
+def training(workload: Workload, job: RunSetup) -> list[float]:
     """Seconds of a round's passes, shared by one process per core."""
-    from fedgraft.runs.opening import open_run
+    from fedgraft.runs.open_run import open_run
 
     from fedgraft.runs.engines import Engines
 

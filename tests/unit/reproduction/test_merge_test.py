@@ -54,7 +54,7 @@ def test_two_halves_of_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if sum(gain) > 0:
             assert found[rule]["additivity"] == pytest.approx(kept / sum(gain))
     assert -1 <= found["cosine"] <= 1
-    monkeypatch.setattr(merge_test, "run_job", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(merge_test, "run_setup", lambda *_: pytest.fail("run again"))
     assert json.dumps(merge_test.one(load(None, told), tmp_path / "run")) == json.dumps(found)  # NaN is not NaN
     assert merge_test.table([("random", 0.1, 0, found)]).count("\n") == 2
 
