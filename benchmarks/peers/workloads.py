@@ -262,12 +262,11 @@ def digest(arrays: dict[str, np.ndarray]) -> str:
 
 def _arrays(spec: Spec, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Data by split, each client's rows, the starting weights of what is drawn; and the trunk's folder."""
-    from fedgraft.runs.setup import setup_of
-
     from fedgraft.config.load import Config
     from fedgraft.local.memory import one_thread
     from fedgraft.runs.engines import Engines
     from fedgraft.runs.head_init import install_head
+    from fedgraft.runs.setup import setup_of
 
     if spec.model == "features":
         draw_features(folder / "features.npz", spec)

@@ -7,7 +7,7 @@ from tests.support.toy import Toy, client_rows
 
 from fedgraft import algorithms as zoo
 from fedgraft.core.messages import Response
-from fedgraft.runs.measure import _spread
+from fedgraft.runs.measure import accuracy_spread
 
 
 def test_the_training_loss_of_a_round_is_by_examples() -> None:
@@ -27,6 +27,6 @@ def test_the_weighted_accuracy_is_by_test_images_and_the_mean_by_clients() -> No
         Response("r", 1, 0, metrics={"accuracy": 1.0, "count": 10.0}),
         Response("r", 1, 1, metrics={"accuracy": 0.5, "count": 90.0}),
     ]
-    found = _spread(responses)
+    found = accuracy_spread(responses)
     assert found["weighted"] == pytest.approx(0.55)
     assert found["mean"] == pytest.approx(0.75)

@@ -21,8 +21,8 @@ def test_the_head_is_that_of_the_pooled_images_of_those_who_were_asked(secure: l
     z = features_of(ready.network, examples, rows).double()
     z = torch.cat([z, torch.ones(len(z), 1).double()], 1)
     y = torch.nn.functional.one_hot(ready.task.train_images.labels[rows], ready.data.classes).double()
-    assert ready.start is not None and ready.start.judge is not None
-    wanted = calibrate_temperature(solve(z.T @ z, z.T @ y, 1.0), ready.start.judge)
+    assert ready.start is not None and ready.start.scorer is not None
+    wanted = calibrate_temperature(solve(z.T @ z, z.T @ y, 1.0), ready.start.scorer)
     found = torch.cat([ready.network.head.weight, ready.network.head.bias[:, None]], 1).detach().double()
     assert torch.allclose(found, wanted, rtol=1e-3 if secure else 1e-5, atol=1e-4 if secure else 1e-6)
 

@@ -23,7 +23,7 @@ from fedgraft.metrics import metrics, scores
 from fedgraft.privacy.protection import CLEAR
 from fedgraft.runs.adapted import adapted
 from fedgraft.runs.loop import run
-from fedgraft.runs.measure import checked
+from fedgraft.runs.measure import validated_sums
 from fedgraft.server.secure_sum import Sums
 
 ASKED = 'metrics=["balanced_accuracy","sensitivity","auroc","calibration_error","confusion"]'
@@ -128,9 +128,9 @@ def reply_of(**changed: Tensor) -> Response:
     ],
 )
 def test_sums_that_cannot_be_are_refused_by_name(bad: dict[str, Tensor]) -> None:
-    checked(reply_of(), 3)
+    validated_sums(reply_of(), 3)
     with pytest.raises(FedgraftError, match="client 7 counted"):
-        checked(reply_of(**bad), 3)
+        validated_sums(reply_of(**bad), 3)
 
 
 def test_the_secure_sum_of_scores_is_the_sum_in_the_clear() -> None:

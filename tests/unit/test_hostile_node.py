@@ -21,7 +21,7 @@ from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, simulation_key
 from fedgraft.privacy.protection import CLEAR, DifferentialPrivacy, private, secure
-from fedgraft.runs.head_init import summed_counts
+from fedgraft.runs.head_init import sum_counts
 from fedgraft.server import expected as kinds
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.secure_sum import Sums
@@ -77,7 +77,7 @@ def counted(toy: Toy, engine: Any) -> Any:
     for k in range(5):
         example_counts.note(k, {"validation images": 10.0})
     found = kinds.replies_to(engine.exchange, toy_orders, kinds.counts(toy_orders, 1, example_counts, "validation"))
-    return [torch.tensor([[e.accuracy, e.loss, e.count] for e in summed_counts(found, example_counts, "validation")])]
+    return [torch.tensor([[e.accuracy, e.loss, e.count] for e in sum_counts(found, example_counts, "validation")])]
 
 
 def evaluated(toy: Toy, engine: Any) -> Any:

@@ -20,19 +20,17 @@ import torch
 from protocol import Clock, Workload, given_folder, read
 
 if TYPE_CHECKING:
-    from fedgraft.runs.setup import RunSetup
-
     from fedgraft.core.protocols import Examples, Network
+    from fedgraft.runs.setup import RunSetup
 
 SIDE, REPEATS, BLOCK, GROUP, IMAGES = 1024, 30, 32, 256, 768
 
 
 def opened(folder: Path) -> RunSetup:
     """The run's parts, as fedgraft makes them."""
-    from fedgraft.runs.setup import setup_of
-
     from fedgraft.config.load import load
     from fedgraft.local.memory import keep_freed_memory
+    from fedgraft.runs.setup import setup_of
 
     keep_freed_memory()  # the hardware does not need fresh pages either
     torch.set_num_threads(1)  # before any work, so that this process can be forked
@@ -102,9 +100,8 @@ def _worker(work: Callable[[int], float], count: int, rounds: int, gate: object,
 
 def training(workload: Workload, job: RunSetup) -> list[float]:
     """Seconds of a round's passes, shared by one process per core."""
-    from fedgraft.runs.open_run import open_run
-
     from fedgraft.runs.engines import Engines
+    from fedgraft.runs.open_run import open_run
 
     opening, network, size = open_run(job, Engines(job)), job.task.network, job.config.local.batch_size
     moved = {part.name for part in opening.space.parts}

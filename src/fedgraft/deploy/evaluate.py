@@ -26,7 +26,7 @@ from fedgraft.report.values import cell
 from fedgraft.runs import checkpoint
 from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.head_init import install
-from fedgraft.runs.measure import Measure, checked, report, tables
+from fedgraft.runs.measure import Measure, report, tables, validated_sums
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.predict import Predictor, predictor
 from fedgraft.runs.saving import saved_edit
@@ -71,7 +71,7 @@ def measure(config: Config, folder: Path, engine: Any, model: str = "", metrics:
     engine.open(setup.federation.run, opened.message(not setup.task.data.rows_known))
     asking = Measure(setup, opened, engine, chosen)
     responses, refused = asking.evaluated(state)
-    sums = scores.merge([checked(r, len(asking.classes)) for r in responses], len(asking.classes))
+    sums = scores.merge([validated_sums(r, len(asking.classes)) for r in responses], len(asking.classes))
     told = {
         "model": Path(model).name,
         "metrics": list(chosen),

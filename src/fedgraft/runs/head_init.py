@@ -42,57 +42,61 @@ log = logging.getLogger("fedgraft")
 GRID = tuple(10.0**e for e in (-5, -4, -3, -2.5, -2, -1.5, -1, -0.5, 0))
 
 
-class Judge(Protocol):
-    """Says how good heads are, on `count` images."""
+class HeadScorer(Protocol):
+    """Measures heads on `count` images."""
 
     count: int
 
     def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
-        """(accuracy, loss) of each."""
+        """Return (accuracy, loss) of each head."""
         ...
 
 
 @dataclass(frozen=True)
-class Start:
-    """How the model the run begins with does on validation images."""
+class InitialModel:
+    """How the model that the run begins with does on validation images."""
 
     accuracy: float
     loss: float
     traffic: Mapping[str, int] = field(default_factory=dict)
     """Bytes that its head cost, counted as those of rounds are."""
-    judge: Judge | None = field(default=None, repr=False, compare=False)
+    scorer: HeadScorer | None = field(default=None, repr=False, compare=False)
     """What measured it."""
 
 
 def install(network: Network, head: Tensor) -> None:
-    """Write a (classes, width+1) head into the network."""
+    """Write a (classes, width + 1) head into the network."""
     with torch.no_grad():
         network.head.weight.copy_(head[:, :-1])
         network.head.bias.copy_(head[:, -1])
 
 
-def ridge_head(sums: Sums, penalty: float | None, judge: Judge) -> tuple[Tensor, float]:
-    """The ridge head (classes, width+1; last column is the bias) and its penalty, chosen on validation if not given."""
-    found = sums.ask(action_named("statistics"))
-    gram, cross = found["gram"], found["cross"]
-    heads = [(solve(gram, cross, value), value) for value in (GRID if penalty is None else (penalty,))]
-    return strongest(heads, judge)
+def ridge_head(sums: Sums, penalty: float | None, scorer: HeadScorer) -> tuple[Tensor, float]:
+    """Return the ridge head (classes, width + 1) and its penalty, chosen on validation images unless given."""
+    statistics = sums.ask(action_named("statistics"))
+    penalties = GRID if penalty is None else (penalty,)
+    heads = [(solve(statistics["gram"], statistics["cross"], value), value) for value in penalties]
+    return strongest_penalty(heads, scorer)
 
 
-def strongest(heads: Sequence[tuple[Tensor, float]], judge: Judge) -> tuple[Tensor, float]:
-    """The largest penalty whose accuracy lies within one standard error of the best.
+def strongest_penalty(heads: Sequence[tuple[Tensor, float]], scorer: HeadScorer) -> tuple[Tensor, float]:
+    """Return the head with the largest penalty whose accuracy lies within one standard error of the best.
 
-    A head that is hardly punished scores as well here but has huge weights along directions of little variance, and
-    a body trained through it would be thrown about.
+    A head that is hardly penalised scores as well here but has huge weights along directions of little variance, and a
+    body trained through it would be thrown about.
     """
-    scores = [accuracy for accuracy, _ in judge([head for head, _ in heads])]
-    best = max(scores)
-    slack = (best * (1 - best) / judge.count) ** 0.5
-    return max((pair for pair, score in zip(heads, scores, strict=True) if score >= best - slack), key=lambda p: p[1])
+    accuracies = [accuracy for accuracy, _ in scorer([head for head, _ in heads])]
+    best = max(accuracies)
+    standard_error = (best * (1 - best) / scorer.count) ** 0.5
+    good_enough = []
+    for head_and_penalty, accuracy in zip(heads, accuracies, strict=True):
+        if accuracy >= best - standard_error:
+            good_enough.append(head_and_penalty)
+    return max(good_enough, key=lambda head_and_penalty: head_and_penalty[1])
 
 
 def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
-    """(ZᵀZ + λI)⁻¹ ZᵀY on centred targets; λ is relative to the mean energy of a feature, the bias is not punished."""
+    """Return (ZᵀZ + λI)⁻¹ ZᵀY on centred targets; λ is relative to the mean feature energy, the bias is free."""
     width = len(gram) - 1
     energy = gram.diagonal()[:width].mean()
     damping = torch.eye(width + 1, dtype=gram.dtype) * penalty * energy
@@ -103,194 +107,234 @@ def solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
 
 
 def probe_head(sums: Sums, steps: int, decay: float = 1e-3, damping: float = 1e-4) -> Tensor:
-    """Logistic regression by L-BFGS; every evaluation is one sum of the clients' losses and gradients.
+    """Return a head by logistic regression with L-BFGS; every evaluation is one sum of losses and gradients.
 
     It is fitted on whitened features (mean and covariance come from the summed statistics), where all directions have
     the same scale: a few dozen evaluations then do what thousands would do on raw features. The result is mapped back.
     """
     from scipy.optimize import minimize
 
-    found = sums.ask(action_named("statistics"))
-    gram, classes = found["gram"], found["cross"].shape[1]
+    statistics = sums.ask(action_named("statistics"))
+    gram = statistics["gram"]
+    classes = statistics["cross"].shape[1]
     total = float(gram[-1, -1])
     mean = gram[:-1, -1] / total  # (d,)
     covariance = gram[:-1, :-1] / total - torch.outer(mean, mean)
     covariance += damping * covariance.diagonal().mean() * torch.eye(len(mean), dtype=gram.dtype)
-    unmix = torch.linalg.inv(torch.linalg.cholesky(covariance))  # (d, d): z -> unmix (z - mean) is white
+    whitening = torch.linalg.inv(torch.linalg.cholesky(covariance))  # (d, d): whitening @ (z - mean) is white
 
-    def raw(flat: np.ndarray) -> Tensor:
+    def to_raw_features(flat: np.ndarray) -> Tensor:
+        """Return the head on raw features of a head on whitened ones."""
         white = torch.from_numpy(flat.reshape(classes, -1))
-        weight = white[:, :-1] @ unmix
-        return torch.cat([weight, (white[:, -1] - weight @ mean)[:, None]], 1)
+        weight = white[:, :-1] @ whitening
+        bias = white[:, -1] - weight @ mean
+        return torch.cat([weight, bias[:, None]], 1)
 
-    known: dict[bytes, Mapping[str, Tensor]] = {}  # clients give each secure sum once; a line search may ask again
+    # Clients give each secure sum once, and a line search may ask for the same point again.
+    known_points: dict[bytes, Mapping[str, Tensor]] = {}
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        head = raw(flat)
+        """Return the regularised loss at a head on whitened features, and its gradient."""
+        head = to_raw_features(flat)
         key = head.numpy().tobytes()
-        found = (
-            known[key] if key in known else known.setdefault(key, sums.ask(action_named("head_gradient"), head=head))
-        )
-        count = float(found["count"])
-        gradient = found["gradient"] / count
+        if key not in known_points:
+            known_points[key] = sums.ask(action_named("head_gradient"), head=head)
+        answer = known_points[key]
+        count = float(answer["count"])
+        gradient = answer["gradient"] / count
         centred = gradient[:, :-1] - torch.outer(gradient[:, -1], mean)
-        white = torch.cat([centred @ unmix.T, gradient[:, -1:]], 1).numpy().ravel()
-        loss = float(found["loss"]) / count + 0.5 * decay * float((flat**2).sum())
-        return loss, white + decay * flat
+        white_gradient = torch.cat([centred @ whitening.T, gradient[:, -1:]], 1).numpy().ravel()
+        loss = float(answer["loss"]) / count + 0.5 * decay * float((flat**2).sum())
+        return loss, white_gradient + decay * flat
 
     start = np.zeros(classes * (len(mean) + 1))
     limits = {"maxiter": steps, "ftol": 1e-12, "gtol": 1e-8}
-    with phase("head initialisation: logistic regression", steps, "steps") as told:
+    with phase("head initialisation: logistic regression", steps, "steps") as progress:
         best = minimize(
-            objective, start, jac=True, method="L-BFGS-B", options=limits, callback=lambda _: told.advance()
+            objective, start, jac=True, method="L-BFGS-B", options=limits, callback=lambda _: progress.advance()
         )
-    return raw(best.x)
+    return to_raw_features(best.x)
 
 
 class LocalScorer:
-    """Accuracy and loss of a head on these features, the server's own."""
+    """Measures heads on features that the server has."""
 
     def __init__(self, features: Tensor, labels: Tensor) -> None:
-        self.z = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
-        self.labels, self.count = labels, len(labels)
+        ones = torch.ones(len(features), 1, dtype=torch.float64)
+        self.features = torch.cat([features.double(), ones], 1)  # (n, width + 1)
+        self.labels = labels
+        self.count = len(labels)
 
     def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
-        """(accuracy, loss) of each."""
-        found = []
+        """Return (accuracy, loss) of each head."""
+        measured = []
         for head in heads:
-            logits = self.z @ head.T
-            right = float((predicted_classes(logits) == self.labels).double().mean())
-            found.append((right, float(cross_entropy(logits, self.labels))))
-        return found
+            logits = self.features @ head.T
+            accuracy = float((predicted_classes(logits) == self.labels).double().mean())
+            loss = float(cross_entropy(logits, self.labels))
+            measured.append((accuracy, loss))
+        return measured
 
 
 class RemoteScorer:
-    """Accuracy and loss of heads on images that the clients hold out; only counts and sums of losses come back."""
+    """Measures heads on images that the clients hold out; only counts and sums of losses come back."""
 
     def __init__(self, engine: Engine, run: str, clients: Sequence[int], example_counts: ExampleCounts) -> None:
-        self.engine, self.run, self.clients, self.example_counts, self.count = engine, run, clients, example_counts, 1
+        self.engine = engine
+        self.run = run
+        self.clients = clients
+        self.example_counts = example_counts
+        self.count = 1
 
     def __call__(self, heads: Sequence[Tensor]) -> list[tuple[float, float]]:
-        """(accuracy, loss) of each, over the images of all clients."""
+        """Return (accuracy, loss) of each head over the images of all clients."""
         models = {"heads": torch.stack(list(heads)).double()}
-        requests = [Request(self.run, -1, k, "count", auxiliary=models) for k in self.clients]
+        requests = [Request(self.run, -1, client, "count", auxiliary=models) for client in self.clients]
         expected = counts(requests, len(heads), self.example_counts, "validation")
-        measured = summed_counts(
-            replies_to(self.engine.exchange, requests, expected), self.example_counts, "validation"
-        )
-        self.count = max(1, measured[0].count)
-        return [(one.accuracy, one.loss) for one in measured]
+        responses = replies_to(self.engine.exchange, requests, expected)
+        evaluations = sum_counts(responses, self.example_counts, "validation")
+        self.count = max(1, evaluations[0].count)
+        return [(evaluation.accuracy, evaluation.loss) for evaluation in evaluations]
 
 
-def summed_counts(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> list[Evaluation]:
-    """What clients counted, (models, 4) each: right, among the first five, sum of losses, images; summed over them."""
+def sum_counts(responses: Sequence[Response], example_counts: ExampleCounts, split: str) -> list[Evaluation]:
+    """Return the evaluation of each model from the clients' counts, (models, 4) each.
+
+    The columns are: right, right among the first five, sum of losses, images.
+    """
     weights = counted(responses, example_counts, split)
-    total = sum(
-        (response.sums["counts"] * weights[response.client] for response in responses), torch.zeros(1, 4).double()
-    )
+    total = torch.zeros(1, 4).double()
+    for response in responses:
+        total = total + response.sums["counts"] * weights[response.client]
     if not total[0, 3]:
-        raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
-    return [Evaluation(float(s / n), float(a / n), float(b / n), int(n)) for a, b, s, n in total]
+        raise FedgraftError(
+            "E-RUNS-NO-IMAGES",
+            f"no client has {split} images to measure the model on",
+            "raise data.validation",
+            split=split,
+        )
+    evaluations = []
+    for right, near, loss, images in total:
+        evaluations.append(Evaluation(float(loss / images), float(right / images), float(near / images), int(images)))
+    return evaluations
 
 
-def calibrate_temperature(head: Tensor, judge: Judge) -> Tensor:
-    """The head scaled so that its softmax is honest: least squares gives directions, not log-odds.
+def calibrate_temperature(head: Tensor, scorer: HeadScorer) -> Tensor:
+    """Return the head scaled so that its softmax is calibrated: least squares gives directions, not log-odds.
 
-    The smallest scale within one standard error of the best: half a nat in the likelihood of all images (Wilks 1938).
-    Few images that are all right would like an endless scale: a head sure of everything, without a gradient.
+    It is the smallest scale within one standard error of the best: half a nat in the likelihood of all images (Wilks
+    1938). Few images that are all right would like an endless scale: a head sure of everything, without a gradient.
     """
     scales = torch.logspace(0, 2.5, 26, dtype=torch.float64).tolist()
-    losses = [loss for _, loss in judge([head * scale for scale in scales])]
-    enough = min(losses) + 0.5 / judge.count
-    return head * next(scale for scale, loss in zip(scales, losses, strict=True) if not loss > enough)
+    losses = [loss for _, loss in scorer([head * scale for scale in scales])]
+    good_enough = min(losses) + 0.5 / scorer.count
+    for scale, loss in zip(scales, losses, strict=True):
+        if not loss > good_enough:
+            return head * scale
+    raise AssertionError("the smallest loss is good enough by definition")
 
 
 @torch.inference_mode()
 def features_of(network: Network, examples: Examples, rows: Tensor) -> Tensor:
-    """Pooled features of these rows."""
+    """Return the pooled features of these rows, on the CPU."""
     network.eval()
     device = next(network.parameters()).device
-    return torch.cat([network.features(examples.batch(p).to(device), examples.entry).cpu() for p in rows.split(512)])
+    batches = []
+    for batch_rows in rows.split(512):
+        inputs = examples.batch(batch_rows).to(device)
+        batches.append(network.features(inputs, examples.entry).cpu())
+    return torch.cat(batches)
 
 
-def install_head(setup: RunSetup, engines: Engines) -> Start | None:
-    """Give the network a head made from the clients' sums, or leave it at its random start."""
-    m, network, data = setup.config.model, setup.task.network, setup.task.data
+def install_head(setup: RunSetup, engines: Engines) -> InitialModel | None:
+    """Give the network a head made from the clients' sums; return None where it keeps its random start."""
     if setup.config.head == "random":
         return None
-    context = setup.backbone_context
-    judge = _judge(setup, engines)
-    hidden = [
-        *setup.left_out,
-        *setup.algorithm.privacy.identity_words(),
-    ]  # rounded sums give other last bits
-    recipe = (
-        setup.config.head,
-        m.model_dump_json(include={"ridge", "probe_steps", "head_clients"}),
-        setup.config.data.model_dump_json(),
-    )
-    identity = [digest(network, network.depth), *data.identity, setup.task.transform.digest, str(setup.config.seed)]
-    sums = engines.sums(context, setup.head_clients)
+    network = setup.task.network
+    scorer = _scorer(setup, engines)
+    sums = engines.sums(setup.backbone_context, setup.head_clients)
 
     def make() -> dict[str, Tensor]:
-        made = _make_head(setup, sums, judge)
-        return {"head": made, "traffic": torch.tensor([sums.up, sums.down])}
+        head = _make_head(setup, sums, scorer)
+        return {"head": head, "traffic": torch.tensor([sums.up, sums.down])}
 
-    kept = kept_tensors("heads", ["with traffic, one error", *recipe, *identity, *hidden], make, lambda: not sums.lost)
-    head, (up, down) = kept["head"], kept["traffic"].tolist()
+    cached = kept_tensors("heads", _head_recipe(setup), make, lambda: not sums.lost)
+    head = cached["head"]
+    bytes_up, bytes_down = cached["traffic"].tolist()
     engines.close()
     install(network, head)
-    start = Start(*judge([head])[0], {"bytes_up": up, "bytes_down": down}, judge)
-    log.info(
-        "head initialisation (%s): validation accuracy %.4f, loss %.4f", setup.config.head, start.accuracy, start.loss
-    )
-    return start
+    accuracy, loss = scorer([head])[0]
+    log.info("head initialisation (%s): validation accuracy %.4f, loss %.4f", setup.config.head, accuracy, loss)
+    return InitialModel(accuracy, loss, {"bytes_up": bytes_up, "bytes_down": bytes_down}, scorer)
 
 
-def own_starts(setup: RunSetup, engines: Engines, space: EditSpace, start: Start | None) -> dict[int, Tensor]:
-    """Where clients share nothing: the vector each one starts from, with the head that its own images alone give.
+def _head_recipe(setup: RunSetup) -> list[str]:
+    """Return everything that a cached head depends on: method, backbone, data, who takes part, rounding."""
+    model_options = setup.config.model.model_dump_json(include={"ridge", "probe_steps", "head_clients"})
+    network = setup.task.network
+    return [
+        "with traffic, one error",
+        setup.config.head,
+        model_options,
+        setup.config.data.model_dump_json(),
+        digest(network, network.depth),
+        *setup.task.data.identity,
+        setup.task.transform.digest,
+        str(setup.config.seed),
+        *setup.left_out,
+        *setup.algorithm.privacy.identity_words(),
+    ]
+
+
+def own_starts(setup: RunSetup, engines: Engines, space: EditSpace, initial: InitialModel | None) -> dict[int, Tensor]:
+    """Return the vector each client starts from where clients share nothing: with a head of its own images alone.
 
     A head of everybody's sums would not be training alone. Empty where heads are not made of sums or do not train.
     """
-    network, head = setup.task.network, setup.task.network.head
-    trains = any(is_head(network, part.name) and part.index is None for part in space.parts)
-    judge = None if start is None else start.judge
-    alone = (
-        setup.algorithm.aggregate.personal and not setup.algorithm.aggregate.shares
-    )  # else models would never advance
-    if judge is None or not alone or setup.task.data.blind or not trains:
+    aggregate = setup.algorithm.aggregate
+    trains_alone = aggregate.personal and not aggregate.shares
+    if initial is None or initial.scorer is None or not trains_alone or setup.task.data.blind:
         return {}
-    common = torch.cat([head.weight, head.bias[:, None]], 1).detach().clone()
-    found = {}
+    network = setup.task.network
+    trains_head = any(is_head(network, part.name) and part.index is None for part in space.parts)
+    if not trains_head:
+        return {}
+    common_head = torch.cat([network.head.weight, network.head.bias[:, None]], 1).detach().clone()
+    starts = {}
     for client in setup.federation.members:
-        install(network, _make_head(setup, engines.sums(setup.backbone_context, [client]), judge))
-        found[client] = space.gather(network)
-    install(network, common)
+        sums = engines.sums(setup.backbone_context, [client])
+        install(network, _make_head(setup, sums, initial.scorer))
+        starts[client] = space.gather(network)
+    install(network, common_head)
     engines.close()
-    return found
+    return starts
 
 
-def _judge(setup: RunSetup, engines: Engines) -> Judge:
-    """On the server's images, or on those that clients hold out."""
-    data, context = setup.task.data, setup.backbone_context
+def _scorer(setup: RunSetup, engines: Engines) -> HeadScorer:
+    """Return what measures heads: on the server's images, or on those that clients hold out."""
+    data = setup.task.data
+    context = setup.backbone_context
     if data.blind:
-        return RemoteScorer(
-            engines.preparing(context), setup.federation.run, setup.federation.founders, claims_of(data)
-        )
+        engine = engines.preparing(context)
+        return RemoteScorer(engine, setup.federation.run, setup.federation.founders, claims_of(data))
     rows = data.validation_rows if len(data.validation_rows) else data.train_rows[:1000]
-    return LocalScorer(features_of(setup.task.network, context.examples, rows), setup.task.train_images.labels[rows])
+    features = features_of(setup.task.network, context.examples, rows)
+    return LocalScorer(features, setup.task.train_images.labels[rows])
 
 
-def _make_head(setup: RunSetup, sums: Sums, judge: Judge) -> Tensor:
-    m = setup.config.model
-    if setup.config.head == "probe":
-        return probe_head(sums, m.probe_steps)
-    if setup.config.head == "ncm":
-        return calibrate_temperature(ncm_head(sums), judge)
-    if setup.config.head == "cof":
-        head, penalty = strongest(cof_heads(client_class_sums(sums), GRID if m.ridge is None else (m.ridge,)), judge)
-        return calibrate_temperature(head, judge)
-    head, penalty = ridge_head(sums, m.ridge, judge)
+def _make_head(setup: RunSetup, sums: Sums, scorer: HeadScorer) -> Tensor:
+    """Make a head by the method of the config."""
+    method = setup.config.head
+    options = setup.config.model
+    if method == "probe":
+        return probe_head(sums, options.probe_steps)
+    if method == "ncm":
+        return calibrate_temperature(ncm_head(sums), scorer)
+    if method == "cof":
+        penalties = GRID if options.ridge is None else (options.ridge,)
+        head, _ = strongest_penalty(cof_heads(client_class_sums(sums), penalties), scorer)
+        return calibrate_temperature(head, scorer)
+    head, penalty = ridge_head(sums, options.ridge, scorer)
     if len(sums.clients) > 1:  # a line for each client that starts alone would bury the others
         log.info("head initialisation: ridge penalty %g", penalty)
-    return calibrate_temperature(head, judge)
+    return calibrate_temperature(head, scorer)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fedgraft.runs.callbacks import Callback
 from fedgraft.runs.checkpoint import Checkpoint
 from fedgraft.runs.engines import AnyEngine, Engines, Remote
 from fedgraft.runs.folder import RunFolder
-from fedgraft.runs.head_init import install, install_head, own_starts
+from fedgraft.runs.head_init import InitialModel, install, install_head, own_starts
 from fedgraft.runs.measure import Measure
 from fedgraft.runs.open_run import OpenRun, open_run
 from fedgraft.runs.personal_store import PersonalStore, first_models
@@ -37,7 +37,7 @@ from fedgraft.runs.setup import RunSetup, setup_of
 from fedgraft.runs.tracking import PhaseFile, PhaseLog, Progress, Silent, Tracking
 from fedgraft.runs.warnings import warnings_for
 from fedgraft.server import sample as server
-from fedgraft.server.round import run_round
+from fedgraft.server.round import RoundSummary, run_round
 
 log = logging.getLogger("fedgraft")
 
@@ -67,39 +67,64 @@ def run_setup(
     wrap: Wrap | None = None,
 ) -> tuple[dict[str, Any], tuple[RunSetup, OpenRun, ServerState] | None]:
     """Run in a folder; return the summary, and the open run with its last state where this call computed it."""
-    seen = nullcontext() if progress is None or progress.look is None else shown_by(progress.look)
-    with one_thread(), seen:
+    if progress is None or progress.look is None:
+        display: AbstractContextManager[Any] = nullcontext()
+    else:
+        display = shown_by(progress.look)
+    with one_thread(), display:
         check_place(folder, "--folder")  # everything that can be refused is refused before a folder exists
-        done = is_finished(folder)
-        made = None
-        secret = b""
-        if not (done and (folder / "report.html").exists()):
-            secret = read_or_draw_secret(folder)
-            made = build(secret)
-        if made is not None and not done:
-            check(made[0])
-        record = RunFolder.create(folder, text, identity)
-        if made is None or done:
+        finished = is_finished(folder)
+        if finished and (folder / "report.html").exists():
             log.info("%s is already finished", folder)
-            if made is not None:
-                report_run(record, made[0])
+            return RunFolder.create(folder, text, identity).summary(), None
+        secret = read_or_draw_secret(folder)
+        setup, remote = build(secret)
+        if finished:
+            record = RunFolder.create(folder, text, identity)
+            log.info("%s is already finished", folder)
+            report_run(record, setup)
             return record.summary(), None
-        setup, remote = made
+        check(setup)
+        record = RunFolder.create(folder, text, identity)
         store_secret(folder, secret, needed=bool(setup.federation.secret))
-        told = watching(PhaseLog(), PhaseFile(folder))
-        with record.writing(console=console), told, closing(Engines(setup, remote)) as engines:  # no worker outlives it
-            work = _Run(setup, engines, record, progress or Silent(), callbacks, secret, wrap)
-            summary = work.go()
+        phases_seen = watching(PhaseLog(), PhaseFile(folder))
+        # Closing the engines ends their workers: none outlives the run.
+        with record.writing(console=console), phases_seen, closing(Engines(setup, remote)) as engines:
+            running = _Run(setup, engines, record, progress or Silent(), callbacks, secret, wrap)
+            summary = running.go()
         began = time.perf_counter()
         with phase("figures and report"):
             report_run(record, setup)
-        keep_phases(folder, {**work.phases, "figures and report": time.perf_counter() - began})
-        return summary, (setup, work.opened, work.state)
+        keep_phases(folder, {**running.phases, "figures and report": time.perf_counter() - began})
+        return summary, (setup, running.opened, running.state)
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a folder holds a finished run."""
+    """Return whether a folder holds a finished run."""
     return (folder / "run.json").exists() and RunFolder.open(folder).status == "finished"
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """What a run counts from round to round; half a round must leave no trace in it."""
+
+    best: Best
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: float = 0.0
+    unused: str | None = None
+    """Why the last round's answers could not be used, as long as no round had one; then empty."""
+
+    def with_bytes(self, counts: Mapping[str, Any]) -> _Tally:
+        """Return the tally with these bytes added."""
+        bytes_up = self.bytes_up + int(counts.get("bytes_up", 0))
+        bytes_down = self.bytes_down + int(counts.get("bytes_down", 0))
+        return replace(self, bytes_up=bytes_up, bytes_down=bytes_down)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes in both directions."""
+        return {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
 
 
 class _Run:
@@ -124,25 +149,21 @@ class _Run:
         self.remote = engines.remote
         self.secret = secret
         self.wrap = wrap
-        self.best = Best()
-        self.totals = {"bytes_up": 0, "bytes_down": 0}
-        self.spent = 0.0
-        self.unused: str | None = None
-        """Why the last round's answers could not be used, as long as no round had one; then empty."""
+        self.tally = _Tally(Best())
         self.phases: dict[str, float] = {}
         """Seconds outside the rounds, since this process began."""
 
     def go(self) -> dict[str, Any]:
-        """Everything from the first round that is not done yet to the report."""
-        config = self.config
-        found = self.record.resume(self._check)
-        self.log = RoundLog(self.record.path, self.setup.identity, self.secret, None if found is None else found.round)
+        """Do everything from the first round that is not done yet to the final test; return the summary."""
+        checkpoint = self.record.resume(self._check_personal_store)
+        last_round = None if checkpoint is None else checkpoint.round
+        self.log = RoundLog(self.record.path, self.setup.identity, self.secret, last_round)
         keep_skipped(self.record.path, self.setup.task.data)
-        with Tracking(config, self.record.path, 0 if found is None else found.round) as track:
-            state = self._begin(track) if found is None else self._restore(found)
-            for text in warnings_for(self.setup, self.opened, self.engines):
-                log.warning(text)
-            self.progress.start(config.rounds.total, state.round, describe(self.setup, self.opened))
+        with Tracking(self.config, self.record.path, last_round or 0) as track:
+            state = self._begin(track) if checkpoint is None else self._restore(checkpoint)
+            for warning in warnings_for(self.setup, self.opened, self.engines):
+                log.warning(warning)
+            self.progress.start(self.config.rounds.total, state.round, describe(self.setup, self.opened))
             for callback in self.callbacks:
                 callback.on_start(self.setup, state)
             self.state = self._rounds(state, track)
@@ -153,168 +174,231 @@ class _Run:
             callback.on_end(summary)
         return summary
 
+    # ---- before the first round
+
     def _begin(self, track: Tracking) -> ServerState:
-        """Head initialisation, then the state before round 1, measured: the start is on every curve."""
+        """Make the head, open the edit space, and measure the state before round 1: the start is on every curve."""
         began = time.perf_counter()
-        head = install_head(self.setup, self.engines)
+        algorithm = self.setup.algorithm
+        initial = install_head(self.setup, self.engines)
         self._open(None)
-        state = server.start(
-            self.setup.algorithm, self.opened.space.gather(self.setup.task.network), self.opened.space.trained
-        )
-        megabytes = self.setup.federation.clients * len(state.vector) * 4 / 1e6
-        on_disk = self.setup.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb
-        if on_disk:
-            log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
-        own = own_starts(self.setup, self.engines, self.opened.space, head)
-        state = replace(state, personal=first_models(self.record.path / "personal", len(state.vector), own, on_disk))
-        line: dict[str, Any] = {"round": 0, "seconds": {}}
-        found = self.measure.validation(state.vector, 0)
-        line |= self.measure.line(found)
-        if self.setup.algorithm.privacy.delivers_best_round:  # what private training did not make is not delivered
-            self.best = Best(found.plain.accuracy, self.measure.score(found), 0, 0, state.vector)
-        self.spent += time.perf_counter() - began
-        self.phases["head initialisation"] = self.spent
-        shared = head is not None and self.setup.algorithm.aggregate.shares  # training alone sends nothing
-        self._add(self._traffic() if self.remote else head.traffic if head and shared else {})
-        log.info("head initialisation (%s) took %.1f s", self.config.head, self.spent)
+        space = self.opened.space
+        state = server.start(algorithm, space.gather(self.setup.task.network), space.trained)
+        state = replace(state, personal=self._first_personal_models(state, initial))
+        measurement = self.measure.validation(state.vector, 0)
+        line: dict[str, Any] = {"round": 0, "seconds": {}, **self.measure.line(measurement)}
+        tally = self.tally
+        if algorithm.privacy.delivers_best_round:  # what private training did not make is not delivered
+            score = self.measure.score(measurement)
+            tally = replace(tally, best=Best(measurement.plain.accuracy, score, 0, 0, state.vector))
+        if self.remote is not None:
+            tally = tally.with_bytes(self._traffic())
+        elif initial is not None and algorithm.aggregate.shares:  # training alone sends nothing
+            tally = tally.with_bytes(initial.traffic)
+        seconds = time.perf_counter() - began
+        self.tally = replace(tally, seconds=tally.seconds + seconds)
+        self.phases["head initialisation"] = self.tally.seconds
+        log.info("head initialisation (%s) took %.1f s", self.config.head, self.tally.seconds)
         self.record.append(line)
         self.log.append(line, to_tensors(state, {})[0])
         track.log(line)
         self._save(state)
         return state
 
+    def _first_personal_models(self, state: ServerState, initial: InitialModel | None) -> Mapping[int, Tensor]:
+        """Return the models that clients start with where each has its own, on disk if they are large."""
+        megabytes = self.setup.federation.clients * len(state.vector) * 4 / 1e6
+        on_disk = self.setup.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb
+        if on_disk:
+            log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
+        starts = own_starts(self.setup, self.engines, self.opened.space, initial)
+        return first_models(self.record.path / "personal", len(state.vector), starts, on_disk)
+
     def _open(self, saved: Mapping[str, Tensor] | None) -> None:
         """Open the edit space and the engine of the rounds."""
         self.opened = open_run(self.setup, self.engines, saved)
-        if self.remote is not None:
+        self.engine: AnyEngine
+        if self.remote is None:
+            self.engine = self.engines.training(self.setup.algorithm, self.opened.context)
+        else:
             with_probe = not self.setup.task.data.rows_known
             self.remote.open(self.setup.federation.run, self.opened.message(with_probe))
-        self.engine: AnyEngine = self.remote or self.engines.training(self.setup.algorithm, self.opened.context)
+            self.engine = self.remote
         if self.wrap is not None:
             self.engine = self.wrap(self.setup, self.opened, self.engine)
         self.measure = Measure(self.setup, self.opened, self.engine)
 
+    # ---- rounds
+
     def _rounds(self, state: ServerState, track: Tracking) -> ServerState:
-        r = self.config.rounds
-        while state.round < r.total:
-            if r.patience and self.best.stale >= r.patience:
-                log.info("stopped after %d rounds: none of the last %d measured better", state.round, self.best.stale)
+        """Run rounds until all are done, none improves any more, or the privacy budget is spent."""
+        options = self.config.rounds
+        while state.round < options.total:
+            if options.patience and self.tally.best.stale >= options.patience:
+                log.info(
+                    "stopped after %d rounds: no improvement in %d evaluations", state.round, self.tally.best.stale
+                )
                 break
             account = budget(self.config, self.setup.algorithm, state.round)
             if account is not None and not account.can_spend():
                 log.warning("stopped after %d rounds: one more would exceed epsilon %g", state.round, account.target)
                 break
-            before = dict(self.engine.memory), self.best, self.totals, self.spent, self.unused
+            memories_before = dict(self.engine.memory)
+            tally_before = self.tally
             try:
                 state = self._one_round(state, track)
             except KeyboardInterrupt:  # half a round must not leave traces: save as it was before
-                self.engine.memory, self.best, self.totals, self.spent, self.unused = before
+                self.engine.memory = memories_before
+                self.tally = tally_before
                 self._save(state)
                 raise
             # What clients on other machines remember moves on every round, and the checkpoint must not fall behind.
-            every = r.checkpoint_every if self.remote is None else 1
-            if state.round == r.total or state.round % every == 0 or self.best.round == state.round:
+            every = options.checkpoint_every if self.remote is None else 1
+            is_best = self.tally.best.round == state.round
+            if state.round == options.total or state.round % every == 0 or is_best:
                 self._save(state)
-        if self.unused:
-            raise FedgraftError(f"nothing was trained: no answer of any round could be used, the last: {self.unused}.")
+        if self.tally.unused:
+            raise FedgraftError(
+                "E-RUNS-NOTHING-TRAINED",
+                f"nothing was trained: no answer of any round could be used, the last: {self.tally.unused}",
+            )
         return state
 
     def _one_round(self, state: ServerState, track: Tracking) -> ServerState:
-        """One round, its evaluation if one is due, and its line in the record."""
-        began, r, before, opened = time.perf_counter(), self.config.rounds, self._traffic(), self.opened
-        new, summary = run_round(self.setup.algorithm, self.setup.federation, state, self.engine, opened.server_context)
-        representation_figures.keep_mixing(self.record.path, self.config, summary)
-        line = noted(summary, new.round)
-        if new.round == r.total or (r.evaluate_every and new.round % r.evaluate_every == 0):
-            new = self._validate(new, line)
-        line |= self._traffic(before)  # all that crossed the wire, also what only a deployment sends
-        self._add(line)
-        line = without_cohort_size(line, self.setup.federation)
-        self.spent += time.perf_counter() - began
-        self.record.append(line)
-        self.log.append(
-            line, to_tensors(new, {})[0], updates=summary.digests, protection=protection_of(self.setup.algorithm)
+        """Run one round and its evaluation if one is due; write its line into the record."""
+        began = time.perf_counter()
+        setup = self.setup
+        options = self.config.rounds
+        traffic_before = self._traffic()
+        new_state, summary = run_round(
+            setup.algorithm, setup.federation, state, self.engine, self.opened.server_context
         )
+        representation_figures.keep_mixing(self.record.path, self.config, summary)
+        line = noted(summary, new_state.round)
+        is_due = bool(options.evaluate_every) and new_state.round % options.evaluate_every == 0
+        if is_due or new_state.round == options.total:
+            new_state = self._validate(new_state, line)
+        line |= self._traffic(traffic_before)  # all that crossed the wire, also what only a deployment sends
+        self.tally = self.tally.with_bytes(line)
+        line = without_cohort_size(line, setup.federation)
+        self.tally = replace(self.tally, seconds=self.tally.seconds + time.perf_counter() - began)
+        self.record.append(line)
+        tensors, _ = to_tensors(new_state, {})
+        self.log.append(line, tensors, updates=summary.digests, protection=protection_of(setup.algorithm))
         track.log(line)
         self.progress.update(line)
         for callback in self.callbacks:
-            callback.on_round_end(line, new)
+            callback.on_round_end(line, new_state)
+        self._note_unused(summary, line)
+        return new_state
+
+    def _note_unused(self, summary: RoundSummary, line: Mapping[str, Any]) -> None:
+        """Remember why no answer could be used so far; end a run whose updates are all infinite."""
         reasons = {rejection.client: rejection.reason for rejection in summary.rejections}
-        if self.unused != "":  # where answers are private no round is skipped
-            lost = reasons and (line.get("skipped") or reasons.keys() >= set(summary.cohort))
-            self.unused = next(iter(reasons.values())) if lost else ""
-        if line.get("skipped") and reasons and all("finite" in reason for reason in reasons.values()):
+        skipped = bool(line.get("skipped"))
+        if self.tally.unused != "":  # no round has had a usable answer yet; where answers are private none is skipped
+            all_rejected = reasons.keys() >= set(summary.cohort)
+            unused = ""
+            if reasons and (skipped or all_rejected):
+                unused = next(iter(reasons.values()))
+            self.tally = replace(self.tally, unused=unused)
+        if skipped and reasons and all("finite" in reason for reason in reasons.values()):
             raise FedgraftError(
-                f"training diverged in round {new.round}: every client's update is infinite or not a number; lower "
-                "local.lr (fedgraft find-lr finds one) or set local.clip."
+                "E-RUNS-DIVERGED",
+                f"training diverged in round {line['round']}: every client's update is infinite or not a number",
+                "lower local.lr (fedgraft find-lr finds one) or set local.clip",
+                round=line["round"],
             )
-        return new
 
     def _traffic(self, before: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Bytes that crossed the wire, since `before`, where clients are on other machines; else there is no wire."""
-        then = before or {"bytes_up": 0, "bytes_down": 0}
-        now = {} if self.remote is None else {"bytes_up": self.remote.received, "bytes_down": self.remote.sent}
-        return {key: value - then[key] for key, value in now.items()}
-
-    def _add(self, bytes: Mapping[str, Any]) -> None:
-        self.totals = {key: value + int(bytes.get(key, 0)) for key, value in self.totals.items()}
+        """Return the bytes that crossed the wire since `before`; empty where clients are on this machine."""
+        if self.remote is None:
+            return {}
+        earlier = before or {"bytes_up": 0, "bytes_down": 0}
+        return {
+            "bytes_up": self.remote.received - earlier["bytes_up"],
+            "bytes_down": self.remote.sent - earlier["bytes_down"],
+        }
 
     def _validate(self, state: ServerState, line: dict[str, Any]) -> ServerState:
         """Measure on validation images, remember the best, and let clients test themselves where asked."""
         began = time.perf_counter()
-        result = self.measure.validation(state.vector, state.round)
-        line |= self.measure.line(result)
-        best, score = self.best, self.measure.score(result)
-        stale = 0 if score > best.score + self.config.rounds.min_delta else best.stale + 1
+        measurement = self.measure.validation(state.vector, state.round)
+        line |= self.measure.line(measurement)
+        best = self.tally.best
+        score = self.measure.score(measurement)
+        improved = score > best.score + self.config.rounds.min_delta
+        stale = 0 if improved else best.stale + 1
         # Under differential privacy nothing chooses: the model after the last round is what the account speaks of.
         if score > best.score or not self.setup.algorithm.privacy.delivers_best_round:
-            best = Best(result.plain.accuracy, score, state.round, 0, state.vector)
-        self.best = replace(best, stale=stale)
+            best = Best(measurement.plain.accuracy, score, state.round, 0, state.vector)
+        self.tally = replace(self.tally, best=replace(best, stale=stale))
         if self.config.personal.evaluate == "always":
             line["personal"], _ = self.measure.personal(state)
         line["seconds"] = {**line["seconds"], "evaluate": time.perf_counter() - began}
-        return replace(state, losses=(*state.losses, result.plain.loss))
+        return replace(state, losses=(*state.losses, measurement.plain.loss))
 
     def _finish(self, state: ServerState) -> dict[str, Any]:
-        """What is kept of the run; the test set is seen here, once, with the best model by validation."""
-        before, best = self._traffic(), state.vector if self.best.vector is None else self.best.vector
-        tested = self.measure.tested(best, state.round) if self.config.rounds.test else {}
-        summary = summary_of(self.setup, self.opened, state, self.best, self.record.metrics()) | tested
-        summary |= {"seconds": self.spent, **self.measure.served(state, best)}
-        self._add(self._traffic(before))
-        for key, total in self.totals.items():  # preparations and the last test are no round's; secret rounds tell none
-            inside = total if self.setup.federation.secret else sum(int(o.get(key, 0)) for o in self.record.metrics())
-            summary |= {key: total} | ({f"{key}_outside_rounds": total - inside} if total > inside else {})
+        """Return the summary; the test set is seen here, once, with the best model by validation."""
+        traffic_before = self._traffic()
+        best = self.tally.best.vector
+        delivered = state.vector if best is None else best
+        tested: dict[str, Any] = {}
+        if self.config.rounds.test:
+            tested = self.measure.tested(delivered, state.round)
+        lines = self.record.metrics()
+        summary = summary_of(self.setup, self.opened, state, self.tally.best, lines)
+        summary |= tested
+        summary["seconds"] = self.tally.seconds
+        summary |= self.measure.served(state, delivered)
+        self.tally = self.tally.with_bytes(self._traffic(traffic_before))
+        for key, total in self.tally.totals.items():
+            summary[key] = total
+            if self.setup.federation.secret:  # rounds with a secret cohort do not tell their bytes
+                continue
+            inside_rounds = sum(int(line.get(key, 0)) for line in lines)
+            if total > inside_rounds:  # preparations and the final test belong to no round
+                summary[f"{key}_outside_rounds"] = total - inside_rounds
         return summary
 
-    # ---- saving and restoring -------------------------------------------------------------------------------------
+    # ---- saving and restoring
 
     def _save(self, state: ServerState) -> None:
-        began, store = time.perf_counter(), state.personal if isinstance(state.personal, PersonalStore) else None
-        tensors, meta = pack_run(self.setup, self.opened, state, self.engine.memory, self.best)
-        meta |= {"totals": self.totals, "seconds": self.spent, "unused": self.unused}
-        meta |= {"personal": store.sealed()} if store else {}
-        at_best = self.best.score if self.best.round == state.round else None
-        self.record.save_checkpoint(state.round, tensors, meta, best=at_best)
+        """Write a checkpoint of the state."""
+        began = time.perf_counter()
+        best = self.tally.best
+        tensors, meta = pack_run(self.setup, self.opened, state, self.engine.memory, best)
+        meta |= {"totals": self.tally.totals, "seconds": self.tally.seconds, "unused": self.tally.unused}
+        store = state.personal if isinstance(state.personal, PersonalStore) else None
+        if store is not None:
+            meta["personal"] = store.sealed()
+        score_if_best = best.score if best.round == state.round else None
+        self.record.save_checkpoint(state.round, tensors, meta, best=score_if_best)
         if store is not None:
             store.release(self.record.checkpoints)
-        self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.phases["checkpoints"] = self.phases.get("checkpoints", 0.0) + seconds
 
-    def _check(self, found: Checkpoint) -> None:
+    def _check_personal_store(self, checkpoint: Checkpoint) -> None:
         """Open the personal models on disk that a checkpoint names, or refuse it."""
         self.store: PersonalStore | None = None
-        if "personal" in found.meta:
-            length = len(found.tensors["vector"])
-            self.store = PersonalStore.restore(self.record.path / "personal", length, found.meta["personal"])
+        if "personal" in checkpoint.meta:
+            length = len(checkpoint.tensors["vector"])
+            folder = self.record.path / "personal"
+            self.store = PersonalStore.restore(folder, length, checkpoint.meta["personal"])
 
-    def _restore(self, found: Checkpoint) -> ServerState:
-        """The state a checkpoint holds; the head that the run began with goes back into the network first."""
-        tensors, meta = found.tensors, found.meta
+    def _restore(self, checkpoint: Checkpoint) -> ServerState:
+        """Return the state of a checkpoint; the head that the run began with goes back into the network first."""
+        tensors = checkpoint.tensors
+        meta = checkpoint.meta
         install(self.setup.task.network, tensors["head"])
         self._open(saved_edit(tensors))
-        state, memories = from_tensors(found.round, tensors, meta)
+        state, memories = from_tensors(checkpoint.round, tensors, meta)
         self.engine.memory = dict(memories)
-        self.best = Best(**meta["best"], vector=tensors.get("best/vector"))
-        self.totals, self.spent, self.unused = dict(meta["totals"]), float(meta["seconds"]), meta["unused"]
+        best = Best(**meta["best"], vector=tensors.get("best/vector"))
+        totals = meta["totals"]
+        self.tally = _Tally(best, totals["bytes_up"], totals["bytes_down"], float(meta["seconds"]), meta["unused"])
         log.info("resumed after round %d", state.round)
-        return state if self.store is None else replace(state, personal=self.store)
+        if self.store is None:
+            return state
+        return replace(state, personal=self.store)

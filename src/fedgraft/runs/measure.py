@@ -1,8 +1,8 @@
-"""How a model is measured: on the server's images, by sums from clients that hold images out, or client by client.
+"""Measuring models: on the server's images, by sums from clients that hold images out, or client by client.
 
-Where the run asks for metrics, or chooses its best round by one, the sums of `local.scores` are counted along. Clients
-far away send these sums; under secure aggregation only their total is opened, unless `personal.evaluate` lets every
-client tell of its own images.
+Where the run asks for metrics, or chooses its best round by one, the sums of `metrics.scores` are computed too. Clients
+on other machines send these sums; under secure aggregation only their total is opened, unless `personal.evaluate` lets
+every client report on its own images.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from fedgraft.core.protocols import Examples
 from fedgraft.core.state import ServerState
 from fedgraft.metrics import metrics, scores
 from fedgraft.metrics.evaluate import Evaluation, evaluate_with_sums, evaluation_of
-from fedgraft.runs.head_init import summed_counts
+from fedgraft.runs.head_init import sum_counts
 from fedgraft.runs.open_run import OpenRun
 from fedgraft.runs.setup import RunSetup
 from fedgraft.server.collect import Engine
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import counts, evaluation, replies_to
-from fedgraft.server.expected import name as name_all
+from fedgraft.server.expected import name as log_rejections
 from fedgraft.server.secure_sum import Sums
 from fedgraft.server.validate import Field, Rejection, validate_responses
 
+FINETUNED = "finetuned/"
+"""Begins the names of sums that a client counted after fine-tuning."""
+
 
 @dataclass(frozen=True)
-class Found:
-    """What measuring gave: loss and accuracies, and the sums for metrics where they were counted."""
+class Measurement:
+    """Loss and accuracies of a model, and the sums for metrics where they were computed."""
 
     plain: Evaluation
     sums: Mapping[str, Tensor]
@@ -50,7 +53,7 @@ class Measure:
     engine: Engine
     requested: tuple[str, ...] | None = None
     """Metrics to compute; None: those of the config."""
-    summed: dict[str, Found] = field(default_factory=dict)
+    summed: dict[str, Measurement] = field(default_factory=dict)
     """The latest hidden sums for metrics, by the split and the model."""
 
     @property
@@ -61,8 +64,8 @@ class Measure:
         return self.requested
 
     @property
-    def counting(self) -> bool:
-        """Whether the sums for metrics are counted."""
+    def needs_sums(self) -> bool:
+        """Whether the sums for metrics are computed."""
         return bool(self.metric_names) or self.setup.config.select != "accuracy"
 
     @property
@@ -70,199 +73,282 @@ class Measure:
         """Names of the classes, in the order of the outputs."""
         return self.setup.task.data.dataset.classes
 
-    def score(self, found: Found) -> float:
-        """The number that the best round is chosen by; higher is better."""
-        select = self.setup.config.select
-        return found.plain.accuracy if select == "accuracy" else metrics.select_value(found.sums, select, self.classes)
-
-    def line(self, found: Found) -> dict[str, Any]:
-        """What a line of metrics.jsonl says of it."""
-        told: dict[str, Any] = {"accuracy": found.plain.accuracy, "loss": found.plain.loss, "top5": found.plain.top5}
-        if found.sums:
-            numbers = metrics.metric_values(found.sums, self.classes)
-            names = dict.fromkeys([*self.metric_names, self.setup.config.select])
-            told["metrics"] = {name: numbers[name] for name in names if name in numbers and name not in told}
-        return told
-
-    def tested(self, vector: Tensor, round: int) -> dict[str, Any]:
-        """The delivered model on the test images, with the metrics that were asked for."""
-        found, chosen = self.test(vector, round), self.metric_names
-        told: dict[str, Any] = {"test": asdict(found.plain)}
-        if chosen:
-            told |= {"metrics": report(found.sums, chosen, self.classes), **tables(found.sums, chosen)}
-            told |= {"select": self.setup.config.select, "class_names": list(self.classes)}
-        return told
-
-    def served(self, state: ServerState, best: Tensor) -> dict[str, Any]:
-        """How each client is served: where asked for, and with metrics, unless the clients' sums are hidden."""
-        a, config = self.setup.algorithm, self.setup.config
-        wanted = config.personal.evaluate != "never"
-        if not wanted and (not self.metric_names or a.privacy.collects_sum or not config.rounds.test):
-            return {}
-        common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
-        if self.metric_names and common:
-            state = replace(state, vector=best)  # the delivered model is what clients get
-        spread, each = self.personal(state)
-        return ({"personal": spread} if wanted else {}) | ({"clients": each} if each else {})
-
-    def validation(self, vector: Tensor, round: int) -> Found:
-        """The common model on the validation images (on the clients' training images where there are none)."""
-        if self.setup.task.data.blind:
-            return self._counted(vector, round, "validation")
-        return self._here(vector, self.opened.context.examples, self.setup.judging_rows)
-
-    def test(self, vector: Tensor, round: int) -> Found:
-        """The common model on the test images."""
-        if self.setup.task.data.blind:
-            return self._counted(vector, round, "test")
-        tests = self.opened.context.tests
-        assert tests is not None
-        return self._here(vector, tests, torch.arange(len(tests.labels)))
-
-    def _here(self, vector: Tensor, examples: Examples, rows: Tensor) -> Found:
-        self.opened.context.load_model(vector)
-        self.setup.ready(examples, rows)
-        network, threads = self.opened.context.network, self.setup.threads
-        return Found(*evaluate_with_sums(network, examples, rows, threads=threads, scores=self.counting))
-
-    def _counted(self, vector: Tensor, round: int, split: str) -> Found:
-        """The common model on images that the clients hold; they send counts and sums, nothing else."""
-        f, space, network = self.setup.federation, self.opened.space.digest, self.setup.task.network
-        privacy, those = self.setup.algorithm.privacy, f.evaluated if split == "test" else f.members
-        asked = [k for k in those if f.there(k, round)]
-        settings: dict[str, Scalar] = {"split": split, "scores": self.counting}
-        if self.counting and privacy.collects_sum:
-            known = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
-            if known in self.summed:  # a round without a step: clients give the same sum only once
-                return self.summed[known]
-            asking = Sums(self.engine.exchange, f.run, asked, network, privacy)
-            asking.asked = 2 * round + (split == "test")  # clients serve each number once, and a resumed run repeats it
-            sums = asking.ask(action_named("scores"), vector, {"split": split})
-            if not sums["confusion"].sum():
-                raise FedgraftError(f"no client has {split} images to measure the model on; raise data.validation.")
-            self.summed.clear()
-            return self.summed.setdefault(known, Found(evaluation_of(sums), sums))
-        requests = [Request(f.run, round, k, "count", space, vector, {}, settings) for k in asked]
-        more, lie = self._score_fields(("",) if self.counting else ())
-        expected = counts(requests, 1, self.example_counts, split, more, lie)
-        responses = replies_to(self.engine.exchange, requests, expected)
-        plain = summed_counts(responses, self.example_counts, split)[0]
-        if not self.counting:
-            return Found(plain, {})
-        return Found(plain, scores.merge([checked(r, network.classes) for r in responses], network.classes))
-
     @property
     def example_counts(self) -> ExampleCounts:
-        """What clients said of themselves so far."""
+        """What clients claimed of themselves so far."""
         return self.opened.server_context.example_counts
 
-    def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Response], str]]:
-        """What the sums for metrics look like, and what is wrong with them in a reply."""
-        size = len(self.classes)
+    def score(self, measurement: Measurement) -> float:
+        """Return the number that the best round is chosen by; higher is better."""
+        select = self.setup.config.select
+        if select == "accuracy":
+            return measurement.plain.accuracy
+        return metrics.select_value(measurement.sums, select, self.classes)
 
-        def lie(response: Response) -> str:
+    def line(self, measurement: Measurement) -> dict[str, Any]:
+        """Return what a line of metrics.jsonl says of a measurement."""
+        plain = measurement.plain
+        line: dict[str, Any] = {"accuracy": plain.accuracy, "loss": plain.loss, "top5": plain.top5}
+        if measurement.sums:
+            values = metrics.metric_values(measurement.sums, self.classes)
+            further = {}
+            for name in dict.fromkeys([*self.metric_names, self.setup.config.select]):
+                if name in values and name not in line:
+                    further[name] = values[name]
+            line["metrics"] = further
+        return line
+
+    def tested(self, vector: Tensor, round: int) -> dict[str, Any]:
+        """Measure the delivered model on the test images; return what summary.json says of it."""
+        measurement = self.test(vector, round)
+        summary: dict[str, Any] = {"test": asdict(measurement.plain)}
+        if self.metric_names:
+            summary["metrics"] = report(measurement.sums, self.metric_names, self.classes)
+            summary |= tables(measurement.sums, self.metric_names)
+            summary["select"] = self.setup.config.select
+            summary["class_names"] = list(self.classes)
+        return summary
+
+    def served(self, state: ServerState, best: Tensor) -> dict[str, Any]:
+        """Return how each client is served: where the config asks for it, and with metrics unless sums are hidden."""
+        algorithm = self.setup.algorithm
+        config = self.setup.config
+        is_requested = config.personal.evaluate != "never"
+        shows_clients = bool(self.metric_names) and not algorithm.privacy.collects_sum and config.rounds.test
+        if not is_requested and not shows_clients:
+            return {}
+        aggregate = algorithm.aggregate
+        has_one_model = not aggregate.personal and algorithm.client_state.empty and not aggregate.gives(state)
+        if self.metric_names and has_one_model:
+            state = replace(state, vector=best)  # the delivered model is what clients get
+        spread, by_client = self.personal(state)
+        summary: dict[str, Any] = {}
+        if is_requested:
+            summary["personal"] = spread
+        if by_client:
+            summary["clients"] = by_client
+        return summary
+
+    def validation(self, vector: Tensor, round: int) -> Measurement:
+        """Measure the common model on the validation images (on the clients' training images if there are none)."""
+        if self.setup.task.data.blind:
+            return self._measure_at_clients(vector, round, "validation")
+        return self._measure_here(vector, self.opened.context.examples, self.setup.judging_rows)
+
+    def test(self, vector: Tensor, round: int) -> Measurement:
+        """Measure the common model on the test images."""
+        if self.setup.task.data.blind:
+            return self._measure_at_clients(vector, round, "test")
+        tests = self.opened.context.tests
+        assert tests is not None
+        return self._measure_here(vector, tests, torch.arange(len(tests.labels)))
+
+    def _measure_here(self, vector: Tensor, examples: Examples, rows: Tensor) -> Measurement:
+        """Measure a model on images that the server has."""
+        context = self.opened.context
+        context.load_model(vector)
+        self.setup.ready(examples, rows)
+        plain, sums = evaluate_with_sums(
+            context.network, examples, rows, threads=self.setup.threads, scores=self.needs_sums
+        )
+        return Measurement(plain, sums)
+
+    def _measure_at_clients(self, vector: Tensor, round: int, split: str) -> Measurement:
+        """Measure the common model on images that the clients hold; they send counts and sums, nothing else."""
+        federation = self.setup.federation
+        candidates = federation.evaluated if split == "test" else federation.members
+        clients = [client for client in candidates if federation.there(client, round)]
+        if self.needs_sums and self.setup.algorithm.privacy.collects_sum:
+            return self._measure_by_hidden_sum(vector, round, split, clients)
+        classes = self.setup.task.network.classes
+        settings: dict[str, Scalar] = {"split": split, "scores": self.needs_sums}
+        requests = []
+        for client in clients:
+            requests.append(
+                Request(federation.run, round, client, "count", self.opened.space.digest, vector, {}, settings)
+            )
+        prefixes = ("",) if self.needs_sums else ()
+        fields, implausible = self._score_fields(prefixes)
+        expected = counts(requests, 1, self.example_counts, split, fields, implausible)
+        responses = replies_to(self.engine.exchange, requests, expected)
+        plain = sum_counts(responses, self.example_counts, split)[0]
+        if not self.needs_sums:
+            return Measurement(plain, {})
+        sums = [validated_sums(response, classes) for response in responses]
+        return Measurement(plain, scores.merge(sums, classes))
+
+    def _measure_by_hidden_sum(self, vector: Tensor, round: int, split: str, clients: Sequence[int]) -> Measurement:
+        """Measure the common model by a secure sum of the clients' scores."""
+        key = split + hashlib.sha256(vector.numpy().tobytes()).hexdigest()
+        if key in self.summed:  # a round without a step: clients give the same sum only once
+            return self.summed[key]
+        setup = self.setup
+        asking = Sums(self.engine.exchange, setup.federation.run, clients, setup.task.network, setup.algorithm.privacy)
+        # Clients serve each number once, and a resumed run repeats it.
+        asking.asked = 2 * round + (split == "test")
+        sums = asking.ask(action_named("scores"), vector, {"split": split})
+        if not sums["confusion"].sum():
+            raise _no_images(split)
+        self.summed.clear()
+        measurement = Measurement(evaluation_of(sums), sums)
+        self.summed[key] = measurement
+        return measurement
+
+    def _score_fields(self, prefixes: Sequence[str]) -> tuple[dict[str, Field], Callable[[Response], str]]:
+        """Return what the sums for metrics look like, and a check of their plausibility."""
+        classes = len(self.classes)
+
+        def implausible(response: Response) -> str:
             try:
                 for prefix in prefixes:
-                    own = {k.removeprefix(prefix): v for k, v in response.sums.items() if k.startswith(prefix)}
-                    checked(replace(response, sums=own), size)
+                    validated_sums(replace(response, sums=_without_prefix(response.sums, prefix)), classes)
             except FedgraftError as error:
                 return str(error)
             return ""
 
-        shapes = scores.shapes(size).items()
-        return {f"{p}{name}": Field(s.shape, torch.float64, s.limit) for p in prefixes for name, s in shapes}, lie
+        fields = {}
+        for prefix in prefixes:
+            for name, shape in scores.shapes(classes).items():
+                fields[f"{prefix}{name}"] = Field(shape.shape, torch.float64, shape.limit)
+        return fields, implausible
 
     def personal(self, state: ServerState) -> tuple[dict[str, float], dict[str, Any]]:
-        """Every client on its own test images: mean, spread, before and after fine-tuning; and each one's metrics."""
+        """Measure every client on its own test images; return mean and spread, and each one's metrics."""
         responses, _ = self.evaluated(state)
-        return _spread(responses), self.each(responses) if self.metric_names else {}
+        by_client = self.each(responses) if self.metric_names else {}
+        return accuracy_spread(responses), by_client
 
     def evaluated(self, state: ServerState) -> tuple[list[Response], list[Rejection]]:
-        """What clients find on their own test images, and who did not tell and why."""
-        p, f, space = self.setup.config.personal, self.setup.federation, self.opened.space.digest
+        """Ask clients to measure on their own test images; return their answers, and who was rejected and why."""
+        options = self.setup.config.personal
+        federation = self.setup.federation
+        data = self.setup.task.data
         settings: dict[str, Scalar] = {
-            "finetune_epochs": p.finetune_epochs,
-            "finetune_part": p.finetune_part,
-            "finetune_lr": p.finetune_lr,
-            "finetune_batch": p.finetune_batch,
-            "lr": p.finetune_lr,
+            "finetune_epochs": options.finetune_epochs,
+            "finetune_part": options.finetune_part,
+            "finetune_lr": options.finetune_lr,
+            "finetune_batch": options.finetune_batch,
+            "lr": options.finetune_lr,
         }
-        settings |= {"scores": True} if self.metric_names else {}
-        clients = [k for k in f.evaluated if f.there(k, state.round) and len(self.setup.task.data.test_rows(k))]
-        given = self.setup.algorithm.aggregate.gives(state)
-        requests = [
-            Request(f.run, state.round, k, "evaluate", space, state.model_of(k), given, settings) for k in clients
-        ]
+        if self.metric_names:
+            settings["scores"] = True
+        common_tensors = self.setup.algorithm.aggregate.gives(state)
+        requests = []
+        for client in federation.evaluated:
+            if not federation.there(client, state.round) or not len(data.test_rows(client)):
+                continue
+            model = state.model_of(client)
+            space = self.opened.space.digest
+            request = Request(federation.run, state.round, client, "evaluate", space, model, common_tensors, settings)
+            requests.append(request)
         if not requests:
             return [], []
-        for k in clients if self.setup.task.data.rows_known else ():
-            self.example_counts.note(k, {"test images": len(self.setup.task.data.test_rows(k))})
-        tuned = bool(p.finetune_epochs)
-        more, lie = self._score_fields(("", *(("finetuned/",) if tuned else ())) if self.metric_names else ())
-        expected = evaluation(requests, self.example_counts, tuned, more, lie)
+        if data.rows_known:
+            for request in requests:
+                self.example_counts.note(request.client, {"test images": len(data.test_rows(request.client))})
+        is_finetuned = bool(options.finetune_epochs)
+        prefixes: list[str] = []
+        if self.metric_names:
+            prefixes.append("")
+            if is_finetuned:
+                prefixes.append(FINETUNED)
+        fields, implausible = self._score_fields(prefixes)
+        expected = evaluation(requests, self.example_counts, is_finetuned, fields, implausible)
         accepted, rejections = validate_responses(self.engine.exchange(requests), expected)
-        name_all(rejections, "evaluate")
-        return [one.response for one in accepted if one.response.metrics["count"]], rejections
+        log_rejections(rejections, "evaluate")
+        responses = [item.response for item in accepted if item.response.metrics["count"]]
+        return responses, rejections
 
     def each(self, responses: Sequence[Response]) -> dict[str, Any]:
-        """The metrics of each client by its name."""
-        names, classes, found = self.setup.client_names, self.classes, dict[str, Any]()
-        for response in sorted(responses, key=lambda r: r.client):
-            cells = report(checked(response, len(classes)), self.metric_names, classes)
-            if any(name.startswith("finetuned/") for name in response.sums):
-                own = {k.removeprefix("finetuned/"): v for k, v in response.sums.items() if k.startswith("finetuned/")}
-                tuned = report(checked(replace(response, sums=own), len(classes)), self.metric_names, classes)
-                cells |= {f"finetuned_{name}": value for name, value in tuned.items()}
-            found[names[response.client]] = cells
-        return found
+        """Return the metrics of each client by its name."""
+        classes = self.classes
+        by_client: dict[str, Any] = {}
+        for response in sorted(responses, key=lambda response: response.client):
+            cells = report(validated_sums(response, len(classes)), self.metric_names, classes)
+            finetuned_sums = _without_prefix(response.sums, FINETUNED)
+            if finetuned_sums:
+                validated = validated_sums(replace(response, sums=finetuned_sums), len(classes))
+                for name, value in report(validated, self.metric_names, classes).items():
+                    cells[f"finetuned_{name}"] = value
+            by_client[self.setup.client_names[response.client]] = cells
+        return by_client
+
+
+def _without_prefix(sums: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the sums whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in sums.items() if name.startswith(prefix)}
 
 
 def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[str]) -> dict[str, Any]:
-    """The chosen metrics as summary.json holds them: value, interval, images; None where there is nothing to tell."""
-    found = metrics.compute(sums, classes)
-    wanted = {name: m for name, m in found.items() if name.partition(":")[0] in chosen}
-    return {
-        name: None if m is None else {k: v for k, v in asdict(m).items() if v is not None} for name, m in wanted.items()
-    }
+    """Return the chosen metrics as summary.json holds them: value, interval, images; None where there is none."""
+    cells: dict[str, Any] = {}
+    for name, metric in metrics.compute(sums, classes).items():
+        if name.partition(":")[0] not in chosen:
+            continue
+        if metric is None:
+            cells[name] = None
+        else:
+            cells[name] = {key: value for key, value in asdict(metric).items() if value is not None}
+    return cells
 
 
 def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
-    """What is no single number: the confusion matrix (true class by row) and the reliability curve, where chosen."""
+    """Return what is no single number: the confusion matrix (true class by row) and the reliability curve, if chosen."""
     made: dict[str, Any] = {}
     if "confusion" in chosen:
         made["confusion"] = sums["confusion"].long().tolist()
     if "calibration_error" in chosen:
-        made["reliability"] = [
-            {"confidence": one.confidence, "accuracy": asdict(one.accuracy)} for one in metrics.reliability(sums)
-        ]
+        curve = []
+        for point in metrics.reliability(sums):
+            curve.append({"confidence": point.confidence, "accuracy": asdict(point.accuracy)})
+        made["reliability"] = curve
     return made
 
 
-def checked(response: Response, classes: int) -> dict[str, Tensor]:
-    """The sums that a client counted, if they can be: right shapes, nothing negative, all about the same images."""
-    found = {name: response.sums.get(name) for name in scores.shapes(classes)}
-    if not all(scores.is_plausible_sum(name, tensor, classes) for name, tensor in found.items()):
-        raise FedgraftError(f"client {response.client} counted what cannot be: its node runs other software.")
-    sums = {name: tensor for name, tensor in found.items() if tensor is not None}
+def validated_sums(response: Response, classes: int) -> dict[str, Tensor]:
+    """Return a client's sums for metrics; refuse wrong shapes, negative counts and sums over different images."""
+    sums: dict[str, Tensor] = {}
+    for name in scores.shapes(classes):
+        tensor = response.sums.get(name)
+        if tensor is None or not scores.is_plausible_sum(name, tensor, classes):
+            raise FedgraftError(
+                "E-RUNS-METRIC-SUMS",
+                f"inconsistent metric sums: {name!r} of client {response.client} cannot be",
+                "let its node run the same version of fedgraft",
+                client=response.client,
+            )
+        sums[name] = tensor
     images = sums["confusion"].sum()
     if not (sums["histogram"].sum((0, 2)) == images).all() or sums["calibration"][0].sum() != images:
-        raise FedgraftError(f"client {response.client} counted different images for different metrics.")
+        raise FedgraftError(
+            "E-RUNS-METRIC-IMAGES",
+            f"inconsistent metric sums: client {response.client} counted different images for different metrics",
+            client=response.client,
+        )
     return sums
 
 
-def _spread(responses: Sequence[Response]) -> dict[str, float]:
-    """Mean, extremes and spread of the clients' accuracies."""
-    found: dict[str, float] = {}
-    for key in ("accuracy", "finetuned_accuracy"):
-        values = torch.tensor([r.metrics[key] for r in responses if key in r.metrics], dtype=torch.float64)
-        if len(values):
-            counts = torch.tensor([r.metrics["count"] for r in responses], dtype=torch.float64)
-            prefix = "" if key == "accuracy" else "finetuned_"
-            found |= {
-                f"{prefix}mean": float(values.mean()),
-                f"{prefix}min": float(values.min()),
-                f"{prefix}max": float(values.max()),
-                f"{prefix}std": float(values.std(correction=0)),
-                f"{prefix}weighted": float((values * counts).sum() / counts.sum()),
-            }
-    return found
+def _no_images(split: str) -> FedgraftError:
+    return FedgraftError(
+        "E-RUNS-NO-IMAGES",
+        f"no client has {split} images to measure the model on",
+        "raise data.validation",
+        split=split,
+    )
+
+
+def accuracy_spread(responses: Sequence[Response]) -> dict[str, float]:
+    """Return mean, extremes and spread of the clients' accuracies, before and after fine-tuning."""
+    spread: dict[str, float] = {}
+    for key, prefix in (("accuracy", ""), ("finetuned_accuracy", "finetuned_")):
+        accuracies = [response.metrics[key] for response in responses if key in response.metrics]
+        if not accuracies:
+            continue
+        values = torch.tensor(accuracies, dtype=torch.float64)
+        images = torch.tensor([response.metrics["count"] for response in responses], dtype=torch.float64)
+        spread[f"{prefix}mean"] = float(values.mean())
+        spread[f"{prefix}min"] = float(values.min())
+        spread[f"{prefix}max"] = float(values.max())
+        spread[f"{prefix}std"] = float(values.std(correction=0))
+        spread[f"{prefix}weighted"] = float((values * images).sum() / images.sum())
+    return spread

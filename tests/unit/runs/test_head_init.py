@@ -22,7 +22,7 @@ from fedgraft.runs.head_init import (
     probe_head,
     ridge_head,
     solve,
-    strongest,
+    strongest_penalty,
 )
 from fedgraft.server.secure_sum import Sums
 
@@ -77,7 +77,7 @@ def test_the_penalty_is_chosen_on_the_judges_points() -> None:
 def test_among_equals_the_strongest_penalty_wins() -> None:
     _, _, _, judge = setting()
     head = torch.randn(CLASSES, WIDTH + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert strongest([(head, 0.1), (head, 1.0), (head, 0.01)], judge)[1] == 1.0
+    assert strongest_penalty([(head, 0.1), (head, 1.0), (head, 0.01)], judge)[1] == 1.0
 
 
 def test_a_class_nobody_holds_stays_at_rest() -> None:

@@ -17,7 +17,7 @@ from fedgraft.core.messages import Request
 from fedgraft.metrics.evaluate import Evaluation
 from fedgraft.runs import head_init
 from fedgraft.runs.loop import run
-from fedgraft.runs.measure import Found, Measure
+from fedgraft.runs.measure import Measure, Measurement
 
 
 @pytest.fixture(autouse=True)
@@ -76,13 +76,13 @@ class Judged:
         self.shown: dict[int, Tensor] = {}
         self.tested: list[Tensor] = []
 
-        def validation(measure: Measure, vector: Tensor, round: int) -> Found:
+        def validation(measure: Measure, vector: Tensor, round: int) -> Measurement:
             self.shown[round] = vector.clone()
-            return Found(Evaluation(1.0, accuracies[round], 1.0, 10), {})
+            return Measurement(Evaluation(1.0, accuracies[round], 1.0, 10), {})
 
-        def test(measure: Measure, vector: Tensor, round: int) -> Found:
+        def test(measure: Measure, vector: Tensor, round: int) -> Measurement:
             self.tested.append(vector.clone())
-            return Found(Evaluation(1.0, 0.5, 1.0, 10), {})
+            return Measurement(Evaluation(1.0, 0.5, 1.0, 10), {})
 
         patch.setattr(Measure, "validation", validation)
         patch.setattr(Measure, "test", test)
