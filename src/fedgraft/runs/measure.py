@@ -293,7 +293,7 @@ def report(sums: Mapping[str, Tensor], chosen: Sequence[str], classes: Sequence[
 
 
 def tables(sums: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
-    """Return what is no single number: the confusion matrix (true class by row) and the reliability curve, if chosen."""
+    """Return what is no single number: the confusion matrix (true class by row) and the reliability curve."""
     made: dict[str, Any] = {}
     if "confusion" in chosen:
         made["confusion"] = sums["confusion"].long().tolist()
