@@ -184,4 +184,4 @@ def test_a_reply_of_300_mb_stays_outside(tmp_path: Path, bounded: bool) -> None:
     rise = watch.rise(*marks)
     print(f"rise {rise >> 20} MB of a limit of {LEAST >> 20} MB, reply {HUGE >> 20} MB: {reason}", file=sys.stderr)
     assert (rise < 2 * LEAST) == bounded
-    assert ("larger than the limit of 64 MB" in reason) == bounded and "shorter than it says" in bomb
+    assert ("larger than the limit of 64 MB" in reason) == bounded and "shorter than its header says" in bomb

@@ -37,7 +37,7 @@ def test_budgets_that_hold_everything_change_nothing(tmp_path: Path) -> None:
         (("algorithm.name=fedshibu", "algorithm.self_weight=0.5"), "similarity='learned'"),
         (("algorithm.name=fedshibu", "algorithm.self_wait=0.5"), "no option 'self_wait'"),
         (("algorithm.name=fedprox", "algorithm.by_layer=true"), "no option 'by_layer'"),
-        (("algorithm.name=fedalign", "algorithm.freeze=0.1"), "needs by_layer"),
+        (("algorithm.name=fedalign", "algorithm.freeze=0.1"), "set by_layer=true"),
         (("algorithm.name=fedalign", "algorithm.by_layer=true", "privacy.aggregation=secure"), "needs each client's"),
     ],
 )

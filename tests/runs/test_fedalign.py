@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.svcca import svcca
 from tests.support.tiny import Open, without_pictures
 from tests.support.toy import Toy, ToyExamples
@@ -154,7 +155,7 @@ def test_a_frozen_body_is_refused() -> None:
 def test_too_few_probe_rows_are_refused() -> None:
     toy = everyone(zoo.fedalign(**SMALL | {"keep": 6}))
     toy.context.probe = ToyExamples(13, seed=3)
-    with pytest.raises(FedgraftError, match="forces correlations of 1"):
+    with raises("E-AGGREGATE-SVCCA-EXAMPLES", directions=6, examples=13):
         toy.run(1)
     toy = everyone(zoo.fedalign(**SMALL | {"keep": 6}))
     toy.context.probe = ToyExamples(14, seed=3)

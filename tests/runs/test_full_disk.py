@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from fedgraft.config.load import Config, load, read_toml
 from fedgraft.core.errors import FedgraftError
-from fedgraft.core.files import keep, read_metrics, without_timing
+from fedgraft.core.files import read_metrics, without_timing, write_cache_file
 from fedgraft.models.export import appearing
 from fedgraft.models.folders import _json
 from fedgraft.report import html as report
@@ -171,9 +171,9 @@ def test_a_report_written_in_place_would_stay_torn(
 
 def test_what_is_kept_for_other_runs_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "heads" / "one.safetensors"
-    keep(path, lambda file: file.write_bytes(b"good"))
+    write_cache_file(path, lambda file: file.write_bytes(b"good"))
     with full_disk(2), pytest.raises(FedgraftError, match=r"one.safetensors could not be written \(File too large\)"):
-        keep(path, lambda file: file.write_bytes(b"better"))
+        write_cache_file(path, lambda file: file.write_bytes(b"better"))
     assert [p.name for p in path.parent.iterdir()] == ["one.safetensors"] and path.read_bytes() == b"good"
     with full_disk(2), pytest.raises(OSError):
         path.write_bytes(b"better")  # the planted mistake: written in place

@@ -156,7 +156,7 @@ def large_orders(stage: Stage, protection: str) -> list[dict[str, Any]]:
         world.request(auxiliary={"junk": torch.frombuffer(bytearray(os.urandom(HUGE)), dtype=torch.uint8)})
     )
     bomb = world.tell(world.request(auxiliary={"junk": torch.zeros(HUGE, dtype=torch.uint8)}))
-    refused = "larger than the 32 MB" in str(noise) and "shorter than it says" in str(bomb)
+    refused = "larger than the 32 MB" in str(noise) and "shorter than its header says" in str(bomb)
     return [
         {
             "name": "honest",

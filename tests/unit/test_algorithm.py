@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.support.errors import raises
 
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Answers, by_examples, uniform
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
-from fedgraft.core.errors import FedgraftError
 from fedgraft.edit.dense import head
 from fedgraft.edit.low_rank import LowRank
 from fedgraft.edit.sparse import Sparse
@@ -101,7 +101,7 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", ILLEGAL)
 def test_a_combination_that_makes_no_sense_is_refused_when_it_is_built(case: str) -> None:
     make, sentence = ILLEGAL[case]
-    with pytest.raises(FedgraftError) as caught:
+    with raises("E-ALGORITHM-COMBINATION") as caught:
         make()
     text = str(caught.value)
     assert sentence in text and "\n" not in text and text.endswith(".")
@@ -143,7 +143,7 @@ def test_a_local_rule_and_its_keys_can_be_given_together() -> None:
 
 
 def test_an_unknown_algorithm_names_the_nearest() -> None:
-    with pytest.raises(FedgraftError, match="'fedporx'; the nearest one is 'fedprox'"):
+    with raises("E-CORE-UNKNOWN-NAME", name="fedporx", nearest="fedprox"):
         zoo.named("fedporx")
 
 
@@ -180,5 +180,5 @@ def test_body_algorithms_move_the_body_whatever_the_default() -> None:
         assert zoo.named(name, trainable=Sparse(head=False)).trainable.kind == "sparse"
     for name in ("fedbabu", "fedshibu"):
         assert not zoo.named(name).trainable.trains_head
-        with pytest.raises(FedgraftError, match="head stays at its start"):
+        with raises("E-ALGORITHM-COMBINATION"):
             zoo.named(name, trainable=Sparse())

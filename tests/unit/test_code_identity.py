@@ -157,7 +157,7 @@ def test_what_cannot_be_identified_is_named_once(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, "fedgraft"):
         first, second = identity_of(lock), identity_of(threading.Lock())
     assert first == second and "0x" not in str(first)
-    assert caplog.text.count("cannot be told from another one") == 1
+    assert caplog.text.count("cannot be distinguished from another one") == 1
 
 
 def test_rules_of_the_library_differ_by_what_they_close_over() -> None:

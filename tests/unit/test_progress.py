@@ -16,7 +16,16 @@ from rich.console import Console
 from fedgraft.client.actions import progress_label
 from fedgraft.core import progress
 from fedgraft.core.messages import Request
-from fedgraft.core.progress import Phase, counted, open_phases, phase, requests_phase, shown_by, told, watching
+from fedgraft.core.progress import (
+    Phase,
+    counted,
+    describe_facts,
+    open_phases,
+    phase,
+    requests_phase,
+    shown_by,
+    watching,
+)
 from fedgraft.engines.shared_memory import Workers
 from fedgraft.report.display import LiveProgress
 from fedgraft.report.run_record import present
@@ -38,7 +47,7 @@ def lasted(seconds: float, **facts: object) -> Phase:
 def test_a_phase_is_open_as_long_as_its_block() -> None:
     with phase("outer"), pytest.raises(ValueError, match="x"), phase("inner", 3, "things") as inner:
         inner.advance(2)
-        assert [one.what for one in open_phases()] == ["outer", "inner"] and inner.done == 2
+        assert [one.name for one in open_phases()] == ["outer", "inner"] and inner.done == 2
         raise ValueError("x")
     assert open_phases() == [] and inner.ended is not None
 
@@ -60,7 +69,7 @@ def test_the_line_says_what_how_far_how_quick_and_how_long() -> None:
     one.growing = True
     assert str(one) == "features: 400 of 1,000 images, 40 a second, 10 s so far"
     slow = {"what": "round 1", "unit": "clients", "done": 1, "total": 10, "rate": 0.01, "seconds": 100.0, "left": 900.0}
-    assert told(slow) == "round 1: 1 of 10 clients, 1 min 40 s each, about 15 min 00 s left"
+    assert describe_facts(slow) == "round 1: 1 of 10 clients, 1 min 40 s each, about 15 min 00 s left"
     assert str(Phase("export")) == "export: 0 s so far"
 
 
@@ -74,7 +83,7 @@ def until(seen: Callable[[], bool]) -> None:
 
 def test_watchers_look_by_time_and_once_more_at_the_end(quick: None) -> None:
     seen: list[list[str]] = []
-    with watching(lambda phases: seen.append([one.what for one in phases])), phase("a"):
+    with watching(lambda phases: seen.append([one.name for one in phases])), phase("a"):
         until(lambda: ["a"] in seen)
     assert ["a"] in seen and seen[-1] == []
     count = len(seen)
@@ -112,7 +121,7 @@ def test_phases_of_workers_are_told_here_and_added_up(quick: None, monkeypatch: 
     with watching(watch), phase("outer"), Workers(work, 2) as team:
         found = team.map([b"a", b"b", b"c"], lambda t: [t], lambda t, parts: bytes(parts[0]), str)
     assert found == [b"a", b"b", b"c"]
-    merged = {id(one): one for one in seen if one.what == "digging"}
+    merged = {id(one): one for one in seen if one.name == "digging"}
     assert len(merged) == 1  # one phase for all workers
     (one,) = merged.values()
     assert one.done == one.total == 15 and one.growing and one.left is None and one.ended is not None
@@ -145,7 +154,7 @@ def test_of_a_short_task_a_worker_says_nothing() -> None:
 def test_phases_have_truthful_names(action: str, settings: dict[str, str], name: str) -> None:
     requests = [Request("r", 2, k, action, settings=settings) for k in range(4)]
     with requests_phase(requests, progress_label) as one:
-        assert (one.what, one.total, one.unit) == (name, 4, "clients")
+        assert (one.name, one.total, one.unit) == (name, 4, "clients")
 
 
 def test_the_log_has_begin_half_minutes_and_end(caplog: pytest.LogCaptureFixture) -> None:

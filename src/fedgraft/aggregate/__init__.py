@@ -1,1 +1,1 @@
-"""How updates become one: means, robust rules, similarity mixtures, server optimizers."""
+"""Aggregation: means, robust rules, merging, similarity mixing, server rules, codecs."""

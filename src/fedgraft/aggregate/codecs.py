@@ -30,8 +30,8 @@ ClientMemory = MutableMapping[str, Tensor]
 class BadPayload(FedgraftError):
     """A payload does not have the layout or the contents that its codec produces for this length."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__("E-CODEC-PAYLOAD", message)
+    def __init__(self, message: str, code: str = "E-CODEC-PAYLOAD") -> None:
+        super().__init__(code, message)
 
 
 class Codec(Protocol):
@@ -263,7 +263,7 @@ def decode(payload: Payload, codec: Codec, length: int) -> Tensor:
         check_tensor(payload.arrays[name], dtype, (count,), name)
     vector = codec.expand({name: payload.arrays[name].detach() for name in layout}, length)
     if not is_finite(vector):
-        raise BadPayload("values are not finite")
+        raise BadPayload("values are not finite", "E-CODEC-NONFINITE")
     return vector
 
 
@@ -287,4 +287,4 @@ def is_finite(tensor: Tensor) -> bool:
 def _check_scales(scales: Tensor) -> None:
     """Raise `BadPayload` for a scale that is negative or not finite."""
     if not is_finite(scales) or bool((scales < 0).any()):
-        raise BadPayload("a scale is negative or not finite")
+        raise BadPayload("a scale is negative or not finite", "E-CODEC-NONFINITE")

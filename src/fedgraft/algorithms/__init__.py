@@ -1,6 +1,6 @@
-"""The literature as compositions: each algorithm is a few slots that differ from another one.
+"""The algorithms of the literature as compositions: each differs from another one in a few slots.
 
-Read it as a table of papers. `ALGORITHMS` maps a name to a function of plain numbers and slots; `named` builds one.
+`ALGORITHMS` maps a name to a function of plain numbers and slots; `named` builds an algorithm by its name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,13 @@ __all__ = ["ALGORITHMS", "TABLE", "named", *(make.__name__ for make in TABLE)]
 
 
 def named(name: str, **options: Any) -> Algorithm:
-    """Build an algorithm by its name; options and slots it does not have are refused."""
-    slots = {key: options.pop(key) for key in list(options) if key in Algorithm.__dataclass_fields__}
-    made: Algorithm = ALGORITHMS.build(name, options, **slots)
-    return made
+    """Return the algorithm of this name; options and slots it does not have are refused."""
+    own_options = {}
+    slots = {}
+    for key, value in options.items():
+        if key in Algorithm.__dataclass_fields__:
+            slots[key] = value
+        else:
+            own_options[key] = value
+    algorithm: Algorithm = ALGORITHMS.build(name, own_options, **slots)
+    return algorithm

@@ -1,4 +1,4 @@
-"""An algorithm is nine choices. This file names the slots and refuses combinations that make no sense."""
+"""The slots of a federated algorithm, and the rules about which combinations of them are legal."""
 
 from __future__ import annotations
 
@@ -28,40 +28,42 @@ from fedgraft.privacy.secagg.secure_sum import CUT, weighted_segments
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a client keeps to itself between rounds, as a selection of coordinates.
+    """The state that a client keeps between rounds and does not share.
 
-    `private(network, name)` picks parameters that each client trains and never shares: trained together with the
-    shared ones (FedPer, FedBN) or before them (`alternate`, FedRep). `second_model` is the strength with which a model
-    of one's own is pulled towards the common one (Ditto). `start` blends the common model with the client's last one
-    before it trains (FedALA).
+    `private(network, name)` selects parameters that each client trains and never shares: trained together with the
+    shared ones (FedPer, FedBN) or before them (`alternate`, FedRep). `second_model` is the strength with which the
+    client's second, personal model is pulled towards the common one (Ditto). `start` blends the common model with the
+    client's last one before training (FedALA).
     """
 
     private: Callable[[Network, str], bool] | None = None
     within: bool = False
-    """Only what the trainable kind opened is picked; else the part is trained by the client whatever the kind."""
+    """`private` selects only among the trained parameters; else the part is trained whatever the trainable kind."""
     alternate: bool = False
     second_model: float | None = None
     optimizer: bool = False
-    """Momentum and moments go on from round to round, as in training in one place."""
+    """The optimizer state continues from round to round, as in centralized training."""
     start: AdaptiveStart | None = None
     aside: float = 0.0
-    """Share of its images that a client never trains on, because it chooses something by them."""
+    """Share of its images that a client never trains on, because it selects something by them."""
 
     @property
     def empty(self) -> bool:
-        """Whether clients keep nothing."""
+        """Whether clients keep no state."""
         return self.private is None and self.second_model is None and not self.optimizer and self.start is None
 
     def own_model(self, common: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
-        """The model a client uses: the common one, or what it made of it."""
+        """Return the model that a client uses: the common one, its second model, or its adaptive start."""
         if self.second_model is not None:
             return memory.get("personal", common)
-        return common if self.start is None else self.start.blend(common, memory)
+        if self.start is None:
+            return common
+        return self.start.blend(common, memory)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The choices that make a federated algorithm. Built once, checked once, never changed."""
+    """A federated algorithm as a combination of slots. Checked when it is built, never changed."""
 
     name: str
     trainable: Trainable = field(default_factory=everything)
@@ -75,74 +77,86 @@ class Algorithm:
     client_state: ClientState = field(default_factory=ClientState)
     privacy: Privacy = CLEAR
     fixed_head: bool = False
-    """The head stays at its start, as in FedBABU: a kind that trains it contradicts the algorithm."""
+    """The head keeps its initial weights, as in FedBABU: a trainable that trains it contradicts the algorithm."""
     download: float | None = None
-    """Share of the coordinates that orders carry: those farthest from the run's start, which clients know (FLASC)."""
+    """Share of the coordinates that requests carry: those farthest from the run's start, known to clients (FLASC)."""
     own_kind: bool = False
-    """What trains is part of the algorithm (Fed-SB: low-rank cores), so a config that says nothing keeps it."""
+    """The trainable is part of the algorithm (Fed-SB: low-rank cores), so it is the default of a config."""
     closed_form: str = ""
-    """The whole algorithm is this way to make a head (a value of model.head) in one exchange; no round is trained."""
+    """The algorithm computes this kind of head (a value of model.head) in one exchange; no round is trained."""
 
     def __post_init__(self) -> None:
-        for wrong, why in _illegal(self):
-            if wrong:
-                raise FedgraftError(f"{self.name}: {why}")
+        for broken, sentence in _illegal(self):
+            if broken:
+                message, _, hint = sentence.partition("; ")
+                raise FedgraftError("E-ALGORITHM-COMBINATION", f"{self.name}: {message}", hint, algorithm=self.name)
 
     @property
     def lr(self) -> float:
-        """The learning rate: as given, else the one that suits what trains."""
-        own = self.trainable.rates
-        return self.local.lr or (own.adamw if self.local.optimizer.adaptive else own.sgdm)
+        """The learning rate: `local.lr`, or else the default of the trainable and the optimizer."""
+        if self.local.lr:
+            return self.local.lr
+        if self.local.optimizer.adaptive:
+            return self.trainable.rates.adamw
+        return self.trainable.rates.sgdm
 
     @property
     def leaves_head_rate(self) -> bool:
-        """The head trains, and nobody said at which rate."""
-        open_ended = self.local.lr is None or (self.trainable.rates.small and self.trainable.trains_body)
-        return self.trainable.trains_head and open_ended and self.local.head_lr is None
+        """Whether the head is trained and no option determines its learning rate."""
+        unspecified = self.local.lr is None or (self.trainable.rates.small and self.trainable.trains_body)
+        return self.trainable.trains_head and unspecified and self.local.head_lr is None
 
     @property
     def divides_by_steps(self) -> bool:
-        """Updates are divided by one number of effective steps for all weights."""
+        """Whether updates are divided by one number of effective steps for all coordinates."""
         return self.local.correction.needs_effective_steps or any(link.needs_effective_steps for link in self.update)
 
     @property
     def federation_counts(self) -> bool:
-        """Clients need the class counts of all of them together."""
+        """Whether clients need the class counts over all clients."""
         return self.loss.federation_counts or self.local.federation_counts
 
     @property
     def wants(self) -> tuple[Observe, ...]:
-        """Every observation clients are asked for."""
+        """All observations that clients report."""
         return (*self.weighting.wants, *self.aggregate.wants)
 
     @property
     def reports(self) -> dict[str, float]:
-        """The numbers that come with every update, and the largest value of each."""
-        links = {name: most for link in self.update for name, most in link.scalars.items()}
-        return {**links, **self.aggregate.reports}
+        """The scalars that come with every update, and the largest value of each."""
+        scalars: dict[str, float] = {}
+        for link in self.update:
+            scalars |= link.scalars
+        return {**scalars, **self.aggregate.reports}
 
 
 def secure_segments(
     algorithm: Algorithm, length: int, trained: int, settings: Mapping[str, Any]
 ) -> tuple[Segment, ...]:
-    """The layout of the hidden sum of this algorithm: the weighted update, the weight, what else is summed.
+    """Return the layout of this algorithm's secure sum: the weighted update, the weight, and all other sums.
 
-    The limits follow from the config and the order's `settings` (`lr`, `largest`), which server and clients both know.
-    Whether a client had to cut something is part of the sum; not under privacy, whose account does not cover it.
+    The limits follow from the config and the request's `settings` (`lr`, `largest`), known to server and clients.
+    The sum counts the clients that had to clip a value; not under differential privacy, whose accounting does not
+    cover this count.
     """
     limit = algorithm.privacy.sum_options.limit
     scale, reports = _sent_scale(algorithm, settings)
     # Control variates have the size of gradients, not of updates.
     sums = dict.fromkeys(algorithm.local.correction.sends, (trained, 64 * limit))
-    # What lies behind the trained coordinates (statistics of batch norm) is not scaled by any link.
-    tail = length - trained if scale != 1 else 0
+    # The batch-norm statistics behind the trained coordinates are not scaled by any link.
+    tail = 0
+    if scale != 1:
+        tail = length - trained
     segments = weighted_segments(length - tail, limit * scale, sums, reports, (tail, limit))
-    return (*segments, CUT) if algorithm.privacy.flags_cut_numbers else segments
+    if algorithm.privacy.flags_cut_numbers:
+        return (*segments, CUT)
+    return segments
 
 
 def _sent_scale(algorithm: Algorithm, settings: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-    """How much larger than the update what leaves a client can be, and the largest value of each number beside it."""
-    scale, reports = 1.0, algorithm.reports
+    """Return the largest ratio of the sent update to the update, and the largest value of each reported scalar."""
+    scale = 1.0
+    reports = algorithm.reports
     scaling = [link.scale for link in algorithm.update if link.scale is not None]
     if not scaling:
         return scale, reports
@@ -157,21 +171,32 @@ def _sent_scale(algorithm: Algorithm, settings: Mapping[str, Any]) -> tuple[floa
 
 
 def vary(algorithm: Algorithm, **slots: Any) -> Algorithm:
-    """The same algorithm with some slots replaced; keys of the local training may be given directly."""
-    local = {key: slots.pop(key) for key in list(slots) if key in LocalTraining.__dataclass_fields__}
-    if local:
-        slots["local"] = replace(slots.get("local", algorithm.local), **local)
-    return replace(algorithm, **slots)
+    """Return the algorithm with some slots replaced; fields of `LocalTraining` may be passed directly."""
+    replaced = {}
+    local_fields = {}
+    for key, value in slots.items():
+        if key in LocalTraining.__dataclass_fields__:
+            local_fields[key] = value
+        else:
+            replaced[key] = value
+    if local_fields:
+        replaced["local"] = replace(replaced.get("local", algorithm.local), **local_fields)
+    return replace(algorithm, **replaced)
 
 
 def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
-    """Each rule: is it broken, and one sentence why it is one."""
+    """Return each rule of combination: whether the algorithm breaks it, and a sentence with the reason."""
     hidden = a.privacy.collects_sum
     private = a.privacy.noise is not None
-    correction, kept = a.local.correction, not a.client_state.empty
+    correction = a.local.correction
+    stateful = not a.client_state.empty
     effective_steps = a.local.optimizer.effective_steps
-    # Where what trains and what travels are the algorithm's own, nobody can be told to choose another.
-    same, values = ("", "") if a.own_kind else (", or let all clients train the same", " or compression.codec='values'")
+    # If the trainable and the codec belong to the algorithm, the sentence must not advise to choose others.
+    same = ""
+    values = ""
+    if not a.own_kind:
+        same = ", or let all clients train the same"
+        values = " or compression.codec='values'"
     return [
         (
             a.fixed_head and a.trainable.trains_head,
@@ -188,8 +213,8 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             f"set trainable.kind='head', or start another algorithm from this head (model.head={a.closed_form!r}).",
         ),
         (
-            a.download is not None and (a.trainable.partial or a.aggregate.personal or a.aggregate.several or kept),
-            "orders that carry only the farthest coordinates need one common model that every client starts from.",
+            a.download is not None and (a.trainable.partial or a.aggregate.personal or a.aggregate.several or stateful),
+            "requests that carry only the farthest coordinates need one common model that every client starts from.",
         ),
         (
             hidden and not a.aggregate.linear,
@@ -207,7 +232,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             f"choose privacy.aggregation='clear' or {a.weighting.instead}.",
         ),
         (
-            hidden and any(wanted.evidence for wanted in a.wants),
+            hidden and any(observation.evidence for observation in a.wants),
             "clients would show the server tensors of their own beside the hidden sum; choose "
             "privacy.aggregation='clear'.",
         ),
@@ -268,7 +293,8 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             "set trainable.lora.aggregate='mean'.",
         ),
         (
-            a.aggregate.several and (kept or a.trainable.partial or correction.remembers or not a.server.memoryless),
+            a.aggregate.several
+            and (stateful or a.trainable.partial or correction.remembers or not a.server.memoryless),
             f"{a.aggregate.name} has several common models, so there is no one model for private parts, masks of "
             "one's own, control variates or a server rule with a memory.",
         ),
@@ -281,7 +307,7 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
             f"{correction.name} corrects towards one common model, and mixing has one per client.",
         ),
         (
-            a.trainable.partial and (a.aggregate.personal or a.compression.remembers or kept),
+            a.trainable.partial and (a.aggregate.personal or a.compression.remembers or stateful),
             "clients that move other coordinates each round cannot be mixed, keep private parts or send top-k.",
         ),
         (
@@ -315,10 +341,10 @@ def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
 
 
 def _other_rule(aggregate: Aggregator | Mixing | Clusters) -> bool:
-    """A rule that looks at each update, and is not the trainable kind's own."""
+    """Return whether the aggregation needs each update and does not belong to the trainable kind."""
     return not aggregate.linear and not aggregate.of_trainable
 
 
 def _foreign_links(a: Algorithm) -> bool:
-    """Links of the update that are not the protection's own."""
+    """Return whether the update has links that do not belong to the protection."""
     return any(link not in a.privacy.links for link in a.update)

@@ -1,4 +1,4 @@
-"""One model for all: FedAvg, what bends its local training, what changes the server's step."""
+"""Algorithms with one common model: FedAvg, corrections of its local training, other steps of the server."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from fedgraft.local.update_links import normalise
 
 def fedavg(**slots: Any) -> Algorithm:
     """McMahan et al. 2017: the mean of local updates, weighted by examples."""
+    known = [name for name in Algorithm.__dataclass_fields__ if name != "name"]
     for name in slots:
         if name not in Algorithm.__dataclass_fields__:
-            known = ", ".join(n for n in Algorithm.__dataclass_fields__ if n != "name")
-            raise FedgraftError(f"an algorithm has no slot or option {name!r}; its slots are {known}.")
-    return Algorithm("fedavg", **{name: value for name, value in slots.items() if value is not None})
+            raise FedgraftError(
+                "E-ALGORITHM-SLOT",
+                f"an algorithm has no slot or option {name!r}",
+                f"use one of its slots {', '.join(known)}",
+                name=name,
+            )
+    return Algorithm("fedavg", **specified(slots))
 
 
 def fedsgd(**slots: Any) -> Algorithm:
-    """One full-batch gradient step per client: FedAvg with nothing local about it."""
+    """FedAvg with one full-batch gradient step per client (McMahan et al. 2017)."""
     return vary(fedavg(**slots), name="fedsgd", epochs=1, steps=None, batch_size=1 << 30)
 
 
@@ -44,7 +49,7 @@ def fedlc(tau: NotNegative = 1.0, **slots: Any) -> Algorithm:
 
 @in_range
 def moon(weight: NotNegative = 1.0, temperature: Positive = 0.5, **slots: Any) -> Algorithm:
-    """Li et al. 2021: features drawn to the common model, away from the client's last; weight 0 is FedAvg."""
+    """Li et al. 2021: features move towards the common model's, away from the client's last; weight 0 is FedAvg."""
     return vary(fedavg(**slots), name="moon", loss=contrastive(weight, temperature, smoothing(slots)))
 
 
@@ -57,14 +62,14 @@ def scaffold(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
 
 @in_range
 def feddyn(alpha: NotNegative = 0.1, **slots: Any) -> Algorithm:
-    """Acar et al. 2021: each client's loss is bent so that all agree at the optimum."""
+    """Acar et al. 2021: each client's loss is regularized so that all have the same optimum."""
     rule = server_rules.feddyn(alpha)
     return vary(fedavg(**slots), name="feddyn", correction=dynamic(alpha), weighting=uniform(), server=rule)
 
 
 @in_range
 def fednova(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
-    """Wang et al. 2020: updates divided by how far each client went; equal steps make it FedAvg."""
+    """Wang et al. 2020: updates divided by each client's effective steps; equal steps make it FedAvg."""
     return vary(fedavg(**slots), name="fednova", update=(normalise(),), server=server_rules.fednova(server_lr))
 
 
@@ -103,7 +108,7 @@ def fedadagrad(server_lr: Positive = 0.01, beta1: Rest = 0.0, tau: Positive = 1e
 
 
 def central(**slots: Any) -> Algorithm:
-    """Plain training in one place, as a federation of one: its client keeps the optimizer's state between rounds."""
+    """Centralized training as a federation of one client, which keeps the optimizer's state between rounds."""
     return vary(
         fedavg(**slots),
         name="central",
@@ -112,16 +117,19 @@ def central(**slots: Any) -> Algorithm:
     )
 
 
-def given(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """The slots that were said."""
+def specified(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the slots that are not None."""
     return {name: value for name, value in slots.items() if value is not None}
 
 
 def smoothing(slots: Mapping[str, Any]) -> float:
-    """The label smoothing that was asked for, for an algorithm that is a loss of its own; another loss is refused."""
+    """Return the label smoothing of the requested loss, for an algorithm that has its own loss; others are refused."""
     loss = slots.get("loss") or cross_entropy()
     if loss.smoothing is None:
         raise FedgraftError(
-            f"this algorithm is a loss of its own, and loss.name={loss.name!r} is another; leave it out."
+            "E-ALGORITHM-LOSS",
+            f"this algorithm has its own loss, and loss.name={loss.name!r} is another",
+            "leave loss.name out",
+            loss=loss.name,
         )
     return float(loss.smoothing)

@@ -1,6 +1,6 @@
-"""Head only, one exchange: no round is trained, the backbone stays, the head comes from sums over the clients.
+"""Closed-form heads in one exchange: no round is trained, the backbone is frozen, the head comes from client sums.
 
-These are the baseline that training has to beat. As an initialisation for any other algorithm the same heads are
+These are the baselines that training has to beat. As an initialisation for any other algorithm the same heads are
 `model.head = "ridge" | "probe" | "ncm" | "cof"`.
 """
 
@@ -9,25 +9,27 @@ from __future__ import annotations
 from typing import Any
 
 from fedgraft.algorithms.algorithm import Algorithm, vary
-from fedgraft.algorithms.averaging import fedavg, given
+from fedgraft.algorithms.averaging import fedavg, specified
 from fedgraft.edit.dense import head
 
 
-def _only(name: str, kind: str, slots: dict[str, Any]) -> Algorithm:
-    return vary(fedavg(**{"trainable": head(), **given(slots)}), name=name, closed_form=kind)
+def _head_only(name: str, kind: str, slots: dict[str, Any]) -> Algorithm:
+    """Return the algorithm that only computes a head of this kind."""
+    algorithm = fedavg(**{"trainable": head(), **specified(slots)})
+    return vary(algorithm, name=name, closed_form=kind)
 
 
 def fed3r(**slots: Any) -> Algorithm:
     """Fanì et al. 2024: ridge regression from summed statistics; also known as analytic federated learning.
 
-    Unlike the paper's: an unpunished bias, centred targets, a penalty relative to the features' energy, a temperature.
+    Unlike the paper's: an unpenalized bias, centred targets, a penalty relative to the features' energy, a temperature.
     """
-    return _only("fed3r", "ridge", slots)
+    return _head_only("fed3r", "ridge", slots)
 
 
 def fedprobe(**slots: Any) -> Algorithm:
     """Logistic regression by L-BFGS on summed gradients, on features whitened by the summed statistics."""
-    return _only("fedprobe", "probe", slots)
+    return _head_only("fedprobe", "probe", slots)
 
 
 def fedncm(**slots: Any) -> Algorithm:
@@ -35,7 +37,7 @@ def fedncm(**slots: Any) -> Algorithm:
 
     Unlike the paper's: scaled by a temperature chosen on validation, so that its softmax can be trained on.
     """
-    return _only("fedncm", "ncm", slots)
+    return _head_only("fedncm", "ncm", slots)
 
 
 def fedcof(**slots: Any) -> Algorithm:
@@ -43,4 +45,4 @@ def fedcof(**slots: Any) -> Algorithm:
 
     Unlike the paper's: the penalty and a temperature are chosen on validation.
     """
-    return _only("fedcof", "cof", slots)
+    return _head_only("fedcof", "cof", slots)

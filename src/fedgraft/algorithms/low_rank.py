@@ -1,6 +1,6 @@
-"""Low-rank adaptation as whole algorithms: what is shared exactly, in unequal ranks, or sparsely both ways.
+"""Algorithms of low-rank adaptation: shared A, exact averages of cores, unequal ranks, sparse communication.
 
-The other ways to average factors (`trainable.lora.aggregate`) combine with any algorithm.
+The other aggregations of factors (`trainable.lora.aggregate`) combine with any algorithm.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from fedgraft.aggregate.codecs import codec
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
-from fedgraft.algorithms.averaging import fedavg, given
+from fedgraft.algorithms.averaging import fedavg, specified
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import Count, Share, in_range
 from fedgraft.edit.lora import B_SUFFIX
@@ -18,38 +18,50 @@ from fedgraft.edit.low_rank import LowRank
 
 
 def _lora(name: str, seed: int, slots: dict[str, Any], **options: Any) -> Algorithm:
-    """FedAvg of low-rank factors with these options, whatever else the given kind says."""
-    kind = given(slots).get("trainable") or LowRank(seed=seed)
+    """Return FedAvg of low-rank factors with these options of the trainable; other options are those of the slot."""
+    slots = specified(slots)
+    kind = slots.get("trainable") or LowRank(seed=seed)
     if not isinstance(kind, LowRank):
         raise FedgraftError(
-            f"{name} is about low-rank factors, and trainable.kind={kind.kind!r} has none; set trainable.kind='lora'."
+            "E-ALGORITHM-LORA-KIND",
+            f"{name} is about low-rank factors, and trainable.kind={kind.kind!r} has none",
+            "set trainable.kind='lora'",
+            algorithm=name,
+            kind=kind.kind,
         )
-    made = fedavg(**{**given(slots), "trainable": replace(kind, **options)})
-    return vary(made, name=name, own_kind=True)
+    slots["trainable"] = replace(kind, **options)
+    return vary(fedavg(**slots), name=name, own_kind=True)
 
 
 def fedsa_lora(seed: int = 0, **slots: Any) -> Algorithm:
-    """Guo et al. 2025: of the low-rank factors A is shared, and each client keeps its B."""
-    kept = ClientState(lambda network, name: name.endswith(B_SUFFIX), within=True)
-    return vary(_lora("fedsa_lora", seed, slots), client_state=kept)
+    """Guo et al. 2025: the low-rank factor A is shared, and each client keeps its own B."""
+    private_b = ClientState(lambda network, name: name.endswith(B_SUFFIX), within=True)
+    return vary(_lora("fedsa_lora", seed, slots), client_state=private_b)
 
 
 @in_range
 def fedsb(rank: Count | None = None, seed: int = 0, **slots: Any) -> Algorithm:
     """Singhal et al. 2025: only an r x r core between fixed factors trains: exact averages, r² numbers a layer."""
-    own = {"rank": rank or 16, "alpha": float(rank or 16)} if rank or not given(slots).get("trainable") else {}
-    return _lora("fedsb", seed, slots, aggregate="core", **own)
+    options: dict[str, Any] = {"aggregate": "core"}
+    if rank is None and not slots.get("trainable"):
+        rank = 16
+    if rank is not None:
+        options["rank"] = rank
+        options["alpha"] = float(rank)
+    return _lora("fedsb", seed, slots, **options)
 
 
 @in_range
 def flexlora(ranks: tuple[Count, ...] = (2, 4, 8), seed: int = 0, **slots: Any) -> Algorithm:
-    """Bai et al. 2024: clients of unequal ranks; the server cuts the averaged product anew by its singular values."""
+    """Bai et al. 2024: clients of unequal ranks; the server truncates the mean product to its largest directions."""
     if not ranks:
-        raise FedgraftError("flexlora needs the clients' ranks; give algorithm.ranks, such as [2, 4, 8].")
+        raise FedgraftError(
+            "E-ALGORITHM-RANKS", "flexlora has no ranks of the clients", "give algorithm.ranks, such as [2, 4, 8]"
+        )
     return _lora("flexlora", seed, slots, aggregate="svd", rank=max(ranks), ranks=tuple(ranks))
 
 
 @in_range
 def flasc(down: Share = 0.25, up: Share = 0.25, seed: int = 0, **slots: Any) -> Algorithm:
-    """Kuo et al. 2024: low-rank factors, of which only the largest entries travel, in both directions."""
+    """Kuo et al. 2024: low-rank factors, of which only the largest entries are sent, in both directions."""
     return vary(_lora("flasc", seed, slots), download=down, compression=codec(f"top_k:{up!r}"))

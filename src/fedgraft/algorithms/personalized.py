@@ -1,8 +1,7 @@
-"""More than one model: parts that clients keep, models mixed by similarity, clusters."""
+"""Personalized algorithms: private parts, models mixed by similarity, clusters, second models."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.similarity import crsm
 from fedgraft.aggregate.slots import Answers, Mixing, Observe
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
-from fedgraft.algorithms.averaging import fedavg, given
+from fedgraft.algorithms.averaging import fedavg, specified
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.ranges import Count, Few, Inner, NotNegative, Probe, Share, Unit, in_range
@@ -23,8 +22,8 @@ from fedgraft.local.adaptive_start import AdaptiveStart
 
 
 def fedbabu(**slots: Any) -> Algorithm:
-    """Oh et al. 2022: the body is trained and averaged, the head stays at its start; fine-tuned at evaluation."""
-    return vary(fedavg(**{"trainable": body(), **given(slots)}), name="fedbabu", fixed_head=True)
+    """Oh et al. 2022: the body is trained and averaged, the head is frozen; fine-tuned for evaluation."""
+    return vary(fedavg(**{"trainable": body(), **specified(slots)}), name="fedbabu", fixed_head=True)
 
 
 def _mixed(
@@ -38,41 +37,68 @@ def _mixed(
     self_weight: float | None,
     aside: float,
 ) -> Algorithm:
-    """The algorithm with one model per client, mixed by this similarity."""
-    options = {"c": constant} if similarity == "constant" else {}
-    labels = Observe("labels", (), {"labels": ("classes",)})
-    shown, seen = {"samples": samples, "noise": noise}, {"probe": probe, "noise": noise}
-    of_probe = Observe("probe_representation", (), {"probe_representation": (probe, "width")}, seen, True)
-    sources: dict[str, tuple[str, tuple[Observe, ...]]] = {
-        "constant": ("", ()),
-        "label_histogram": ("labels", (labels,)),
-        "groups": ("labels", (labels,)),
-        "probe_cka": ("probe_representation", (of_probe,)),
-    }
-    own = Observe("representation", (), {"representation": (samples, "width")}, shown)
-    field, wants = sources.get(similarity, ("representation", (own,)))
-
-    def rows(answers: Answers) -> Tensor:
-        shown = [e[field] for e in answers.evidence] if field else [torch.zeros(1)] * len(answers.clients)
-        return crsm(shown, similarity, **options)
-
-    mixing, kept = Mixing(f"mixture:{similarity}", rows, wants, absent == "keep"), 0.0
+    """Return the algorithm with one model per client, mixed by this similarity."""
+    absent_keep = absent == "keep"
     if similarity == "learned":
-        mixing, kept = replace(mixing, **_learned(self_weight, aside)), aside if self_weight is None else 0.0
-    elif self_weight is not None:
-        raise FedgraftError("algorithm.self_weight fixes what similarity='learned' would learn; set that, or leave it.")
-    return vary(algorithm, aggregate=mixing, client_state=ClientState(aside=kept))
+        mixing = _self_weighted_mixing(self_weight, aside, absent_keep)
+        if self_weight is not None:
+            aside = 0.0
+        return vary(algorithm, aggregate=mixing, client_state=ClientState(aside=aside))
+    if self_weight is not None:
+        raise FedgraftError(
+            "E-ALGORITHM-SELF-WEIGHT",
+            f"algorithm.self_weight has no effect with similarity={similarity!r}",
+            "set similarity='learned', whose learned weight it replaces, or leave it out",
+            similarity=similarity,
+        )
+    options = {}
+    if similarity == "constant":
+        options["c"] = constant
+    evidence, observation = _mixing_evidence(similarity, samples, probe, noise)
+
+    def matrix(answers: Answers) -> Tensor:
+        if observation is None:
+            representations = [torch.zeros(1)] * len(answers.clients)
+        else:
+            representations = [tensors[evidence] for tensors in answers.evidence]
+        return crsm(representations, similarity, **options)
+
+    wants: tuple[Observe, ...] = ()
+    if observation is not None:
+        wants = (observation,)
+    mixing = Mixing(f"mixture:{similarity}", matrix, wants, absent_keep)
+    return vary(algorithm, aggregate=mixing, client_state=ClientState())
 
 
-def _learned(fixed: float | None, aside: float) -> dict[str, Any]:
-    """The slots of a mixing whose self-weights clients report, or that has the same for all."""
+def _mixing_evidence(similarity: str, samples: int, probe: int, noise: float) -> tuple[str, Observe | None]:
+    """Return the name of the tensor that the similarity compares, and the observation that contains it."""
+    if similarity == "constant":
+        return "", None
+    if similarity in ("label_histogram", "groups"):
+        return "labels", Observe("labels", (), {"labels": ("classes",)})
+    if similarity == "probe_cka":
+        name = "probe_representation"
+        probe_options = {"probe": probe, "noise": noise}
+        return name, Observe(name, (), {name: (probe, "width")}, probe_options, True)
+    name = "representation"
+    own_options = {"samples": samples, "noise": noise}
+    return name, Observe(name, (), {name: (samples, "width")}, own_options)
 
-    def rows(answers: Answers) -> Tensor:
-        told = [fixed if fixed is not None else s["self_weight"] for s in answers.scalars]
-        return self_weights.self_weight_similarity(torch.tensor(told), answers.examples)
 
-    asks = (Observe("self_weight", ("self_weight",), options={"aside": aside}),)
-    return {"similarity": rows, "wants": () if fixed is not None else asks, "shows_mean": fixed is None}
+def _self_weighted_mixing(fixed: float | None, aside: float, absent_keep: bool) -> Mixing:
+    """Return the mixing by self-weights: `fixed` for all clients, or learned by each client on rows set aside."""
+
+    def matrix(answers: Answers) -> Tensor:
+        if fixed is not None:
+            weights = [fixed] * len(answers.clients)
+        else:
+            weights = [scalars["self_weight"] for scalars in answers.scalars]
+        return self_weights.self_weight_similarity(torch.tensor(weights), answers.examples)
+
+    if fixed is not None:
+        return Mixing("mixture:learned", matrix, (), absent_keep)
+    observation = Observe("self_weight", ("self_weight",), options={"aside": aside})
+    return Mixing("mixture:learned", matrix, (observation,), absent_keep, shows_mean=True)
 
 
 @in_range
@@ -87,9 +113,9 @@ def fedshibu(
     aside: Inner = 0.2,
     **slots: Any,
 ) -> Algorithm:
-    """One body per client, mixed by representation similarity; the head stays at its start. Constant 1 is FedBABU.
+    """One body per client, mixed by representation similarity; the head is frozen. Constant 1 is FedBABU.
 
-    Unlike the source: a similarity counts times the other client's number of images.
+    Unlike the source: a similarity is multiplied by the other client's number of images.
     """
     made = vary(fedbabu(**slots), name="fedshibu")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
@@ -107,23 +133,25 @@ def fedavg_crsm(
     aside: Inner = 0.2,
     **slots: Any,
 ) -> Algorithm:
-    """The same mixing on whatever trains, head included. Constant 1 is FedAvg.
+    """One model per client, head included, mixed by representation similarity. Constant 1 is FedAvg.
 
-    Unlike the source: a similarity counts times the other client's number of images.
+    Unlike the source: a similarity is multiplied by the other client's number of images.
     """
     made = vary(fedavg(**slots), name="fedavg_crsm")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
 
 
 def local_only(**slots: Any) -> Algorithm:
-    """Nobody shares anything: every client trains alone. The floor that sharing has to beat."""
+    """Every client trains alone and shares nothing: the baseline that federated learning has to beat."""
     alone = Mixing("alone", lambda answers: torch.eye(len(answers.clients), dtype=torch.float64), shares=False)
     return vary(fedavg(**slots), name="local_only", aggregate=alone)
 
 
 def fedper(**slots: Any) -> Algorithm:
     """Arivazhagan et al. 2019: a common body, a private head, trained together."""
-    return vary(fedavg(**{"trainable": everything(), **given(slots)}), name="fedper", client_state=ClientState(is_head))
+    return vary(
+        fedavg(**{"trainable": everything(), **specified(slots)}), name="fedper", client_state=ClientState(is_head)
+    )
 
 
 def fedrep(**slots: Any) -> Algorithm:
@@ -143,20 +171,21 @@ def ditto(pull: NotNegative = 0.1, **slots: Any) -> Algorithm:
 def fedbn(**slots: Any) -> Algorithm:
     """Li et al. 2021: normalisation layers, weights and statistics, stay with the clients; without any it is FedAvg."""
     return vary(
-        fedavg(**{"trainable": everything(), **given(slots)}),
+        fedavg(**{"trainable": everything(), **specified(slots)}),
         name="fedbn",
         client_state=ClientState(is_normalisation, within=True),
     )
 
 
 def is_normalisation(network: Network, name: str) -> bool:
-    """Whether a parameter or statistic belongs to a normalisation layer of any kind."""
-    return "norm" in type(network.get_submodule(name.rpartition(".")[0])).__name__.lower()
+    """Return whether a parameter or statistic belongs to a normalisation layer of any kind."""
+    module = network.get_submodule(name.rpartition(".")[0])
+    return "norm" in type(module).__name__.lower()
 
 
 @in_range
 def fedala(rate: NotNegative = 1.0, share: Share = 0.8, blocks: Count = 1, **slots: Any) -> Algorithm:
-    """Zhang et al. 2023: each client starts between its last model and the common one; rate 0 is FedAvg.
+    """Zhang et al. 2023: each client starts from a learned blend of its last model and the common one; rate 0: FedAvg.
 
     Unlike the paper's: evaluated with the weights learned in the round the client last trained in.
     """
@@ -165,5 +194,5 @@ def fedala(rate: NotNegative = 1.0, share: Share = 0.8, blocks: Count = 1, **slo
 
 @in_range
 def ifca(clusters: Count = 2, **slots: Any) -> Algorithm:
-    """Ghosh et al. 2020: several common models, each client trains the one that fits it; one cluster is FedAvg."""
+    """Ghosh et al. 2020: several common models, each client trains the one of least loss; one cluster is FedAvg."""
     return vary(fedavg(**slots), name="ifca", aggregate=Clusters(clusters))

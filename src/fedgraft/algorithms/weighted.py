@@ -1,8 +1,9 @@
-"""One model for all, with weights that look at what clients send."""
+"""Algorithms with one common model and client weights or merges that depend on the updates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,58 +38,69 @@ def fedalign(
 ) -> Algorithm:
     """FedAlignAvg: weights n_k·s_k^γ, s_k the SVCCA of a client's hidden layers with the common model's.
 
-    With a `cap` nobody counts as more than so many examples: a limit that a client can keep by itself, so that the
-    weights are the same whether the server sees them or only their sum.
-    `align`: the client computes its score (one number a layer leaves), the server recomputes it from the change on a
-    secret probe, or `random`, the control: the same weights dealt at random.
-    `by_layer`: every layer has weights of its own, by its own scores; one that drifts more than `freeze` (1 less the
-    mean score) rests for the round. With one layer and no `freeze` it is the same as without.
-    `sketch`: bases from random sketches of so many columns more than are kept, for large probes of wide layers.
+    `cap` limits the effective examples of a client; a client can apply the limit by itself, so the weights are the
+    same whether the server sees them or only their sum.
+    `align`: `client` computes its score itself and sends one number per layer, `server` recomputes it from the update
+    on a secret probe, and `random` is the control experiment: the same weights permuted among the clients.
+    `by_layer`: every layer has its own weights, by its own scores; a layer that drifts more than `freeze` (1 minus the
+    mean score) does not move in the round. With one layer and no `freeze` it makes no difference.
+    `sketch`: bases from random sketches of this many extra columns, for large probes of wide layers.
     """
-    if (by_layer and align == "random") or (freeze is not None and not by_layer):
-        raise FedgraftError("fedalign: freeze needs by_layer=true, and that has no control (align='random').")
-    null = null_level(probe, keep, top) if null_correction else 0.0
+    if freeze is not None and not by_layer:
+        raise FedgraftError("E-ALGORITHM-FREEZE", "fedalign: freeze works layer by layer", "set by_layer=true")
+    if by_layer and align == "random":
+        raise FedgraftError(
+            "E-ALGORITHM-BY-LAYER",
+            "fedalign: by_layer=true has no control experiment (align='random')",
+            "choose another value of align, or by_layer=false",
+        )
+    null = 0.0
+    if null_correction:
+        null = null_level(probe, keep, top)
     names = tuple(f"alignment:{layer}" for layer in layers)
 
     def scores(answers: Answers) -> Tensor:
-        return torch.tensor([[s[name] for name in names] for s in answers.scalars], dtype=torch.float64)
+        rows = []
+        for scalars in answers.scalars:
+            rows.append([scalars[name] for name in names])
+        return torch.tensor(rows, dtype=torch.float64)
 
     def weigh(answers: Answers, scores: Tensor) -> Tensor:
         return alignment_weights(answers.examples, scores, gamma, null, cap).weights
 
     def weights(answers: Answers) -> Tensor:
-        found = weigh(answers, scores(answers))
-        return (
-            random_weights_like(found, torch_stream(seed, "random_weights", answers.round))
-            if align == "random"
-            else found
-        )
+        aligned = weigh(answers, scores(answers))
+        if align != "random":
+            return aligned
+        return random_weights_like(aligned, torch_stream(seed, "random_weights", answers.round))
 
     def own(examples: float, scalars: Mapping[str, float], largest: float) -> float:
-        scores = torch.tensor([[scalars[name] for name in names]], dtype=torch.float64)
-        return float(counted_examples(torch.tensor([examples]), scores, gamma, null, cap)) / largest
+        own_scores = torch.tensor([[scalars[name] for name in names]], dtype=torch.float64)
+        return float(counted_examples(torch.tensor([examples]), own_scores, gamma, null, cap)) / largest
 
     options = {"layers": layers, "keep": keep, "top": top, "probe": probe, "sketch": sketch}
-    observe = Observe("alignment", names, options=options, needs_probe=True)
-    wants, server_scored = ((), names) if align == "server" else ((observe,), ())
-    mine = own if align == "client" else None
     weighting = Weighting(
         f"alignment:{align}",
         weights,
-        wants,
-        mine,
-        server_scored,
         needs_moving_body=True,
         options=options,
         instead="algorithm.align='client'",
     )
-    combined = layered(scores, weigh, freeze) if by_layer else mean()
-    return vary(fedavg(**slots), name="fedalign", weighting=weighting, aggregate=combined)
+    if align == "server":
+        weighting = replace(weighting, server_scored=names)
+    else:
+        weighting = replace(weighting, wants=(Observe("alignment", names, options=options, needs_probe=True),))
+    if align == "client":
+        weighting = replace(weighting, own=own)
+    aggregator = mean()
+    if by_layer:
+        aggregator = layered(scores, weigh, freeze)
+    return vary(fedavg(**slots), name="fedalign", weighting=weighting, aggregate=aggregator)
 
 
 @in_range
 def fedawa(steps: Number = 1, rate: NotNegative = 1.0, **slots: Any) -> Algorithm:
-    """Shi et al. 2025: weights that make client vectors align with their sum; no steps is FedAvg."""
+    """Shi et al. 2025: weights that align the client updates with their sum; no steps is FedAvg."""
 
     def weights(answers: Answers) -> Tensor:
         return aligned_weights(torch.stack(list(answers.updates)), answers.examples, steps, rate)
@@ -98,7 +110,7 @@ def fedawa(steps: Number = 1, rate: NotNegative = 1.0, **slots: Any) -> Algorith
 
 @in_range
 def fedties(share: Share = 0.2, **slots: Any) -> Algorithm:
-    """Yadav et al. 2023 as aggregation: largest entries, one sign by coordinate, mean of those agreeing."""
+    """Yadav et al. 2023 as aggregation: largest entries, one sign per coordinate, mean of the entries that agree."""
     return vary(fedavg(**slots), name="fedties", aggregate=ties_aggregator(share))
 
 
@@ -110,5 +122,5 @@ def feddare(drop: Rest = 0.5, seed: int = 0, **slots: Any) -> Algorithm:
 
 @in_range
 def fedfisher(samples: Count = 32, **slots: Any) -> Algorithm:
-    """Matena and Raffel 2022 as aggregation: coordinates count by each client's Fisher information."""
+    """Matena and Raffel 2022 as aggregation: coordinates are weighted by each client's Fisher information."""
     return vary(fedavg(**slots), name="fedfisher", aggregate=fisher_aggregator(samples))

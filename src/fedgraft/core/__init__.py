@@ -1,1 +1,1 @@
-"""What every other folder stands on: errors, messages, state, randomness, files, the space of weights."""
+"""The foundation of all other rooms: errors, messages, state, randomness, files, the edit space."""

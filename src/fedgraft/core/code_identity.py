@@ -1,13 +1,14 @@
-"""The identity of code: what tells one function, callable or class from another, in this process and in any other.
+"""The identity of code: a description that distinguishes functions, callables and classes, in any process.
 
-A run that is found in its folder, and features that are found in a cache, must have been made by the same code. The
-identity of a function of the user covers its bytecode, constants (those of nested functions too), names, defaults, what
-it closes over, and the globals that it names, as far as they are the user's; of a partial its function and arguments;
-of a bound method and a callable object the code of the class and the attributes. Code of libraries (Python's own,
-installed packages) counts by name and version, code of fedgraft by its bytecode without the globals.
+A run in its folder and features in a cache are reused only if the same code made them. The identity of a user's
+function covers its bytecode, constants (also of nested functions), names, defaults, closure, and the globals that it
+uses, as far as they are the user's; that of a partial its function and arguments; that of a bound method or a callable
+object the code of the class and the attributes. Code of libraries (Python's own, installed packages) is identified by
+name and version, code of fedgraft by its bytecode without the globals.
 
-No identity holds a memory address, and no set its order. An object that cannot be identified (its text names an
-address) counts by its type, and a warning says so once. Bytecode differs between versions of Python, so identities do.
+No identity contains a memory address or depends on the order of a set. An object that cannot be identified (its text
+contains an address) is identified by its type, with one warning. Identities differ between versions of Python, because
+bytecode does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ log = logging.getLogger("fedgraft")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 _PATHS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _GENERATED = {"__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__replace__"}
-"""Methods that `dataclass` writes: they follow from the fields."""
+"""Methods that `dataclass` generates from the fields."""
 _NO_CODE = {
     "__dict__",
     "__weakref__",
@@ -54,41 +55,45 @@ _NO_CODE = {
     "__annotate__",
     "__annotations_cache__",
 }
-"""Attributes of a class that do not decide what it does."""
+"""Attributes of a class that do not affect its behaviour."""
 _warned: set[str] = set()
 
 
 def digest_of(*values: Any) -> str:
-    """A short digest of the identities of these values."""
+    """Return a short digest of the identities of these values."""
     text = json.dumps([identity_of(value) for value in values])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def identity_of(value: Any) -> Any:
-    """What tells a value from another, as plain lists and strings."""
+    """Return the identity of a value, as plain lists and strings."""
     return _Walk().identity(value)
 
 
 def module_code(network: nn.Module) -> str:
-    """A digest of the user's own code in a network; empty where all of its layers are a library's or fedgraft's.
+    """Return a digest of the user's own code in a network; empty if all layers are a library's or fedgraft's.
 
     It covers the classes of the layers, and attributes that are plain values or functions, such as a factor that
     `forward` multiplies with. Tensors are not part of it.
     """
     walk = _Walk()
     layers = []
-    usual = set(vars(nn.Module()))
+    module_attributes = set(vars(nn.Module()))
     for name, layer in network.named_modules():
-        if _origin(type(layer)) == "user":
-            own = {key: item for key, item in vars(layer).items() if key not in usual and _is_setting(item)}
-            layers.append([name, walk.identity(type(layer)), walk.identity(own)])
+        if _origin(type(layer)) != "user":
+            continue
+        settings = {}
+        for key, item in vars(layer).items():
+            if key not in module_attributes and _is_setting(item):
+                settings[key] = item
+        layers.append([name, walk.identity(type(layer)), walk.identity(settings)])
     if not layers:
         return ""
     return hashlib.blake2b(json.dumps(layers).encode(), digest_size=16).hexdigest()
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether an attribute of a layer is a plain value, a function, or made of such; activations and state are not."""
+    """Return whether an attribute of a layer is a plain value, a function, or a container of such; tensors are not."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(_is_setting(item) for item in value)
     if isinstance(value, Mapping):
@@ -98,7 +103,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def _origin(value: Any) -> str:
-    """Whose code a function or class is: "user", "fedgraft" or "library"."""
+    """Return to whom the code of a function or class belongs: "user", "fedgraft" or "library"."""
     name = getattr(value, "__module__", None) or ""
     root = name.partition(".")[0]
     if root == "fedgraft":
@@ -111,11 +116,13 @@ def _origin(value: Any) -> str:
     code = getattr(value, "__code__", None)
     if not path and code is not None:
         path = code.co_filename
-    return "library" if path.startswith(_PATHS) else "user"
+    if path.startswith(_PATHS):
+        return "library"
+    return "user"
 
 
 def _library_name(value: Any) -> list[str]:
-    """Name and version of a library's function or class."""
+    """Return name and version of a library's function or class."""
     module = getattr(value, "__module__", None) or ""
     version = getattr(sys.modules.get(module.partition(".")[0]), "__version__", "")
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
@@ -123,15 +130,15 @@ def _library_name(value: Any) -> list[str]:
 
 
 class _Walk:
-    """One walk over what values are made of; what comes again is told by its number, so that circles end."""
+    """One traversal of values; an object met again is represented by its number, so that cycles end."""
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []
-        """Holds what was numbered, so that no other object takes its place in memory."""
+        """The numbered objects, kept alive so that no other object gets the same address."""
 
     def identity(self, value: Any) -> Any:
-        """The identity of any value."""
+        """Return the identity of any value."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | types.EllipsisType):
             return [type(value).__name__, repr(value)]
         if isinstance(value, Tensor):
@@ -144,7 +151,7 @@ class _Walk:
             return ["module", value.__name__, str(getattr(value, "__version__", ""))]
         # Constants that are equal may or may not be one object, depending on how Python loaded the file.
         if type(value) is tuple:
-            return ["tuple", *(self.identity(item) for item in value)]
+            return ["tuple", *map(self.identity, value)]
         if type(value) is frozenset:
             return self._unordered(value)
         if id(value) in self.numbers:
@@ -154,26 +161,35 @@ class _Walk:
         return self._container(value) or self._callable(value) or self._object(value)
 
     def _container(self, value: Any) -> list[Any] | None:
+        """Return the identity of a list, set or mapping; None for anything else."""
         if type(value) is list:
-            return ["list", *(self.identity(item) for item in value)]
+            return ["list", *map(self.identity, value)]
         if type(value) is set:
             return self._unordered(value)
         if isinstance(value, Mapping) and _origin(type(value)) == "library":
-            keys = sorted(value, key=lambda key: json.dumps(self._apart(key)))
-            return ["mapping", *([self.identity(key), self.identity(value[key])] for key in keys)]
+            identity: list[Any] = ["mapping"]
+            for key in sorted(value, key=self._sort_text):
+                identity.append([self.identity(key), self.identity(value[key])])
+            return identity
         return None
 
     def _unordered(self, items: set[Any] | frozenset[Any]) -> list[Any]:
-        return ["set", *sorted(json.dumps(self._apart(item)) for item in items)]
+        """Return the identity of a set, independent of its order."""
+        return ["set", *sorted(map(self._sort_text, items))]
 
-    def _apart(self, value: Any) -> Any:
-        """The identity of a member of a set: the numbers that it gives must not depend on the order of the set."""
+    def _sort_text(self, value: Any) -> str:
+        """Return the identity of a member of a set as text, by which members are sorted."""
+        return json.dumps(self._separate_identity(value))
+
+    def _separate_identity(self, value: Any) -> Any:
+        """Return the identity of a member of a set in its own traversal, so that the order of the set has no effect."""
         branch = _Walk()
         branch.numbers = dict(self.numbers)
         branch.alive = list(self.alive)
         return branch.identity(value)
 
     def _callable(self, value: Any) -> list[Any] | None:
+        """Return the identity of a function, method, property or class; None for anything else."""
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, functools.partial):
@@ -190,37 +206,47 @@ class _Walk:
             return self._class(value)
         if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             owner = value.__self__
-            bound = owner is not None and not isinstance(owner, types.ModuleType | type)
-            return [*_library_name(value), *([self.identity(owner)] if bound else [])]
+            identity: list[Any] = list(_library_name(value))
+            if owner is not None and not isinstance(owner, types.ModuleType | type):
+                identity.append(self.identity(owner))
+            return identity
         if hasattr(value, "__wrapped__") and _origin(type(value)) == "library":  # functools.lru_cache
             return ["wrapper", type(value).__qualname__, self.identity(value.__wrapped__)]
         return None
 
     def _function(self, function: types.FunctionType) -> list[Any]:
+        """Return the identity of a function: code, closure, defaults, the globals it uses, its attributes."""
         origin = _origin(function)
-        parts: list[Any] = _library_name(function) if origin == "library" else [origin, function.__qualname__]
-        if origin != "library":
-            parts = [*parts, self._code(function.__code__)]
+        if origin == "library":
+            parts: list[Any] = list(_library_name(function))
+        else:
+            parts = [origin, function.__qualname__, self._code(function.__code__)]
         cells = [self._cell(cell) for cell in function.__closure__ or ()]
         defaults = [self.identity(function.__defaults__), self.identity(function.__kwdefaults__)]
-        named = list(self._globals(function)) if origin == "user" else []
-        attributes = [self.identity(vars(function))] if vars(function) else []
-        return [*parts, cells, defaults, named, attributes]
+        used_globals: list[Any] = []
+        if origin == "user":
+            used_globals = list(self._globals(function))
+        attributes = []
+        if vars(function):
+            attributes.append(self.identity(vars(function)))
+        return [*parts, cells, defaults, used_globals, attributes]
 
     def _cell(self, cell: types.CellType) -> Any:
+        """Return the identity of a closure variable."""
         try:
             return self.identity(cell.cell_contents)
         except ValueError:
             return ["empty"]
 
     def _code(self, code: types.CodeType) -> list[Any]:
-        shape = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags]
-        names = [list(n) for n in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)]
-        constants = [self.identity(constant) for constant in code.co_consts]
-        return ["code", code.co_name, code.co_code.hex(), shape, names, constants]
+        """Return the identity of a code object: bytecode, signature, names and constants."""
+        signature = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags]
+        names = [list(code.co_names), list(code.co_varnames), list(code.co_freevars), list(code.co_cellvars)]
+        constants = list(map(self.identity, code.co_consts))
+        return ["code", code.co_name, code.co_code.hex(), signature, names, constants]
 
     def _globals(self, function: types.FunctionType) -> Iterator[list[Any]]:
-        """The globals that a function names, and what it names of the user's own modules."""
+        """Yield the globals that a function uses, and the attributes it uses of the user's own modules."""
         names = sorted(_names(function.__code__))
         for name in names:
             if name not in function.__globals__:
@@ -233,34 +259,42 @@ class _Walk:
                         yield [f"{name}.{inner}", self.identity(vars(value)[inner])]
 
     def _class(self, kind: type) -> list[Any]:
+        """Return the identity of a class: its bases and members, or its name if it is not the user's."""
         origin = _origin(kind)
         if origin == "library":
             return _library_name(kind)
         if origin == "fedgraft":
             return ["fedgraft", kind.__qualname__]
-        made = dataclasses.is_dataclass(kind)
+        is_dataclass = dataclasses.is_dataclass(kind)
         members = []
         for name, member in sorted(vars(kind).items()):
-            if name in _NO_CODE or (made and name in _GENERATED and _is_generated(member)):
+            if name in _NO_CODE or (is_dataclass and name in _GENERATED and _is_generated(member)):
                 continue
             if isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType):
                 members.append([name])
             else:
                 members.append([name, self.identity(member)])
-        return ["class", kind.__qualname__, [self.identity(base) for base in kind.__bases__], members]
+        bases = list(map(self.identity, kind.__bases__))
+        return ["class", kind.__qualname__, bases, members]
 
     def _object(self, value: Any) -> list[Any]:
+        """Return the identity of any other object: its class and its fields, attributes, items or text."""
         kind = type(value)
         if dataclasses.is_dataclass(value):
-            fields = [[f.name, self.identity(getattr(value, f.name))] for f in dataclasses.fields(value)]
+            fields = []
+            for declared in dataclasses.fields(value):
+                fields.append([declared.name, self.identity(getattr(value, declared.name))])
             return ["object", self.identity(kind), fields]
         if isinstance(value, nn.Module):
-            state = {name: t for name, t in value.state_dict().items() if isinstance(t, Tensor)}
+            state = {}
+            for name, entry in value.state_dict().items():
+                if isinstance(entry, Tensor):
+                    state[name] = entry
             return ["module", self.identity(kind), repr(value), module_code(value), self.identity(state)]
         if _origin(kind) != "library":
             return ["object", self.identity(kind), self._attributes(value)]
         if isinstance(value, list | tuple):  # of another type, such as torch.Size
-            return ["object", self.identity(kind), [self.identity(item) for item in value]]
+            return ["object", self.identity(kind), list(map(self.identity, value))]
         if isinstance(value, np.random.Generator):
             return ["generator", self.identity(value.bit_generator.state)]
         if isinstance(value, torch.Generator):
@@ -272,18 +306,20 @@ class _Walk:
         return ["object", *_library_name(kind), text]
 
     def _attributes(self, value: Any) -> Any:
-        """The attributes of an object, in `__dict__` or in slots."""
-        known = dict(getattr(value, "__dict__", {}))
+        """Return the identity of an object's attributes, in `__dict__` or in slots."""
+        attributes = dict(getattr(value, "__dict__", {}))
         for kind in type(value).__mro__:
             slots = kind.__dict__.get("__slots__", ())
-            for name in [slots] if isinstance(slots, str) else slots:
+            if isinstance(slots, str):
+                slots = [slots]
+            for name in slots:
                 if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                    known[name] = getattr(value, name)
-        return self.identity(known)
+                    attributes[name] = getattr(value, name)
+        return self.identity(attributes)
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names that code and the code inside it look up."""
+    """Return the names that code and the code inside it look up."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -292,25 +328,27 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _is_user_module(module: types.ModuleType) -> bool:
+    """Return whether a module belongs to the user: neither Python's, nor installed, nor fedgraft's."""
     path = getattr(module, "__file__", None) or ""
     root = module.__name__.partition(".")[0]
     return root not in sys.stdlib_module_names and root != "fedgraft" and not path.startswith(_PATHS)
 
 
 def _is_generated(member: Any) -> bool:
-    """Whether a method was written by `dataclass` and not by the user."""
+    """Return whether a method was generated by `dataclass` and not written by the user."""
     member = getattr(member, "__wrapped__", member)
     code = getattr(member, "__code__", None)
     return code is None or code.co_filename == "<string>"
 
 
 def _warn(kind: type) -> None:
+    """Warn once per type that its objects cannot be identified."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name not in _warned:
         _warned.add(name)
         log.warning(
-            "a %s inside your own code cannot be told from another one, so a run does not notice when it changes; give "
-            "a changed one another folder.",
+            "a %s inside your own code cannot be distinguished from another one, so a run does not notice when it "
+            "changes; give a changed one another folder.",
             name,
         )
 

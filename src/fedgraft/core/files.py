@@ -1,4 +1,4 @@
-"""The pieces a run folder is written with: whole files, the metrics' lines, the log and the lock."""
+"""File operations of run folders: atomic writes, metrics lines, the log and the lock."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from fedgraft.core.errors import FedgraftError
 log = logging.getLogger(__name__)
 
 TIMING = ("seconds", "time")
-"""Fields of a metrics line that two equal runs do not share."""
+"""Fields of a metrics line that differ between two equal runs."""
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The lines of a metrics file, or of a run folder's; a torn last line is left out."""
+    """Return the lines of a metrics file, or of a run folder's; an incomplete last line is left out."""
     path = Path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "metrics.jsonl"
     if not path.is_file():
         return []
     lines: list[dict[str, Any]] = []
-    *whole, _torn = path.read_bytes().split(b"\n")  # what follows the last line end was never finished
-    for number, text in enumerate(whole, 1):
+    *complete, _rest = path.read_bytes().split(b"\n")  # text behind the last line end is an unfinished write
+    for number, text in enumerate(complete, 1):
         try:
             lines.append(dict(json.loads(text)))
         except (ValueError, TypeError):
@@ -38,42 +39,53 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def without_timing(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines without the fields that differ between two equal runs."""
-    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
+    """Return the lines without the fields that differ between two equal runs."""
+    return [_without_fields(line, TIMING) for line in lines]
+
+
+def _without_fields(line: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    rest = dict(line)
+    for field in fields:
+        rest.pop(field, None)
+    return rest
 
 
 class _LogFile(logging.FileHandler):
-    """A log that a full disk ends, and nothing else: the run says in its own words what could not be written."""
+    """A log file that drops lines on a full disk without an error; the run itself reports what it could not write."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Lose the line."""
+        """Drop the line."""
 
     def close(self) -> None:
-        """Close the file; lines that do not fit any more are lost."""
+        """Close the file; buffered lines that no longer fit are lost."""
         with contextlib.suppress(OSError):
             super().close()
 
 
-class _Told(logging.Formatter):
-    """What a person reads while it happens: the sentence, and whether it is a warning; times are in the file."""
+class _TerminalFormatter(logging.Formatter):
+    """Log lines for the terminal: the message, with a prefix for warnings; times are in the file."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line for the terminal."""
-        return ("warning: " if record.levelno >= logging.WARNING else "") + super().format(record)
+        """Return one line for the terminal."""
+        line = super().format(record)
+        if record.levelno >= logging.WARNING:
+            line = f"warning: {line}"
+        return line
 
 
 @contextlib.contextmanager
 def logging_to(path: Path, console: bool = True) -> Iterator[None]:
-    """Send this library's log to a file as `timestamp | level | message`, and to the terminal if wanted."""
+    """Write this library's log to a file as `timestamp | level | message`, and to the terminal if `console`."""
     file = _LogFile(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
     handlers: list[logging.Handler] = [file]
     if console:
         from rich.logging import RichHandler
 
-        handlers.append(RichHandler(show_time=False, show_level=False, show_path=False, level=logging.INFO))
-        handlers[-1].setFormatter(_Told())
-        handlers[-1].addFilter(lambda record: record.name != "fedgraft.phases")  # the terminal shows them by itself
+        terminal = RichHandler(show_time=False, show_level=False, show_path=False, level=logging.INFO)
+        terminal.setFormatter(_TerminalFormatter())
+        terminal.addFilter(lambda record: record.name != "fedgraft.phases")  # the terminal has a display of its own
+        handlers.append(terminal)
     logger = logging.getLogger("fedgraft")
     before = logger.level
     logger.setLevel(min(before or logging.INFO, logging.INFO))
@@ -89,9 +101,10 @@ def logging_to(path: Path, console: bool = True) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: scalars of other libraries become Python's, NaN and infinity become None."""
-    if (kind := type(value)) is float:  # a round has hundreds of these, so they come first
-        return value if math.isfinite(value) else None
+    """Return the value as JSON can store it: scalars of other libraries become Python's, NaN and infinity None."""
+    kind = type(value)
+    if kind is float:  # a round has hundreds of these, so they come first
+        return _finite_or_none(value)
     if kind is int or kind is str:
         return value
     if isinstance(value, Mapping):
@@ -101,12 +114,20 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | bool | None) else str(value)
+        return _finite_or_none(value)
+    if isinstance(value, str | int | bool | None):
+        return value
+    return str(value)
+
+
+def _finite_or_none(value: float) -> float | None:
+    if math.isfinite(value):
+        return value
+    return None
 
 
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
-    """Put a file in its place whole or not at all; an `OSError` or an interrupt leaves nothing behind."""
+    """Write a file atomically; an `OSError` or an interrupt leaves nothing behind."""
     temporary = path.with_name(f".{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
@@ -127,7 +148,7 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable: it lives in the folder, not in the file."""
+    """Make a rename durable: it is stored in the folder, not in the file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,35 +157,58 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_place(path: Path, option: str) -> None:
-    """Refuse a folder that could not be made or written to, before work starts; nothing is made."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "nothing can be written there" if there.is_dir() else "it is a file"
-        raise FedgraftError(
-            f"the folder {path} cannot be made in {there}: {why}; allow it, or give another with {option}."
-        )
+    """Raise an error if a folder could not be created or written to, before work starts; nothing is created."""
+    existing = path
+    for existing in (path, *path.absolute().parents):
+        if existing.exists():
+            break
+    if not existing.is_dir():
+        reason = "it is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        reason = "nothing can be written there"
+    else:
+        return
+    raise FedgraftError(
+        "E-CORE-FOLDER",
+        f"the folder {path} cannot be made in {existing}: {reason}",
+        f"allow it, or give another with {option}",
+        path=str(path),
+    )
 
 
 def make_folder(path: Path, option: str) -> None:
-    """Make a folder with those above it; `option` names another place to the user."""
+    """Create a folder with its parents; `option` is the option by which the user can choose another place."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FedgraftError(
-            f"the folder {path} cannot be made ({error.strerror}); make room, allow it, or give another with {option}."
+            "E-CORE-FOLDER",
+            f"the folder {path} cannot be made ({error.strerror})",
+            f"make room, allow it, or give another with {option}",
+            path=str(path),
         ) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by this text, whole or not at all."""
+    """Replace a file by this text atomically."""
     try:
         write_atomic(path, [text.encode()])
     except OSError as error:
-        raise FedgraftError(f"{path} could not be written ({error.strerror}); make room or allow it.") from error
+        raise _not_written(path, error) from error
 
 
-def keep(path: Path, write: Callable[[Path], object]) -> None:
-    """Put a file into a cache that several processes share, whole or not at all; `write` makes it."""
+def _not_written(path: Path, error: OSError) -> FedgraftError:
+    """Return the error for a file that could not be written."""
+    return FedgraftError(
+        "E-CORE-WRITE",
+        f"{path} could not be written ({error.strerror})",
+        "make room or allow it",
+        path=str(path),
+    )
+
+
+def write_cache_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file atomically into a cache that several processes share; `write(path)` creates it."""
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,17 +216,20 @@ def keep(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise FedgraftError(f"{path} could not be written ({error.strerror}); make room or allow it.") from error
+        raise _not_written(path, error) from error
 
 
 def repair(path: Path) -> None:
-    """Cut off a torn last line, so that the next one does not continue it."""
-    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+    """Remove an incomplete last line, so that the next one does not continue it."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def take_lock(descriptor: int) -> bool:
-    """Lock for good; a reader that only looks holds the lock for a moment, so try for a second."""
+    """Take the lock and return whether it succeeded; it is tried for a second, because readers take it briefly."""
     for _ in range(20):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -192,7 +239,7 @@ def take_lock(descriptor: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds the lock."""
+    """Return whether a process has the lock."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Everything that crosses the wire: orders to clients, replies to the server, and their byte form.
+"""Messages between server and clients: requests, responses, and their byte form.
 
-One message is one flat file in safetensors' layout: an 8-byte length, a JSON header, then raw little-endian
-tensors. Nothing in it is executable. `wire_size` gives the exact length without building the bytes.
+One message is one flat file in the layout of safetensors: an 8-byte length, a JSON header, then raw little-endian
+tensors. Nothing in it is executable. `wire_size` computes the exact length without building the bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -25,12 +25,15 @@ HEADER_BYTES = 1 << 16
 
 
 class BadMessage(FedgraftError):
-    """Bytes that are not a well-formed message, or one that is larger than allowed."""
+    """The bytes are not a well-formed message, or the message is larger than allowed."""
+
+    def __init__(self, message: str, code: str = "E-MESSAGE-MALFORMED") -> None:
+        super().__init__(code, message)
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A vector as a codec encoded it. `length` is the number of coordinates it stands for."""
+    """An encoded vector. `length` is the number of coordinates of the vector."""
 
     codec: str
     length: int
@@ -39,26 +42,26 @@ class Payload:
 
 @dataclass(frozen=True)
 class Request:
-    """What the server asks of one client."""
+    """A request of the server to one client."""
 
     run: str
-    """Identity of the run, so that an answer to another run is not taken for one to this."""
+    """Identity of the run, so that a response to another run is not taken for one to this."""
     round: int
     client: int
     action: str
     """`train`, `evaluate`, `statistics`, `fisher_scores`, `secure.*`: a name in the client's table of actions."""
     space: str = ""
-    """Digest of the edit space that `vector` and the answer's `update` are coordinates of."""
+    """Digest of the edit space that `vector` and the response's `update` are coordinates of."""
     vector: Tensor | None = None
     auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further vectors the rule needs, for example the server's control variate."""
+    """Further vectors that the action needs, for example the server's control variate."""
     settings: Mapping[str, Scalar] = field(default_factory=dict)
-    """Numbers that vary by round: the learning rate, what to report."""
+    """Numbers that vary by round: the learning rate, the observations to report."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What one client answers. The server treats every field as hostile until it is screened."""
+    """The response of one client. The server treats every field as hostile until it is validated."""
 
     run: str
     round: int
@@ -66,15 +69,15 @@ class Response:
     space: str = ""
     examples: int = 0
     update: Payload | None = None
-    """Encoded difference to the vector of the order; summed with weights."""
+    """Encoded difference to the vector of the request; summed with weights."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Auxiliary vectors; summed without weights."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Numbers averaged with the same weights as the update."""
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors the server needs from each client by itself, for example representations."""
+    """Tensors that the server needs from each single client, for example representations."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for the record only; they never steer the model."""
+    """Numbers for the record only; they never influence the model."""
 
 
 _DTYPES = {
@@ -90,9 +93,12 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAPS = {"auxiliary", "sums", "evidence"}
-_text = json.JSONEncoder(separators=(",", ":")).encode
-_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in (Request, Response)}
+_TENSOR_MAPS = {"auxiliary", "sums", "evidence"}
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_FIELDS = {
+    Request: tuple(f.name for f in fields(Request)),
+    Response: tuple(f.name for f in fields(Response)),
+}
 
 M = TypeVar("M", Request, Response)
 
@@ -103,101 +109,126 @@ def _split(message: Request | Response) -> tuple[dict[str, Any], dict[str, Tenso
     tensors: dict[str, Tensor] = {}
     for name in _FIELDS[type(message)]:
         value = getattr(message, name)
-        if type(value) in (str, int):  # most are; asking for an abstract type takes longest
+        if type(value) in (str, int):  # the usual case first; a test for an abstract type is slow
             plain[name] = value
-        elif name in _MAPS:
-            tensors |= {f"{name}/{key}": tensor for key, tensor in value.items()}
+        elif name in _TENSOR_MAPS:
+            _add_group(tensors, name, value)
         elif isinstance(value, Tensor):
             tensors[name] = value
         elif isinstance(value, Payload):
             plain[name] = {"codec": value.codec, "length": value.length}
-            tensors |= {f"{name}/{key}": tensor for key, tensor in value.arrays.items()}
+            _add_group(tensors, name, value.arrays)
+        elif isinstance(value, Mapping):
+            plain[name] = dict(value)
         elif value is not None:
-            plain[name] = dict(value) if isinstance(value, Mapping) else value
+            plain[name] = value
     return plain, tensors
 
 
+def _add_group(tensors: dict[str, Tensor], field_name: str, group: Mapping[str, Tensor]) -> None:
+    """Add the tensors of one field under names of the form "field/key"."""
+    for key, tensor in group.items():
+        tensors[f"{field_name}/{key}"] = tensor
+
+
 def _header(message: Request | Response) -> tuple[bytes, list[Tensor], int]:
+    """Return the header, the tensors in order, and the bytes of all tensors."""
     plain, tensors = _split(message)
-    entries: dict[str, Any] = {"__metadata__": {"fedgraft": _text(plain)}}
+    entries: dict[str, Any] = {"__metadata__": {"fedgraft": _to_json(plain)}}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
-    text = _text(entries).encode()
-    return text + b" " * (-len(text) % 8), list(tensors.values()), offset
+    text = _to_json(entries).encode()
+    padding = b" " * (-len(text) % 8)
+    return text + padding, list(tensors.values()), offset
 
 
 def pack(message: Request | Response) -> bytes:
-    """The message as bytes."""
+    """Return the message as bytes."""
     return b"".join(_parts(message))
 
 
 def message_digest(message: Request | Response) -> str:
-    """Identity of the bytes that `pack` gives, which are not built for it."""
-    found = hashlib.sha256()
+    """Return a digest of the bytes of `pack`, without building them."""
+    h = hashlib.sha256()
     for part in _parts(message):
-        found.update(part)
-    return found.hexdigest()[:32]
+        h.update(part)
+    return h.hexdigest()[:32]
 
 
 def _parts(message: Request | Response) -> list[bytes | memoryview]:
+    """Return the pieces of the byte form: length, header, and one view per tensor."""
     header, tensors, _ = _header(message)
-    flat = [t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors]
-    return [len(header).to_bytes(8, "little"), header, *flat]
+    parts: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header]
+    for tensor in tensors:
+        parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return parts
 
 
 def wire_size(message: Request | Response) -> int:
-    """Exactly `len(pack(message))`, without building it."""
+    """Return exactly `len(pack(message))`, without building it."""
     header, _, body = _header(message)
     return 8 + len(header) + body
 
 
-def _entry(name: str, entry: Any, body: memoryview, context: int) -> Tensor:
-    """One tensor of the header, checked against the bytes that are really there before anything is allocated."""
+def _read_tensor(name: str, entry: Any, body: memoryview, offset: int) -> tuple[Tensor, int]:
+    """Return one tensor of the header, which must begin at `offset`, and the offset behind it.
+
+    The description is checked against the bytes that are really there before anything is allocated.
+    """
     try:
-        dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        dtype = _DTYPES[entry["dtype"]]
+        shape = entry["shape"]
+        begin, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise BadMessage(f"message field {name!r} has a malformed description") from error
     if not (isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 8):
         raise BadMessage(f"message field {name!r} has a malformed shape")
     size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
-    if not (type(begin) is int and type(end) is int and context == begin <= end <= len(body) and end - begin == size):
+    if not (type(begin) is int and type(end) is int and offset == begin <= end <= len(body) and end - begin == size):
         raise BadMessage(f"message field {name!r} does not fit its bytes")
     if size == 0:
-        return torch.empty(shape, dtype=dtype)
-    # The copy gives the tensor memory of its own, so the received buffer can go.
-    return torch.frombuffer(bytearray(body[begin:end]), dtype=torch.uint8).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype), end
+    # The copy gives the tensor its own memory, so the received buffer can be freed.
+    tensor = torch.frombuffer(bytearray(body[begin:end]), dtype=torch.uint8).view(dtype).view(shape)
+    return tensor, end
 
 
 def unpack(kind: type[M], data: bytes | bytearray | memoryview, limit: int | None = None) -> M:
-    """Parse bytes of an untrusted origin; raises `BadMessage` for anything that is not exactly a `kind`."""
+    """Return the message in untrusted bytes; raise `BadMessage` for anything that is not exactly a `kind`."""
     view = memoryview(data)
     if limit is not None and len(view) > limit:
-        raise BadMessage(f"message of {len(view)} bytes is over the limit of {limit}")
-    if len(view) < 8 or (length := int.from_bytes(view[:8], "little")) > len(view) - 8:
-        raise BadMessage("message is shorter than it says")
+        raise BadMessage(f"message of {len(view)} bytes is over the limit of {limit}", "E-MESSAGE-SIZE")
+    if len(view) < 8:
+        raise BadMessage("message is shorter than its length field")
+    length = int.from_bytes(view[:8], "little")
+    if length > len(view) - 8:
+        raise BadMessage("message is shorter than its header says")
     if limit is not None and length > HEADER_BYTES:
-        raise BadMessage(f"message has a header of {length} bytes; {HEADER_BYTES} are allowed")
+        raise BadMessage(f"message has a header of {length} bytes; {HEADER_BYTES} are allowed", "E-MESSAGE-SIZE")
     try:
         entries = json.loads(bytes(view[8 : 8 + length]))
         plain = json.loads(entries.pop("__metadata__")["fedgraft"])
         if plain.pop("kind") != kind.__name__:
-            raise BadMessage(f"message is not a {kind.__name__}")
-        tensors, body, context = {}, view[8 + length :], 0
-        for name, entry in entries.items():  # one after the other: no byte is used twice, none is left over
-            tensors[name], context = _entry(name, entry, body, context), entry["data_offsets"][1]
-        if context != len(body):
+            raise BadMessage(f"message is not a {kind.__name__}", "E-MESSAGE-KIND")
+        body = view[8 + length :]
+        tensors = {}
+        offset = 0
+        for name, entry in entries.items():  # in sequence: no byte is used twice, none is left over
+            tensors[name], offset = _read_tensor(name, entry, body, offset)
+        if offset != len(body):
             raise BadMessage("message has bytes that belong to no field")
         return _join(kind, plain, tensors)
     except BadMessage:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # RecursionError is the last
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # RecursionError is a RuntimeError
         raise BadMessage(f"message cannot be read: {error}") from error
 
 
 def _join(kind: type[M], plain: dict[str, Any], tensors: dict[str, Tensor]) -> M:
+    """Return the message of these plain fields and tensors, the inverse of `_split`."""
     values: dict[str, Any] = dict(plain)
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -208,45 +239,58 @@ def _join(kind: type[M], plain: dict[str, Any], tensors: dict[str, Tensor]) -> M
             values[group] = tensor
     if "update" in plain:
         values["update"] = Payload(plain["update"]["codec"], plain["update"]["length"], groups.pop("update", {}))
-    everything: dict[str, Any] = {**values, **groups}
-    message = kind(**everything)
+    message = kind(**{**values, **groups})
     _check_types(message)
     return message
 
 
 def _check_types(message: Request | Response) -> None:
-    wanted: Sequence[tuple[str, type]] = [("run", str), ("round", int), ("client", int), ("space", str)]
-    wanted = [*wanted, ("examples", int)] if isinstance(message, Response) else [*wanted, ("action", str)]
-    for name, type_ in wanted:
-        if type(getattr(message, name)) is not type_:
-            raise BadMessage(f"message field {name!r} is not of type {type_.__name__}")
-    tensors: list[Mapping[str, Tensor]]
-    numbers: list[Mapping[str, Any]]
+    """Raise `BadMessage` if a field has another type than it is declared with."""
+    _check_field(message, "run", str)
+    _check_field(message, "round", int)
+    _check_field(message, "client", int)
+    _check_field(message, "space", str)
     if isinstance(message, Response):
-        tensors, numbers, allowed = [message.sums, message.evidence], [message.scalars, message.metrics], int | float
+        _check_field(message, "examples", int)
+        _check_values(message.sums, Tensor, "tensor")
+        _check_values(message.evidence, Tensor, "tensor")
+        _check_values(message.scalars, int | float, "number")
+        _check_values(message.metrics, int | float, "number")
+        if message.update is not None:
+            _check_payload(message.update)
     else:
-        model = {} if message.vector is None else {"vector": message.vector}
-        tensors, numbers, allowed = [message.auxiliary, model], [message.settings], int | float | str
-    if not all(isinstance(v, Tensor) for group in tensors for v in group.values()):
-        raise BadMessage("message carries a tensor that is not one")
-    if not all(isinstance(v, allowed) for group in numbers for v in group.values()):
-        raise BadMessage("message carries a number that is not one")
-    if isinstance(message, Response) and message.update is not None:
-        payload = message.update
-        if type(payload.codec) is not str or type(payload.length) is not int or payload.length < 0:
-            raise BadMessage("message carries a malformed payload")
+        _check_field(message, "action", str)
+        _check_values(message.auxiliary, Tensor, "tensor")
+        if message.vector is not None:
+            _check_values({"vector": message.vector}, Tensor, "tensor")
+        _check_values(message.settings, int | float | str, "number")
+
+
+def _check_field(message: Request | Response, name: str, kind: type) -> None:
+    if type(getattr(message, name)) is not kind:
+        raise BadMessage(f"message field {name!r} is not of type {kind.__name__}")
+
+
+def _check_values(values: Mapping[str, Any], allowed: Any, label: str) -> None:
+    if not all(isinstance(value, allowed) for value in values.values()):
+        raise BadMessage(f"message carries a {label} that is not one")
+
+
+def _check_payload(payload: Payload) -> None:
+    if type(payload.codec) is not str or type(payload.length) is not int or payload.length < 0:
+        raise BadMessage("message carries a malformed payload")
 
 
 def pack_bits(active: Tensor) -> Tensor:
-    """Booleans as bytes, eight in one."""
+    """Return booleans as bytes, eight in one."""
     return torch.from_numpy(np.packbits(active.numpy()))
 
 
 def unpack_bits(bits: Tensor, length: int) -> Tensor:
-    """The first `length` booleans of packed bytes."""
+    """Return the first `length` booleans of packed bytes."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=length).astype(bool))
 
 
 def as_bytes(tensor: Tensor) -> bytes:
-    """A uint8 tensor as bytes."""
+    """Return a uint8 tensor as bytes."""
     return bytes(tensor.numpy().tobytes())

@@ -1,6 +1,6 @@
-"""The identity of a network: one digest over names, shapes and bytes of its weights and over the user's own code.
+"""The digest of a network: over names, shapes and bytes of its weights and over the user's own code.
 
-For runs, caches and heads. An edit belongs to weights alone (`code=False`), so that it can go to another machine.
+Runs, caches and heads use it. An edit belongs to weights alone (`code=False`), so that it can move between machines.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fedgraft.core.protocols import Network
 
 
 def digest(network: Network, until: int | None = None, scope: str = "", code: bool = True) -> str:
-    """A digest of everything that decides the activations at entry `until`; of the whole network by default.
+    """Return a digest of everything that determines the activations at entry `until`; by default the whole network.
 
-    Parameters, floating-point buffers (batch-norm statistics) and the `settings` a network may name count; counters do
-    not. With `scope` only tensors whose names begin with it do. Where layers are of classes of the user's own, their
-    code counts too: an edited `forward` gives other activations from the same weights.
+    It covers parameters, floating-point buffers (batch-norm statistics) and the network's `settings` if it has them,
+    but no counters; with `scope` only tensors whose names begin with it. If layers have classes of the user's own, it
+    covers their code too: an edited `forward` gives other activations from the same weights.
     """
     h = hashlib.blake2b(digest_size=16)
     h.update(str(getattr(network, "settings", "")).encode())
     if code and isinstance(network, nn.Module):
         h.update(module_code(network).encode())
-    for name, tensor in _deciding(network, until):
+    for name, tensor in _determining_tensors(network, until):
         if name.startswith(scope):
             h.update(f"{name}\x1f{tuple(tensor.shape)}\x1f{tensor.dtype}\x1e".encode())
             h.update(_bytes(tensor).data)
@@ -35,31 +35,39 @@ def digest(network: Network, until: int | None = None, scope: str = "", code: bo
 
 
 def sums(network: Network, until: int) -> list[tuple[int, bytes]]:
-    """What shows whether a tensor that decides the activations at entry `until` was changed, quicker than `digest`.
+    """Return checksums of the tensors that determine the activations at entry `until`, faster than `digest`.
 
-    Of each tensor the sum of its words modulo 2^64: for a process that asks again and again whether its own frozen
-    weights still are what they were. It is no identity: words that change places are not noticed.
+    For each tensor the sum of its words modulo 2^64, and its last bytes: for a process that checks repeatedly whether
+    its own frozen weights are unchanged. It is no digest: exchanged words are not noticed.
     """
-    found = []
-    for _, tensor in _deciding(network, until):
+    checksums = []
+    for _, tensor in _determining_tensors(network, until):
         data = _bytes(tensor)
-        whole = len(data) // 8 * 8
-        found.append((int(data[:whole].view(np.uint64).sum(dtype=np.uint64)), data[whole:].tobytes()))
-    return found
+        end = len(data) // 8 * 8  # of the whole words
+        word_sum = int(data[:end].view(np.uint64).sum(dtype=np.uint64))
+        checksums.append((word_sum, data[end:].tobytes()))
+    return checksums
 
 
-def _deciding(network: Network, until: int | None) -> Iterator[tuple[str, Tensor]]:
+def _determining_tensors(network: Network, until: int | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point tensors that determine the activations at entry `until`, with their names."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         if tensor.is_floating_point() and _before(network, name, until):
             yield name, tensor
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
+    """Return the bytes of a tensor as a uint8 array."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _before(network: Network, name: str, until: int | None) -> bool:
-    # Entry `depth` lies behind the final norm, whose block number is `depth` itself; entry 0 takes pixels.
-    if not until:
-        return until is None
-    return network.block_of(name) <= (until if until == network.depth else until - 1)
+    """Return whether a tensor lies before entry `until`; always if it is None."""
+    if until is None:
+        return True
+    if until == 0:  # entry 0 takes pixels
+        return False
+    last_block = until - 1
+    if until == network.depth:  # entry `depth` lies behind the final norm, whose block number is `depth` itself
+        last_block = until
+    return network.block_of(name) <= last_block

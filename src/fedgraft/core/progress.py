@@ -1,8 +1,8 @@
-"""What takes long says how far it is: phases that any layer may open, and watchers that look at them by time.
+"""Progress reporting: nested phases that any code may open, and watchers that are shown them at intervals.
 
-`advance` is an addition and calls nobody; a thread shows the open phases to the watchers (a terminal, a log, a file)
-twice a second. What is over before that is never seen and costs nothing. In a worker process the same phases are told
-to the parent, where those of all workers are one.
+`advance` is an addition and calls no watcher; a thread passes the open phases to the watchers (a terminal, a log, a
+file) twice a second. A phase shorter than that is never shown and costs nothing. In a worker process the phases are reported
+to the parent, which merges those of all workers by name.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 EXTRACTION = "features of the frozen part"
-"""What is computed by workers and by the process itself goes by one name."""
+"""The one name of feature extraction, whether workers or the process itself compute it."""
 EVERY = 0.5
-"""Seconds between two looks."""
+"""Seconds between two calls of the watchers."""
 News = list[tuple[str, str, int, int]]
-"""What a worker says: the phase, its unit, how many more are done, how many more there are."""
+"""A report of a worker: for each phase its name, its unit, how many more are done, how many more there are."""
 
 
 @dataclass(eq=False)
 class Phase:
-    """Something that takes a while; `total` is 0 where nobody knows how much there is."""
+    """A piece of work that takes a while; `total` is 0 if its amount is unknown."""
 
-    what: str
+    name: str
     total: int = 0
     unit: str = ""
     minor: bool = False
-    """Part of something that is told anyway: a log mentions it only when it lasts."""
+    """Part of something that is reported anyway: a log mentions it only if it takes long."""
     growing: bool = False
-    """The total is what is known so far, so nothing can be said about the time left."""
+    """The total is only what is known so far, so the time left cannot be computed."""
     done: int = 0
     began: float = field(default_factory=time.monotonic)
     ended: float | None = None
 
     def advance(self, count: int = 1, more: int = 0) -> None:
-        """So many are done since the last call, and so many more have turned up."""
+        """Add `count` units done, and `more` units to the total."""
         self.done += count
         self.total += more
         if _state.relay is not None:
@@ -48,83 +48,131 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
-        return (time.monotonic() if self.ended is None else self.ended) - self.began
+        """Duration so far, or of the whole phase if it has ended."""
+        if self.ended is None:
+            return time.monotonic() - self.began
+        return self.ended - self.began
 
     @property
     def rate(self) -> float:
-        """Units a second."""
-        return self.done / self.seconds if self.seconds > 0 else 0.0
+        """Units per second."""
+        seconds = self.seconds
+        if seconds <= 0:
+            return 0.0
+        return self.done / seconds
 
     @property
     def left(self) -> float | None:
-        """Seconds that the rest will take at this rate; None where that cannot be said."""
-        known = self.done and self.total and not self.growing
-        return max(0, self.total - self.done) / self.rate if known else None
+        """Seconds left at this rate; None if unknown."""
+        if not self.done or not self.total or self.growing:
+            return None
+        return max(0, self.total - self.done) / self.rate
 
     def facts(self) -> dict[str, Any]:
-        """The phase as plain values."""
-        numbers = {"done": self.done, "total": self.total, "seconds": self.seconds, "rate": self.rate}
-        return {"what": self.what, "unit": self.unit, **numbers, "left": self.left}
+        """Return the phase as plain values, for files."""
+        return {
+            "what": self.name,
+            "unit": self.unit,
+            "done": self.done,
+            "total": self.total,
+            "seconds": self.seconds,
+            "rate": self.rate,
+            "left": self.left,
+        }
 
     def __str__(self) -> str:
-        return told(self.facts())
+        return describe_facts(self.facts())
 
 
 Watcher = Callable[[Sequence[Phase]], None]
 
 
-def told(facts: Mapping[str, Any]) -> str:
-    """The facts of a phase as one line: what, how far, how quick, how long still."""
-    done, total, unit = facts["done"], facts["total"], facts["unit"]
-    parts = [f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}"] if unit else []
-    if done and unit:
-        each = 1 / facts["rate"]
-        slow = f"{each:.2g} s each" if each < 10 else f"{_clock(each)} each"
-        parts.append(f"{facts['rate']:,.0f} a second" if facts["rate"] >= 10 else slow)
-    ends = facts["left"] is not None
-    parts.append(f"about {_clock(facts['left'])} left" if ends else f"{_clock(facts['seconds'])} so far")
+def describe_facts(facts: Mapping[str, Any]) -> str:
+    """Return the facts of a phase as one line: name, units done, rate, time left."""
+    parts = []
+    if facts["unit"]:
+        parts.append(_amount(facts["done"], facts["total"], facts["unit"]))
+        if facts["done"]:
+            parts.append(_speed(facts["rate"]))
+    if facts["left"] is not None:
+        parts.append(f"about {_clock(facts['left'])} left")
+    else:
+        parts.append(f"{_clock(facts['seconds'])} so far")
     return f"{facts['what']}: {', '.join(parts)}"
 
 
+def _amount(done: int, total: int, unit: str) -> str:
+    """Return how much is done, as text."""
+    if total:
+        return f"{done:,} of {total:,} {unit}"
+    return f"{done:,} {unit}"
+
+
+def _speed(rate: float) -> str:
+    """Return the rate as units a second, or as the time of one unit."""
+    if rate >= 10:
+        return f"{rate:,.0f} a second"
+    seconds_each = 1 / rate
+    if seconds_each < 10:
+        return f"{seconds_each:.2g} s each"
+    return f"{_clock(seconds_each)} each"
+
+
 def _clock(seconds: float) -> str:
+    """Return a duration in hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
-    return (
-        f"{minutes // 60} h {minutes % 60:02d} min"
-        if minutes >= 60
-        else f"{minutes} min {rest:02d} s"
-        if minutes
-        else f"{rest} s"
-    )
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes:
+        return f"{minutes} min {rest:02d} s"
+    return f"{rest} s"
 
 
 class Relay:
-    """A worker's side: what its phases did, told to the parent now and then; of a short task nothing is told."""
+    """The reporter of a worker process: sums what its phases did and sends it to the parent at intervals.
+
+    Nothing is sent about a task that is shorter than an interval.
+    """
 
     def __init__(self, send: Callable[[News], None]) -> None:
-        self.send, self.news, self.last, self.spoke = send, dict[tuple[str, str], list[int]](), time.monotonic(), False
+        self.send = send
+        self.news: dict[tuple[str, str], tuple[int, int]] = {}
+        self.last = time.monotonic()
+        self.reported = False
+        """Whether anything was sent about the present task."""
 
     def note(self, phase: Phase, done: int, more: int) -> None:
-        """Add this up, and tell it if it is time."""
-        found = self.news.setdefault((phase.what, phase.unit), [0, 0])
-        found[0], found[1] = found[0] + done, found[1] + more
+        """Add these units to the unsent ones, and send them if an interval is over."""
+        key = (phase.name, phase.unit)
+        old_done, old_more = self.news.get(key, (0, 0))
+        self.news[key] = (old_done + done, old_more + more)
         if time.monotonic() - self.last > EVERY:
             self.tell()
 
     def tell(self) -> None:
-        """Tell what is new."""
-        self.send([(what, unit, *map(int, numbers)) for (what, unit), numbers in self.news.items()])  # type: ignore[misc]
-        self.news, self.last, self.spoke = {}, time.monotonic(), True
+        """Send the unsent units."""
+        news: News = []
+        for (name, unit), (done, more) in self.news.items():
+            news.append((name, unit, int(done), int(more)))
+        self.send(news)
+        self._reset(reported=True)
 
     def between(self) -> None:
-        """A task is over: the rest of what was told about it, or nothing at all."""
-        if self.spoke and self.news:
+        """Finish a task: send the rest if something was sent about it, otherwise drop it."""
+        if self.reported and self.news:
             self.tell()
-        self.news, self.last, self.spoke = {}, time.monotonic(), False
+        self._reset(reported=False)
+
+    def _reset(self, reported: bool) -> None:
+        self.news = {}
+        self.last = time.monotonic()
+        self.reported = reported
 
 
 @dataclass
 class _State:
+    """The open phases and watchers of this process."""
+
     phases: list[Phase] = field(default_factory=list)
     watchers: list[Watcher] = field(default_factory=list)
     screen: Watcher | None = None
@@ -134,22 +182,25 @@ class _State:
     relay: Relay | None = None
 
     def look(self) -> None:
+        """Pass the open phases to all watchers."""
         with self.looking:
             phases = list(self.phases)
-            for watcher in [*self.watchers, *([self.screen] if self.screen else [])]:
+            for watcher in self.watchers:
                 watcher(phases)
+            if self.screen is not None:
+                self.screen(phases)
 
 
 _state = _State()
 
 
 def _forked() -> None:
-    """A fork watches nothing: no thread of its parent is there."""
+    """Start a forked process without watchers, because the thread of its parent does not exist in it."""
     global _state
     _state = _State()
 
 
-# Nobody holds a lock of a display or a log while this process is copied.
+# No lock of a display or a log is held while this process is forked.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=lambda: _state.looking.acquire(),
@@ -159,39 +210,41 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def phase(what: str, total: int = 0, unit: str = "", minor: bool = False, growing: bool = False) -> Iterator[Phase]:
-    """Something long that begins here and ends with the block."""
-    one = Phase(what, total, unit, minor, growing)
-    _state.phases.append(one)
+def phase(name: str, total: int = 0, unit: str = "", minor: bool = False, growing: bool = False) -> Iterator[Phase]:
+    """Open a phase that ends with the block."""
+    opened = Phase(name, total, unit, minor, growing)
+    _state.phases.append(opened)
     if _state.relay is not None:
-        _state.relay.note(one, 0, total)
+        _state.relay.note(opened, 0, total)
     try:
-        yield one
+        yield opened
     finally:
-        one.ended = time.monotonic()
-        if one in _state.phases:
-            _state.phases.remove(one)
-        if not _state.phases and one.seconds > EVERY and _state.screen is not None:
-            with _state.looking:  # whoever prints next finds the terminal free, not half a bar
+        opened.ended = time.monotonic()
+        if opened in _state.phases:
+            _state.phases.remove(opened)
+        if not _state.phases and opened.seconds > EVERY and _state.screen is not None:
+            with _state.looking:  # so that the next output does not meet half a bar on the terminal
                 _state.screen([])
 
 
-def counted(what: str, items: Iterable[T], total: int = 0, unit: str = "") -> Iterator[T]:
-    """The items one after another, as a minor phase."""
-    with phase(what, total or (len(items) if isinstance(items, Sized) else 0), unit, minor=True) as told:
+def counted(name: str, items: Iterable[T], total: int = 0, unit: str = "") -> Iterator[T]:
+    """Yield the items, counted in a minor phase."""
+    if not total and isinstance(items, Sized):
+        total = len(items)
+    with phase(name, total, unit, minor=True) as item_phase:
         for item in items:
             yield item
-            told.advance()
+            item_phase.advance()
 
 
 def open_phases() -> list[Phase]:
-    """The phases that are open now, the outermost first."""
+    """Return the open phases, the outermost first."""
     return list(_state.phases)
 
 
 @contextmanager
 def watching(*watchers: Watcher) -> Iterator[None]:
-    """Show the phases to these as long as the block lasts, and once more at its end, when none is left of them."""
+    """Pass the phases to these watchers during the block, and an empty list at its end."""
     _state.watchers += watchers
     _start()
     try:
@@ -205,10 +258,11 @@ def watching(*watchers: Watcher) -> Iterator[None]:
 
 @contextmanager
 def shown_by(screen: Watcher | None) -> Iterator[None]:
-    """Let this one have the terminal; whoever had it before gets it back."""
+    """Give the terminal to this watcher during the block; the previous owner gets it back."""
     with _state.looking:
-        if (before := _state.screen) is not None:
-            before([])
+        previous = _state.screen
+        if previous is not None:
+            previous([])
         _state.screen = screen
     _start()
     try:
@@ -217,16 +271,18 @@ def shown_by(screen: Watcher | None) -> Iterator[None]:
         with _state.looking:
             if screen is not None:
                 screen([])
-            _state.screen = before
+            _state.screen = previous
 
 
 def _start() -> None:
+    """Start the thread that calls the watchers, unless it runs."""
     if _state.thread is None:
         _state.thread = threading.Thread(target=_look, args=(_state,), name="fedgraft-progress", daemon=True)
         _state.thread.start()
 
 
 def _look(state: _State) -> None:
+    """Call the watchers at intervals until there are none."""
     while state.watchers or state.screen is not None:
         time.sleep(EVERY)
         state.look()
@@ -235,23 +291,23 @@ def _look(state: _State) -> None:
 
 @contextmanager
 def merging() -> Iterator[Callable[[News], None]]:
-    """Takes what workers say, and has one phase for all that they call the same."""
-    found: dict[tuple[str, str], Phase] = {}
+    """Yield a function that takes the reports of workers; phases of the same name become one."""
+    merged: dict[tuple[str, str], Phase] = {}
     with ExitStack() as stack:
 
         def hear(news: News) -> None:
-            for what, unit, done, more in news:
-                if (what, unit) not in found and any(one.what == what for one in _state.phases):
-                    continue  # this process counts it by itself
-                if (what, unit) not in found:
-                    found[what, unit] = stack.enter_context(phase(what, 0, unit, minor=True, growing=True))
-                found[what, unit].advance(done, more)
+            for name, unit, done, more in news:
+                if (name, unit) not in merged:
+                    if any(opened.name == name for opened in _state.phases):
+                        continue  # this process counts it itself
+                    merged[name, unit] = stack.enter_context(phase(name, 0, unit, minor=True, growing=True))
+                merged[name, unit].advance(done, more)
 
         yield hear
 
 
 def relay_to(send: Callable[[News], None]) -> Relay:
-    """From now on this process's phases are told to its parent."""
+    """Report the phases of this process to its parent from now on; return the reporter."""
     _state.relay = Relay(send)
     return _state.relay
 

@@ -1,7 +1,6 @@
-"""What the parts of a federation expect of a network and of data, as protocols.
+"""The protocols of a network and of data that the learning code (client, server, edit, local) uses.
 
-The learning code (client, server, edit, local) is written against these two, so it does not know where images
-come from or which library built the network.
+It is written against these two, so it does not depend on where images come from or which library built the network.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ class Network(Protocol):
     """A backbone (`backbone.*`) with a linear head (`head.weight`, `head.bias`).
 
     Positions along the network are counted in blocks: entry 0 takes pixels, entry b takes the tokens that enter
-    block b, and entry `depth` takes the pooled features that the head sees. Work that only touches what lies
-    behind an entry can therefore start there, from stored activations.
+    block b, and entry `depth` takes the pooled features, the input of the head. Work on the layers behind an entry
+    can therefore start there, from cached activations.
     """
 
     depth: int
@@ -30,23 +29,23 @@ class Network(Protocol):
     head: nn.Linear
 
     def __call__(self, inputs: Tensor, entry: int = 0) -> Tensor:
-        """Logits (B, classes) from inputs that belong to `entry`."""
+        """Return logits (B, classes) from inputs at `entry`."""
         ...
 
     def features(self, inputs: Tensor, entry: int = 0, until: int | None = None) -> Tensor:
-        """Activations at entry `until` (default `depth`: pooled features, (B, width)) from inputs at `entry`."""
+        """Return activations at entry `until` (default `depth`: pooled features, (B, width)) from inputs at `entry`."""
         ...
 
     def block_of(self, name: str) -> int:
-        """The block a parameter belongs to: -1 before block 0, `depth` for the final norm, `depth + 1` for the head."""
+        """Return the block of a parameter: -1 before block 0, `depth` for the final norm, `depth + 1` for the head."""
         ...
 
     def default_probe_layers(self) -> tuple[str, ...]:
-        """Names of an early, a middle and a late layer, to compare networks by."""
+        """Return the names of an early, a middle and a late layer, for comparing networks."""
         ...
 
     def activations(self, inputs: Tensor, layers: Iterable[str], entry: int = 0) -> dict[str, Tensor]:
-        """Outputs of the named hidden layers, one vector per example."""
+        """Return the outputs of the named hidden layers, one vector per example."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
@@ -60,15 +59,15 @@ class Network(Protocol):
 
 
 class Examples(Protocol):
-    """Labelled inputs addressed by row; rows are positions in the store they came from."""
+    """Labelled inputs addressed by row; rows are positions in their data store."""
 
     labels: Tensor
     """int64 (N,)."""
     entry: int
-    """Where these inputs enter the network: 0 for pixels, `depth` for cached features."""
+    """The entry at which these inputs enter the network: 0 for pixels, `depth` for cached features."""
 
     def __len__(self) -> int: ...
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Inputs for these rows, float32, normalised: the training transform with a generator, else evaluation's."""
+        """Return the normalised float32 inputs of these rows; a generator selects the training transform."""
         ...

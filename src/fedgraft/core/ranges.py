@@ -1,4 +1,4 @@
-"""Which numbers an option takes: said once, in its annotation, and held against what a config or Python says."""
+"""Numeric ranges of options: declared once, in annotations, and checked for configs and Python calls alike."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Share = Annotated[float, Field(gt=0, le=1)]
-"""Some of a whole, at least a little."""
+"""A fraction of a whole, more than nothing."""
 Rest = Annotated[float, Field(ge=0, lt=1)]
-"""Some of a whole, never all of it: momentum, dropout, what is frozen."""
+"""A fraction of a whole, never all of it: momentum, dropout, the frozen share."""
 Inner = Annotated[float, Field(gt=0, lt=1)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -27,45 +27,50 @@ Count = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]
 Few = Annotated[int, Field(ge=4)]
 Probe = Annotated[int, Field(ge=16)]
-"""Images that representations are compared on: fewer say nothing."""
+"""A number of images on which representations are compared: fewer give no reliable score."""
 
 
 def in_range(make: Callable[P, T]) -> Callable[P, T]:
-    """The function, which refuses numbers outside the ranges of its annotations."""
+    """Return the function with a check: it refuses numbers outside the ranges of its annotations."""
     known = signature(make)
 
     @wraps(make)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        given = known.bind(*args, **kwargs)
-        given.arguments |= held(make.__name__, make, given.arguments)
-        return make(*given.args, **given.kwargs)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        bound = known.bind(*args, **kwargs)
+        bound.arguments |= validated_numbers(make.__name__, make, bound.arguments)
+        return make(*bound.args, **bound.kwargs)
 
-    return called
+    return checked
 
 
-def check(options: Any, what: str) -> None:
-    """Refuse a frozen dataclass with numbers outside the ranges of its annotations; for its `__post_init__`."""
-    for name, value in held(what, type(options), vars(options)).items():
+def check(options: Any, label: str) -> None:
+    """Convert the numbers of a frozen dataclass to their annotations, in place; refuse numbers outside the ranges.
+
+    For its `__post_init__`. `label` names the options in errors.
+    """
+    for name, value in validated_numbers(label, type(options), vars(options)).items():
         object.__setattr__(options, name, value)
 
 
-def held(what: str, owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that are numbers by the owner's annotations, or one sentence about the first wrong one."""
-    found = {}
-    for name, hint in _numbers(owner).items():
+def validated_numbers(label: str, owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those values that are numbers by the owner's annotations, converted; raise an error for the first bad."""
+    numbers = {}
+    for name, hint in _number_hints(owner).items():
         if name in values:
-            found[name] = number(f"{what}: {name}", hint, values[name])
-    return found
+            numbers[name] = number(f"{label}: {name}", hint, values[name])
+    return numbers
 
 
-def number(what: str, hint: Any, value: Any) -> Any:
-    """The value as this annotation has it; one that it does not allow is refused."""
+def number(label: str, hint: Any, value: Any) -> Any:
+    """Return the value converted to this annotation; raise an error if it is not allowed."""
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        told = first["msg"].removeprefix("Input ").partition(", ")[0]
-        raise FedgraftError(f"{what} {told}, not {first['input']!r}.") from None
+        requirement = first["msg"].removeprefix("Input ").partition(", ")[0]
+        raise FedgraftError(
+            "E-CORE-RANGE", f"{label} {requirement}, not {first['input']!r}.", option=label, value=first["input"]
+        ) from None
 
 
 @cache
@@ -74,14 +79,27 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 @cache
-def _numbers(owner: Any) -> dict[str, Any]:
-    """The owner's options that are numbers, with what they may be."""
-    hints = get_type_hints(owner, include_extras=True)
-    own = owner.__dataclass_fields__ if is_dataclass(owner) else signature(owner).parameters
-    return {name: hint for name, hint in hints.items() if name in own and _leaves(hint) & {int, float}}
+def _number_hints(owner: Any) -> dict[str, Any]:
+    """Return the annotations of the owner's options that are numbers."""
+    if is_dataclass(owner):
+        options: Any = owner.__dataclass_fields__
+    else:
+        options = signature(owner).parameters
+    numbers = {}
+    for name, hint in get_type_hints(owner, include_extras=True).items():
+        if name in options and _plain_types(hint) & {int, float}:
+            numbers[name] = hint
+    return numbers
 
 
-def _leaves(hint: Any) -> set[Any]:
-    """The plain types inside an annotation."""
-    inner = [one for one in get_args(hint) if isinstance(one, type) or get_args(one)]
-    return set().union(*map(_leaves, inner)) if inner else {hint} if isinstance(hint, type) else set()
+def _plain_types(hint: Any) -> set[Any]:
+    """Return the plain types inside an annotation."""
+    inner = []
+    for argument in get_args(hint):
+        if isinstance(argument, type) or get_args(argument):
+            inner.append(argument)
+    if inner:
+        return set().union(*map(_plain_types, inner))
+    if isinstance(hint, type):
+        return {hint}
+    return set()

@@ -1,7 +1,7 @@
-"""The only source of randomness: (run seed, purpose, round, client) -> a generator of its own.
+"""The only source of randomness: one derived generator for each (run seed, purpose, round, client).
 
 Because every stream is derived and none is shared, turning one consumer on or off (evaluation, logging, the
-secure sum) cannot shift what another one draws, and a resumed run needs no saved generator state.
+secure sum) cannot change the numbers that another one draws, and a resumed run needs no saved generator state.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def derive(seed: int, purpose: str, *where: int | str) -> int:
 
 
 def torch_stream(seed: int, purpose: str, *where: int | str) -> torch.Generator:
-    """A CPU torch generator for this purpose and place."""
-    import torch  # not for those who only count and compare
+    """Return a CPU torch generator for this purpose and place."""
+    import torch  # imported late, because commands that only read run folders should not load it
 
     return torch.Generator().manual_seed(derive(seed, purpose, *where))
 
 
 def numpy_stream(seed: int, purpose: str, *where: int | str) -> np.random.Generator:
-    """A NumPy generator for this purpose and place."""
+    """Return a NumPy generator for this purpose and place."""
     return np.random.default_rng(derive(seed, purpose, *where))

@@ -1,1 +1,1 @@
-"""What may change, as one flat vector: spaces, sensitivity scores, masks, calibration, low rank."""
+"""Trainables and edits: dense, sparse and low rank; sensitivity scores, masks, calibration, task vectors."""

@@ -114,8 +114,15 @@ def choose(
     if order not in ("index", "hash"):
         raise FedgraftError("E-EDIT-ORDER", f"order={order!r} does not exist", "choose index or hash", order=order)
     groups = _groups(sorted(scores), threshold, block_of)
-    pools = [_Pool(group, scores, among, largest, order == "hash") for group in groups]
-    shares = _allocate(count, [pool.size for pool in pools], [pool.room for pool in pools])
+    pools = []
+    sizes = []
+    rooms = []
+    for group in groups:
+        pool = _Pool(group, scores, among, largest, order == "hash")
+        pools.append(pool)
+        sizes.append(pool.size)
+        rooms.append(pool.room)
+    shares = _allocate(count, sizes, rooms)
     tensors: dict[str, Tensor] = {}
     for pool, share in zip(pools, shares, strict=True):
         tensors |= pool.pick(share, floor)
@@ -137,20 +144,25 @@ class _Pool:
     ) -> None:
         self.names = names
         self.hashed = hashed
-        self.shapes = [scores[name].shape for name in names]
-        self.sizes = [scores[name].numel() for name in names]
-        self.size = sum(self.sizes)
-        flat = torch.cat([scores[name].detach().reshape(-1).cpu() for name in names])
-        if flat.dtype not in (torch.float32, torch.float64):
-            flat = flat.float()
+        self.shapes = []
+        self.sizes = []
+        pieces = []
         for name in names:
-            if torch.isnan(scores[name]).any():
+            tensor = scores[name]
+            self.shapes.append(tensor.shape)
+            self.sizes.append(tensor.numel())
+            pieces.append(tensor.detach().reshape(-1).cpu())
+            if torch.isnan(tensor).any():
                 raise FedgraftError(
                     "E-EDIT-SCORES-NAN",
                     f"the scores of {name!r} contain NaN, so they have no order to choose by",
                     "check the inputs and the weights that the scores were computed with",
                     name=name,
                 )
+        self.size = sum(self.sizes)
+        flat = torch.cat(pieces)
+        if flat.dtype not in (torch.float32, torch.float64):
+            flat = flat.float()
         if largest:
             flat = -flat
         self.values = flat.numpy()

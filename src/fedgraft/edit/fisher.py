@@ -212,8 +212,11 @@ def _batch_scores(
     selected_names = scorable_names(network, names)
     samples = 0
     with scoring_mode(network) as all_parameters, torch.enable_grad():
-        parameters = [all_parameters[name].requires_grad_() for name in selected_names]
-        sums = {name: torch.zeros_like(all_parameters[name], requires_grad=False) for name in selected_names}
+        parameters = []
+        sums = {}
+        for name in selected_names:
+            parameters.append(all_parameters[name].requires_grad_())
+            sums[name] = torch.zeros_like(all_parameters[name], requires_grad=False)
         for inputs, targets, *entry in counted("scores of weights", batches, unit="batches"):
             logits = call(inputs, *entry or [0])
             (gradient,) = logit_gradients(logits.detach(), targets, labels, generator)

@@ -42,6 +42,7 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: Sums) -> None:
+    """Add the squares of a linear layer: g_n = δ_n' x_n, summed over tokens."""
     x = x.reshape(len(x), -1, x.shape[-1])  # (B, T, in)
     delta = delta.reshape(len(delta), -1, delta.shape[-1])  # (B, T, out)
     if "bias" in sums:
@@ -51,6 +52,7 @@ def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: Sums) -> None:
 
 
 def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
+    """Add the squares of a convolution, as a product of the output gradient and the unfolded input."""
     delta = delta.flatten(2)  # (B, out, L)
     if "bias" in sums:
         sums["bias"].add_(delta.sum(2).square_().sum(0))
@@ -71,6 +73,7 @@ def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
 
 
 def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: Sums) -> None:
+    """Add the squares of a layer norm's scale and shift."""
     shape = module.normalized_shape
     parts = {"bias": delta}
     if "weight" in sums:
@@ -80,6 +83,7 @@ def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: Sums) -> N
 
 
 def _channel_norm(normalised: Tensor, delta: Tensor, sums: Sums) -> None:
+    """Add the squares of a scale and a shift per channel, for normalised inputs (B, C, ...)."""
     parts = {"bias": delta, "weight": delta * normalised}
     for key, total in sums.items():
         total.add_(parts[key].reshape(*delta.shape[:2], -1).sum(2).square_().sum(0))

@@ -148,20 +148,24 @@ def lora_layout(network: Network, mode: LoraAggregation, dense: Iterable[str] = 
         b_names.append(b_name)
         w_names.append(w_name)
     dense_names = _dense_names(network, dense, {*a_names, *b_names, *w_names})
-    shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
-    parts = tuple(Part(name, shapes[name]) for name in (*a_names, *dense_names, *b_names))
-    base_parts: tuple[Part, ...] = ()
+    parts = {}
+    for name, parameter in network.named_parameters():
+        parts[name] = Part(name, tuple(parameter.shape))
+    trained_parts = [parts[name] for name in (*a_names, *dense_names, *b_names)]
+    base_parts = []
     if mode in ("stack", "residual"):
-        base_parts = tuple(Part(name, shapes[name]) for name in w_names)
-    space = EditSpace(parts, base_parts)
+        base_parts = [parts[name] for name in w_names]
+    space = EditSpace(tuple(trained_parts), tuple(base_parts))
     slices = space.slices()
     lora_layers = []
     for (name, layer), (a_name, b_name, w_name) in zip(layers.items(), factor_names(network), strict=True):
         rank = layer.r["default"]
         scaling = layer.scaling["default"]
         lora_layers.append(LoraLayer(name, rank, scaling, slices.get(a_name), slices[b_name], slices.get(w_name)))
-    a_end = max((slices[name].stop for name in a_names), default=0)
-    b_begin = min(slices[name].start for name in b_names)
+    a_end = 0
+    if a_names:
+        a_end = slices[a_names[-1]].stop
+    b_begin = slices[b_names[0]].start
     return LoraLayout(mode, space, tuple(lora_layers), a_end, b_begin)
 
 

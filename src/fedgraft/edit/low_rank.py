@@ -179,7 +179,9 @@ class LowRank:
         """Return the coordinates that may change in the coming round, as packed bits."""
         ranks = self.ranks or self._affordable_ranks(layout)
         if ranks:
-            by_rank = {rank: pack_bits(layout.first_directions(rank)) for rank in set(ranks)}
+            by_rank = {}
+            for rank in set(ranks):
+                by_rank[rank] = pack_bits(layout.first_directions(rank))
             return RoundRobinMasks([by_rank[rank] for rank in ranks])
         active = torch.zeros(layout.space.trained, dtype=torch.bool)
         active[layout.active(state.round)] = True

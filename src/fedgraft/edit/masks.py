@@ -227,4 +227,7 @@ def density_by(mask: Mask, group_of: Callable[[str], object]) -> dict[object, fl
         group = group_of(name)
         trained[group] = trained.get(group, 0) + int(tensor.count_nonzero())
         totals[group] = totals.get(group, 0) + tensor.numel()
-    return {group: trained[group] / total for group, total in totals.items()}
+    densities = {}
+    for group, total in totals.items():
+        densities[group] = trained[group] / total
+    return densities

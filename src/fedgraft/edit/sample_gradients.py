@@ -26,7 +26,9 @@ def scoring_mode(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """Put the network in eval mode without gradients and yield its parameters; flags and `.grad` are restored."""
     parameters = dict(network.named_parameters())
     training_flags = {module: module.training for module in network.modules()}
-    gradient_states = {name: (parameter.requires_grad, parameter.grad) for name, parameter in parameters.items()}
+    gradient_states = {}
+    for name, parameter in parameters.items():
+        gradient_states[name] = (parameter.requires_grad, parameter.grad)
     network.eval()
     try:
         for parameter in parameters.values():
@@ -160,10 +162,14 @@ class SampleSquares:
         self._hooks_off = True
         try:
             for n in range(self._samples):
-                args = tuple(self._sample(value, n) for value in call.args)
-                kwargs = {key: self._sample(value, n) for key, value in call.kwargs.items()}
+                args = []
+                for value in call.args:
+                    args.append(self._sample(value, n))
+                kwargs = {}
+                for key, value in call.kwargs.items():
+                    kwargs[key] = self._sample(value, n)
                 with torch.enable_grad():
-                    output = torch.func.functional_call(module, leaves, args, kwargs)
+                    output = torch.func.functional_call(module, leaves, tuple(args), kwargs)
                 if not isinstance(output, Tensor):
                     output = output[0]
                 gradients = torch.autograd.grad(output, list(leaves.values()), delta[n : n + 1], allow_unused=True)
@@ -186,7 +192,9 @@ class SampleSquares:
             silent.extend(self._owned[owner].values())
         if not silent:
             return
-        parameters = [self._parameters[name].requires_grad_() for name in silent]
+        parameters = []
+        for name in silent:
+            parameters.append(self._parameters[name].requires_grad_())
         self._hooks_off = True
         try:
             output = call(inputs, entry)

@@ -228,7 +228,9 @@ class Sparse:
         shapes = self._shapes(network)
         size = sum(math.prod(shape) for shape in shapes.values())
         answers = ask.each("own_mask", all_parameters.gather(network), self.settings(network, 1, ask), size)
-        received = {client: Mask.from_bits(answers[client]["mask"], shapes) for client in sorted(answers)}
+        received = {}
+        for client in sorted(answers):
+            received[client] = Mask.from_bits(answers[client]["mask"], shapes)
         if not received:
             raise FedgraftError(
                 "E-EDIT-NO-CLIENT-MASK",
@@ -237,7 +239,10 @@ class Sparse:
             )
         # A client without a valid response works with the mask of the first client that has one.
         fallback = received[min(received)]
-        return {client: received.get(client, fallback) for client in range(ask.clients)}
+        masks = {}
+        for client in range(ask.clients):
+            masks[client] = received.get(client, fallback)
+        return masks
 
     def calibrated(
         self, network: Network, scores: Callable[[int], Mapping[str, Tensor]], seed: int | None = None
@@ -260,7 +265,11 @@ class Sparse:
     def _maskable_weights(self, network: Network) -> dict[str, Tensor]:
         """Return the maskable parameters by name, in the network's order."""
         maskable = self.scope_on(network).maskable
-        return {name: parameter for name, parameter in network.named_parameters() if name in maskable}
+        weights: dict[str, Tensor] = {}
+        for name, parameter in network.named_parameters():
+            if name in maskable:
+                weights[name] = parameter
+        return weights
 
     @property
     def mode(self) -> CalibrationMode:

@@ -229,9 +229,14 @@ def union(spaces: Sequence[EditSpace]) -> EditSpace:
                 joined[part.name] = _join(joined[part.name], part)
             else:
                 joined[part.name] = part
-    parts = tuple(part for name, part in joined.items() if name in trained_names)
-    buffers = tuple(part for name, part in joined.items() if name not in trained_names)
-    return EditSpace(parts, buffers)
+    parts = []
+    buffers = []
+    for name, part in joined.items():
+        if name in trained_names:
+            parts.append(part)
+        else:
+            buffers.append(part)
+    return EditSpace(tuple(parts), tuple(buffers))
 
 
 def _join(left: Part, right: Part) -> Part:

@@ -1,1 +1,1 @@
-"""How a client trains: the only training loop, its optimizers, corrections, schedules, evaluation."""
+"""Local training: the only training loop, losses, optimizers, corrections, schedules."""

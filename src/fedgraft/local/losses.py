@@ -27,6 +27,7 @@ evaluation mode and without gradient; the model in training keeps its bits."""
 
 
 def _no_other_models(vectors: Sequence[Tensor], inputs: Tensor, entry: int) -> list[Tensor]:
+    """Raise an error: the default of `LossContext.look` outside the training loop."""
     raise FedgraftError(
         "E-LOCAL-LOSS-MODELS",
         "this loss needs the features of other models, and its context has none",

@@ -112,7 +112,7 @@ class LiveProgress:
             self.bar.remove_task(self.bars.pop(gone))
         for one in phases:
             if one not in self.bars and one.seconds > self.shows:
-                self.bars[one] = self.bar.add_task(escape(one.what), total=one.total or None, numbers="")
+                self.bars[one] = self.bar.add_task(escape(one.name), total=one.total or None, numbers="")
             if one in self.bars:
                 numbers = f"{one.unit}  {one.rate:,.1f}/s" if one.unit else ""
                 self.bar.update(self.bars[one], completed=one.done, total=one.total or None, numbers=numbers)

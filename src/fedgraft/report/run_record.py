@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import is_locked, read_metrics
-from fedgraft.core.progress import told
+from fedgraft.core.progress import describe_facts
 
 log = logging.getLogger(__name__)
 
@@ -140,5 +140,5 @@ def present(folder: Path) -> list[str]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads((folder / NOW_FILE).read_text())
         if time.time() - found["time"] < 30:
-            return [told(facts) for facts in found["phases"]]
+            return [describe_facts(facts) for facts in found["phases"]]
     return []

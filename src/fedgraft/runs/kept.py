@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fedgraft.core.files import keep
+from fedgraft.core.files import write_cache_file
 from fedgraft.data.pixels.store import cache_dir
 
 log = logging.getLogger("fedgraft")
@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, Tensor] | None:
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     data = save({**tensors, "mark": _mark(tensors)})
-    keep(path, lambda file: file.write_bytes(data))
+    write_cache_file(path, lambda file: file.write_bytes(data))
 
 
 def _mark(tensors: Mapping[str, Tensor]) -> Tensor:

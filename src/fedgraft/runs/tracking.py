@@ -58,7 +58,7 @@ class PhaseLog:
             del self.said[one]
             if not one.minor:
                 count = f", {one.done:,} {one.unit}" if one.unit else ""
-                self.log.info("%s took %.1f s%s", one.what, one.seconds, count)
+                self.log.info("%s took %.1f s%s", one.name, one.seconds, count)
         for one in phases:
             wait = self.every if one in self.said or one.minor else self.begins
             if one.seconds - self.said.get(one, 0.0) >= wait:

@@ -405,7 +405,7 @@ def test_oversized_and_malformed_replies_are_dropped_before_they_are_parsed() ->
     grid.nodes[engine.registry.nodes[4]].spoil = lambda a: replace(a, response=b"nonsense") if a.response else a
     toy.run(1)
     reasons = {o.client: o.reason for o in toy.summary.rejections}
-    assert "over the limit" in reasons[0] and "shorter than it says" in reasons[4]
+    assert "over the limit" in reasons[0] and "shorter than its header says" in reasons[4]
     requests = [Request("toy", 1, 0, "evaluate", toy.space.digest, toy.state.vector, {}, {"lr": 0.1})]
     assert replies_to(engine.exchange, requests, evaluation(requests, ExampleCounts(), finetuned=False)) == []
 
