@@ -28,7 +28,7 @@ from fedgraft.config.options import Config
 from fedgraft.consortium.site_faults import Finding, SiteFacts, findings
 from fedgraft.core.files import write_text
 from fedgraft.core.progress import counted
-from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decode, original
+from fedgraft.data.pixels.rule import FORMATS, Source, Unreadable, Window, decode, open_original
 from fedgraft.data.pixels.store import ImageStore, cache_dir
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.report import figures
@@ -186,7 +186,7 @@ def _inspect(
         label = store.classes[int(store.labels[row])]
         source = _source(store, row)
         try:
-            raw = original(source)
+            raw = open_original(source)
             pixels = np.asarray(decode(source, window))
         except Unreadable as error:
             yield UnreadableImage(label, is_test, _without_numbers(error.reason))

@@ -1,4 +1,4 @@
-"""Networks: loading, cutting into blocks, export."""
+"""Networks: load, cut into blocks, export."""
 
 from fedgraft.models.backbones import model
 from fedgraft.models.foreign import module, original

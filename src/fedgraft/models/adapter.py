@@ -17,7 +17,7 @@ from torch import nn
 
 from fedgraft.core.errors import FedgraftError, MissingExtra
 from fedgraft.edit.lora import adapter_layers
-from fedgraft.models.export import appearing, check_same, label_names, to_classifier, write_labels, write_papers
+from fedgraft.models.export import atomic_folder, check_same, label_names, to_classifier, write_labels, write_papers
 from fedgraft.models.network import VisionNetwork
 from fedgraft.models.quiet import drawn_from, quiet
 
@@ -37,61 +37,81 @@ def export_adapter(
         raise MissingExtra("peft", "lora", "low-rank adaptation") from error
     names = label_names(network, labels)
     _check_base(network, base)
-    wrapped, blank = _wrapped(network, _classifier(base, network.head, names)), _classifier(base, None, names)
-    wrapped.peft_config["default"].base_model_name_or_path = base.source if base.stored else "base"
-    with appearing(Path(folder)) as made, quiet():
-        wrapped.save_pretrained(str(made), save_embedding_layers=False)
+    adapter_model = _peft_model(network, _classifier(base, network.head, names))
+    base_model = _classifier(base, None, names)
+    base_name = "base"
+    if base.stored:
+        base_name = base.source
+    adapter_model.peft_config["default"].base_model_name_or_path = base_name
+    with atomic_folder(Path(folder)) as new_folder, quiet():
+        adapter_model.save_pretrained(str(new_folder), save_embedding_layers=False)
         if not base.stored:
-            blank.save_pretrained(made / "base")
-        check_same(network, peft.PeftModel.from_pretrained(blank, str(made)).eval())
-        write_labels(made, names)
-        write_papers(made, preprocessor, card)
+            base_model.save_pretrained(new_folder / "base")
+        check_same(network, peft.PeftModel.from_pretrained(base_model, str(new_folder)).eval())
+        write_labels(new_folder, names)
+        write_papers(new_folder, preprocessor, card)
     return Path(folder)
 
 
-def _wrapped(network: VisionNetwork, model: Any) -> Any:
-    """transformers' model of the base inside peft's, with the factors of this network."""
+def _peft_model(network: VisionNetwork, model: Any) -> Any:
+    """Return transformers' model of the base inside peft's, with the factors of this network."""
     import peft
 
-    layers = {f"{model.base_model_prefix}.{n.removeprefix('backbone.')}": v for n, v in adapter_layers(network).items()}
+    layers: dict[str, Any] = {}
+    for name, layer in adapter_layers(network).items():
+        layers[f"{model.base_model_prefix}.{name.removeprefix('backbone.')}"] = layer
     if not layers:
-        raise FedgraftError("this network has no low-rank factors to write; export it as a whole instead.")
-    some, head = next(iter(layers.values())), ["classifier"]
-    rank, alpha = some.r["default"], some.lora_alpha["default"]
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=_targets(model, layers), modules_to_save=head)
+        raise FedgraftError(
+            "E-MODELS-NO-FACTORS",
+            "this network has no low-rank factors to write",
+            "export it as a whole instead",
+        )
+    first_layer = next(iter(layers.values()))
+    config = peft.LoraConfig(
+        r=first_layer.r["default"],
+        lora_alpha=first_layer.lora_alpha["default"],
+        target_modules=_target_modules(model, layers),
+        modules_to_save=["classifier"],
+    )
     with quiet(), drawn_from(0):
-        wrapped = peft.get_peft_model(model, config)
+        adapter_model = peft.get_peft_model(model, config)
     for name, layer in layers.items():
-        target: Any = wrapped.get_submodule(f"base_model.model.{name}")
+        target: Any = adapter_model.get_submodule(f"base_model.model.{name}")
         for factor in ("lora_A", "lora_B"):
             getattr(target, factor)["default"].weight.data.copy_(getattr(layer, factor)["default"].weight.data)
-    return wrapped
+    return adapter_model
 
 
 def _check_base(network: VisionNetwork, base: VisionNetwork) -> None:
     """Refuse a network that differs from its base in more than its factors and its head."""
-    plain = base.backbone.state_dict()
+    base_state = base.backbone.state_dict()
     for name, value in network.backbone.state_dict().items():
-        before = plain.get(name.replace(".base_layer.", "."))
-        if ".lora_" not in name and (before is None or not torch.equal(before.cpu(), value.cpu())):
+        if ".lora_" in name:
+            continue
+        base_value = base_state.get(name.replace(".base_layer.", "."))
+        if base_value is None or not torch.equal(base_value.cpu(), value.cpu()):
             raise FedgraftError(
-                f"this run changed {name!r} besides its low-rank factors and its head, which an adapter cannot hold; "
-                "export the merged model instead."
+                "E-MODELS-ADAPTER-BASE",
+                f"this run changed {name!r} besides its low-rank factors and its head, which an adapter cannot hold",
+                "export the merged model instead",
+                tensor=name,
             )
 
 
 def _classifier(base: VisionNetwork, head: nn.Linear | None, names: Sequence[str]) -> Any:
-    """The base as transformers' own classification model with this head, or with one of zeros."""
-    whole = base.with_head(len(names), 0)
-    for parameter in whole.head.parameters():
+    """Return the base as transformers' own classification model with this head, or with one of zeros."""
+    network = base.with_head(len(names), 0)
+    for parameter in network.head.parameters():
         parameter.data.zero_()
     if head is not None:
-        whole.head = copy.deepcopy(head).cpu()
-    return to_classifier(whole.cpu(), names)
+        network.head = copy.deepcopy(head).cpu()
+    return to_classifier(network.cpu(), names)
 
 
-def _targets(model: nn.Module, names: Mapping[str, Any]) -> list[str]:
-    """What names exactly these layers: their last pieces if no other layer ends so, else the whole names."""
-    last = sorted({name.rpartition(".")[2] for name in names})
-    ending = {name for name, layer in model.named_modules() if name.rpartition(".")[2] in last}
-    return last if ending == set(names) else sorted(names)
+def _target_modules(model: nn.Module, names: Mapping[str, Any]) -> list[str]:
+    """Return what names exactly these layers: the last parts of their names if no other layer ends so, else all."""
+    endings = sorted({name.rpartition(".")[2] for name in names})
+    matched = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in endings}
+    if matched == set(names):
+        return endings
+    return sorted(names)

@@ -1,11 +1,11 @@
-"""Networks from where users have them: by name, from a `transformers` folder, from the Hub, or a model object.
+"""Load networks: by name, from a `transformers` folder, from the Hub, or from a model object.
 
-| source | what it is |
+| source | network |
 |---|---|
 | `nano` | the embedded pretrained ViT (32 px, patch 8, width 192, 6 blocks) |
 | `resnet18`, `resnet18:width=16,norm=group` | ResNet-18 with the stem for small images, drawn from the seed |
 | `cnn`, `cnn:width=32,size=32` | two 3x3 convolutions with pooling, the head reads the map; drawn from the seed |
-| `features:width=384` | no backbone: a linear head on given features; a run takes the width from its data |
+| `features:width=384` | no backbone: a linear head on precomputed features; a run takes the width from its data |
 | `vit-s16`, `tiny`, `vit:width=64,depth=4,heads=2,patch=8,size=32` | a ViT drawn from the seed |
 | a folder | `config.json` and `model.safetensors`, as `save_pretrained` writes them |
 | a `.safetensors` file | weights under the names of the original DINO release |
@@ -27,12 +27,12 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import derive
 from fedgraft.models import folders
 from fedgraft.models.families import FAMILIES, Family, mean_token
-from fedgraft.models.network import VisionNetwork, draw_head, linear
+from fedgraft.models.network import VisionNetwork, check_classes, draw_head, linear_layer
 from fedgraft.models.quiet import drawn_from, quiet
 from fedgraft.models.small import NoBackbone, SmallCnn, SmallConfig
 
 NANO = Path(__file__).parent / "nano"
-_NANO_TERMS = "other, for research, tests and teaching (see the card of nano)"
+_NANO_LICENCE = "other, for research, tests and teaching (see the card of nano)"
 
 _ALIASES = {
     "vit-s16": "vit:width=384,depth=12,heads=6,patch=16,size=224",
@@ -54,93 +54,138 @@ def model(
     seed: int = 0,
     preprocessor: Any = None,
 ) -> VisionNetwork:
-    """The network of this source in float32: with a fresh head for `classes`, else the stored one, else none yet.
+    """Return the network of this source in float32: with a fresh head for `classes`, else the stored one, else none.
 
     A run makes the head where none fits its data. Everything that is drawn (the head, and the backbone where nothing is
     pretrained) comes from `seed`. Another image size than the pretrained one interpolates the position embeddings once;
-    what comes out is a plain network. A model object does not know its preprocessing: give its image processor, or what
-    its preprocessor_config.json says.
+    the result is a plain network. A model object does not know its preprocessing: give its image processor, or the
+    content of its preprocessor_config.json.
     """
     if isinstance(source, VisionNetwork):
         return source
-    if classes is not None and classes < 1:
-        raise FedgraftError(f"a network for {classes} classes cannot be built; give at least 1.")
-    if isinstance(source, str | Path):
-        backbone, stored, facts = _named(source, seed)
+    if classes is not None:
+        check_classes(classes)
+    is_named = isinstance(source, str | Path)
+    if is_named:
+        backbone, stored_head, facts = _load_named(source, seed)
     else:
-        backbone, stored, facts = _object(source)
-    size = folders.trained_size(backbone.config) if image_size is None else image_size
-    if size < 1:
-        raise FedgraftError(f"image_size is {size}; give a number of pixels.")
-    if size != folders.trained_size(backbone.config):
+        backbone, stored_head, facts = _copy_object(source)
+    size = folders.trained_size(backbone.config)
+    if image_size is not None and image_size != size:
+        size = image_size
+        if size < 1:
+            raise FedgraftError(
+                "E-MODELS-IMAGE-SIZE", f"image_size is {size}", "give a number of pixels", image_size=size
+            )
         backbone = at_size(backbone, size)
     width = _width(backbone, size)
-    kept, unfit = folders.fitting(stored, width, facts.source) if classes is None else (None, "")
-    head = linear(*kept) if kept else draw_head(width, classes or 0, seed)
+    head, note = _head(classes, stored_head, width, facts.source, seed)
     network = VisionNetwork(backbone, head, size, dropout)
-    network.notes += (unfit,) if unfit else ()
-    network.source, network.licence, network.stored = facts.source, facts.licence, facts.stored
-    given = preprocessor.to_dict() if hasattr(preprocessor, "to_dict") else preprocessor
-    network.preprocessor = facts.preprocessor if given is None else given
+    if note:
+        network.notes += (note,)
+    network.source = facts.source
+    network.licence = facts.licence
+    network.stored = facts.stored
+    if hasattr(preprocessor, "to_dict"):
+        preprocessor = preprocessor.to_dict()
+    network.preprocessor = facts.preprocessor
+    if preprocessor is not None:
+        network.preprocessor = preprocessor
     network.mean, network.std = folders.normalisation(network.preprocessor, facts.source)
-    if not isinstance(source, str | Path) and given is None:
+    if not is_named and preprocessor is None:
         network.notes += ("how its images are prepared is not known, so ImageNet's mean and std are used.",)
     return network
+
+
+def _head(
+    classes: int | None, stored_head: folders.StoredHead, width: int, source: str, seed: int
+) -> tuple[nn.Linear, str]:
+    """Return a fresh head for `classes`, else the stored one if it fits, else an empty one and the reason."""
+    if classes is not None:
+        return draw_head(width, classes, seed), ""
+    fitting_head, reason = folders.fitting(stored_head, width, source)
+    if fitting_head is None:
+        return draw_head(width, 0, seed), reason
+    weight, bias = fitting_head
+    return linear_layer(weight, bias), ""
 
 
 def load_network(
     name: str | Path, classes: int | None, image_size: int | None = None, dropout: float = 0.0, seed: int = 0
 ) -> VisionNetwork:
-    """The named network with a head: a fresh one for `classes`, or the stored one, which must then be there."""
+    """Return the named network with a head: a fresh one for `classes`, or the stored one, which must then exist."""
     network = model(name, classes, image_size, dropout, seed)
     if not network.classes:
-        why = next((note for note in network.notes if "head stored" in note), "this network has no stored head")
-        raise FedgraftError(f"{why}; say for how many classes to make one.")
+        reason = "this network has no stored head"
+        for note in network.notes:
+            if "head stored" in note:
+                reason = note
+                break
+        raise FedgraftError("E-MODELS-NO-HEAD", reason, "say for how many classes to make one", name=str(name))
     return network
 
 
-def _named(name: str | Path, seed: int) -> tuple[Any, folders.Stored, folders.Facts]:
+def _load_named(name: str | Path, seed: int) -> tuple[Any, folders.StoredHead, folders.SourceFacts]:
+    """Return the backbone of a name or path, its stored head, and the facts about it."""
     text = _ALIASES.get(str(name), str(name))
     kind, _, options = text.partition(":")
     if kind in _DEFAULTS:
-        return _drawn(kind, _options(kind, options), seed), None, folders.Facts(str(name))
-    source = NANO if text == "nano" else folders.locate(text)
-    facts = folders.Facts(text, _NANO_TERMS) if text == "nano" else folders.facts(source, text)
+        return _draw_backbone(kind, _parse_options(kind, options), seed), None, folders.SourceFacts(str(name))
+    if text == "nano":
+        source = NANO
+        facts = folders.SourceFacts(text, _NANO_LICENCE)
+    else:
+        source = folders.locate(text)
+        facts = folders.facts(source, text)
     return folders.load_backbone(source), folders.stored_head(source), facts
 
 
-def _object(source: Any) -> tuple[Any, folders.Stored, folders.Facts]:
-    """A copy of a model object, built anew without pooler and with everything random inside it off."""
-    base, config = getattr(source, "base_model", None), getattr(source, "config", None)
+def _copy_object(source: Any) -> tuple[Any, folders.StoredHead, folders.SourceFacts]:
+    """Return a copy of a model object, built anew without pooler and with everything random inside it off."""
+    base = getattr(source, "base_model", None)
+    config = getattr(source, "config", None)
     if not isinstance(source, nn.Module) or base is None or config is None:
         raise FedgraftError(
-            f"a {type(source).__name__} is not a network by itself; give a name, a folder or a transformers model, "
-            "or say where your own module has its head: fedgraft.module(net, head='fc', image_size=224)."
+            "E-MODELS-SOURCE-TYPE",
+            f"a {type(source).__name__} is not a network by itself",
+            "give a name, a folder or a transformers model, or say where your own module has its head: "
+            "fedgraft.module(net, head='fc', image_size=224)",
+            type=type(source).__name__,
         )
-    config = folders.stilled(config.__class__.from_dict(config.to_dict()))
-    made = _construct(type(base), config, 0)
-    state = {name: value for name, value in base.state_dict().items() if not name.startswith("pooler.")}
-    lost = made.load_state_dict({**_unread(made), **{n: v for n, v in state.items() if "mask_token" not in n}}, False)
-    if lost.missing_keys or lost.unexpected_keys:
-        name = (*lost.missing_keys, *lost.unexpected_keys)[0]
+    config = folders.without_randomness(config.__class__.from_dict(config.to_dict()))
+    backbone = _construct(type(base), config, 0)
+    state = {}
+    for name, value in backbone.state_dict().items():
+        if "mask_token" in name:  # only a pretraining reads it
+            state[name] = value
+    for name, value in base.state_dict().items():
+        if not name.startswith("pooler.") and "mask_token" not in name:
+            state[name] = value
+    difference = backbone.load_state_dict(state, strict=False)
+    unfit = (*difference.missing_keys, *difference.unexpected_keys)
+    if unfit:
         raise FedgraftError(
-            f"this {type(source).__name__} is not a plain one: {name!r} does not fit its configuration."
+            "E-MODELS-NOT-PLAIN",
+            f"this {type(source).__name__} is not a plain one: {unfit[0]!r} does not fit its configuration",
+            "give the model as transformers builds it",
+            tensor=unfit[0],
         )
-    return made, folders.head_of(source.state_dict()), folders.Facts(type(source).__name__)
-
-
-def _unread(backbone: nn.Module) -> dict[str, Tensor]:
-    """Tensors that only a pretraining reads."""
-    return {name: value for name, value in backbone.state_dict().items() if "mask_token" in name}
+    return backbone, folders.head_of(source.state_dict()), folders.SourceFacts(type(source).__name__)
 
 
 def at_size(backbone: Any, size: int) -> nn.Module:
-    """The same backbone for images of another size: position embeddings interpolated (bicubic), stored as its own."""
-    config, family = backbone.config, FAMILIES.get(backbone.config.model_type)
+    """Return the backbone for images of another size, with position embeddings interpolated (bicubic).
+
+    Backbones that take any size are changed in place; the others are copied.
+    """
+    config = backbone.config
+    family = FAMILIES.get(config.model_type)
     if family is None:
         raise FedgraftError(
-            f"a {config.model_type!r} backbone keeps its image size of {folders.trained_size(config)}; "
-            "leave image_size out."
+            "E-MODELS-FIXED-SIZE",
+            f"a {config.model_type!r} backbone keeps its image size of {folders.trained_size(config)}",
+            "leave image_size out",
+            model_type=config.model_type,
         )
     if isinstance(config, SmallConfig):
         backbone.config = config.at(size)
@@ -151,7 +196,8 @@ def at_size(backbone: Any, size: int) -> nn.Module:
     config = config.__class__.from_dict(config.to_dict())
     config.image_size = size
     side = size // _check_grid(family, config)
-    state, name = backbone.state_dict(), f"{family.stem}.position_embeddings"
+    state = backbone.state_dict()
+    name = f"{family.stem}.position_embeddings"
     if name in state:
         state[name] = interpolate_positions(state[name], family.tokens, side, family.antialias)
     resized = _construct(type(backbone), config, 0)
@@ -160,65 +206,111 @@ def at_size(backbone: Any, size: int) -> nn.Module:
 
 
 def _check_grid(family: Family, config: Any) -> int:
-    """The patch of a backbone, if images of its configuration's size can be cut into patches (and windows)."""
-    patch = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[0]
+    """Return the patch of a backbone; refuse an image size that cannot be cut into patches (and windows)."""
+    patch = config.patch_size
+    if not isinstance(patch, int):
+        patch = patch[0]
     if config.image_size < patch or config.image_size % patch:
         raise FedgraftError(
-            f"image_size {config.image_size} is not a multiple of this network's patch of {patch} pixels."
+            "E-MODELS-PATCH",
+            f"image_size {config.image_size} is not a multiple of this network's patch of {patch} pixels",
+            "choose a multiple",
+            image_size=config.image_size,
+            patch=patch,
         )
-    least = config.window_size * patch * 2 ** (len(config.depths) - 1) if family.pool is mean_token else 0
-    if config.image_size < least:
-        raise FedgraftError(
-            f"image_size {config.image_size} is too small for this network's windows; give at least {least}."
-        )
+    if family.pool is mean_token:
+        smallest = config.window_size * patch * 2 ** (len(config.depths) - 1)
+        if config.image_size < smallest:
+            raise FedgraftError(
+                "E-MODELS-WINDOWS",
+                f"image_size {config.image_size} is too small for this network's windows",
+                f"give at least {smallest}",
+                image_size=config.image_size,
+                smallest=smallest,
+            )
     return int(patch)
 
 
 def interpolate_positions(positions: Tensor, tokens: int, side: int, antialias: bool = False) -> Tensor:
-    """Position embeddings (1, tokens + n^2, D) for a grid of side x side patches; leading tokens keep theirs."""
-    lead, grid = positions[:, :tokens], positions[:, tokens:]
-    old = round(grid.shape[1] ** 0.5)
-    if old * old != grid.shape[1]:
-        raise FedgraftError(f"position embeddings of {grid.shape[1]} patches are not a square grid to be resized.")
-    planes = grid.reshape(1, old, old, -1).permute(0, 3, 1, 2)  # (1, D, old, old)
+    """Return position embeddings (1, tokens + n^2, D) for a grid of side x side patches; leading tokens keep theirs."""
+    lead = positions[:, :tokens]
+    grid = positions[:, tokens:]
+    old_side = round(grid.shape[1] ** 0.5)
+    if old_side * old_side != grid.shape[1]:
+        raise FedgraftError(
+            "E-MODELS-POSITIONS",
+            f"position embeddings of {grid.shape[1]} patches are not a square grid to be resized",
+            "leave image_size out",
+            patches=grid.shape[1],
+        )
+    planes = grid.reshape(1, old_side, old_side, -1).permute(0, 3, 1, 2)  # (1, D, old_side, old_side)
     planes = nn.functional.interpolate(planes, (side, side), mode="bicubic", antialias=antialias)
     return torch.cat([lead, planes.flatten(2).transpose(1, 2)], 1)  # (1, tokens + side^2, D)
 
 
-def _options(kind: str, text: str) -> dict[str, Any]:
-    """Read `width=16,norm=group` against the options this kind of network has."""
-    chosen: dict[str, Any] = dict(_DEFAULTS[kind])
-    for item in filter(None, text.split(",")):
+def _parse_options(kind: str, text: str) -> dict[str, Any]:
+    """Return the options of a kind of network, with those of a text such as `width=16,norm=group` set."""
+    options: dict[str, Any] = dict(_DEFAULTS[kind])
+    for item in text.split(","):
+        if not item:
+            continue
         key, _, value = item.partition("=")
-        if key not in chosen:
-            raise FedgraftError(f"{kind!r} has no option {key!r}; it has: {', '.join(chosen)}.")
-        if key == "norm" and value in ("batch", "group"):
-            chosen[key] = value
-        elif key != "norm" and re.fullmatch(r"[1-9]\d{0,4}", value):
-            chosen[key] = int(value)
+        if key not in options:
+            raise FedgraftError(
+                "E-MODELS-OPTION",
+                f"{kind!r} has no option {key!r}",
+                f"it has: {', '.join(options)}",
+                kind=kind,
+                option=key,
+            )
+        if key == "norm":
+            expected = "batch or group"
+            is_valid = value in ("batch", "group")
         else:
-            wanted = "batch or group" if key == "norm" else "a whole number from 1"
-            raise FedgraftError(f"option {key} of {kind!r} is {value!r}; give {wanted}.")
-    return chosen
+            expected = "a whole number from 1"
+            is_valid = re.fullmatch(r"[1-9]\d{0,4}", value) is not None
+        if not is_valid:
+            raise FedgraftError(
+                "E-MODELS-OPTION-VALUE",
+                f"option {key} of {kind!r} is {value!r}",
+                f"give {expected}",
+                kind=kind,
+                option=key,
+            )
+        options[key] = value
+        if key != "norm":
+            options[key] = int(value)
+    return options
 
 
-def _drawn(kind: str, options: dict[str, Any], seed: int) -> nn.Module:
-    """A backbone with weights drawn from the seed."""
+def _draw_backbone(kind: str, options: dict[str, Any], seed: int) -> nn.Module:
+    """Return a backbone with weights drawn from the seed."""
     if kind == "features":
         return NoBackbone(options["width"])
     if kind == "cnn":
         return SmallCnn(options["width"], options["size"], seed)
-    return (_drawn_vit if kind == "vit" else _drawn_resnet)(options, seed)
+    if kind == "vit":
+        return _draw_vit(options, seed)
+    return _draw_resnet(options, seed)
 
 
-def _drawn_vit(options: dict[str, Any], seed: int) -> nn.Module:
+def _draw_vit(options: dict[str, Any], seed: int) -> nn.Module:
+    """Return a ViT drawn from the seed."""
     from transformers import ViTConfig, ViTModel
 
-    width, heads, patch, size = (options[key] for key in ("width", "heads", "patch", "size"))
+    width = options["width"]
+    heads = options["heads"]
+    patch = options["patch"]
+    size = options["size"]
     if width % heads or size % patch:
         raise FedgraftError(
-            f"a ViT of width {width} with {heads} heads, patch {patch} at {size} pixels does not divide evenly: "
-            "width must be a multiple of heads and size one of patch."
+            "E-MODELS-VIT-SHAPE",
+            f"a ViT of width {width} with {heads} heads, patch {patch} at {size} pixels does not divide evenly",
+            "make width a multiple of heads and size one of patch",
+            width=width,
+            heads=heads,
+            patch=patch,
+            size=size,
         )
     config = ViTConfig(
         hidden_size=width,
@@ -231,7 +323,8 @@ def _drawn_vit(options: dict[str, Any], seed: int) -> nn.Module:
     return _construct(ViTModel, config, seed)
 
 
-def _drawn_resnet(options: dict[str, Any], seed: int) -> nn.Module:
+def _draw_resnet(options: dict[str, Any], seed: int) -> nn.Module:
+    """Return a ResNet-18 for small images drawn from the seed."""
     from transformers import ResNetConfig
 
     from fedgraft.models.cifar_resnet import CifarResNetModel
@@ -239,7 +332,9 @@ def _drawn_resnet(options: dict[str, Any], seed: int) -> nn.Module:
     width = options["width"]
     sizes = [width, 2 * width, 4 * width, 8 * width]
     config = ResNetConfig(embedding_size=width, hidden_sizes=sizes, depths=[2, 2, 2, 2], layer_type="basic")
-    config.stem, config.norm, config.image_size = "cifar", options["norm"], 32
+    config.stem = "cifar"
+    config.norm = options["norm"]
+    config.image_size = 32
     return _construct(CifarResNetModel, config, seed)
 
 
@@ -253,16 +348,20 @@ def _construct(model: Callable[..., nn.Module], config: Any, seed: int) -> nn.Mo
 
 
 def _width(backbone: Any, size: int) -> int:
-    """Length of the pooled vector; an unknown backbone is asked with one black image."""
+    """Return the length of the pooled vector; for a backbone of no known family by running one black image."""
     config = backbone.config
     if config.model_type in FAMILIES:
-        return int(config.hidden_size if hasattr(config, "hidden_size") else config.hidden_sizes[-1])
+        if hasattr(config, "hidden_size"):
+            return int(config.hidden_size)
+        return int(config.hidden_sizes[-1])
     probe = VisionNetwork(backbone, draw_head(1, 1, 0), size)
     try:
         with torch.no_grad():
             return int(probe.features(torch.zeros(1, 3, size, size)).shape[1])
     except Exception as error:
         raise FedgraftError(
-            f"a {config.model_type!r} model does not turn an image into one vector, so it cannot be a backbone; "
-            "give a vision model."
+            "E-MODELS-NOT-VISION",
+            f"a {config.model_type!r} model does not turn an image into one vector, so it cannot be a backbone",
+            "give a vision model",
+            model_type=config.model_type,
         ) from error

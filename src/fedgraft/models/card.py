@@ -1,4 +1,4 @@
-"""The model card that goes with an exported folder: what was trained, on what, how well, and how it was protected."""
+"""The model card of an exported folder: what was trained, on which data, how well, and how it was protected."""
 
 from __future__ import annotations
 
@@ -48,15 +48,24 @@ class Card:
     protection: str = "none: updates were aggregated in the clear, without noise"
 
     def text(self, kind: str = "merged", bundled: bool = False) -> str:
-        """The card as README.md, with the front matter that the Hub reads; `bundled`: the base lies in `base/`."""
+        """Return the card as README.md, with the front matter that the Hub reads.
+
+        `kind` is merged, adapter or edit; `bundled`: the base lies in `base/`.
+        """
         library, use = _USE[kind]
         front = [f"library_name: {library}", "pipeline_tag: image-classification"]
-        front += [f"license: {self.licence.partition(',')[0]}"] if self.licence else []
-        front += [f"base_model: {self.base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", self.base) else []
-        front += ["tags: [federated-learning, fedgraft]"]
-        licence = f"Licence of the base: {self.licence}." if self.licence else "The base names no licence."
+        licence = "The base names no licence."
+        if self.licence:
+            front.append(f"license: {self.licence.partition(',')[0]}")
+            licence = f"Licence of the base: {self.licence}."
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", self.base):
+            front.append(f"base_model: {self.base}")
+        front.append("tags: [federated-learning, fedgraft]")
+        base_path = self.base
+        if bundled:
+            base_path = "this folder/base"
         sections = {
-            "Use": use.replace("{base}", "this folder/base" if bundled else self.base),
+            "Use": use.replace("{base}", base_path),
             "Base": f"{self.base or 'weights drawn from a seed'}. {licence}",
             "Data": self.data,
             "Training": _table(self.training),
@@ -68,10 +77,22 @@ class Card:
 
 
 def without_paths(text: str) -> str:
-    """The text with every absolute path cut down to its last piece."""
-    return _PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], text)
+    """Return the text with every absolute path cut down to its last part."""
+    return _PATH.sub(_last_part, text)
+
+
+def _last_part(path: re.Match[str]) -> str:
+    """Return the last part of a matched path."""
+    return re.split(r"[/\\]", path[0].rstrip("/\\"))[-1]
 
 
 def _table(values: Mapping[str, object]) -> str:
-    rows = [f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |" for name, value in values.items()]
-    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
+    """Return a Markdown table of names and values, an empty text without values."""
+    if not values:
+        return ""
+    lines = ["| | |", "|---|---|"]
+    for name, value in values.items():
+        if isinstance(value, float):
+            value = f"{value:.4g}"
+        lines.append(f"| {name} | {value} |")
+    return "\n".join(lines)

@@ -14,37 +14,39 @@ from torch import nn
 from transformers import ResNetForImageClassification, ResNetModel
 
 
-def _fit(backbone: Any, config: Any) -> None:
+def _adapt_stem(backbone: Any, config: Any) -> None:
+    """Replace the stem by one for small images and, if configured, batch norms by group norms, in place."""
     channels = config.embedding_size
     stem = nn.Conv2d(config.num_channels, channels, kernel_size=3, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
     backbone.embedder.embedder.convolution = stem
     backbone.embedder.pooler = nn.Identity()
     if config.norm == "group":
-        _group_norm(backbone)
+        _use_group_norm(backbone)
 
 
-def _group_norm(module: nn.Module) -> None:
+def _use_group_norm(module: nn.Module) -> None:
+    """Replace every batch norm below a module by a group norm, in place."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.BatchNorm2d):
             channels = child.num_features
             groups = math.gcd(channels, max(1, channels // 16))  # sixteen channels share their statistics
             setattr(module, name, nn.GroupNorm(groups, channels))
         else:
-            _group_norm(child)
+            _use_group_norm(child)
 
 
 class CifarResNetModel(ResNetModel):
-    """The backbone."""
+    """The ResNet backbone for small images."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        _fit(self, config)
+        _adapt_stem(self, config)
 
 
 class CifarResNetForImageClassification(ResNetForImageClassification):
-    """The backbone with its linear head."""
+    """The ResNet backbone for small images with its linear head."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        _fit(self.resnet, config)
+        _adapt_stem(self.resnet, config)

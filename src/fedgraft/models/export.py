@@ -1,7 +1,7 @@
 """Write a network as a `transformers` folder that `AutoModelForImageClassification.from_pretrained` loads.
 
-The folder appears at once and complete, and only after what was put in it gave the network's own logits. Networks with
-the small-image ResNet stem bring their code along (`trust_remote_code=True`); all others need none.
+The folder appears at once and complete, and only after its content gave the network's own logits. Networks with the
+small-image ResNet stem bring their code along (`trust_remote_code=True`); all others need none.
 """
 
 from __future__ import annotations
@@ -29,92 +29,126 @@ def export(
 ) -> Path:
     """Write weights, configuration, preprocessing and model card to `folder`, which must be new or empty."""
     classifier = to_classifier(network, label_names(network, labels))
-    with appearing(Path(folder)) as made:
+    with atomic_folder(Path(folder)) as new_folder:
         with quiet():
-            classifier.save_pretrained(made)
+            classifier.save_pretrained(new_folder)
         if hasattr(classifier.config, "auto_map"):
-            shutil.copy(Path(__file__).with_name("cifar_resnet.py"), made)
-        write_papers(made, preprocessor, card)
+            shutil.copy(Path(__file__).with_name("cifar_resnet.py"), new_folder)
+        write_papers(new_folder, preprocessor, card)
     return Path(folder)
 
 
 def label_names(network: VisionNetwork, labels: Sequence[str] | None) -> list[str]:
-    """One name per class, all different; `class 0`, ... where none are given."""
-    names = [f"class {index}" for index in range(network.classes)] if labels is None else list(labels)
+    """Return one name per class, all different; `class 0`, ... by default."""
+    if labels is None:
+        names = [f"class {index}" for index in range(network.classes)]
+    else:
+        names = list(labels)
     if len(names) != network.classes or len(set(names)) != len(names):
         raise FedgraftError(
-            f"{len(names)} label names for {network.classes} classes; give one per class, all different."
+            "E-MODELS-LABEL-NAMES",
+            f"{len(names)} label names for {network.classes} classes",
+            "give one per class, all different",
+            names=len(names),
+            classes=network.classes,
         )
     return names
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder that holds something."""
+    """Refuse a file, and a folder that is not empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise FedgraftError(f"{folder} already holds something and is not overwritten; export to a new folder.")
+        raise FedgraftError(
+            "E-MODELS-NOT-EMPTY",
+            f"{folder} already holds something and is not overwritten",
+            "export to a new folder",
+            path=str(folder),
+        )
 
 
 @contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which takes its name when it is complete; one that holds something is never replaced."""
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which is renamed to `folder` when it is complete.
+
+    A folder that is not empty is never replaced. On an error nothing is left.
+    """
     from safetensors import SafetensorError
 
     check_free(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-            made = Path(scratch) / "made"
-            made.mkdir()
-            yield made
+            new_folder = Path(scratch) / "made"
+            new_folder.mkdir()
+            yield new_folder
             if folder.is_dir():
                 folder.rmdir()
-            made.rename(folder)
+            new_folder.rename(folder)
     except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
-        raise FedgraftError(f"{folder} could not be written ({why}); make room there or export elsewhere.") from error
+        reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
+        raise FedgraftError(
+            "E-MODELS-EXPORT-WRITE",
+            f"{folder} could not be written ({reason})",
+            "make room there or export elsewhere",
+            path=str(folder),
+        ) from error
 
 
 def write_labels(folder: Path, names: Sequence[str]) -> None:
-    """Put the names of the classes, in the order of the outputs, where no configuration holds them."""
+    """Write `labels.json`, the names of the classes in the order of the outputs, where no configuration holds them."""
     text = json.dumps(list(names), ensure_ascii=False, indent=1) + "\n"
     (folder / "labels.json").write_text(text, encoding="utf-8")
 
 
 def write_papers(folder: Path, preprocessor: Mapping[str, Any], card: str) -> None:
-    """Put the preprocessing and the model card beside the weights."""
+    """Write the preprocessing and the model card beside the weights."""
     text = json.dumps(dict(preprocessor), indent=2) + "\n"
     (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def to_classifier(network: VisionNetwork, label_names: Sequence[str]) -> Any:
-    """The network as `transformers`' own classification model, checked to give the same logits."""
-    if network.config is None or isinstance(network.config, SmallConfig):
-        own = type(network.backbone).__name__ if network.config is None else network.config.model_type
-        raise FedgraftError(
-            f"transformers has no model like {own!r}; take it from Python (result.module()), or save what was learned "
-            "with: fedgraft export RUN FOLDER --as edit"
-        )
+    """Return the network as `transformers`' own classification model, checked to give the same logits."""
+    if network.config is None:
+        _refuse_export(type(network.backbone).__name__)
+    if isinstance(network.config, SmallConfig):
+        _refuse_export(network.config.model_type)
     config = network.config.__class__.from_dict(network.config.to_dict())
     config.id2label = dict(enumerate(label_names))
     config.architectures = []  # what the backbone was stored as; transformers would prefer that class
     config.label2id = {name: index for index, name in enumerate(label_names)}
     with quiet(), drawn_from(0):
         model = _empty_classifier(config)
+    state = {}
+    for name, value in model.base_model.state_dict().items():
+        if name.endswith("mask_token"):  # only a pretraining reads it
+            state[name] = value
+    state |= network.backbone.state_dict()
     try:
-        unused = {name: value for name, value in model.base_model.state_dict().items() if name.endswith("mask_token")}
-        model.base_model.load_state_dict({**unused, **network.backbone.state_dict()})
+        model.base_model.load_state_dict(state)
         _fill_head(model, network.head)
     except RuntimeError as error:
         raise FedgraftError(
-            "the network's backbone is not a plain one any more, so transformers cannot hold it; "
-            "merge low-rank factors into the weights before exporting."
+            "E-MODELS-NOT-PLAIN",
+            "the network's backbone is not a plain one any more, so transformers cannot hold it",
+            "merge low-rank factors into the weights before exporting",
         ) from error
     check_same(network, model.eval())
     return model
 
 
+def _refuse_export(kind: str) -> None:
+    """Refuse a network that transformers has no model for."""
+    raise FedgraftError(
+        "E-MODELS-NO-EXPORT",
+        f"transformers has no model like {kind!r}",
+        "take it from Python (result.module()), or save what was learned with: fedgraft export RUN FOLDER --as edit",
+        kind=kind,
+    )
+
+
 def _empty_classifier(config: Any) -> Any:
+    """Return a classification model of this configuration, with weights that are to be overwritten."""
     from transformers import AutoModelForImageClassification
 
     if getattr(config, "stem", None) == "cifar":
@@ -126,16 +160,22 @@ def _empty_classifier(config: Any) -> Any:
         return AutoModelForImageClassification.from_config(config)
     except ValueError as error:
         raise FedgraftError(
-            f"transformers has no classification model for a {config.model_type!r} backbone."
+            "E-MODELS-NO-CLASSIFIER",
+            f"transformers has no classification model for a {config.model_type!r} backbone",
+            "save what was learned with: fedgraft export RUN FOLDER --as edit",
+            model_type=config.model_type,
         ) from error
 
 
 def _fill_head(model: Any, head: nn.Linear) -> None:
+    """Copy the head into the last linear layer of a classification model."""
     target = next(module for module in reversed(list(model.modules())) if isinstance(module, nn.Linear))
+    weight = head.weight.detach()
     extra = target.in_features - head.in_features
-    # DINOv2's classifier also reads the mean of the patches: zeros there leave the class token alone to decide.
-    padded = nn.functional.pad(head.weight.detach(), (0, extra)) if extra > 0 else head.weight.detach()
-    target.load_state_dict({"weight": padded, "bias": head.bias.detach()})
+    if extra > 0:
+        # DINOv2's classifier also reads the mean of the patches: zeros there leave the class token alone to decide.
+        weight = nn.functional.pad(weight, (0, extra))
+    target.load_state_dict({"weight": weight, "bias": head.bias.detach()})
 
 
 @torch.no_grad()
@@ -149,6 +189,9 @@ def check_same(network: VisionNetwork, model: Any) -> None:
     theirs = model(pixel_values=images).logits
     if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(ours.abs().max())):
         raise FedgraftError(
+            "E-MODELS-OTHER-LOGITS",
             f"transformers' classification model for a {model.config.model_type!r} backbone reads other features than "
-            "this network's head, so it would answer differently; nothing was written."
+            "this network's head, so it would answer differently; nothing was written",
+            "save what was learned with: fedgraft export RUN FOLDER --as edit",
+            model_type=model.config.model_type,
         )

@@ -1,4 +1,4 @@
-"""How backbones are cut into blocks: the families of `transformers` that are known, each as one row.
+"""How the known families of `transformers` backbones are cut into blocks, one row each.
 
 | family | blocks | pooled vector |
 |---|---|---|
@@ -27,28 +27,28 @@ Pool = Callable[[Tensor, nn.Module], Tensor]
 
 
 def class_token(hidden: Tensor, norm: nn.Module) -> Tensor:
-    """The first token, normed."""
+    """Return the first token, normed."""
     return norm(hidden[:, 0])  # (B, D)
 
 
 def mean_token(hidden: Tensor, norm: nn.Module) -> Tensor:
-    """The mean over normed tokens."""
+    """Return the mean over normed tokens."""
     return norm(hidden).mean(1)  # (B, D)
 
 
 def mean_map(hidden: Tensor, norm: nn.Module) -> Tensor:
-    """The mean over a map, normed."""
+    """Return the mean over a map, normed."""
     return norm(hidden.mean((2, 3)))  # (B, D)
 
 
 def whole_map(hidden: Tensor, norm: nn.Module) -> Tensor:
-    """Every value of a map."""
+    """Return every value of a map."""
     return norm(hidden.flatten(1))  # (B, D * H * W)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a kind of backbone keeps its parts: attribute paths inside the `transformers` model."""
+    """Attribute paths of the parts of a kind of backbone, inside the `transformers` model."""
 
     stem: str
     blocks: str
@@ -60,50 +60,73 @@ class Family:
     antialias: bool = False
     """Whether its authors smooth position embeddings when they resize them."""
     square: bool = False
-    """Only images of the network's own size fit: there are positions, windows or a head of the map's length."""
+    """Whether only images of the network's own size fit: it has positions, windows or a head of the map's length."""
     plain: bool = False
-    """Its blocks are plain ViT blocks, which `vit_blocks` computes."""
+    """Whether its blocks are plain ViT blocks, which `vit_blocks` computes."""
 
     @property
     def inner(self) -> bool:
-        """Whether the blocks have an attention and an MLP to look at."""
+        """Whether the blocks have an attention and an MLP that can be probed."""
         return self.pool is class_token
 
     def blocks_of(self, backbone: nn.Module) -> Sequence[nn.Module]:
-        """The modules of the blocks, in order."""
+        """Return the modules of the blocks, in order."""
         return list(backbone.get_submodule(self.blocks).children())
 
     def depth_of(self, backbone: nn.Module) -> int:
-        """The number of blocks."""
+        """Return the number of blocks."""
         return len(self.blocks_of(backbone))
 
     def block_of(self, name: str, depth: int) -> int:
-        """The block of a tensor by its name inside the backbone: -1 before block 0, `depth` behind the last."""
-        found = re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name)
-        return int(found[1]) if found else -1 if name.startswith(f"{self.stem}.") else depth
+        """Return the block of a tensor by its name inside the backbone: -1 before block 0, `depth` after the last."""
+        match = re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name)
+        if match is not None:
+            return int(match[1])
+        if name.startswith(f"{self.stem}."):
+            return -1
+        return depth
 
     def run(self, backbone: nn.Module, inputs: Tensor, entry: int, until: int, whole: bool = False) -> Tensor:
-        """Activations at entry `until` from inputs at an earlier one; `whole`: also what nothing behind it reads."""
-        hidden = first(backbone.get_submodule(self.stem)(inputs)) if entry == 0 else inputs  # (B, T, D) or maps
+        """Return activations at entry `until` from inputs at an earlier one.
+
+        With `whole`, tokens that nothing after them reads are computed too.
+        """
+        hidden = inputs  # (B, T, D) or maps
+        if entry == 0:
+            hidden = main_output(backbone.get_submodule(self.stem)(inputs))
         blocks = self.blocks_of(backbone)
-        short = self.plain and until == len(blocks) and not whole
-        trained = self.plain and not whole and torch.is_grad_enabled()
-        for block in blocks[entry : until - short]:
-            hidden = tokens_of(block, hidden) if trained else first(block(hidden, *self._grid(hidden)))
+        only_class_token = self.plain and until == len(blocks) and not whole  # of the last block
+        in_training = self.plain and not whole and torch.is_grad_enabled()
+        last = until
+        if only_class_token:
+            last = until - 1
+        for block in blocks[entry:last]:
+            if in_training:
+                hidden = tokens_of(block, hidden)
+            else:
+                hidden = main_output(block(hidden, *self._grid(hidden)))
         if until < len(blocks):
             return hidden
-        hidden = class_token_of(blocks[-1], hidden) if short else hidden
-        return self.pool(hidden, backbone.get_submodule(self.norm) if self.norm else nn.Identity())
+        if only_class_token:
+            hidden = class_token_of(blocks[-1], hidden)
+        norm: nn.Module = nn.Identity()
+        if self.norm:
+            norm = backbone.get_submodule(self.norm)
+        return self.pool(hidden, norm)
 
     def _grid(self, hidden: Tensor) -> tuple[tuple[int, int], ...]:
-        """What a Swin stage wants to be told: the sides of the (square) grid its tokens lie on."""
+        """Return the further arguments of a block: for a Swin stage, the sides of the (square) grid of its tokens."""
+        if self.pool is not mean_token:
+            return ()
         side = math.isqrt(hidden.shape[1])
-        return ((side, side),) if self.pool is mean_token else ()
+        return ((side, side),)
 
 
-def first(output: Any) -> Tensor:
-    """A layer's output, which some return with things beside it."""
-    return output[0] if isinstance(output, tuple) else output
+def main_output(output: Any) -> Tensor:
+    """Return a layer's output; some layers return it as the first of several."""
+    if isinstance(output, tuple):
+        return output[0]
+    return output
 
 
 FAMILIES: dict[str, Family] = {

@@ -1,4 +1,4 @@
-"""Read backbones from `transformers` folders: safetensors only, every weight accounted for, float32 in memory."""
+"""Read backbones from `transformers` folders: safetensors only, no missing weights, float32 in memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from fedgraft.models.families import FAMILIES
 from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD
 from fedgraft.models.quiet import drawn_from, quiet
 
-# Everything random inside a backbone is off: dropout has one place, before the head.
-_STILL = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
-_READ = ("config.json", "preprocessor_config.json", "README.md", "*.safetensors", "*.safetensors.index.json")
+_RANDOM_OPTIONS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+"""Options of a configuration that make a backbone random; dropout has one place, before the head."""
+_FETCHED_FILES = ("config.json", "preprocessor_config.json", "README.md", "*.safetensors", "*.safetensors.index.json")
+_DEFAULT_SIZE = 224
 
-Stored = tuple[Tensor, Tensor] | None
-"""Weight and bias of a head that was found, or none."""
+StoredHead = tuple[Tensor, Tensor] | None
+"""Weight and bias of a stored head, or None."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a source says besides weights; `source` is a name that may be published, never a path."""
+class SourceFacts:
+    """What is known of a source besides its weights; `source` is a name that may be published, never a path."""
 
     source: str
     licence: str = ""
@@ -38,15 +39,17 @@ class Facts:
 
 
 def locate(name: str) -> Path:
-    """The folder or file behind a name: a path on this machine, else the Hub's `owner/name`, optionally `@revision`."""
+    """Return the folder or file of a name: a local path, else the Hub's `owner/name`, optionally `@revision`."""
     path = Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) or name.startswith((".", "/")):
         raise FedgraftError(
+            "E-MODELS-UNKNOWN",
             f"there is no network {name!r}: it is not a folder here, nor one of nano, cnn, features, "
-            "resnet18, vit-s16, tiny, vit:, "
-            "nor a Hub name such as facebook/dino-vits16."
+            "resnet18, vit-s16, tiny, vit:, nor a Hub name such as facebook/dino-vits16",
+            "give one of these",
+            name=name,
         )
     return _fetch(name)
 
@@ -60,28 +63,34 @@ def _fetch(name: str) -> Path:
     owner_name, _, revision = name.partition("@")
     try:
         with quiet():
-            folder = Path(snapshot_download(owner_name, revision=revision or None, allow_patterns=list(_READ)))
+            folder = Path(snapshot_download(owner_name, revision=revision or None, allow_patterns=list(_FETCHED_FILES)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise FedgraftError(
+            "E-MODELS-FETCH",
             f"the network {name!r} is neither a folder here nor in the Hub cache {constants.HF_HUB_CACHE}, and "
-            f"fetching it failed ({type(error).__name__}): connect once and try again, or put its config.json and "
-            "model.safetensors into a folder and give that folder."
+            f"fetching it failed ({type(error).__name__})",
+            "connect once and try again, or put its config.json and model.safetensors into a folder and give that "
+            "folder",
+            name=name,
         ) from error
     if not any(folder.glob("*.safetensors")):
         raise FedgraftError(
-            f"the Hub's {name!r} has no safetensors weights, and pickled ones are not read: choose a revision that has "
-            f"them ({owner_name}@refs/pr/NUMBER), or convert a copy you trust and give its folder."
+            "E-MODELS-HUB-PICKLED",
+            f"the Hub's {name!r} has no safetensors weights, and pickled ones are not read",
+            f"choose a revision that has them ({owner_name}@refs/pr/NUMBER), or convert a copy you trust and give its "
+            "folder",
+            name=name,
         )
     return folder
 
 
 def load_backbone(source: Path) -> nn.Module:
-    """The backbone stored in a folder, without pooler and classifier; a weight that is missing is an error."""
+    """Return the backbone stored in a folder, without pooler and classifier; a weight that is missing is an error."""
     if source.is_file():
         from fedgraft.models.dino_hub import load_dino
 
         return load_dino(source)
-    config = _config(source)
+    config = _load_config(source)
     _check_weights(source)
     from transformers import AutoModel
 
@@ -98,13 +107,21 @@ def load_backbone(source: Path) -> nn.Module:
             )
     except Exception as error:
         raise FedgraftError(
-            f"the weights in {source} cannot be loaded: {_first_line(error)}; fetch the folder again."
+            "E-MODELS-WEIGHTS",
+            f"the weights in {source} cannot be loaded: {_first_line(error)}",
+            "fetch the folder again",
+            path=str(source),
         ) from error
     if info["missing_keys"]:
-        lost = sorted(info["missing_keys"])
+        missing = sorted(info["missing_keys"])
         raise FedgraftError(
-            f"the weights in {source} lack {len(lost)} of the network's tensors, first {lost[0]!r}: "
-            "config.json and model.safetensors do not belong together."
+            "E-MODELS-WEIGHTS-MISSING",
+            f"the weights in {source} lack {len(missing)} of the network's tensors, first {missing[0]!r}: "
+            "config.json and model.safetensors do not belong together",
+            "fetch the folder again",
+            path=str(source),
+            missing=len(missing),
+            first=missing[0],
         )
     for tensor in (*backbone.parameters(), *backbone.buffers()):
         tensor.data = tensor.data.clone()  # what is loaded may be a view of the file, which can change
@@ -112,67 +129,95 @@ def load_backbone(source: Path) -> nn.Module:
 
 
 def without_pooler(config: Any) -> dict[str, bool]:
-    """The argument that leaves out the pooling layer, for the models that have one."""
-    return {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
+    """Return the argument that leaves out the pooling layer, for the models that have one."""
+    if config.model_type in ("vit", "deit"):
+        return {"add_pooling_layer": False}
+    return {}
 
 
 def trained_size(config: Any) -> int:
-    """The image side a backbone was made for; 224 when its configuration does not say."""
-    size: Any = getattr(config, "image_size", None) or 224
-    sides = {size} if isinstance(size, int) else set(size)
+    """Return the image side a backbone was made for; 224 when its configuration does not say."""
+    size: Any = getattr(config, "image_size", None) or _DEFAULT_SIZE
+    if isinstance(size, int):
+        return size
+    sides = set(size)
     if len(sides) != 1:
         raise FedgraftError(
-            f"this network was made for images of {tuple(size)} pixels; only square ones are supported."
+            "E-MODELS-NOT-SQUARE",
+            f"this network was made for images of {tuple(size)} pixels, but only square ones are supported",
+            "choose another network",
+            size=tuple(size),
         )
     return int(sides.pop())
 
 
-def facts(source: Path, name: str) -> Facts:
-    """What a folder says about its network besides the weights: its preprocessing and, in its card, its licence."""
-    path, card = source / "preprocessor_config.json", source / "README.md"
-    preprocessor = _json(path) if path.is_file() else None
-    normalisation(preprocessor, str(path))
-    front = (
-        re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.S)
-        if card.is_file()
-        else None
-    )
-    licence = re.search(r"^license:\s*(\S+)\s*$", front[1], re.M) if front else None
-    public = name if not Path(name).expanduser().exists() else source.resolve().name
-    return Facts(public, licence[1] if licence else "", preprocessor, stored=source.is_dir())
+def facts(source: Path, name: str) -> SourceFacts:
+    """Return what a folder says besides the weights: its preprocessing and, in its card, its licence."""
+    preprocessor_file = source / "preprocessor_config.json"
+    preprocessor = None
+    if preprocessor_file.is_file():
+        preprocessor = read_json(preprocessor_file)
+    normalisation(preprocessor, str(preprocessor_file))  # refuse wrong numbers now
+    public_name = name
+    if Path(name).expanduser().exists():
+        public_name = source.resolve().name
+    return SourceFacts(public_name, _licence(source / "README.md"), preprocessor, stored=source.is_dir())
+
+
+def _licence(card: Path) -> str:
+    """Return the licence in the front matter of a model card, or an empty text."""
+    if not card.is_file():
+        return ""
+    front = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.S)
+    if front is None:
+        return ""
+    licence = re.search(r"^license:\s*(\S+)\s*$", front[1], re.M)
+    if licence is None:
+        return ""
+    return licence[1]
 
 
 def normalisation(preprocessor: Mapping[str, Any] | None, where: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the pixels a network expects; ImageNet's where nothing is said."""
+    """Return mean and standard deviation of the pixels a network expects; ImageNet's by default."""
     stored = preprocessor or {}
-    mean, std = stored.get("image_mean") or IMAGENET_MEAN, stored.get("image_std") or IMAGENET_STD
+    mean = stored.get("image_mean") or IMAGENET_MEAN
+    std = stored.get("image_std") or IMAGENET_STD
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise FedgraftError(f"{where} must give three numbers for image_mean and three above 0 for image_std.")
+        raise FedgraftError(
+            "E-MODELS-NORMALISATION",
+            f"{where} must give three numbers for image_mean and three above 0 for image_std",
+            "correct it",
+            where=where,
+        )
     return tuple(map(float, mean)), tuple(map(float, std))
 
 
-def stored_head(source: Path) -> Stored:
-    """Weight and bias of the classifier a folder holds, or None."""
+def stored_head(source: Path) -> StoredHead:
+    """Return weight and bias of the classifier a folder holds, or None."""
     from safetensors import safe_open
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            keys = [key for key in file.keys() if key.startswith("classifier.")]  # noqa: SIM118 - no mapping
-            found |= {key: file.get_tensor(key) for key in keys}
-    return head_of(found)
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if name.startswith("classifier."):
+                    tensors[name] = file.get_tensor(name)
+    return head_of(tensors)
 
 
-def head_of(state: Mapping[str, Tensor]) -> Stored:
-    """Copies of the weight and bias of the linear classifier among these tensors, or None."""
-    found = {k.rpartition(".")[2]: v for k, v in state.items() if re.fullmatch(r"classifier\.(1\.)?(weight|bias)", k)}
-    if set(found) != {"weight", "bias"}:
+def head_of(state: Mapping[str, Tensor]) -> StoredHead:
+    """Return copies of the weight and bias of the linear classifier among these tensors, or None."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if re.fullmatch(r"classifier\.(1\.)?(weight|bias)", name):
+            tensors[name.rpartition(".")[2]] = tensor.detach().cpu().float().clone()
+    if set(tensors) != {"weight", "bias"}:
         return None
-    return found["weight"].detach().cpu().float().clone(), found["bias"].detach().cpu().float().clone()
+    return tensors["weight"], tensors["bias"]
 
 
-def fitting(stored: Stored, width: int, where: str) -> tuple[Stored, str]:
-    """The stored head if it reads `width` numbers, else none and why."""
+def fitting(stored: StoredHead, width: int, where: str) -> tuple[StoredHead, str]:
+    """Return the stored head if it reads `width` numbers, else None and the reason."""
     if stored is None:
         return None, ""
     weight, bias = stored
@@ -183,64 +228,102 @@ def fitting(stored: Stored, width: int, where: str) -> tuple[Stored, str]:
     return (weight, bias), ""
 
 
-def _config(folder: Path) -> Any:
+def _load_config(folder: Path) -> Any:
+    """Return the checked configuration in a folder, with everything random turned off."""
     path = folder / "config.json"
     if not path.is_file():
-        raise FedgraftError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
-    _check_declared(path, _json(path), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+        raise FedgraftError(
+            "E-MODELS-NO-CONFIG",
+            f"{folder} has no config.json",
+            "give a folder that save_pretrained wrote",
+            path=str(folder),
+        )
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    _check_declared_size(path, read_json(path), weight_bytes)
     from transformers import AutoConfig
 
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise FedgraftError(f"{path} is not a configuration transformers can read: {_first_line(error)}.") from error
+        raise FedgraftError(
+            "E-MODELS-CONFIG",
+            f"{path} is not a configuration transformers can read: {_first_line(error)}",
+            "fetch it again",
+            path=str(path),
+        ) from error
     if getattr(config, "num_channels", 3) != 3:
-        raise FedgraftError(f"the network in {folder} reads {config.num_channels} channels; only RGB is supported.")
+        raise FedgraftError(
+            "E-MODELS-CHANNELS",
+            f"the network in {folder} reads {config.num_channels} channels, but only RGB is supported",
+            "choose another network",
+            path=str(folder),
+            channels=config.num_channels,
+        )
     if config.model_type in FAMILIES:
-        trained_size(config)
-    return stilled(config)
+        trained_size(config)  # refuse images that are not square now
+    return without_randomness(config)
 
 
-def stilled(config: Any) -> Any:
-    """The configuration with everything random inside the backbone turned off."""
-    for key in _STILL:
+def without_randomness(config: Any) -> Any:
+    """Turn off everything random inside the backbone of a configuration, in place, and return it."""
+    for key in _RANDOM_OPTIONS:
         if hasattr(config, key):
             setattr(config, key, 0.0)
     return config
 
 
 def _check_weights(folder: Path) -> None:
+    """Refuse a folder without safetensors."""
     if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")):
         raise FedgraftError(
-            f"{folder} holds pickled weights (.bin), which are not read because loading a pickle can run code: convert "
-            "a copy you trust once with transformers' AutoModel.from_pretrained(folder).save_pretrained(new_folder)."
+            "E-MODELS-PICKLED",
+            f"{folder} holds pickled weights (.bin), which are not read because loading a pickle can run code",
+            "convert a copy you trust once with transformers' "
+            "AutoModel.from_pretrained(folder).save_pretrained(new_folder)",
+            path=str(folder),
         )
-    raise FedgraftError(f"{folder} has no model.safetensors; fetch the weights or give another folder.")
+    raise FedgraftError(
+        "E-MODELS-NO-WEIGHTS",
+        f"{folder} has no model.safetensors",
+        "fetch the weights or give another folder",
+        path=str(folder),
+    )
 
 
-def _check_declared(path: Path, declared: Mapping[str, Any], held: int) -> None:
-    """Refuse the configuration of a network that `held` bytes cannot hold, before room for it is asked for."""
-    width, blocks = (declared.get(key) for key in ("hidden_size", "num_hidden_layers"))
+def _check_declared_size(path: Path, declared: Mapping[str, Any], weight_bytes: int) -> None:
+    """Refuse the configuration of a network that is larger than its weights, before memory is allocated for it."""
+    width = declared.get("hidden_size")
+    blocks = declared.get("num_hidden_layers")
+    if not weight_bytes or not isinstance(width, int) or not isinstance(blocks, int):
+        return
     # A block has a square of its width in weights and more, each of one byte or more.
-    if held and isinstance(width, int) and isinstance(blocks, int) and width * width * blocks > held:
+    if width * width * blocks > weight_bytes:
         raise FedgraftError(
-            f"{path} declares {blocks:,} blocks of width {width:,}, which do not fit into {held:,} bytes of weights: "
-            "config.json and model.safetensors do not belong together."
+            "E-MODELS-DECLARED-SIZE",
+            f"{path} declares {blocks:,} blocks of width {width:,}, which do not fit into {weight_bytes:,} bytes of "
+            "weights: config.json and model.safetensors do not belong together",
+            "fetch the folder again",
+            path=str(path),
         )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FedgraftError(f"{path} is not valid JSON ({error}); fetch it again.") from error
+        raise FedgraftError(
+            "E-MODELS-JSON", f"{path} is not valid JSON ({error})", "fetch it again", path=str(path)
+        ) from error
     if not isinstance(content, dict):
-        raise FedgraftError(f"{path} must hold a JSON object; fetch it again.")
+        raise FedgraftError("E-MODELS-JSON", f"{path} must hold a JSON object", "fetch it again", path=str(path))
     return content
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """Return the first line of an error's text, or its type if it has none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")

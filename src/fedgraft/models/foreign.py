@@ -1,4 +1,4 @@
-"""Any `nn.Module` as a network: its linear head is named, its blocks may be."""
+"""Any `nn.Module` as a network: the user names its linear head and, optionally, its blocks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
-from fedgraft.models.hooked import Hooked, vector, watch
-from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD, Dropout, VisionNetwork, linear
+from fedgraft.models.hooked import Hooked, pooled_output, watch
+from fedgraft.models.network import IMAGENET_MEAN, IMAGENET_STD, Dropout, VisionNetwork, linear_layer
 from fedgraft.models.quiet import drawn_from
 
-_USUAL = (224, 32, 64, 28, 96, 128, 256, 299, 384, 16, 8)
+_USUAL_SIZES = (224, 32, 64, 28, 96, 128, 256, 299, 384, 16, 8)
 
 
 def module(
@@ -26,24 +26,34 @@ def module(
     mean: Sequence[float] = IMAGENET_MEAN,
     std: Sequence[float] = IMAGENET_STD,
 ) -> VisionNetwork:
-    """A copy of `net` as a network: `head` names its last, linear layer, `blocks` a list of layers or each of them.
+    """Return a copy of `net` as a network.
 
-    Without `blocks` it counts as one block. Without an image size it is the first of the usual ones that `net` can
-    read, 224 before 32. That the parts give together what `net` gives is checked on random images.
+    `head` names its last, linear layer; `blocks` a list of layers or each of them. Without `blocks` it counts as one
+    block. Without an image size it is the first of the usual ones that `net` can read, 224 before 32. That the parts
+    together give the outputs of `net` is checked on random images.
     """
     backbone = copy.deepcopy(net).float().requires_grad_(True).cpu().eval()
-    size, images, expected = _tried(backbone, _USUAL if image_size is None else (image_size,))
-    notes = [] if image_size is not None else [f"it is given images of {size} pixels, the first usual size it reads."]
-    notes += _own_randomness(backbone)
-    last = _take_head(backbone, head)
-    if last.bias is None:
+    notes = []
+    if image_size is None:
+        size, images, expected = _first_readable_size(backbone, _USUAL_SIZES)
+        notes.append(f"it is given images of {size} pixels, the first usual size it reads.")
+    else:
+        size, images, expected = _first_readable_size(backbone, (image_size,))
+    notes += _control_randomness(backbone)
+    last_layer = _detach_head(backbone, head)
+    if last_layer.bias is None:
         notes.append("its head had no bias and was given one of 0.")
-    bias = torch.zeros(last.out_features) if last.bias is None else last.bias.data
-    paths = _paths(backbone, blocks)
-    owners = watch(backbone, paths, images[:1]) if paths else {}
+        bias = torch.zeros(last_layer.out_features)
+    else:
+        bias = last_layer.bias.data
+    paths = _block_paths(backbone, blocks)
+    owners: dict[str, int] = {}
+    if paths:
+        owners = watch(backbone, paths, images[:1])
     cut = Hooked(paths, owners, size, head)
-    network = VisionNetwork(backbone, linear(last.weight.data, bias), size, cut=cut)
-    network.mean, network.std = tuple(mean), tuple(std)
+    network = VisionNetwork(backbone, linear_layer(last_layer.weight.data, bias), size, cut=cut)
+    network.mean = tuple(mean)
+    network.std = tuple(std)
     network.notes += tuple(notes)
     network.source = type(net).__name__
     _check_parts(network, images, expected)
@@ -52,93 +62,121 @@ def module(
 
 
 def original(network: VisionNetwork) -> nn.Module:
-    """The module that was given to `module`, as it was built, with the weights of this network."""
+    """Return the module that was given to `module`, in its original structure, with the weights of this network."""
     if not isinstance(network.cut, Hooked) or not network.cut.head:
-        raise FedgraftError("this network was not made from a module of your own; export it instead.")
+        raise FedgraftError(
+            "E-MODELS-NOT-FOREIGN", "this network was not made from a module of your own", "export it instead"
+        )
     net = copy.deepcopy(network.backbone)
-    _set(net, network.cut.head, copy.deepcopy(network.head))
+    _set_layer(net, network.cut.head, copy.deepcopy(network.head))
     return net
 
 
-def _take_head(net: nn.Module, path: str) -> nn.Linear:
-    found = dict(net.named_modules()).get(path)
-    if not isinstance(found, nn.Linear):
-        linear = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
+def _detach_head(net: nn.Module, path: str) -> nn.Linear:
+    """Return the linear layer at a path and put an identity in its place."""
+    head = dict(net.named_modules()).get(path)
+    if not isinstance(head, nn.Linear):
+        linear_layers = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
+        hint = "give a module with a linear layer, since it has none"
+        if linear_layers:
+            hint = f"name its last one, perhaps {linear_layers[-1]!r}"
         raise FedgraftError(
-            f"the head {path!r} is not a linear layer of this {type(net).__name__}; name its last one, "
-            f"{f'perhaps {linear[-1]!r}' if linear else 'but it has none'}."
+            "E-MODELS-HEAD",
+            f"the head {path!r} is not a linear layer of this {type(net).__name__}",
+            hint,
+            head=path,
         )
-    _set(net, path, nn.Identity())
-    return found
+    _set_layer(net, path, nn.Identity())
+    return head
 
 
-def _set(net: nn.Module, path: str, layer: nn.Module) -> None:
+def _set_layer(net: nn.Module, path: str, layer: nn.Module) -> None:
+    """Replace the layer at a path."""
     parent, _, name = path.rpartition(".")
     setattr(net.get_submodule(parent), name, layer)
 
 
-def _paths(net: nn.Module, blocks: str | Sequence[str] | None) -> tuple[str, ...]:
+def _block_paths(net: nn.Module, blocks: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the paths of the blocks; a single `ModuleList` or `Sequential` stands for its children."""
     if blocks is None:
         return ()
-    known = dict(net.named_modules())
-    listed = [blocks] if isinstance(blocks, str) else list(blocks)
-    for path in listed:
-        if path not in known:
-            raise FedgraftError(f"{path!r} is not a layer of this {type(net).__name__}; name blocks by their paths.")
-    if len(listed) == 1 and isinstance(known[listed[0]], nn.ModuleList | nn.Sequential):
-        return tuple(f"{listed[0]}.{name}" for name, _ in known[listed[0]].named_children())
-    return tuple(listed)
+    paths = list(blocks)
+    if isinstance(blocks, str):
+        paths = [blocks]
+    layers = dict(net.named_modules())
+    for path in paths:
+        if path not in layers:
+            raise FedgraftError(
+                "E-MODELS-BLOCK",
+                f"{path!r} is not a layer of this {type(net).__name__}",
+                "name blocks by their paths",
+                block=path,
+            )
+    if len(paths) == 1 and isinstance(layers[paths[0]], nn.ModuleList | nn.Sequential):
+        return tuple(f"{paths[0]}.{name}" for name, _ in layers[paths[0]].named_children())
+    return tuple(paths)
 
 
-def _own_randomness(net: nn.Module) -> list[str]:
-    """Let dropout draw from a given stream; other random layers, which cannot, are turned off and named."""
-    off = []
+def _control_randomness(net: nn.Module) -> list[str]:
+    """Replace dropout by one with a generator of its own, in place; turn other random layers off and return notes."""
+    notes = []
     for name, layer in list(net.named_modules()):
         if type(layer) is nn.Dropout:
-            _set(net, name, Dropout(layer.p).train(layer.training))
+            _set_layer(net, name, Dropout(layer.p).train(layer.training))
         elif isinstance(layer, nn.modules.dropout._DropoutNd):
             layer.p = 0.0
-            off.append(f"its layer {name!r} ({type(layer).__name__}) is off: it cannot draw from a stream of its own.")
-    return off
+            notes.append(
+                f"its layer {name!r} ({type(layer).__name__}) is off: it cannot draw from a stream of its own."
+            )
+    return notes
 
 
 @torch.no_grad()
-def _tried(net: nn.Module, sizes: Sequence[int]) -> tuple[int, Tensor, Tensor]:
-    """The first of these sizes that the module reads, random images of it, and what it makes of them."""
-    failed: Exception | None = None
+def _first_readable_size(net: nn.Module, sizes: Sequence[int]) -> tuple[int, Tensor, Tensor]:
+    """Return the first of these sizes that the module reads, random images of it, and the module's outputs."""
+    last_error: Exception | None = None
     for size in sizes:
         images = torch.randn(2, 3, size, size, generator=torch_stream(0, "module"))
         try:
-            return size, images, vector(net(images))
+            return size, images, pooled_output(net(images))
         except Exception as error:
-            failed = error
+            last_error = error
     raise FedgraftError(
-        f"this {type(net).__name__} cannot read images (2, 3, {sizes[-1]}, {sizes[-1]}): {type(failed).__name__}; "
-        "give the image_size it was made for."
-    ) from failed
+        "E-MODELS-FOREIGN-SIZE",
+        f"this {type(net).__name__} cannot read images (2, 3, {sizes[-1]}, {sizes[-1]}): {type(last_error).__name__}",
+        "give the image_size it was made for",
+        size=sizes[-1],
+    ) from last_error
 
 
 @torch.no_grad()
 def _check_parts(network: VisionNetwork, images: Tensor, expected: Tensor) -> None:
+    """Refuse a network whose parts together do not give the outputs of the module."""
     features = network.features(images)
     if features.shape != (2, network.width) or not torch.allclose(network.head(features), expected, atol=1e-5):
         raise FedgraftError(
-            f"this {network.source} does more after its head, such as a softmax; let it return what that layer gives."
+            "E-MODELS-AFTER-HEAD",
+            f"this {network.source} does more after its head, such as a softmax",
+            "let it return what that layer gives",
         )
     for entry in range(1, network.depth):
         try:
-            same = torch.allclose(network.features(network.features(images, 0, entry), entry), features, atol=1e-5)
+            entered = network.features(network.features(images, 0, entry), entry)
+            same = torch.allclose(entered, features, atol=1e-5)
         except Exception:
             same = False
         if not same:
             raise FedgraftError(
+                "E-MODELS-BLOCK-ENTRY",
                 f"this {network.source} cannot be entered at block {entry}: its blocks do not pass one tensor from "
-                "one to the next; leave `blocks` out."
+                "one to the next",
+                "leave `blocks` out",
+                block=entry,
             )
 
 
 def _check_randomness(network: VisionNetwork, images: Tensor) -> None:
-    """A network that draws numbers by itself would make runs that cannot be repeated."""
+    """Refuse a network that draws from the shared generator in training: its runs could not be repeated."""
     trial = copy.deepcopy(network).train()  # batch norms learn from this pass
     for layer in trial.modules():
         if isinstance(layer, Dropout):
@@ -148,6 +186,7 @@ def _check_randomness(network: VisionNetwork, images: Tensor) -> None:
         trial(images)
         if not torch.equal(before, torch.default_generator.get_state()):
             raise FedgraftError(
-                f"this {network.source} draws random numbers by itself in training, so no run could be repeated; "
-                "use nn.Dropout layers instead of functions."
+                "E-MODELS-RANDOM",
+                f"this {network.source} draws random numbers by itself in training, so no run could be repeated",
+                "use nn.Dropout layers instead of functions",
             )

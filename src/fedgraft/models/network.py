@@ -1,15 +1,15 @@
 """A vision backbone with a linear head, cut into blocks that can be entered anywhere.
 
-Entry 0 takes pixels, entry b takes what enters block b, entry `depth` takes the pooled vector that the head sees. How
-each family of backbones is cut stands in `families`; one that is not known there counts as one block, or as the
-blocks that its owner names (`foreign`).
+Entry 0 takes pixels, entry b takes the input of block b, entry `depth` takes the pooled vector that the head reads. How
+each family of backbones is cut is in `families`; one that is not known there counts as one block, or as the blocks that
+its owner names (`foreign`).
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from fedgraft.core import roles
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
-from fedgraft.models.families import FAMILIES, Family, first
+from fedgraft.models.families import FAMILIES, Family, main_output
 from fedgraft.models.hooked import Hooked
 from fedgraft.models.quiet import drawn_from
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-# Settings that change what a network computes without showing in its shapes.
 _SETTINGS = (
     "model_type",
     "num_attention_heads",
@@ -36,15 +35,23 @@ _SETTINGS = (
     "norm",
     "downsample_in_bottleneck",
 )
+"""Settings that change what a network computes without showing in its shapes."""
+_PROBED_PARTS = {None: "", "attention": "attention.o_proj", "mlp": "mlp"}
+"""The submodule of a ViT block behind each suffix of a probe name."""
 
 
 class Dropout(nn.Module):
-    """Dropout that draws from `generator`, so that a client's masks depend on nobody else's draws."""
+    """Dropout that draws from `generator`, so that a client's masks are independent of other draws."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
-            raise FedgraftError(f"dropout before the head is {p}; give a number from 0 up to, not including, 1.")
+            raise FedgraftError(
+                "E-MODELS-DROPOUT",
+                f"dropout before the head is {p}",
+                "give a number from 0 up to, not including, 1",
+                dropout=p,
+            )
         self.p = p
         self.generator: torch.Generator | None = None
 
@@ -53,12 +60,16 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0.0:
             return values
         if self.generator is None:
-            raise FedgraftError("dropout has no generator: set network.dropout.generator before training.")
+            raise FedgraftError(
+                "E-MODELS-DROPOUT-GENERATOR",
+                "dropout has no generator",
+                "set network.dropout.generator before training",
+            )
         keep = torch.rand(values.shape, generator=self.generator, device=self.generator.device) >= self.p
         return values * keep.to(values) / (1.0 - self.p)
 
     def extra_repr(self) -> str:
-        """Show the share that is dropped."""
+        """Return the share that is dropped, for `repr`."""
         return f"p={self.p}"
 
 
@@ -73,15 +84,23 @@ class VisionNetwork(nn.Module):
         self.dropout = Dropout(dropout)
         self.head = head
         self.image_size = image_size
-        self.width, self.classes = head.in_features, head.out_features  # 0 classes: no head yet
+        self.width = head.in_features
+        self.classes = head.out_features
+        """Number of classes; 0: there is no head yet."""
         self.mean: Sequence[float] = IMAGENET_MEAN
         self.std: Sequence[float] = IMAGENET_STD
         """The normalisation of the pixels that the backbone was trained with."""
         self.preprocessor: Mapping[str, Any] | None = None
-        """What its own preprocessor_config.json says, if it brought one."""
-        self.source, self.licence, self.stored = "", "", False
-        """Where the weights come from (a name, never a path), their licence if its card says, whether in a folder."""
-        self.cut: Family | Hooked = cut or FAMILIES.get(getattr(self.config, "model_type", "")) or Hooked()
+        """The content of its own preprocessor_config.json, if it brought one."""
+        self.source = ""
+        """Where the weights come from: a name, never a path."""
+        self.licence = ""
+        """The licence of the weights, if their card names one."""
+        self.stored = False
+        """Whether the weights lie in a folder or on the Hub."""
+        self.cut: Family | Hooked = _cut_of(self.config)
+        if cut is not None:
+            self.cut = cut
         self.depth = self.cut.depth_of(backbone)
         self.notes: tuple[str, ...] = ()
         """What this network cannot do, in sentences."""
@@ -106,28 +125,38 @@ class VisionNetwork(nn.Module):
     def settings(self) -> str:
         """What decides the outputs besides the tensors; part of the network's digest."""
         known = [(key, str(getattr(self.config, key, None))) for key in _SETTINGS]
-        return repr((self.image_size, known, repr(self.backbone) if isinstance(self.cut, Hooked) else ""))
+        structure = ""
+        if isinstance(self.cut, Hooked):
+            structure = repr(self.backbone)
+        return repr((self.image_size, known, structure))
 
     def with_head(self, classes: int, seed: int) -> VisionNetwork:
-        """A copy with a fresh head for this many classes, drawn from the seed."""
-        if classes < 1:
-            raise FedgraftError(f"a network for {classes} classes cannot be built; give at least 1.")
-        made = copy.deepcopy(self)
-        made.head = draw_head(self.width, classes, seed).train(self.head.training)
-        made.classes = classes
-        return made
+        """Return a copy with a fresh head for this many classes, drawn from the seed."""
+        check_classes(classes)
+        network = copy.deepcopy(self)
+        network.head = draw_head(self.width, classes, seed).train(self.head.training)
+        network.classes = classes
+        return network
 
     def forward(self, inputs: Tensor, entry: int = 0) -> Tensor:
-        """Logits (B, classes) from inputs that belong to `entry`."""
+        """Return logits (B, classes) from inputs that belong to `entry`."""
         return self.head(self.dropout(self.features(inputs, entry)))
 
     def features(self, inputs: Tensor, entry: int = 0, until: int | None = None) -> Tensor:
-        """Activations at entry `until` (default `depth`: pooled features, (B, width)) from inputs at `entry`."""
-        until = self.depth if until is None else until
+        """Return activations at entry `until` (default `depth`: pooled features, (B, width)) from inputs at `entry`."""
+        if until is None:
+            until = self.depth
         if not 0 <= entry <= until <= self.depth:
-            why = "" if self.blocks else ", because it counts as one block"
+            entries = f"this network has entries 0 to {self.depth}"
+            if not self.blocks:
+                entries += ", because it counts as one block"
             raise FedgraftError(
-                f"cannot go from entry {entry} to entry {until}: this network has entries 0 to {self.depth}{why}."
+                "E-MODELS-ENTRY",
+                f"cannot go from entry {entry} to entry {until}: {entries}",
+                "choose entries of this network, the earlier one first",
+                entry=entry,
+                until=until,
+                depth=self.depth,
             )
         if entry == until:
             return inputs
@@ -136,97 +165,151 @@ class VisionNetwork(nn.Module):
         return self.cut.run(self.backbone, inputs, entry, until)
 
     def block_of(self, name: str) -> int:
-        """The block a parameter belongs to: -1 before block 0, `depth` for the final norm, `depth + 1` for the head."""
+        """Return the block of a parameter.
+
+        It is -1 before block 0, `depth` for the final norm, and `depth + 1` for the head.
+        """
         part, _, rest = name.partition(".")
         if part == "head":
             return self.depth + 1
         if part != "backbone":
             raise FedgraftError(
-                f"{name!r} is not a parameter of this network: names begin with 'backbone.' or 'head.'."
+                "E-MODELS-PARAMETER",
+                f"{name!r} is not a parameter of this network",
+                "use names that begin with 'backbone.' or 'head.'",
+                name=name,
             )
         return self.cut.block_of(rest, self.depth)
 
     def entry_for(self, first_block: int) -> int:
-        """The deepest entry with nothing trained before it, if `first_block` is the first with something to train.
+        """Return the deepest entry with nothing trained before it, if `first_block` is the first that is trained.
 
         The final norm lies before entry `depth`, so training it means starting one block earlier.
         """
-        return self.depth if first_block > self.depth else max(0, min(first_block, self.depth - 1))
+        if first_block > self.depth:
+            return self.depth
+        return max(0, min(first_block, self.depth - 1))
 
     def layer_kind(self, name: str) -> str:
-        """The kind of a parameter as `role.part`, the same for every backbone: see `fedgraft.core.roles`."""
+        """Return the kind of a parameter as `role.part`, the same for every backbone: see `fedgraft.core.roles`."""
         role = roles.role(name)
         if role == "other":  # a name says nothing where layers are numbered; their type may
             role = _role_of_type(self.get_submodule(name.rpartition(".")[0]))
         return f"{role}.{roles.part(name)}"
 
     def layer(self, name: str) -> nn.Module:
-        """The submodule behind a probe name: `block3` (its output), `block3.attention` or `block3.mlp` in a ViT."""
-        found = re.fullmatch(r"block(\d+)(?:\.(attention|mlp))?", name)
-        part = {None: "", "attention": "attention.o_proj", "mlp": "mlp"}[found[2]] if found else ""
-        if found is None or int(found[1]) >= len(self.blocks) or (part and not self.cut.inner):
-            example = ", ".join(self.default_probe_layers()) or "none"
-            raise FedgraftError(
-                f"this network has no layer {name!r} to probe; it has {self.depth} blocks, try: {example}."
-            )
-        return self.blocks[int(found[1])].get_submodule(part)
+        """Return the submodule of a probe name: `block3` (its output), `block3.attention` or `block3.mlp` in a ViT."""
+        match = re.fullmatch(r"block(\d+)(?:\.(attention|mlp))?", name)
+        if match is not None:
+            block = int(match[1])
+            part = _PROBED_PARTS[match[2]]
+            if block < len(self.blocks) and (not part or self.cut.inner):
+                return self.blocks[block].get_submodule(part)
+        example = ", ".join(self.default_probe_layers()) or "none"
+        raise FedgraftError(
+            "E-MODELS-PROBE-LAYER",
+            f"this network has no layer {name!r} to probe; it has {self.depth} blocks",
+            f"try: {example}",
+            layer=name,
+        )
 
     def default_probe_layers(self) -> tuple[str, ...]:
-        """Three layers to compare networks by: an early attention, a middle MLP and the last attention."""
-        early, middle, last = self.depth // 4, self.depth // 2, self.depth - 1
+        """Return three layers to compare networks by: an early attention, a middle MLP and the last attention."""
         if not self.blocks:
             return ()
-        if not self.cut.inner:
-            return tuple(dict.fromkeys((f"block{early}", f"block{middle}", f"block{last}")))
-        return f"block{early}.attention", f"block{middle}.mlp", f"block{last}.attention"
+        early = f"block{self.depth // 4}"
+        middle = f"block{self.depth // 2}"
+        last = f"block{self.depth - 1}"
+        if self.cut.inner:
+            return f"{early}.attention", f"{middle}.mlp", f"{last}.attention"
+        return tuple(dict.fromkeys((early, middle, last)))
 
     def activations(self, inputs: Tensor, layers: Iterable[str], entry: int = 0) -> dict[str, Tensor]:
-        """Outputs of the named layers for these inputs, one vector per image: mean over tokens or over the map."""
-        found: dict[str, Tensor] = {}
+        """Return outputs of the named layers, one vector per image: the mean over tokens or over the map."""
+        outputs: dict[str, Tensor] = {}
 
-        def keep(name: str) -> Any:
-            return lambda _module, _inputs, output: found.__setitem__(name, _pool(first(output)))
+        def recorder(name: str) -> Callable[..., None]:
+            """Return a hook that records a layer's output under this name."""
 
-        hooks = [self.layer(name).register_forward_hook(keep(name)) for name in layers]
+            def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                outputs[name] = _pool(main_output(output))
+
+            return record
+
+        hooks = [self.layer(name).register_forward_hook(recorder(name)) for name in layers]
         try:
             if entry < self.depth:
                 self.cut.run(self.backbone, inputs, entry, self.depth, whole=True)
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        return outputs
 
     def _check_pixels(self, inputs: Tensor) -> None:
+        """Refuse images of another size where only the network's own fits."""
         size = (self.image_size, self.image_size)
-        if self.cut.square and tuple(inputs.shape[-2:]) != size:
+        pixels = tuple(inputs.shape[-2:])
+        if self.cut.square and pixels != size:
             raise FedgraftError(
-                f"images of {tuple(inputs.shape[-2:])} pixels do not fit a network for {size}: "
-                "resize them, or load the network with image_size."
+                "E-MODELS-PIXELS",
+                f"images of {pixels} pixels do not fit a network for {size}",
+                "resize them, or load the network with image_size",
+                pixels=pixels,
+                size=size,
             )
 
 
+def _cut_of(config: Any) -> Family | Hooked:
+    """Return how a backbone of this configuration is cut; one of no known family is one block."""
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is None:
+        return Hooked()
+    return family
+
+
+def check_classes(classes: int) -> None:
+    """Refuse a number of classes below 1."""
+    if classes < 1:
+        raise FedgraftError(
+            "E-MODELS-CLASSES",
+            f"a network for {classes} classes cannot be built",
+            "give at least 1",
+            classes=classes,
+        )
+
+
 def draw_head(width: int, classes: int, seed: int) -> nn.Linear:
-    """A linear head drawn from the seed; for 0 classes an empty one, which a run replaces."""
-    stream, bound = torch_stream(seed, "head"), width**-0.5
-    return linear(
-        *(torch.empty(shape).uniform_(-bound, bound, generator=stream) for shape in ((classes, width), classes))
-    )
+    """Return a linear head drawn from the seed; for 0 classes an empty one, which a run replaces."""
+    stream = torch_stream(seed, "head")
+    bound = width**-0.5
+    weight = torch.empty((classes, width)).uniform_(-bound, bound, generator=stream)
+    bias = torch.empty(classes).uniform_(-bound, bound, generator=stream)
+    return linear_layer(weight, bias)
 
 
-def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """A linear layer with these values."""
+def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """Return a linear layer with these values."""
     with drawn_from(0):  # what it draws is overwritten; torch's skip_init would load a symbolic algebra package
-        made = nn.Linear(weight.shape[1], 1)
-    made.out_features = len(weight)
-    made.weight, made.bias = nn.Parameter(weight), nn.Parameter(bias)
-    return made
+        layer = nn.Linear(weight.shape[1], 1)
+    layer.out_features = len(weight)
+    layer.weight = nn.Parameter(weight)
+    layer.bias = nn.Parameter(bias)
+    return layer
 
 
 def _pool(output: Tensor) -> Tensor:
-    return output if output.ndim == 2 else output.mean(1) if output.ndim == 3 else output.mean((2, 3))  # (B, D)
+    """Return one vector per image (B, D): the mean over tokens (B, T, D) or over a map (B, D, H, W)."""
+    if output.ndim == 2:
+        return output
+    if output.ndim == 3:
+        return output.mean(1)
+    return output.mean((2, 3))
 
 
 def _role_of_type(layer: nn.Module) -> str:
+    """Return the role of a layer by its type: conv, norm or other."""
     if isinstance(layer, nn.modules.conv._ConvNd):
         return "conv"
-    return "norm" if "norm" in type(layer).__name__.lower() else "other"
+    if "norm" in type(layer).__name__.lower():
+        return "norm"
+    return "other"

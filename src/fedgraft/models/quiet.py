@@ -10,23 +10,24 @@ import torch
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no notes on unused weights; what matters is checked and raised by the caller."""
+    """Silence progress bars and notes on unused weights; the caller checks what matters and raises it."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    had_progress_bar = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if bars:
+        if had_progress_bar:
             logging.enable_progress_bar()
 
 
 @contextmanager
 def drawn_from(seed: int) -> Iterator[None]:
-    """Let code that knows only the shared CPU generator draw from `seed`; the generator's state is put back."""
+    """Let code that uses the shared CPU generator draw from `seed`; the generator's state is restored."""
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:

@@ -1,4 +1,4 @@
-"""Backbones that need no library: the small CNN of the federated literature, and none at all for given features.
+"""Backbones that need no library: the small CNN of the federated literature, and none for precomputed features.
 
 The CNN is McMahan et al.'s (2017) two-layer shape: two 3x3 convolutions of `width` and `2 * width` channels, each
 followed by ReLU and 2x2 max pooling; the head reads the whole map. Its weights are drawn from the seed.
@@ -18,7 +18,7 @@ from fedgraft.models.quiet import drawn_from
 
 @dataclass
 class SmallConfig:
-    """What the other backbones keep in a `transformers` configuration."""
+    """The configuration of a small backbone, as other backbones have one of `transformers`."""
 
     model_type: str
     hidden_size: int
@@ -27,32 +27,43 @@ class SmallConfig:
     channels: int = 0
 
     def at(self, size: int) -> SmallConfig:
-        """The configuration for images of another size."""
+        """Return the configuration for images of another size."""
         if not self.channels:
-            raise FedgraftError("given features have no image size; leave data.image_size out.")
+            raise FedgraftError(
+                "E-MODELS-FEATURES-SIZE",
+                "precomputed features have no image size",
+                "leave data.image_size out",
+                size=size,
+            )
         side = size // 4
         if side < 1:
-            raise FedgraftError(f"images of {size} pixels are too small for the cnn; it halves them twice.")
+            raise FedgraftError(
+                "E-MODELS-CNN-SIZE",
+                f"images of {size} pixels are too small for the cnn, which halves them twice",
+                "give at least 4 pixels",
+                size=size,
+            )
         return SmallConfig(self.model_type, self.channels * side * side, size, self.channels)
 
 
 class NoBackbone(nn.Module):
-    """Nothing before the head: inputs are features already."""
+    """No layers before the head: inputs are features already."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.config = SmallConfig("features", width)
-        self.stem, self.blocks = nn.Identity(), nn.ModuleList()
+        self.stem = nn.Identity()
+        self.blocks = nn.ModuleList()
 
 
 class ChannelsLast(nn.Module):
-    """Puts images channels-last, which convolutions on a CPU read faster; the numbers stay the same.
+    """Stores images channels-last, which convolutions on a CPU read faster; the numbers stay the same.
 
     Not for a ResNet: with four channels the backward pass of torch 2.13 then writes beyond its memory on a CPU.
     """
 
     def forward(self, images: Tensor) -> Tensor:
-        """The same images, ordered for convolutions."""
+        """Return the same images, ordered for convolutions."""
         return images.contiguous(memory_format=torch.channels_last)
 
 

@@ -5,12 +5,12 @@ In training (wherever gradients are recorded) a block is computed here:
 - queries, keys and values are one product, and their scale is put on the query's weights;
 - behind fixed inputs (the first block that trains) the norm's weights are put into that product: its input is then
   fixed, so the product that would carry a gradient back to the norm falls away;
-- of the last block only the class token is computed, and of the tokens it looks at no keys and values: what one query
-  asks of a key it can ask of the token itself, and the mean of values is the value of the mean.
+- of the last block only the class token is computed, without keys and values of the other tokens: the product of a
+  query with a key is a product with the token itself, and the mean of values is the value of the mean.
 
 These are the block's own sums in another order, the same within rounding. A module that is not called has no hooks
-called either: where somebody watches a layer that is passed over, or where it is no plain linear layer (an adapter),
-the modules run as they are. They do without gradients too, so the bits of kept features depend on nothing here.
+called either: where a layer that would be skipped has hooks, or is no plain linear layer (an adapter), the modules run
+as they are. So they do without gradients, so that the bits of cached features do not depend on this module.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch.nn.functional import layer_norm, linear
 
 
 def tokens_of(block: Any, hidden: Tensor) -> Tensor:
-    """What a block makes of its tokens (B, T, D)."""
-    attention, norm = block.attention, block.layernorm_before
-    if not _free(block, attention) or not _one_product(attention):
+    """Return the output of a block for its tokens (B, T, D)."""
+    attention = block.attention
+    norm = block.layernorm_before
+    if not _has_no_hooks(block, attention) or not _can_be_one_product(attention):
         return block(hidden)
-    folded = not hidden.requires_grad and norm.weight.requires_grad and _free(norm)
-    weight, bias = _joined(attention)
+    folded = not hidden.requires_grad and norm.weight.requires_grad and _has_no_hooks(norm)
+    weight, bias = _joined_projections(attention)
     if folded:
         bias = bias + (weight * norm.bias).sum(1)
         projected = linear(layer_norm(hidden, norm.normalized_shape, eps=norm.eps), weight * norm.weight, bias)
@@ -42,73 +43,80 @@ def tokens_of(block: Any, hidden: Tensor) -> Tensor:
 
 
 def class_token_of(block: Any, hidden: Tensor) -> Tensor:
-    """What a block makes of the class token alone (B, 1, D): the only one that is read behind the last block."""
-    attention, normed = block.attention, block.layernorm_before(hidden)
+    """Return the output of a block for the class token alone (B, 1, D), the only one read after the last block."""
+    attention = block.attention
+    normed = block.layernorm_before(hidden)
     query = attention.q_proj(normed[:, :1].contiguous()).unflatten(-1, (-1, attention.head_dim))  # (B, 1, heads, ...)
-    short = torch.is_grad_enabled() and _plain(attention.k_proj, attention.v_proj)
-    mixed = (_by_tokens if short else _by_elements)(attention, query, normed)  # (B, heads * head_dim)
+    if torch.is_grad_enabled() and _are_plain_linear(attention.k_proj, attention.v_proj):
+        mixed = _attend_by_tokens(attention, query, normed)  # (B, heads * head_dim)
+    else:
+        mixed = _attend_by_elements(attention, query, normed)
     token = hidden[:, :1] + attention.o_proj(mixed.unsqueeze(1))
     return token + block.mlp(block.layernorm_after(token))
 
 
-def _by_elements(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
-    """What one query takes from all tokens, by their keys and values.
+def _attend_by_elements(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
+    """Return the attention of one query to all tokens, by their keys and values.
 
-    One query is no matrix: a product with it may round by where its row lies in memory, and features would then be of
-    their neighbours too. Products element by element, summed, do not, and take no longer.
+    One query is no matrix: the rounding of a product with it may depend on where its row lies in memory, so features
+    would depend on their neighbours. Products element by element, summed, do not, and take no longer.
     """
-    key, value = (
-        projection(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
-        for projection in (attention.k_proj, attention.v_proj)
-    )
-    seen = ((query.transpose(1, 2) * key).sum(-1) * attention.scaling).softmax(-1)  # (B, heads, T)
-    return (seen.unsqueeze(-1) * value).sum(2).flatten(1)
+    key = attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
+    value = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+    share = ((query.transpose(1, 2) * key).sum(-1) * attention.scaling).softmax(-1)  # (B, heads, T)
+    return (share.unsqueeze(-1) * value).sum(2).flatten(1)
 
 
-def _by_tokens(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
-    """The same without a key or a value for each token: q·(Kn) = (Kᵀq)·n, and Σ a (Vn) = V Σ a n.
+def _attend_by_tokens(attention: Any, query: Tensor, normed: Tensor) -> Tensor:
+    """Return the same without a key or a value for each token: q·(Kn) = (Kᵀq)·n, and Σ a (Vn) = V Σ a n.
 
     The bias of the keys adds the same to every token's score, which the softmax takes away again; it stays in the sum
     so that its gradient, rounding around zero, is there as in the block itself.
     """
-    asked = query.squeeze(1).transpose(0, 1) * attention.scaling  # (heads, B, head_dim)
-    key, value = (
-        projection.weight.unflatten(0, (-1, attention.head_dim))  # (heads, head_dim, D)
-        for projection in (attention.k_proj, attention.v_proj)
-    )
-    scores = (asked @ key).transpose(0, 1) @ normed.transpose(1, 2)  # (B, heads, T)
+    scaled = query.squeeze(1).transpose(0, 1) * attention.scaling  # (heads, B, head_dim)
+    key = attention.k_proj.weight.unflatten(0, (-1, attention.head_dim))  # (heads, head_dim, D)
+    value = attention.v_proj.weight.unflatten(0, (-1, attention.head_dim))
+    scores = (scaled @ key).transpose(0, 1) @ normed.transpose(1, 2)  # (B, heads, T)
     if attention.k_proj.bias is not None:
-        offset = (asked * attention.k_proj.bias.view(-1, 1, attention.head_dim)).sum(-1)  # (heads, B)
+        offset = (scaled * attention.k_proj.bias.view(-1, 1, attention.head_dim)).sum(-1)  # (heads, B)
         scores = scores + offset.t().unsqueeze(-1)
     mean = scores.softmax(-1) @ normed  # (B, heads, D)
     mixed = (mean.transpose(0, 1) @ value.transpose(1, 2)).transpose(0, 1).flatten(1)  # (B, heads * head_dim)
-    return mixed if attention.v_proj.bias is None else mixed + attention.v_proj.bias
+    if attention.v_proj.bias is None:
+        return mixed
+    return mixed + attention.v_proj.bias
 
 
-def _joined(attention: Any) -> tuple[Tensor, Tensor]:
-    """Weights (3 D, D) and biases of query, key and value, the query's scaled."""
-    query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
+def _joined_projections(attention: Any) -> tuple[Tensor, Tensor]:
+    """Return weights (3 D, D) and biases (3 D,) of query, key and value, the query's scaled."""
+    query = attention.q_proj
+    key = attention.k_proj
+    value = attention.v_proj
     weight = torch.cat([query.weight * attention.scaling, key.weight, value.weight])
     if query.bias is None:
         return weight, weight.new_zeros(len(weight))
     return weight, torch.cat([query.bias * attention.scaling, key.bias, value.bias])
 
 
-def _one_product(attention: Any) -> bool:
-    """Whether query, key and value may be one product: plain layers that train all, or none of them.
+def _can_be_one_product(attention: Any) -> bool:
+    """Return whether query, key and value may be one product: plain layers that train all, or none of them.
 
     Where only some train, one product would compute the weight gradients of the others for nothing.
     """
-    layers = attention.q_proj, attention.k_proj, attention.v_proj
-    return _plain(*layers) and len({layer.weight.requires_grad for layer in layers}) == 1
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return _are_plain_linear(*layers) and len({layer.weight.requires_grad for layer in layers}) == 1
 
 
-def _plain(*layers: nn.Module) -> bool:
-    return all(type(layer) is nn.Linear for layer in layers) and _free(*layers)
+def _are_plain_linear(*layers: nn.Module) -> bool:
+    """Return whether all layers are exactly `nn.Linear`, without hooks."""
+    return all(type(layer) is nn.Linear for layer in layers) and _has_no_hooks(*layers)
 
 
-def _free(*modules: Any) -> bool:
-    """Whether nobody watches these modules."""
-    return not any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules
-    )
+def _has_no_hooks(*modules: Any) -> bool:
+    """Return whether no hook is registered on these modules."""
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks:
+            return False
+        if module._backward_hooks or module._backward_pre_hooks:
+            return False
+    return True

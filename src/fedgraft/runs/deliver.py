@@ -10,7 +10,7 @@ from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.edit import edit_file
 from fedgraft.models.card import Card
-from fedgraft.models.export import appearing, check_free, export, write_labels
+from fedgraft.models.export import atomic_folder, check_free, export, write_labels
 from fedgraft.report.values import epsilon
 from fedgraft.runs.adapted import Adapted, adapted
 from fedgraft.runs.edit_files import edit_of
@@ -52,7 +52,7 @@ def _adapter(found: Adapted, card: Card, to: Path, name: str) -> Path:
 def _edit(found: Adapted, card: Card, to: Path, name: str) -> Path:
     """What training did to the base as one small file, `adapted.edit`."""
     edit = edit_of(found, name)
-    with appearing(to) as made:
+    with atomic_folder(to) as made:
         edit_file.save(edit, made / "adapted.edit")
         write_labels(made, found.classes)
         (made / "README.md").write_text(card.text("edit"), encoding="utf-8")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.errors import raises
 from torch import Tensor
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.network_digest import digest
 from fedgraft.core.rng import torch_stream
 from fedgraft.models.backbones import load_network
@@ -175,7 +175,7 @@ def test_without_the_pooler_it_is_the_same(folder: Path, state: dict[str, Tensor
 
 def test_a_missing_tensor_is_refused(state: dict[str, Tensor], tmp_path: Path) -> None:
     lost = {name: value for name, value in state.items() if name != "encoder.layer.7.output.dense.bias"}
-    with pytest.raises(FedgraftError, match=r"lack 1 of the network's tensors, first 'layers.7.mlp.fc2.bias'"):
+    with raises("E-MODELS-WEIGHTS-MISSING", missing=1, first="layers.7.mlp.fc2.bias"):
         load_network(write_folder(tmp_path / "lost", lost), 10)
 
 
@@ -221,11 +221,11 @@ def test_dino_names_are_the_hub_names(state: dict[str, Tensor], folder: Path) ->
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(FedgraftError, match=r"'conv1.weight' is not one of a DINO ViT"):
+    with raises("E-MODELS-DINO-NAME", tensor="conv1.weight"):
         load_network(tmp_path / "other.safetensors", 10)
     save_file({"cls_token": torch.zeros(1, 1, 64)}, tmp_path / "part.safetensors")
-    with pytest.raises(FedgraftError, match="not those of one DINO ViT"):
+    with raises("E-MODELS-DINO-TENSORS"):
         load_network(tmp_path / "part.safetensors", 10)
     (tmp_path / "text.safetensors").write_text("not tensors")
-    with pytest.raises(FedgraftError, match="not a readable safetensors file"):
+    with raises("E-MODELS-DINO-UNREADABLE"):
         load_network(tmp_path / "text.safetensors", 10)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 from torch import nn
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.rng import torch_stream
 from fedgraft.models.backbones import load_network
@@ -131,7 +131,7 @@ def test_block_numbers_of_a_vit() -> None:
     assert net.block_of("backbone.embeddings.cls_token") == -1
     assert net.block_of("backbone.layers.1.mlp.fc1.weight") == 1
     assert net.block_of("backbone.layernorm.bias") == 2 == net.depth
-    with pytest.raises(FedgraftError, match="not a parameter of this network"):
+    with raises("E-MODELS-PARAMETER"):
         net.block_of("body.weight")
 
 
@@ -151,7 +151,7 @@ def test_a_fresh_head_is_a_copy_with_other_classes() -> None:
     assert (made.classes, made.mean, net.classes) == (7, net.mean, 5)
     assert torch.equal(made.features(images(net)), net.features(images(net)))
     assert torch.equal(made.head.weight, load_network("tiny", 7, seed=3).head.weight)
-    with pytest.raises(FedgraftError, match="0 classes cannot be built"):
+    with raises("E-MODELS-CLASSES", classes=0):
         net.with_head(0, 0)
     assert torch.equal(made.head.weight, net.with_head(7, seed=3).head.weight)
     assert not torch.equal(made.head.weight, net.with_head(7, seed=4).head.weight)
@@ -171,7 +171,7 @@ def test_the_entry_to_start_from() -> None:
 @pytest.mark.parametrize(("entry", "until"), [(-1, None), (0, 9), (2, 1), (9, None)])
 def test_impossible_entries_are_refused(entry: int, until: int | None) -> None:
     net = network("vit")
-    with pytest.raises(FedgraftError, match="this network has entries 0 to 2"):
+    with raises("E-MODELS-ENTRY", depth=2):
         net.features(images(net), entry, until)
 
 
@@ -179,15 +179,15 @@ def test_an_unknown_backbone_is_one_block() -> None:
     net = network("beit")
     assert net.depth == 1 and "counts as one block" in net.notes[0]
     assert net.default_probe_layers() == ()
-    with pytest.raises(FedgraftError, match="because it counts as one block"):
+    with raises("E-MODELS-ENTRY", depth=1):
         net.features(images(net), 0, 2)
-    with pytest.raises(FedgraftError, match="no layer 'block0'"):
+    with raises("E-MODELS-PROBE-LAYER", layer="block0"):
         net.layer("block0")
     assert network("swin").notes == network("vit").notes == ()
 
 
 def test_wrong_pixels_are_refused() -> None:
-    with pytest.raises(FedgraftError, match=r"images of \(24, 24\) pixels do not fit"):
+    with raises("E-MODELS-PIXELS", pixels=(24, 24)):
         network("vit")(torch.zeros(1, 3, 24, 24))
 
 
@@ -236,16 +236,16 @@ def test_attention_probe_is_the_attention_branch() -> None:
     branch, _ = block.attention(block.layernorm_before(tokens))
     torch.testing.assert_close(net.activations(images(net), ["block1.attention"])["block1.attention"], branch.mean(1))
     for wrong in ("block2.attention", "blocks1", "block0.norm", "block0.attention.q"):
-        with pytest.raises(FedgraftError, match="no layer"):
+        with raises("E-MODELS-PROBE-LAYER"):
             net.layer(wrong)
-    with pytest.raises(FedgraftError, match="no layer"):
+    with raises("E-MODELS-PROBE-LAYER"):
         network("resnet18").layer("block0.attention")
 
 
 def test_dropout_draws_from_its_own_generator() -> None:
     net = load_network("tiny", 5, dropout=0.5).train()
     train_images, state = images(net, 64), torch.get_rng_state()
-    with pytest.raises(FedgraftError, match="dropout has no generator"):
+    with raises("E-MODELS-DROPOUT-GENERATOR"):
         net(train_images)
     logits = []
     for seed in (1, 1, 2):
@@ -263,7 +263,7 @@ def test_dropout_keeps_the_mean() -> None:
     dropped = layer(torch.ones(100_000))
     assert abs(float(dropped.mean()) - 1) < 0.01
     assert abs(float((dropped == 0).float().mean()) - 0.3) < 0.01
-    with pytest.raises(FedgraftError, match=r"dropout before the head is 1.0"):
+    with raises("E-MODELS-DROPOUT", dropout=1.0):
         Dropout(1.0)
 
 

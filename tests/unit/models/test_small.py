@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.errors import raises
 from torch import nn
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.models.backbones import load_network
 
 
@@ -47,9 +47,9 @@ def test_weights_come_from_the_seed_alone() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(FedgraftError, match="too small"):
+    with raises("E-MODELS-CNN-SIZE", size=3):
         load_network("cnn", 5, image_size=3)
-    with pytest.raises(FedgraftError, match="do not fit"):
+    with raises("E-MODELS-PIXELS", pixels=(16, 16)):
         load_network("cnn", 5)(torch.zeros(1, 3, 16, 16))
-    with pytest.raises(FedgraftError, match="no option"):
+    with raises("E-MODELS-OPTION", option="depth"):
         load_network("cnn:depth=3", 5)

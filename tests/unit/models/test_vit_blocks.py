@@ -150,8 +150,8 @@ def test_without_gradients_the_modules_run(monkeypatch: pytest.MonkeyPatch) -> N
     """Kept features have the bits they had: nothing here is asked while none are recorded."""
     net = network()
     hidden = tokens(net)
-    monkeypatch.setattr(vit_blocks, "_joined", None)
-    monkeypatch.setattr(vit_blocks, "_by_tokens", None)
+    monkeypatch.setattr(vit_blocks, "_joined_projections", None)
+    monkeypatch.setattr(vit_blocks, "_attend_by_tokens", None)
     with torch.no_grad():
         net(hidden, ENTRY)
     with pytest.raises(TypeError):

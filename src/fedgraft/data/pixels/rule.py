@@ -60,7 +60,7 @@ def decode(source: Source, window: Window = None, max_pixels: int = MAX_PIXELS) 
         raise Unreadable(_reason(error), where) from error
 
 
-def original(source: Source) -> Image:
+def open_original(source: Source) -> Image:
     """Return the upright image in its own mode, before it is made RGB, or raise `Unreadable`."""
     try:
         return _open_upright(source, MAX_PIXELS)
