@@ -12,6 +12,7 @@ import pytest
 from reproduction.drawing import FIGURES, draw, texts_of
 from reproduction.drawing.ranking import Arm
 from reproduction.drawing.representations import draw_of_run, drift
+from tests.support.errors import raises
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.report import figures
@@ -66,7 +67,7 @@ def test_every_kind_draws_with_its_title_and_axes(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("function", [drawing.panels, drawing.distribution])
 def test_nothing_to_draw_is_said(tmp_path: Path, function: Any) -> None:
-    with pytest.raises(FedgraftError, match="nothing to draw"):
+    with raises("E-REPORT-NOTHING-TO-DRAW"):
         function(tmp_path / "a.png", {})
 
 

@@ -127,7 +127,7 @@ def worth(
             select = "balanced_accuracy"
         metrics = [select]
     with display.LiveProgress(rich.get_console()) as live:
-        folders = gains.make_missing(run, provided, lambda: live, live.say)
+        folders = gains.make_missing(run, provided, lambda: live, live.print_line)
     results = gains.compare(folders, metrics)
     page = gains.write(out or run / "worth", results, run.name)
     for name, sites in results.items():

@@ -1,4 +1,4 @@
-"""From a run's metrics to the charts of its report: which lines, in which unit, with which band."""
+"""The data of a report's charts from a run's metrics: series, units and bands."""
 
 from __future__ import annotations
 
@@ -9,140 +9,221 @@ from typing import Any
 from fedgraft.report.values import label, seconds_of
 
 Lines = Sequence[Mapping[str, Any]]
+"""The lines of metrics.jsonl, one per round."""
+Chart = dict[str, Any]
+"""Title, unit, label of the x axis, and series, as the page's script reads them."""
+Points = dict[str, Any]
+"""One series: its name, x, y, and `low` and `high` of its band if it has one."""
+Getter = Callable[[Mapping[str, Any]], float | None]
+"""Returns one number of a line; None if the round has none."""
 _POINTS = 1500
-"""More points than this per line would only make the page heavy; the CSV has them all."""
+"""More points per series than this would only make the page heavy; the CSV has them all."""
 
 
-def run_charts(lines: Lines, best: int | None = None) -> list[dict[str, Any]]:
-    """The charts of one run, with its best round marked; those without a number are left out."""
-    phases = dict.fromkeys(key for line in lines for key in _phases(line))
-    layers = dict.fromkeys(key for line in lines for key in line.get("alignment") or {})
+def run_charts(lines: Lines, best: int | None = None) -> list[Chart]:
+    """Return the charts of one run, with its best round marked; charts without a number are left out."""
+    clients = "clients (mean, min-max)"
     applied = _line("applied", lines, _value("update_norm"))
-    clients = "clients (mean, least to most)"
+    accuracy = _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines))
+    accuracy["best"] = best
+    main = [
+        accuracy,
+        _chart("Loss", "", _line("validation", lines, _value("loss")), _training_loss(lines)),
+        _traffic(lines),
+    ]
+    details = [
+        _chart("Norm of the update", "", applied, _over_clients(clients, lines, "norm")),
+        _chart("Distance of the clients' updates from their mean", "", _over_clients(clients, lines, "drift")),
+        _chart("Cosine of the clients' updates to their mean", "", _over_clients(clients, lines, "cosine")),
+        _chart("Representation drift, 1 - SVCCA", "", *_alignment(lines)),
+        _chart("Time per round", " s", *_seconds_by_phase(lines)),
+    ]
+    rates = {line.get("lr") for line in lines} - {None}
+    if len(rates) > 1:  # a constant one is in the config
+        details.append(_chart("Learning rate", "", _line("learning rate", lines, _value("lr"))))
+    for chart in details:
+        chart["place"] = "more"
+    return [chart for chart in main + details if chart["series"]]
+
+
+def compare_charts(runs: Mapping[str, Lines]) -> list[Chart]:
+    """Return the overlaid curves of several runs, one series per run."""
+    against_traffic = _chart("Accuracy against traffic", " %", *_accuracy_by_traffic(runs))
+    against_traffic["xlabel"] = "MB up and down"
     charts = [
-        _chart("Accuracy", " %", _line("validation", lines, _percent("accuracy")), _personal(lines)) | {"best": best},
-        _chart("Loss", "", _line("validation", lines, _value("loss")), _training(lines)),
-        _sent(lines),
+        _overlay(runs, "Validation accuracy", " %", _percent("accuracy")),
+        against_traffic,
+        _overlay(runs, "Validation loss", "", _value("loss")),
+        _overlay(runs, "Training loss", "", _value("train_loss")),
+        _overlay(runs, "Norm of the update", "", _value("update_norm")),
+        _overlay(runs, "Mean accuracy of personal models", " %", _percent("personal", "mean")),
+        _overlay(runs, "Time per round", " s", lambda line: seconds_of(line) or None),
     ]
-    more = [
-        _chart("Norm of the update", "", applied, _clients(clients, lines, "norm")),
-        _chart("Distance of the clients' updates from their mean", "", _clients(clients, lines, "drift")),
-        _chart("Cosine of the clients' updates to their mean", "", _clients(clients, lines, "cosine")),
-        _chart("Representation drift, 1 - SVCCA", "", *(_alignment(lines, layer) for layer in layers)),
-        _chart("Time per round", " s", *(_line(label(name), lines, _value("seconds", name)) for name in phases)),
-    ]
-    if len({line.get("lr") for line in lines} - {None}) > 1:  # a constant one is in the config
-        more.append(_chart("Learning rate", "", _line("learning rate", lines, _value("lr"))))
-    return [chart for chart in charts + [chart | {"place": "more"} for chart in more] if chart["series"]]
-
-
-def compare_charts(runs: Mapping[str, Lines]) -> list[dict[str, Any]]:
-    """The curves of several runs over each other, one line per run."""
-    wanted: list[tuple[str, str, Callable[[Mapping[str, Any]], float | None]]] = [
-        ("Validation accuracy", " %", _percent("accuracy")),
-        ("Validation loss", "", _value("loss")),
-        ("Training loss", "", _value("train_loss")),
-        ("Norm of the update", "", _value("update_norm")),
-        ("Mean accuracy of personal models", " %", _percent("personal", "mean")),
-        ("Time per round", " s", lambda line: seconds_of(line) or None),
-    ]
-    charts = [_chart(title, unit, *(_line(n, run, get) for n, run in runs.items())) for title, unit, get in wanted]
-    charts.insert(1, _chart("Accuracy against traffic", " %", *(_against_bytes(n, run) for n, run in runs.items())))
-    charts[1]["xlabel"] = "MB up and down"
     return [chart for chart in charts if chart["series"]]
 
 
-def _chart(title: str, unit: str, *series: dict[str, Any] | None) -> dict[str, Any]:
-    return {"title": title, "xlabel": "round", "unit": unit, "series": [s for s in series if s is not None]}
+def _overlay(runs: Mapping[str, Lines], title: str, unit: str, get: Getter) -> Chart:
+    """Return the chart of one number over the rounds of several runs."""
+    return _chart(title, unit, *(_line(name, lines, get) for name, lines in runs.items()))
 
 
-def _series(name: str, lines: Lines, y: Sequence[float | None], band: Sequence[Any] = ()) -> dict[str, Any] | None:
-    """One line over rounds, without the rounds that have no number; None when no round has one."""
+def _chart(title: str, unit: str, *series: Points | None) -> Chart:
+    """Return a chart over rounds; missing series are left out."""
+    present = [points for points in series if points is not None]
+    return {"title": title, "xlabel": "round", "unit": unit, "series": present}
+
+
+def _series(name: str, lines: Lines, y: Sequence[float | None], band: Sequence[Any] = ()) -> Points | None:
+    """Return a series over rounds, without rounds that have no number; None if no round has one."""
     rounds = [line.get("round", i) for i, line in enumerate(lines)]
     return _thin(name, rounds, y, band)
 
 
-def _thin(name: str, x: Sequence[float], y: Sequence[float | None], band: Sequence[Any] = ()) -> dict[str, Any] | None:
-    seen = [i for i, value in enumerate(y) if value is not None]
-    if not seen:
+def _thin(name: str, x: Sequence[float], y: Sequence[float | None], band: Sequence[Any] = ()) -> Points | None:
+    """Return at most about `_POINTS` points of a series, the last one included; None without a number."""
+    present = [i for i, value in enumerate(y) if value is not None]
+    if not present:
         return None
-    step = -(-len(seen) // _POINTS)
-    kept = sorted({*seen[::step], seen[-1]})
-    series = {"name": name, "x": [_short(x[i]) for i in kept], "y": [_short(y[i]) for i in kept]}
+    step = -(-len(present) // _POINTS)
+    chosen = sorted({*present[::step], present[-1]})
+    points: Points = {"name": name, "x": [_short(x[i]) for i in chosen], "y": [_short(y[i]) for i in chosen]}
     if band:
-        series |= {"low": [_short(band[i][0]) for i in kept], "high": [_short(band[i][1]) for i in kept]}
-    return series
+        points["low"] = [_short(band[i][0]) for i in chosen]
+        points["high"] = [_short(band[i][1]) for i in chosen]
+    return points
 
 
-def _line(name: str, lines: Lines, get: Callable[[Mapping[str, Any]], float | None]) -> dict[str, Any] | None:
+def _line(name: str, lines: Lines, get: Getter) -> Points | None:
+    """Return the series of one number over rounds."""
     return _series(name, lines, [get(line) for line in lines])
 
 
-def _clients(name: str, lines: Lines, field: str) -> dict[str, Any] | None:
-    return _spread(name, lines, [_get(line, "clients", field) or [] for line in lines])
+def _over_clients(name: str, lines: Lines, field: str) -> Points | None:
+    """Return the mean and range over clients of one field of the round's record."""
+    return _mean_and_range(name, lines, [_get(line, "clients", field) or [] for line in lines])
 
 
-def _training(lines: Lines) -> dict[str, Any] | None:
-    """The training loss, with a band over the clients where they tell theirs."""
-    told, clients = _line("training", lines, _value("train_loss")), _clients("", lines, "loss")
-    if told is None or clients is None or told["x"] != clients["x"]:
-        return told
-    return told | {"name": "training (least to most client)", "low": clients["low"], "high": clients["high"]}
+def _training_loss(lines: Lines) -> Points | None:
+    """Return the training loss, with its min-max band over clients if they report theirs."""
+    loss = _line("training", lines, _value("train_loss"))
+    clients = _over_clients("", lines, "loss")
+    if loss is None or clients is None or loss["x"] != clients["x"]:
+        return loss
+    loss["name"] = "training (min-max over clients)"
+    loss["low"] = clients["low"]
+    loss["high"] = clients["high"]
+    return loss
 
 
-def _alignment(lines: Lines, layer: str) -> dict[str, Any] | None:
-    return _spread(layer, lines, [[1 - v for v in _get(line, "alignment", layer) or []] for line in lines])
+def _alignment(lines: Lines) -> list[Points | None]:
+    """Return one series of representation drift for each layer."""
+    layers: dict[str, None] = {}
+    for line in lines:
+        layers |= dict.fromkeys(line.get("alignment") or {})
+    series = []
+    for layer in layers:
+        drift = [[1 - value for value in _get(line, "alignment", layer) or []] for line in lines]
+        series.append(_mean_and_range(layer, lines, drift))
+    return series
 
 
-def _spread(name: str, lines: Lines, found: Sequence[Sequence[float | None]]) -> dict[str, Any] | None:
-    """The mean over a round's clients with a band from the least to the most."""
-    every = [[v for v in values if v is not None] for values in found]
-    means = [sum(values) / len(values) if values else None for values in every]
-    return _series(name, lines, means, [(min(values, default=None), max(values, default=None)) for values in every])
+def _seconds_by_phase(lines: Lines) -> list[Points | None]:
+    """Return one series of seconds for each phase of a round."""
+    phases: dict[str, None] = {}
+    for line in lines:
+        seconds = line.get("seconds")
+        if isinstance(seconds, Mapping):
+            phases |= dict.fromkeys(seconds)
+    return [_line(label(phase), lines, _value("seconds", phase)) for phase in phases]
 
 
-def _personal(lines: Lines) -> dict[str, Any] | None:
-    low, mean, high = ([_percent("personal", key)(line) for line in lines] for key in ("min", "mean", "max"))
+def _mean_and_range(name: str, lines: Lines, by_round: Sequence[Sequence[float | None]]) -> Points | None:
+    """Return the mean over a round's clients with a band from minimum to maximum."""
+    means: list[float | None] = []
+    bands: list[tuple[float | None, float | None]] = []
+    for values in by_round:
+        present = [value for value in values if value is not None]
+        if present:
+            means.append(sum(present) / len(present))
+            bands.append((min(present), max(present)))
+        else:
+            means.append(None)
+            bands.append((None, None))
+    return _series(name, lines, means, bands)
+
+
+def _personal(lines: Lines) -> Points | None:
+    """Return the mean accuracy of personal models with its min-max band."""
+    mean = [_percent("personal", "mean")(line) for line in lines]
+    low = [_percent("personal", "min")(line) for line in lines]
+    high = [_percent("personal", "max")(line) for line in lines]
     return _series("personal models", lines, mean, list(zip(low, high, strict=True)))
 
 
-def _against_bytes(name: str, lines: Lines) -> dict[str, Any] | None:
-    moved = accumulate((_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0) for line in lines)
-    megabytes = [number / 1e6 for number in moved]
-    return _thin(name, megabytes, [_percent("accuracy")(line) for line in lines]) if any(megabytes) else None
+def _accuracy_by_traffic(runs: Mapping[str, Lines]) -> list[Points | None]:
+    """Return accuracy over megabytes sent so far for each run; None for a run that sent nothing."""
+    series: list[Points | None] = []
+    for name, lines in runs.items():
+        moved = accumulate((_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0) for line in lines)
+        megabytes = [count / 1e6 for count in moved]
+        if any(megabytes):
+            series.append(_thin(name, megabytes, [_percent("accuracy")(line) for line in lines]))
+    return series
 
 
-def _sent(lines: Lines) -> dict[str, Any]:
-    """Bytes so far, both ways; where both are the same to a hundredth, one line says so instead of hiding another."""
-    up, down = ([*accumulate(_get(line, key) or 0 for line in lines)] for key in ("bytes_up", "bytes_down"))
-    most = max([*up, *down], default=0)
-    scale, unit = (1e9, " GB") if most >= 1e9 else (1e6, " MB")
-    alike = all(abs(a - b) <= 0.01 * most for a, b in zip(up, down, strict=True))
-    told = {"up, and as much down": up} if alike else {"up": up, "down": down}
-    series = (_series(name, lines, [n / scale for n in sums]) for name, sums in told.items() if any(sums))
+def _traffic(lines: Lines) -> Chart:
+    """Return the chart of bytes sent so far in both directions.
+
+    If both directions agree to a hundredth, one series stands for both instead of covering the other.
+    """
+    up = list(accumulate(_get(line, "bytes_up") or 0 for line in lines))
+    down = list(accumulate(_get(line, "bytes_down") or 0 for line in lines))
+    largest = max([*up, *down], default=0)
+    scale = 1e6
+    unit = " MB"
+    if largest >= 1e9:
+        scale = 1e9
+        unit = " GB"
+    alike = all(abs(a - b) <= 0.01 * largest for a, b in zip(up, down, strict=True))
+    directions = {"up": up, "down": down}
+    if alike:
+        directions = {"up, and as much down": up}
+    series = []
+    for name, sums in directions.items():
+        if any(sums):
+            series.append(_series(name, lines, [count / scale for count in sums]))
     return _chart("Sent so far", unit, *series)
 
 
 def _get(line: Mapping[str, Any], *keys: str) -> Any:
-    """What lies under nested keys; None where one is missing."""
+    """Return the value under nested keys; None if one is missing."""
     value: Any = line
     for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
     return value
 
 
-def _value(*keys: str) -> Callable[[Mapping[str, Any]], float | None]:
+def _value(*keys: str) -> Getter:
+    """Return the getter of the number under nested keys."""
     return lambda line: _get(line, *keys)
 
 
-def _percent(*keys: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda line: None if (share := _get(line, *keys)) is None else 100 * share
+def _percent(*keys: str) -> Getter:
+    """Return the getter of the share under nested keys, in percent."""
 
+    def get(line: Mapping[str, Any]) -> float | None:
+        share = _get(line, *keys)
+        if share is None:
+            return None
+        return float(100 * share)
 
-def _phases(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    seconds = line.get("seconds")
-    return seconds if isinstance(seconds, Mapping) else {}
+    return get
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
+    """Return a number with six significant digits."""
+    if value is None:
+        return None
+    return float(f"{value:.6g}")

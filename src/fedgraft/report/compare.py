@@ -1,4 +1,4 @@
-"""Several runs side by side: a table, a page with curves, what differs, and a figure."""
+"""Comparison of several runs: a table, a page with curves, the differences of their configs, and a figure."""
 
 from __future__ import annotations
 
@@ -21,129 +21,201 @@ from fedgraft.report.values import NONE
 
 log = logging.getLogger(__name__)
 Configs = Mapping[str, Mapping[str, Any]]
+"""Flat configs by the name of the run."""
 FORMATS = ("png", "pdf", "svg")
-_HOW = {"data.augment", "data.normalise", "data.cache_features"}  # how images are used, not which
+_SAME_IMAGES = {"data.augment", "data.normalise", "data.cache_features"}
+"""Options of the data that change how images are used, not which images."""
+_LEGEND = 42
+"""Characters of a name that fit a figure's legend."""
 
 
 def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -> tuple[list[RunInfo], list[Path]]:
-    """Rows of the table, and the files that were written."""
+    """Write the page and figures; return the rows of the table, and the paths of the files."""
     if len(runs) < 2:
-        raise FedgraftError("comparing needs at least two run folders")
+        raise FedgraftError("E-REPORT-ONE-RUN", "a comparison needs at least two runs", "name two or more run folders")
     folders = [RunRecord.open(path) for path in runs]
     out.mkdir(parents=True, exist_ok=True)
-    made = write_comparison(folders, out / "comparison.html")
+    written = [write_comparison(folders, out / "comparison.html")]
     series = {}
     for name, folder in zip(_names(folders), folders, strict=True):
         lines = [line for line in folder.metrics() if line.get("accuracy") is not None]
-        short = name if len(name) < 42 else f"{name[:20]}…{name[-20:]}"  # a figure has no room for more
-        series[short] = (
-            [x["round"] for x in lines],
-            [100 * x["accuracy"] for x in lines],
-            None,
-        )
-    drawn = [out / f"accuracy.{kind}" for kind in formats]
-    for figure in drawn:
-        figures.curves(figure, series, xlabel="round", ylabel="validation accuracy (%)")
-    return [describe(folder) for folder in folders], [made, *drawn]
+        if len(name) >= _LEGEND:
+            name = f"{name[:20]}…{name[-20:]}"
+        rounds = [line["round"] for line in lines]
+        accuracies = [100 * line["accuracy"] for line in lines]
+        series[name] = (rounds, accuracies, None)
+    for kind in formats:
+        path = out / f"accuracy.{kind}"
+        figures.curves(path, series, xlabel="round", ylabel="validation accuracy (%)")
+        written.append(path)
+    return [describe(folder) for folder in folders], written
 
 
 def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, title: str = "Comparison") -> Path:
-    """Write one page for several runs: a table, what differs between their configs, and their curves overlaid."""
-    folders = [run if isinstance(run, RunRecord) else RunRecord.open(run) for run in runs]
+    """Write one page for several runs: a table, the differences of their configs, and their curves overlaid."""
+    folders = []
+    for run in runs:
+        if not isinstance(run, RunRecord):
+            run = RunRecord.open(run)
+        folders.append(run)
     named = dict(zip(_names(folders), folders, strict=True))
     lines = {name: folder.metrics() for name, folder in named.items()}
-    rows = [_row(name, describe(folder, lines[name]), lines[name]) for name, folder in named.items()]
-    text = rows_csv([{"run": name, **row} for name, run in lines.items() for row in map(csv_row, run)])
+    rows = []
+    csv_rows = []
+    for name, folder in named.items():
+        rows.append(_row(name, describe(folder, lines[name]), lines[name]))
+        for line in lines[name]:
+            csv_rows.append({"run": name, **csv_row(line)})
     configs = {name: flatten(read_config(folder)) for name, folder in named.items()}
-    told = data_warnings(configs, {name: folder.summary() for name, folder in named.items()})
-    for warning in told:
+    warnings = data_warnings(configs, {name: folder.summary() for name, folder in named.items()})
+    for warning in warnings:
         log.warning("%s", warning)
     parts = [
-        page.notices(told),
+        page.notices(warnings),
         section("Results", grid(rows)),
         section("Over seeds", grid(_over_seeds(rows, configs))),
-        section("What differs", grid(_differences(configs))),
+        section("Differences of the configs", grid(_differences(configs))),
         section("Curves", CHARTS),
         page.folded(f"Config of {next(iter(named))}", page.preformatted(folders[0].config_text)),
     ]
-    top = header(title, f"{len(folders)} runs", "comparison.csv", text)
+    top = header(title, f"{len(folders)} runs", "comparison.csv", rows_csv(csv_rows))
     return write_page(path, title, top, parts, compare_charts(lines))
 
 
 def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Why results may not be comparable: other images, other test images, or another partition among the clients."""
-    differ = {row["key"]: ", ".join(list(row.values())[1:]) for row in _differences(configs)}
-    data = [f"{key}: {values}" for key, values in differ.items() if key.startswith("data.") and key not in _HOW]
-    dealt = [f"{key}: {values}" for key, values in differ.items() if key.startswith("partition.")]
-    counts = {found["test"]["count"] for found in summaries.values() if "count" in (found.get("test") or {})}
-    found = []
+    """Return why results may not be comparable: other images, other test images, or another partition."""
+    data = []
+    partition = []
+    for row in _differences(configs):
+        key, *values = row.values()
+        text = f"{key}: {', '.join(values)}"
+        if key.startswith("data.") and key not in _SAME_IMAGES:
+            data.append(text)
+        if key.startswith("partition."):
+            partition.append(text)
+    test_sizes = set()
+    for summary in summaries.values():
+        test = summary.get("test") or {}
+        if "count" in test:
+            test_sizes.add(test["count"])
+    warnings = []
     if data:
-        found.append(f"These runs used different data ({'; '.join(data)}); their results cannot be compared")
-    elif len(counts) > 1:
-        images = " and ".join(map(str, sorted(counts)))
-        found.append(f"These runs were tested on {images} images; their results cannot be compared")
-    if dealt:
-        found.append(f"The clients of these runs hold different data ({'; '.join(dealt)})")
-    return found
+        warnings.append(f"These runs used different data ({'; '.join(data)}); their results cannot be compared")
+    elif len(test_sizes) > 1:
+        images = " and ".join(map(str, sorted(test_sizes)))
+        warnings.append(f"These runs were tested on {images} images; their results cannot be compared")
+    if partition:
+        warnings.append(f"The clients of these runs hold different data ({'; '.join(partition)})")
+    return warnings
 
 
 def _row(name: str, info: RunInfo, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    final = next((line["accuracy"] for line in reversed(lines) if line.get("accuracy") is not None), None)
-    scores = {"test accuracy": info.test, "last validation accuracy": final, "best validation accuracy": info.best}
-    costs = {"rounds": info.round, "bytes sent": info.bytes, "seconds": info.seconds}
-    return {"run": name, "status": info.status, **scores, **costs}
+    """Return one run's row of the results."""
+    accuracies = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
+    last = None
+    if accuracies:
+        last = accuracies[-1]
+    return {
+        "run": name,
+        "status": info.status,
+        "test accuracy": info.test,
+        "last validation accuracy": last,
+        "best validation accuracy": info.best,
+        "rounds": info.round,
+        "bytes sent": info.bytes,
+        "seconds": info.seconds,
+    }
 
 
 def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dict[str, Any]]:
-    """Runs that differ in nothing but the seed, taken together; those of the first setting's seeds compared with it."""
-    same: dict[str, dict[str, float]] = {}
-    shown: dict[str, Mapping[str, Any]] = {}
+    """Return one row per setting, over runs that differ only in the seed; paired with the first setting if possible.
+
+    Settings with the same seeds as the first one are compared with it. No setting with two seeds means no rows.
+    """
+    accuracies: dict[str, dict[str, float]] = {}
+    settings: dict[str, Mapping[str, Any]] = {}
     for row in rows:
+        if row["test accuracy"] is None:
+            continue
         config = configs[row["run"]]
-        rest = {key: value for key, value in config.items() if key not in {"seed", "name"}}
-        if row["test accuracy"] is not None:
-            key = json.dumps(plain(rest), sort_keys=True)
-            same.setdefault(key, {})[str(config.get("seed"))] = 100 * row["test accuracy"]
-            shown.setdefault(key, rest)
-    if not any(len(scores) > 1 for scores in same.values()):
+        setting = {key: value for key, value in config.items() if key not in {"seed", "name"}}
+        identity = json.dumps(plain(setting), sort_keys=True)
+        accuracies.setdefault(identity, {})[str(config.get("seed"))] = 100 * row["test accuracy"]
+        settings.setdefault(identity, setting)
+    if not any(len(by_seed) > 1 for by_seed in accuracies.values()):
         return []
-    told = [row["key"] for row in _differences(shown)] if len(shown) > 1 else []
-    names = {key: ", ".join(f"{k}={_shown(rest.get(k))}" for k in told) or "all" for key, rest in shown.items()}
-    first, *others = same
-    seeds = same[first].keys()
-    comparable = {key: [same[key][seed] for seed in seeds] for key in others if same[key].keys() == seeds}
-    gaps = {gap.name: gap for gap in paired(list(same[first].values()), comparable)}
-    made = []
-    for key, scores in same.items():
-        values = list(scores.values())
-        row = {"setting": names[key], "seeds": len(values), "test (%)": str(summarise(values))}
-        for method, said in (("t", "Student"), ("bootstrap", "bootstrap")):
+    names = _setting_names(settings)
+    first, *others = accuracies
+    seeds = accuracies[first].keys()
+    comparable = {}
+    for identity in others:
+        if accuracies[identity].keys() == seeds:
+            comparable[identity] = [accuracies[identity][seed] for seed in seeds]
+    gaps = {gap.name: gap for gap in paired(list(accuracies[first].values()), comparable)}
+    table = []
+    for identity, by_seed in accuracies.items():
+        values = list(by_seed.values())
+        row = {"setting": names[identity], "seeds": len(values), "test (%)": str(summarise(values))}
+        for method, method_label in (("t", "Student"), ("bootstrap", "bootstrap")):
             stats = summarise(values, method)
-            row[f"95 % ({said})"] = f"[{stats.low:.2f}, {stats.high:.2f}]"
-        made.append(row | gap_cells("minus the first", gaps.get(key)))
-    return made
+            row[f"95 % ({method_label})"] = f"[{stats.low:.2f}, {stats.high:.2f}]"
+        table.append(row | gap_cells("minus the first", gaps.get(identity)))
+    return table
+
+
+def _setting_names(settings: Configs) -> dict[str, str]:
+    """Return the name of each setting: the options that differ between them."""
+    keys = []
+    if len(settings) > 1:
+        keys = [row["key"] for row in _differences(settings)]
+    names = {}
+    for identity, setting in settings.items():
+        options = [f"{key}={_text(setting.get(key))}" for key in keys]
+        names[identity] = ", ".join(options) or "all"
+    return names
 
 
 def _differences(configs: Configs) -> list[dict[str, Any]]:
-    """One row per config key whose value is not the same everywhere."""
-    keys = list(dict.fromkeys(key for config in configs.values() for key in config))
-    table = [{"key": key, **{name: _shown(config.get(key)) for name, config in configs.items()}} for key in keys]
-    return [row for row in table if len({value for name, value in row.items() if name != "key"}) > 1]
+    """Return one row per config key whose value is not the same everywhere."""
+    keys: dict[str, None] = {}
+    for config in configs.values():
+        keys |= dict.fromkeys(config)
+    table = []
+    for key in keys:
+        values = {name: _text(config.get(key)) for name, config in configs.items()}
+        if len(set(values.values())) > 1:
+            table.append({"key": key, **values})
+    return table
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else NONE if value is None else json.dumps(plain(value))
+def _text(value: Any) -> str:
+    """Return a config value as text."""
+    if value is None:
+        return NONE
+    if isinstance(value, str):
+        return value
+    return json.dumps(plain(value))
 
 
 def _names(folders: Sequence[RunRecord]) -> list[str]:
-    """The shortest names that tell the runs apart."""
+    """Return the shortest names that distinguish the runs."""
     short = [folder.path.name for folder in folders]
-    return short if len(set(short)) == len(short) else [folder.path.as_posix() for folder in folders]
+    if len(set(short)) == len(short):
+        return short
+    return [folder.path.as_posix() for folder in folders]
 
 
 def figure_formats(text: str) -> tuple[str, ...]:
-    """Formats separated by commas; PNG, which the pages show, is always among them. None where nothing is named."""
-    found = [word.strip().lower() for word in text.split(",")] if text else []
-    if strange := [word for word in found if word not in FORMATS]:
-        raise FedgraftError(f"--format takes {', '.join(FORMATS)}, separated by commas, not {strange[0]!r}.")
-    return tuple(dict.fromkeys(["png", *found])) if found else ()
+    """Return formats separated by commas, always with PNG, which the pages show; none for an empty text."""
+    if not text:
+        return ()
+    formats = [name.strip().lower() for name in text.split(",")]
+    for name in formats:
+        if name not in FORMATS:
+            raise FedgraftError(
+                "E-REPORT-FORMAT",
+                f"--format has {name!r}, which is not a format of figures",
+                f"use {', '.join(FORMATS)}, separated by commas",
+                format=name,
+            )
+    return tuple(dict.fromkeys(["png", *formats]))

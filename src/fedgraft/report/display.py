@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: a live line with an estimate, then a table; and the table of several runs."""
+"""Terminal output of runs: live progress with an estimate, the final table, and the table of several runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as ProgressBars
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -32,17 +32,23 @@ if TYPE_CHECKING:
 
 
 FEW = 10
-"""With so many classes or fewer, a class among the five likeliest says little."""
+"""With so many classes or fewer, top-5 accuracy says little."""
+CLIENTS = 40
+"""Clients whose row is printed."""
 
 
 class LiveProgress:
     """Phases and rounds as bars in a terminal, else as plain lines now and then; implements `tracking.Progress`.
 
-    Everything is drawn by `look`, by time: a round costs nothing here.
+    Everything is drawn by `look`, which is called by time: a round costs nothing here.
     """
 
-    shows, says, every = 1.0, 2.0, 5.0
-    """Seconds until a phase gets a bar, until it gets a line, and between two lines."""
+    bar_after = 1.0
+    """Seconds until a phase gets a bar."""
+    line_after = 2.0
+    """Seconds until a phase gets a line."""
+    every = 5.0
+    """Seconds between two lines."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -57,12 +63,15 @@ class LiveProgress:
             TextColumn("left"),
         )
         self.live = console.is_terminal and not console.is_jupyter
-        self.bar = Progress(*columns, console=console, transient=False, auto_refresh=False)
+        self.bar = ProgressBars(*columns, console=console, transient=False, auto_refresh=False)
         self.bars: dict[Phase, TaskID] = {}
-        self.said: dict[Phase, float] = {}
+        self.printed_at: dict[Phase, float] = {}
+        """The age of each phase when its last line was printed."""
         self.rounds: Any = None
-        self.total = self.done = self.shown = 0
-        self.spoke = time.monotonic()
+        self.total = 0
+        self.done = 0
+        self.printed_round = 0
+        self.last_line = time.monotonic()
         self.numbers: dict[str, str] = {}
 
     def __enter__(self) -> LiveProgress:
@@ -70,24 +79,26 @@ class LiveProgress:
 
     def __exit__(self, *ignored: object) -> None:
         self.look([])
-        self._round(ended=True)
+        self._show_round(ended=True)
         if self.bar.tasks:
             self.bar.refresh()
         if self.live:
             self.bar.stop()
 
     def start(self, total: int, done: int, text: str) -> None:
-        """Begin; `done` rounds were finished before."""
+        """Begin a run of `total` rounds, of which `done` were finished before."""
         self.console.print(text, highlight=False, markup=False)
-        self.total, self.done, self.shown = total, done, done
+        self.total = total
+        self.done = done
+        self.printed_round = done
         self.numbers = {}
         if self.live:
-            if self.rounds is not None:  # one run after another: each has the line for itself
+            if self.rounds is not None:  # one run after another: each has the bar for itself
                 self.bar.remove_task(self.rounds)
             self.rounds = self.bar.add_task("round", total=total, completed=done, numbers="")
 
     def update(self, line: Mapping[str, Any]) -> None:
-        """Note one more round; it is drawn when it is time."""
+        """Note one more round; `look` draws it."""
         if line.get("train_loss") is not None:
             self.numbers["loss"] = f"loss {line['train_loss']:.3f}"
         if line.get("accuracy") is not None:
@@ -95,176 +106,259 @@ class LiveProgress:
         self.done = line["round"]
 
     def look(self, phases: Sequence[Phase]) -> None:
-        """Draw the rounds, and what lasts."""
-        self._round()
-        (self._draw if self.live else self._say)(phases)
+        """Draw the rounds, and the phases that last."""
+        self._show_round()
+        if self.live:
+            self._draw_bars(phases)
+        else:
+            self._print_phases(phases)
 
-    def _round(self, ended: bool = False) -> None:
+    def _show_round(self, ended: bool = False) -> None:
+        """Update the bar of rounds, or print a line if the last one is some seconds old."""
         if self.live and self.rounds is not None:
             self.bar.update(self.rounds, completed=self.done, numbers="  ".join(self.numbers.values()))
-        elif self.done != self.shown and (ended or time.monotonic() - self.spoke >= self.every):
+            return
+        is_due = ended or time.monotonic() - self.last_line >= self.every
+        if self.done != self.printed_round and is_due:
             numbers = "".join(f", {number}" for number in self.numbers.values())
-            self.say(f"round {self.done} of {self.total}{numbers}")
-            self.shown = self.done
+            self.print_line(f"round {self.done} of {self.total}{numbers}")
+            self.printed_round = self.done
 
-    def _draw(self, phases: Sequence[Phase]) -> None:
-        for gone in [one for one in self.bars if one not in phases]:
-            self.bar.remove_task(self.bars.pop(gone))
-        for one in phases:
-            if one not in self.bars and one.seconds > self.shows:
-                self.bars[one] = self.bar.add_task(escape(one.name), total=one.total or None, numbers="")
-            if one in self.bars:
-                numbers = f"{one.unit}  {one.rate:,.1f}/s" if one.unit else ""
-                self.bar.update(self.bars[one], completed=one.done, total=one.total or None, numbers=numbers)
+    def _draw_bars(self, phases: Sequence[Phase]) -> None:
+        """Draw a bar for each phase that lasts, and remove those of ended phases."""
+        ended = [phase for phase in self.bars if phase not in phases]
+        for phase in ended:
+            self.bar.remove_task(self.bars.pop(phase))
+        for phase in phases:
+            if phase not in self.bars and phase.seconds > self.bar_after:
+                self.bars[phase] = self.bar.add_task(escape(phase.name), total=phase.total or None, numbers="")
+            if phase in self.bars:
+                numbers = ""
+                if phase.unit:
+                    numbers = f"{phase.unit}  {phase.rate:,.1f}/s"
+                self.bar.update(self.bars[phase], completed=phase.done, total=phase.total or None, numbers=numbers)
         if self.bar.tasks:
             self.bar.start()
             self.bar.refresh()
-        else:  # somebody else may want the terminal
+        else:  # release the terminal
             self.bar.stop()
 
-    def _say(self, phases: Sequence[Phase]) -> None:
-        self.said = {one: when for one, when in self.said.items() if one in phases}
-        lasting = [one for one in phases if one.seconds >= self.says]
-        if lasting and lasting[-1].seconds - self.said.get(lasting[-1], -self.every) >= self.every:
-            self.said |= {one: one.seconds for one in lasting}
-            self.say("; ".join(map(str, lasting)))
+    def _print_phases(self, phases: Sequence[Phase]) -> None:
+        """Print a line about the phases that last, if the innermost has had none for some seconds."""
+        self.printed_at = {phase: age for phase, age in self.printed_at.items() if phase in phases}
+        lasting = [phase for phase in phases if phase.seconds >= self.line_after]
+        if not lasting:
+            return
+        innermost = lasting[-1]
+        if innermost.seconds - self.printed_at.get(innermost, -self.every) >= self.every:
+            for phase in lasting:
+                self.printed_at[phase] = phase.seconds
+            self.print_line("; ".join(map(str, lasting)))
 
-    def say(self, text: str) -> None:
-        """A line above the bars."""
+    def print_line(self, text: str) -> None:
+        """Print a line above the bars."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        self.spoke = time.monotonic()
+        self.last_line = time.monotonic()
 
 
-def protection_rows(told: Mapping[str, Any]) -> dict[str, str]:
-    """The first lines of a private run's result: what is promised to whom, and what is not."""
-    if not told:
+def protection_rows(privacy: Mapping[str, Any]) -> dict[str, str]:
+    """Return the first rows of a private run's result: the guarantee, for whom it holds, and what it does not cover."""
+    if not privacy:
         return {}
-    rows = {"privacy": f"epsilon {epsilon(told['epsilon'])} at delta {told['delta']:.2g} for each {told['unit']}"}
-    rows["  if cohorts are known"] = f"epsilon {epsilon(told['epsilon_without_amplification'])}"
-    if told["repeatable_noise"]:
+    guarantee = f"epsilon {epsilon(privacy['epsilon'])} at delta {privacy['delta']:.2g} for each {privacy['unit']}"
+    rows = {"privacy": guarantee}
+    rows["  if cohorts are known"] = f"epsilon {epsilon(privacy['epsilon_without_amplification'])}"
+    if privacy["repeatable_noise"]:
         rows["  REPEATABLE"] = "for experiments: noise and cohorts follow from the seed and protect nobody"
-    rows["  outside"] = f"{told['not_covered'][0]}; {len(told['not_covered']) - 1} more in report.html"
+    first, *others = privacy["not_covered"]
+    rows["  not covered"] = f"{first}; {len(others)} more in report.html"
     return rows
 
 
 def results(console: Console, title: str, summary: Mapping[str, Any]) -> None:
-    """The final table of a run; what it did not measure is left out. First comes what a private run promises, else a
-    note about the delivered model."""
+    """Print the final table of a run, and a row per client.
+
+    A private run's guarantee comes first; otherwise the note about the delivered model does.
+    """
     private = bool(summary.get("privacy"))
     if not private:
-        _note(console, summary)
-    test, found = summary.get("test") or {}, summary.get("metrics") or {}
+        _print_note(console, summary)
     rows = protection_rows(summary.get("privacy") or {})
-    rows |= {f"test {label(key)}": " - ".join(metric(v)) for key, v in found.items() if v and ":" not in key}
-    if test.get("accuracy") is not None and "test accuracy" not in rows:
-        rows["test accuracy"] = " - ".join(
-            part for part in metric(accuracy(test["accuracy"], test.get("count"))) if part
-        )
-        if (summary.get("data") or {}).get("classes", 0) > FEW:
-            rows["test top-5"] = percent(test.get("top5"))
-        rows["test loss"] = f"{test['loss']:.4f}" if test.get("loss") is not None else NONE
-    for key, value in (summary.get("validation") or {}).items():
-        begun = ""
-        if key == "accuracy" and summary.get("best_round") and summary.get("start") is not None:
-            begun = f"; {percent(summary['start'])} at the start"
-        at = f" (round {summary.get('best_round')} of {summary.get('rounds')}{begun})"
-        rows[f"validation {label(key)}"] = (percent(value) if key.endswith("accuracy") else f"{value:.4f}") + at
-    if edited := summary.get("edited"):
-        rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
-    rows["sent up / down"] = f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"
-    before = summary.get("bytes_up_outside_rounds", 0) + summary.get("bytes_down_outside_rounds", 0)
-    rows |= {"outside the rounds": size(before)} if before else {}
-    rows["time"] = clock(summary.get("seconds", 0))
-    personal = summary.get("personal") or {}
-    for prefix, model in (("", "own test images"), ("finetuned_", "after fine-tuning")):
-        if f"{prefix}mean" in personal:
-            mean, least, most = (percent(personal.get(prefix + key)) for key in ("mean", "min", "max"))
-            rows[f"clients, {model}"] = f"{mean} ({least} to {most})"
+    rows |= _test_rows(summary)
+    rows |= _validation_rows(summary)
+    rows |= _cost_rows(summary)
+    rows |= _personal_rows(summary.get("personal") or {})
     table = Table(title=escape(title), show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
-    if console.is_terminal:  # sentences, which may have several lines; nothing to copy is among them
+    if console.is_terminal:  # sentences, which may have several lines; nothing here is for copying
         console.print(table)
     else:
         print_table(console, table)
     if private:
-        _note(console, summary)
-    _clients(console, summary.get("clients") or {})
+        _print_note(console, summary)
+    _print_clients(console, summary.get("clients") or {})
 
 
-def _note(console: Console, summary: Mapping[str, Any]) -> None:
+def _test_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the metrics on the test images."""
+    rows = {}
+    for key, value in (summary.get("metrics") or {}).items():
+        if value and ":" not in key:
+            rows[f"test {label(key)}"] = " - ".join(metric(value))
+    test = summary.get("test") or {}
+    if test.get("accuracy") is None or "test accuracy" in rows:
+        return rows
+    number, evidence = metric(accuracy(test["accuracy"], test.get("count")))
+    rows["test accuracy"] = number
+    if evidence:
+        rows["test accuracy"] = f"{number} - {evidence}"
+    if (summary.get("data") or {}).get("classes", 0) > FEW:
+        rows["test top-5"] = percent(test.get("top5"))
+    rows["test loss"] = NONE
+    if test.get("loss") is not None:
+        rows["test loss"] = f"{test['loss']:.4f}"
+    return rows
+
+
+def _validation_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the validation metrics with their round."""
+    rows = {}
+    for key, value in (summary.get("validation") or {}).items():
+        where = f"round {summary.get('best_round')} of {summary.get('rounds')}"
+        if key == "accuracy" and summary.get("best_round") and summary.get("start") is not None:
+            where += f"; {percent(summary['start'])} at the start"
+        number = f"{value:.4f}"
+        if key.endswith("accuracy"):
+            number = percent(value)
+        rows[f"validation {label(key)}"] = f"{number} ({where})"
+    return rows
+
+
+def _cost_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of weights trained, traffic and time."""
+    rows = {}
+    edited = summary.get("edited")
+    if edited:
+        rows["weights trained"] = f"{edited['coordinates']:,} of {edited['of']:,}"
+    rows["sent up / down"] = f"{size(summary.get('bytes_up', 0))} / {size(summary.get('bytes_down', 0))}"
+    outside = summary.get("bytes_up_outside_rounds", 0) + summary.get("bytes_down_outside_rounds", 0)
+    if outside:
+        rows["outside the rounds"] = size(outside)
+    rows["time"] = clock(summary.get("seconds", 0))
+    return rows
+
+
+def _personal_rows(personal: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the clients' own accuracies."""
+    rows = {}
+    for prefix, model in (("", "own test images"), ("finetuned_", "after fine-tuning")):
+        if f"{prefix}mean" in personal:
+            mean = percent(personal.get(f"{prefix}mean"))
+            low = percent(personal.get(f"{prefix}min"))
+            high = percent(personal.get(f"{prefix}max"))
+            rows[f"clients, {model}"] = f"{mean} ({low} to {high})"
+    return rows
+
+
+def _print_note(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the note about the delivered model, if there is one."""
     if "note" in summary:
         console.print(summary["note"], style="yellow", highlight=False, markup=False)
 
 
-def _clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None:
-    """One row for each client: its metrics on its own test images; those of single classes are in the report."""
-    keys = dict.fromkeys(key for found in clients.values() for key in found if ":" not in key)
+def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print one row per client: its metrics on its own test images; metrics of single classes are in the report."""
+    keys: dict[str, None] = {}
+    for values in clients.values():
+        for key in values:
+            if ":" not in key:
+                keys[key] = None
     if not keys:
         return
     table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = dict(list(clients.items())[:40])
-    columns = [column([found.get(key) for found in shown.values()]) for key in keys]
+    shown = dict(list(clients.items())[:CLIENTS])
+    columns = [column([values.get(key) for values in shown.values()]) for key in keys]
     for name, *cells in zip(shown, *columns, strict=True):
         table.add_row(escape(name), *cells)
     print_table(console, table)
 
 
 def runs_table(console: Console, infos: Sequence[RunInfo]) -> None:
-    """The table of `fedgraft list`."""
+    """Print the table of `fedgraft list`."""
     heads = ("status", "round", "best val", "test", "sent", "time", "run")  # names may be long, so they come last
     table = Table(*heads, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for info in infos:
-        done = NONE if info.round is None else str(info.round)
-        costs = size(info.bytes) if info.bytes else NONE, clock(info.seconds) if info.seconds else NONE
-        table.add_row(info.status, done, percent(info.best), percent(info.test), *costs, escape(str(info.path)))
+        rounds = NONE
+        sent = NONE
+        seconds = NONE
+        if info.round is not None:
+            rounds = str(info.round)
+        if info.bytes:
+            sent = size(info.bytes)
+        if info.seconds:
+            seconds = clock(info.seconds)
+        name = escape(str(info.path))
+        table.add_row(info.status, rounds, percent(info.best), percent(info.test), sent, seconds, name)
     print_table(console, table)
 
 
 def class_table(console: Console, classes: Sequence[str], metrics: Mapping[str, Any]) -> None:
-    """Metrics of each class: how many images, how many are found (with an interval), F1 and AUROC."""
+    """Print the metrics of each class: number of images, sensitivity with its interval, F1 and AUROC."""
     heads = ("class", "images", "sensitivity", "95 % interval", "F1", "AUROC")
     table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in classes:
-        found, f1, auroc = (metrics.get(f"{key}:{name}") for key in ("sensitivity", "f1", "auroc"))
-        cells = [NONE, NONE]
-        if found is not None:
-            cells = [percent(found.value, 1), f"{percent(found.low, 1)} to {percent(found.high, 1)}"]
-        rest = (NONE if one is None else f"{one.value:.3f}" for one in (f1, auroc))
-        table.add_row(escape(name), str(0 if found is None else found.n), *cells, *rest)
+        sensitivity = metrics.get(f"sensitivity:{name}")
+        cells = ["0", NONE, NONE]
+        if sensitivity is not None:
+            interval = f"{percent(sensitivity.low, 1)} to {percent(sensitivity.high, 1)}"
+            cells = [str(sensitivity.n), percent(sensitivity.value, 1), interval]
+        for key in ("f1", "auroc"):
+            value = metrics.get(f"{key}:{name}")
+            if value is None:
+                cells.append(NONE)
+            else:
+                cells.append(f"{value.value:.3f}")
+        table.add_row(escape(name), *cells)
     print_table(console, table)
 
 
 def path_line(console: Console, folder: Path, report: bool = True) -> None:
-    """Where to look next."""
+    """Print the paths of the run folder and its report."""
     console.print(f"run folder  {folder}", highlight=False, soft_wrap=True, markup=False)
     if report and (folder / "report.html").exists():
         console.print(f"report      {folder / 'report.html'}", highlight=False, soft_wrap=True, markup=False)
 
 
 def next_lines(console: Console, folder: Path) -> None:
-    """Three things to do with a finished run, as this terminal would take them."""
+    """Print three commands for a finished run, as they work in this terminal."""
     console.print("next:", highlight=False)
-    for words in (f"show {folder}", f"predict {folder} IMAGES", f"export {folder} adapted"):
-        console.print(f"  {command()} {words}", highlight=False, soft_wrap=True, markup=False)
+    for arguments in (f"show {folder}", f"predict {folder} IMAGES", f"export {folder} adapted"):
+        console.print(f"  {command()} {arguments}", highlight=False, soft_wrap=True, markup=False)
 
 
 def command() -> str:
-    """How `fedgraft` is started here: by its name, or by its path where the environment is not active."""
+    """Return how `fedgraft` is started here: by its name, or by its path if the environment is not active."""
     started = Path(sys.argv[0])
-    found = shutil.which("fedgraft")
-    by_path = started.name == "fedgraft" and started.is_file() and (not found or not started.samefile(found))
-    return str(started) if by_path else "fedgraft"
+    if started.name != "fedgraft" or not started.is_file():
+        return "fedgraft"
+    on_path = shutil.which("fedgraft")
+    if on_path and started.samefile(on_path):
+        return "fedgraft"
+    return str(started)
 
 
 def print_table(console: Console, table: Table) -> None:
-    """A table as wide as its texts, however narrow the terminal: what must be copied is never cut."""
-    for one in table.columns:
-        one.no_wrap = True
-    wide = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    table.width = wide if wide > console.width else None
-    for segments in console.render_lines(table, console.options.update(max_width=max(wide, console.width)), pad=False):
-        line = Text.assemble(*((one.text, one.style or "") for one in segments))
+    """Print a table as wide as its texts, however narrow the terminal: text to be copied is never cut."""
+    for table_column in table.columns:
+        table_column.no_wrap = True
+    width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    table.width = None
+    if width > console.width:
+        table.width = width
+    options = console.options.update(max_width=max(width, console.width))
+    for segments in console.render_lines(table, options, pad=False):
+        line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()  # blanks beyond the edge would be lines of their own
         if not line.plain.strip("─ "):
             line.truncate(console.width)

@@ -1,7 +1,7 @@
 """Figures for papers, from plain data to a PNG, SVG or PDF file: curves, bars, heat maps, cost against gain.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart. The same data gives the same bytes, and
-matplotlib's global settings stay as they were. Charts of the HTML report are drawn by the page itself (`charts`).
+Colours are those of Okabe and Ito, which colour-blind readers can distinguish. The same data gives the same bytes, and
+matplotlib's global settings stay unchanged. Charts of the HTML report are drawn by the page itself (`charts`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Series = Mapping[str, Sequence[Any]]
 """`{label: (x, y)}` or `{label: (x, y, spread)}`; spread is drawn as a band of plus and minus that much."""
 Levels = Mapping[str, float] | None
-"""Heights that are drawn across the whole figure, by name."""
+"""Reference heights that are drawn across the whole figure, by name."""
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # yellow vanishes on white
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -62,64 +62,91 @@ _UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"Creati
 def curves(
     path: Path | str, series: Series, *, xlabel: str = "", ylabel: str = "", title: str = "", levels: Levels = None
 ) -> Path:
-    """Lines with a band for the spread, named beside the axes in the order in which they end."""
+    """Draw lines with a band for the spread; the legend has the order in which they end. Return the path."""
     with canvas(path, title) as figure:
         axes = figure.add_subplot()
         _draw_levels(axes, levels)
         handles = plot_lines(axes, series, dict(zip(series, looks(), strict=False)))
         dress(axes, xlabel, ylabel)
         if len(series) > 1:
-            ends = {name: line.get_ydata()[-1:] for name, line in handles.items()}
-            names = sorted(handles, key=lambda name: -float(ends[name][0]) if len(ends[name]) else math.inf)
+            names = sorted(handles, key=lambda name: _last_height(handles[name]))
             figure.legend([handles[name] for name in names], map(plain_text, names), loc="outside right center")
     return Path(path)
+
+
+def _last_height(line: Any) -> float:
+    """Return the sort key of a line in the legend: the highest end first, empty lines last."""
+    heights = line.get_ydata()
+    if not len(heights):
+        return math.inf
+    return -float(heights[-1])
 
 
 def bars(
     path: Path | str, groups: Mapping[str, Mapping[str, Any]], *, xlabel: str = "", ylabel: str = "", title: str = ""
 ) -> Path:
-    """Bars with error bars: `{series: {category: value or (value, error)}}`; one series needs no legend."""
+    """Draw bars with error bars, `{series: {category: value or (value, error)}}`, and return the path."""
     need(groups, "bars")
-    categories = list(dict.fromkeys(category for group in groups.values() for category in group))
+    names: dict[str, None] = {}
+    for group in groups.values():
+        names |= dict.fromkeys(group)
+    categories = list(names)
     width = 0.8 / len(groups)
-    crowded = len(categories) > 6 or max(len(c) for c in categories) * len(categories) > 60
+    crowded = len(categories) > 6 or max(map(len, categories)) * len(categories) > 60
     with canvas(path, title, (max(5.0, 1.6 + 0.9 * len(categories) ** 0.9), 4.2)) as figure:
         axes = figure.add_subplot()
         for i, (name, group) in enumerate(groups.items()):
-            values, errors = zip(*(_pair(group.get(category)) for category in categories), strict=True)
-            at = np.arange(len(categories)) + (i - (len(groups) - 1) / 2) * width
-            style: dict[str, Any] = {"color": PALETTE[i % len(PALETTE)], "label": plain_text(name), "capsize": 3}
-            bound: dict[str, Any] = {
-                "yerr": errors if any(errors) else None,
-                "error_kw": {"ecolor": INK, "elinewidth": 1.2},
-            }
-            drawn = axes.bar(at, values, width * 0.92, **style, **bound)
+            pairs = [_pair(group.get(category)) for category in categories]
+            values = [value for value, _ in pairs]
+            errors: list[float] | None = [error for _, error in pairs]
+            if not any(errors or ()):
+                errors = None
+            drawn = axes.bar(
+                np.arange(len(categories)) + (i - (len(groups) - 1) / 2) * width,
+                values,
+                width * 0.92,
+                color=PALETTE[i % len(PALETTE)],
+                label=plain_text(name),
+                capsize=3,
+                yerr=errors,
+                error_kw={"ecolor": INK, "elinewidth": 1.2},
+            )
             if len(categories) * len(groups) <= 12:
                 axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=9)
-        turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
-        axes.set_xticks(range(len(categories)), [plain_text(c) for c in categories], **turned)
+        turned: dict[str, Any] = {}
+        if crowded:
+            turned = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(categories)), [plain_text(category) for category in categories], **turned)
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)
         dress(axes, xlabel, ylabel)
         if len(groups) > 1:
-            columns = 2 if figure.get_figwidth() < 8 else 4
+            columns = 4
+            if figure.get_figwidth() < 8:
+                columns = 2
             figure.legend(loc="outside lower center", ncols=min(columns, len(groups)))
     return Path(path)
 
 
 def heatmaps(path: Path | str, matrices: Mapping[str, Any], *, title: str = "", **texts: Any) -> Path:
-    """Matrices side by side on one colour scale; texts: `xlabel`, `ylabel`, `scale` and `labels`, rows then columns."""
+    """Draw matrices side by side on one colour scale and return the path.
+
+    `texts` are `xlabel`, `ylabel`, `scale` (the label of the colour bar) and `labels` (of rows, of columns).
+    """
     need(matrices, "matrices")
-    grids = {name: np.atleast_2d(np.asarray(matrix, dtype=float)) for name, matrix in matrices.items()}
+    grids = {}
+    for name, matrix in matrices.items():
+        grids[name] = np.atleast_2d(np.asarray(matrix, dtype=float))
     rows, columns = next(iter(grids.values())).shape
-    each, tall = (float(np.clip(0.32 * count, least, 8.0)) for count, least in ((columns, 3.2), (rows, 2.6)))
-    with canvas(path, title, (each * len(grids) + 1.6, tall + 1.1)) as figure:
-        _paint(figure, grids, **texts)
+    panel_width = float(np.clip(0.32 * columns, 3.2, 8.0))
+    panel_height = float(np.clip(0.32 * rows, 2.6, 8.0))
+    with canvas(path, title, (panel_width * len(grids) + 1.6, panel_height + 1.1)) as figure:
+        _draw_heatmaps(figure, grids, **texts)
     return Path(path)
 
 
 def heatmap(path: Path | str, matrix: Any, **options: Any) -> Path:
-    """One matrix in colours; the options are those of `heatmaps`."""
+    """Draw one matrix and return the path; the options are those of `heatmaps`."""
     return heatmaps(path, {"": matrix}, **options)
 
 
@@ -132,16 +159,22 @@ def scatter_front(
     title: str = "",
     levels: Levels = None,
 ) -> Path:
-    """Cost against gain, cost on a logarithmic axis, with the points nothing else beats joined by a line."""
+    """Draw gain over cost on a logarithmic axis, with the Pareto front as a line, and return the path."""
     need(points, "points")
     front = pareto(points)
     with canvas(path, title) as figure:
         axes = figure.add_subplot()
         _draw_levels(axes, levels)
-        axes.step([points[n][0] for n in front], [points[n][1] for n in front], where="post", color="#AAAAAA", zorder=1)
+        front_costs = [points[name][0] for name in front]
+        front_gains = [points[name][1] for name in front]
+        axes.step(front_costs, front_gains, where="post", color="#AAAAAA", zorder=1)
         for name, (cost, gain) in points.items():
-            best = name in front
-            axes.plot(cost, gain, "o", markersize=8, color=PALETTE[1 if best else 0], alpha=1 if best else 0.55)
+            colour = PALETTE[0]
+            alpha = 0.55
+            if name in front:
+                colour = PALETTE[1]
+                alpha = 1
+            axes.plot(cost, gain, "o", markersize=8, color=colour, alpha=alpha)
         if all(cost > 0 for cost, _ in points.values()):
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.5g}")
@@ -153,19 +186,20 @@ def scatter_front(
 
 
 def _draw_levels(axes: Axes, levels: Levels) -> None:
+    """Draw named heights across the axes."""
     for dashes, (name, height) in zip(itertools.cycle(DASHES[1:]), (levels or {}).items()):
         axes.axhline(height, color="#888888", linestyle=dashes, linewidth=1.2, zorder=0)
-        at = axes.get_yaxis_transform()
-        axes.text(0.01, height, plain_text(name), transform=at, fontsize=8, color="#666666", va="bottom")
+        transform = axes.get_yaxis_transform()
+        axes.text(0.01, height, plain_text(name), transform=transform, fontsize=8, color="#666666", va="bottom")
 
 
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Names of the points that no other beats in both cost (smaller) and gain (larger), cheapest first.
+    """Return the points that no other beats in both cost (smaller) and gain (larger), cheapest first.
 
-    Costs within a percent count as the same: a few bytes less are no reason to take the worse.
+    Costs within a percent count as equal: a few bytes less are no reason to take the worse.
     """
     front: list[str] = []
-    for name in sorted(points, key=lambda n: (points[n][0], -points[n][1])):
+    for name in sorted(points, key=lambda point: (points[point][0], -points[point][1])):
         if front and points[name][1] <= points[front[-1]][1]:
             continue
         while front and points[name][0] <= 1.01 * points[front[-1]][0]:
@@ -176,10 +210,15 @@ def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 @contextlib.contextmanager
 def canvas(path: Path | str, title: str = "", size: tuple[float, float] = (7.0, 4.2)) -> Iterator[Figure]:
-    """A figure that is written to `path` at the end, as PNG, SVG or PDF by suffix."""
+    """Yield a figure that is written to `path` at the end, as PNG, SVG or PDF by suffix."""
     path = Path(path)
     if path.suffix not in _UNDATED:
-        raise FedgraftError(f"a figure cannot be written as {path.name!r}; end its name in .png, .svg or .pdf.")
+        raise FedgraftError(
+            "E-REPORT-FIGURE-SUFFIX",
+            f"a figure cannot be written as {path.name!r}",
+            "end its name in .png, .svg or .pdf",
+            path=str(path),
+        )
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -193,37 +232,52 @@ def canvas(path: Path | str, title: str = "", size: tuple[float, float] = (7.0, 
 
 
 def plain_text(label: object) -> str:
-    """A label as written: a dollar sign in a name is no formula."""
+    """Return a label in which a dollar sign does not begin a formula."""
     return str(label).replace("$", r"\$")
 
 
 def looks() -> Iterator[tuple[str, str, str]]:
-    """Colour, dash and marker for one series after another."""
+    """Yield colour, dash and marker for one series after another."""
     for dash in itertools.cycle(DASHES):
         for colour, marker in zip(PALETTE, MARKERS, strict=True):
             yield colour, dash, marker
 
 
 def plot_lines(axes: Axes, series: Series, styles: Mapping[str, tuple[str, str, str]]) -> dict[str, Any]:
-    """Draw the lines; words on the x axis keep the order in which they first appear."""
+    """Draw the lines and return them by label; texts on the x axis keep the order in which they first appear."""
     need(series, "series")
-    every = [x for s in series.values() for x in s[0]]
-    # One word among numbers makes all of them names, as in 1, 5, 10, 50, IID.
-    names = list(dict.fromkeys(map(str, every))) if any(isinstance(x, str) for x in every) else []
+    all_x: list[Any] = []
+    for values in series.values():
+        all_x += values[0]
+    names: list[str] = []
+    # One text among numbers makes all of them names, as in 1, 5, 10, 50, IID.
+    if any(isinstance(x, str) for x in all_x):
+        names = list(dict.fromkeys(map(str, all_x)))
     if names:
         axes.set_xticks(range(len(names)), [plain_text(name) for name in names])
     handles = {}
     for label, (xs, ys, *rest) in series.items():
-        x, y = np.array([names.index(str(v)) if names else v for v in xs], dtype=float), _numbers(ys)
+        if names:
+            xs = [names.index(str(x)) for x in xs]
+        x = np.array(list(xs), dtype=float)
+        y = _numbers(ys)
         if len(x) != len(y):
-            raise FedgraftError(f"the series {label!r} has {len(x)} x values and {len(y)} y values; they must pair up.")
+            raise FedgraftError(
+                "E-REPORT-SERIES-LENGTH",
+                f"the series {label!r} has {len(x)} x values and {len(y)} y values",
+                "pass as many of each",
+                series=label,
+            )
         colour, dash, marker = styles[label]
-        seen = np.isfinite(y)  # rounds without an evaluation leave no gap in the line
-        mark = marker if seen.sum() <= 15 else ""
-        handles[label] = axes.plot(x[seen], y[seen], dash, color=colour, marker=mark, lw=1.8, ms=5)[0]
+        present = np.isfinite(y)  # rounds without an evaluation leave no gap in the line
+        if present.sum() > 15:
+            marker = ""
+        handles[label] = axes.plot(x[present], y[present], dash, color=colour, marker=marker, lw=1.8, ms=5)[0]
         if rest and rest[0] is not None:
-            band = _numbers(rest[0])[seen]
-            axes.fill_between(x[seen], y[seen] - band, y[seen] + band, color=colour, alpha=0.18, linewidth=0)
+            band = _numbers(rest[0])[present]
+            low = y[present] - band
+            high = y[present] + band
+            axes.fill_between(x[present], low, high, color=colour, alpha=0.18, linewidth=0)
     return handles
 
 
@@ -238,12 +292,12 @@ def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
 
 
 def need(data: Any, what: str) -> None:
-    """Refuse to draw nothing."""
+    """Refuse to draw without data."""
     if not len(data):
-        raise FedgraftError(f"there is nothing to draw: no {what} were given.")
+        raise FedgraftError("E-REPORT-NOTHING-TO-DRAW", f"there are no {what} to draw", "pass at least one")
 
 
-def _paint(
+def _draw_heatmaps(
     figure: Figure,
     grids: Mapping[str, np.ndarray],
     xlabel: str = "",
@@ -251,14 +305,21 @@ def _paint(
     scale: str = "",
     labels: tuple[Sequence[object], Sequence[object]] | None = None,
 ) -> None:
-    """Every matrix in its panel, numbers in the cells where they fit, and one colour bar."""
+    """Draw every matrix in its panel, numbers in the cells if they fit, and one colour bar."""
     finite = np.concatenate([grid[np.isfinite(grid)].ravel() for grid in grids.values()])
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    low = 0.0
+    high = 1.0
+    if finite.size:
+        low = float(finite.min())
+        high = float(finite.max())
     image = None
-    for at, (name, grid) in enumerate(grids.items(), 1):
-        axes = figure.add_subplot(1, len(grids), at)
+    for panel, (name, grid) in enumerate(grids.items(), 1):
+        axes = figure.add_subplot(1, len(grids), panel)
         image = axes.imshow(grid, cmap="YlGnBu", vmin=low, vmax=high, aspect="auto", interpolation="nearest")
-        dress(axes, xlabel, ylabel if at == 1 else "", name)
+        if panel == 1:
+            dress(axes, xlabel, ylabel, name)
+        else:
+            dress(axes, xlabel, "", name)
         axes.grid(visible=False)
         if labels:
             _name_cells(axes, labels)
@@ -269,52 +330,81 @@ def _paint(
 
 
 def _name_cells(axes: Axes, labels: tuple[Sequence[object], Sequence[object]]) -> None:
-    rows, columns = ([plain_text(name) for name in names] for names in labels)
-    steps = [max(1, -(-len(names) // 30)) for names in (rows, columns)]  # at most thirty names per side
-    axes.set_yticks(range(0, len(rows), steps[0]), rows[:: steps[0]])
-    turned = max(map(len, columns), default=0) > 3
-    axes.set_xticks(range(0, len(columns), steps[1]), columns[:: steps[1]], rotation=90 if turned else 0)
+    """Name rows and columns, with at most thirty names per side."""
+    rows = [plain_text(name) for name in labels[0]]
+    columns = [plain_text(name) for name in labels[1]]
+    row_step = max(1, -(-len(rows) // 30))
+    column_step = max(1, -(-len(columns) // 30))
+    rotation = 0
+    if max(map(len, columns), default=0) > 3:
+        rotation = 90
+    axes.set_yticks(range(0, len(rows), row_step), rows[::row_step])
+    axes.set_xticks(range(0, len(columns), column_step), columns[::column_step], rotation=rotation)
 
 
 def _number_cells(axes: Axes, grid: np.ndarray, middle: float) -> None:
+    """Write each cell's number, in white above `middle`."""
     for (row, column), value in np.ndenumerate(grid):
         if np.isfinite(value):
-            text = f"{value:.0f}" if float(value).is_integer() else f"{value:.2f}"
-            ink = "white" if value > middle else INK
+            text = f"{value:.2f}"
+            if float(value).is_integer():
+                text = f"{value:.0f}"
+            ink = INK
+            if value > middle:
+                ink = "white"
             axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink)
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:
+    """Return the values as floats, NaN for None."""
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
 
 def _pair(value: Any) -> tuple[float, float]:
-    """Value and error of a bar; a missing bar is a gap."""
-    number, error = value if isinstance(value, Sequence) else (value, 0.0)
-    return float("nan") if number is None else float(number), float(error or 0.0)
+    """Return value and error of a bar; NaN, which is a gap, for a missing one."""
+    number = value
+    error = 0.0
+    if isinstance(value, Sequence):
+        number, error = value
+    if number is None:
+        number = math.nan
+    return float(number), float(error or 0.0)
 
 
+_CORNERS = (((7, 5), "left"), ((7, -12), "left"), ((-7, 5), "right"), ((-7, -12), "right"))
+"""Offsets and alignments of a point's name, in the order in which they are tried."""
 CROWD = 12
-"""Points from which on a scatter does not name those that lie on top of each other."""
+"""With more points than this, a scatter does not name points whose names would overlap."""
 
 
 def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]], bold: Sequence[str]) -> None:
-    """Put each name beside its point, at the first of four corners where it covers no point and no earlier name.
+    """Write each name beside its point, at the first of four corners where it covers no point and no earlier name.
 
-    In a crowd a name without such a corner is left out, the bold ones never: letters on letters name nothing.
+    With many points, a name without such a corner is left out, unless it is in `bold`.
     """
     from matplotlib.transforms import Bbox
 
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in axes.transData.transform(list(points.values()))]
     for name, point in points.items():
-        weight = "bold" if name in bold else "normal"
-        crowded = len(points) > CROWD and name not in bold
-        for dx, dy in ((7, 5), (7, -12), (-7, 5), (-7, -12)):
-            look: dict[str, Any] = {"fontsize": 9, "fontweight": weight, "ha": "left" if dx > 0 else "right"}
-            text = axes.annotate(plain_text(name), point, (dx, dy), textcoords="offset points", **look)
+        weight = "normal"
+        may_be_left_out = len(points) > CROWD
+        if name in bold:
+            weight = "bold"
+            may_be_left_out = False
+        for offset, align in _CORNERS:
+            text = axes.annotate(
+                plain_text(name),
+                point,
+                offset,
+                textcoords="offset points",
+                fontsize=9,
+                fontweight=weight,
+                ha=align,
+            )
             box = text.get_window_extent()
             free = not any(box.overlaps(other) for other in taken)
-            if free or ((dx, dy) == (-7, -12) and not crowded):
+            is_last_corner = (offset, align) == _CORNERS[-1]
+            if free or (is_last_corner and not may_be_left_out):
                 taken.append(box)
                 break
             text.remove()

@@ -1,7 +1,7 @@
-"""The parts of a page that needs nothing else: its frame, tables, pictures, numbers as CSV.
+"""Parts of a self-contained HTML page: frame, tables, pictures, numbers as CSV.
 
 Numbers and texts are escaped when the page is written; the charts read a JSON block and only ever set text. The
-page's own policy forbids every request and every script but the one it came with, which it names by its hash.
+page's content security policy forbids every request and every script but its own, which it names by its hash.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from fedgraft.core.files import plain, write_atomic
 from fedgraft.report.values import NONE, show
 
 PICTURES = {".png": "image/png", ".svg": "image/svg+xml"}
+"""Media types of pictures by suffix."""
 _CLIENT_FIELDS = ("loss", "norm", "drift", "cosine", "weight")
 Rows = Sequence[Mapping[str, Any]]
 
 
 def write_tables(path: Path | str, title: str, tables: Mapping[str, Rows], notes: Sequence[str] = ()) -> Path:
-    """Write a page of tables, each a list of rows under a heading, with all numbers as one CSV file, notes first."""
-    text = rows_csv([{"table": name, **row} for name, rows in tables.items() for row in rows])
-    parts = [
-        *(f"<p>{safe(note)}</p>" for note in notes),
-        *(section(name, grid(rows)) for name, rows in tables.items()),
-    ]
-    return write_page(path, title, header(title, "finished", f"{Path(path).stem}.csv", text), parts, [])
+    """Write a page of notes and tables, each a list of rows under a heading, with all numbers as one CSV file."""
+    parts = [f"<p>{safe(note)}</p>" for note in notes]
+    csv_rows = []
+    for name, rows in tables.items():
+        parts.append(section(name, grid(rows)))
+        for row in rows:
+            csv_rows.append({"table": name, **row})
+    top = header(title, "finished", f"{Path(path).stem}.csv", rows_csv(csv_rows))
+    return write_page(path, title, top, parts, [])
 
 
 def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], charts: Sequence[Any]) -> Path:
-    """Write a page of these parts under this header; charts are drawn where `CHARTS` (or `charts_at`) stands."""
+    """Write a page of these parts under the header `top`; charts are drawn in `CHARTS` and `charts_at`."""
     template = importlib.resources.files("fedgraft.report").joinpath("template.html").read_text("utf-8")
     script = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    # Inside a script element only `<` could end it; JSON can say the same character without it.
+    # Only `<` could end a script element; JSON can escape it.
     block = json.dumps(plain({"charts": charts}), separators=(",", ":"))
     block = block.replace("<", "\\u003c").replace("&", "\\u0026")
     body = "\n".join([top, "<main>", *filter(None, parts), "</main>"])
     filled = {"POLICY": policy, "TITLE": html.escape(title), "BODY": body, "DATA": block}
-    # One pass, so that a mark inside a run's own texts is not filled in again.
-    page = re.sub(r"@@(POLICY|TITLE|BODY|DATA)@@", lambda mark: filled[mark[1]], template)
+    # One pass, so that a placeholder inside a run's own texts is not replaced.
+    page = re.sub(r"@@(POLICY|TITLE|BODY|DATA)@@", lambda placeholder: filled[placeholder[1]], template)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, [page.encode()])
@@ -56,23 +59,25 @@ def write_page(path: Path | str, title: str, top: str, parts: Sequence[str], cha
 
 
 def header(title: str, status: str, name: str, numbers: str, about: str = "") -> str:
-    """Title, a line about it, status, the numbers as a CSV file of this name, and the choice of colours."""
+    """Return the top of a page: title, description, status, a link to the numbers as CSV, and the theme button."""
     data = base64.b64encode(numbers.encode()).decode()
     link = f'<a class="button" download="{html.escape(name)}" href="data:text/csv;base64,{data}">Numbers as CSV</a>'
     badge = f'<span class="badge {safe(status.split()[0])}">{safe(status)}</span>'
-    line = f'<p class="note">{safe(about)}</p>' if about else ""
+    description = ""
+    if about:
+        description = f'<p class="note">{safe(about)}</p>'
     theme = '<button type="button" id="theme">Dark / light</button>'
-    return f"<header><h1>{safe(title)}</h1>{badge}{link}{theme}{line}</header>"
+    return f"<header><h1>{safe(title)}</h1>{badge}{link}{theme}{description}</header>"
 
 
 def safe(text: object) -> str:
-    """Text that is only text, with every number on the line of its unit, and two that belong together on one line."""
+    """Return escaped text, with non-breaking spaces between a number and its unit and around `to` and `of`."""
     together = re.sub(r"(?<=[\d%]) (to|of) (?=\d)", r"&nbsp;\1&nbsp;", html.escape(str(text)))
     return re.sub(r"(?<=\d) (?=(%|[kMG]?B|s|min|h)(?!\w))", "&nbsp;", together)
 
 
 def charts_at(place: str) -> str:
-    """Where the charts of this name are drawn."""
+    """Return the element in which the charts of this place are drawn."""
     return f'<div class="charts" id="{place}"></div>'
 
 
@@ -80,97 +85,124 @@ CHARTS = charts_at("charts")
 
 
 def section(title: str, content: str) -> str:
-    """A titled part of the page; without content there is none."""
-    return f"<section><h2>{safe(title)}</h2>{content}</section>" if content else ""
+    """Return a titled section; empty without content."""
+    if not content:
+        return ""
+    return f"<section><h2>{safe(title)}</h2>{content}</section>"
 
 
 def folded(title: str, content: str) -> str:
-    """A part that opens when asked for."""
-    return f"<details><summary>{safe(title)}</summary>{content}</details>" if content else ""
+    """Return a section that is folded at first; empty without content."""
+    if not content:
+        return ""
+    return f"<details><summary>{safe(title)}</summary>{content}</details>"
 
 
 def preformatted(text: str) -> str:
-    """Text as it is written, such as a config."""
-    return f"<pre>{html.escape(text)}</pre>" if text else ""
+    """Return preformatted text, such as a config; empty without text."""
+    if not text:
+        return ""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def notices(texts: Sequence[str]) -> str:
-    """What a reader must know first."""
+    """Return texts as highlighted notices."""
     return "".join(f'<p class="notice">{safe(text)}</p>' for text in texts)
 
 
 def facts(values: Mapping[str, str]) -> str:
-    """A table of two columns: what, and its value."""
-    rows = (f'<tr><th scope="row">{safe(k)}</th>{_cell(v, "")}</tr>' for k, v in values.items())
-    return f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>' if values else ""
+    """Return a table of two columns, name and value; empty without values."""
+    if not values:
+        return ""
+    rows = "".join(f'<tr><th scope="row">{safe(name)}</th>{_cell(value, "")}</tr>' for name, value in values.items())
+    return f'<div class="scroll"><table class="facts">{rows}</table></div>'
 
 
 def grid(rows: Rows) -> str:
-    """A table with the first row's keys as its head; columns of numbers stand to the right, but for the first."""
+    """Return a table with the first row's keys as its head; columns of numbers, except the first, are right-aligned."""
     if not rows:
         return ""
-    named = list(rows[0])[1:]  # what the first column has are names, even where they are numbers
-    numeric = {key for key in named if not any(isinstance(row[key], str) and _words(row[key]) for row in rows)}
-    mark = {key: ' class="number"' if key in numeric else "" for key in rows[0]}
-    head = "".join(f'<th scope="col"{mark[key]}>{safe(key)}</th>' for key in rows[0])
-    lines = ("".join(_cell(show(key, v), mark[key]) for key, v in row.items()) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    first_column = next(iter(rows[0]))  # it has names, even if they are numbers
+    attributes = {}
+    for key in rows[0]:
+        attributes[key] = ""
+        if key != first_column and not any(_is_text(row[key]) for row in rows):
+            attributes[key] = ' class="number"'
+    head = "".join(f'<th scope="col"{attributes[key]}>{safe(key)}</th>' for key in rows[0])
+    body = ""
+    for row in rows:
+        cells = [_cell(show(key, value), attributes[key]) for key, value in row.items()]
+        body += f"<tr>{''.join(cells)}</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _words(text: str) -> bool:
-    """Whether a text is more than a number already written down, or none."""
-    return text != NONE and not re.fullmatch(r"-?\d+(\.\d*)?(e[+-]\d+)?", text)
+def _is_text(value: object) -> bool:
+    """Return whether a value is a text and not a formatted number or a dash."""
+    if not isinstance(value, str) or value == NONE:
+        return False
+    return re.fullmatch(r"-?\d+(\.\d*)?(e[+-]\d+)?", value) is None
 
 
-def _cell(text: str, mark: str) -> str:
-    """A cell; only longer text may be broken into lines."""
-    long = ' class="text"' if len(text) > 44 else ""
-    return f"<td{mark or long}>{safe(text)}</td>"
+def _cell(text: str, attribute: str) -> str:
+    """Return a cell; only longer text may be broken into lines."""
+    if not attribute and len(text) > 44:
+        attribute = ' class="text"'
+    return f"<td{attribute}>{safe(text)}</td>"
 
 
 def picture(file: Path, caption: str = "") -> str:
-    """A file as part of the page."""
+    """Return a picture embedded in the page."""
     data = base64.b64encode(file.read_bytes()).decode()
     name = safe(caption or file.stem.replace("_", " "))
     return f'<p><img alt="{name}" src="data:{PICTURES[file.suffix]};base64,{data}"></p>'
 
 
 def metrics_csv(lines: Rows) -> str:
-    """All rounds as CSV: one row per round, nested numbers as `seconds.exchange`, clients as their mean."""
+    """Return all rounds as CSV: one row per round, nested numbers as `seconds.exchange`, clients as their mean."""
     return rows_csv([csv_row(line) for line in lines])
 
 
 def csv_row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """One round as flat columns."""
+    """Return one round as flat columns."""
     row: dict[str, Any] = {}
     for key, value in line.items():
         if key == "clients":
             for field in _CLIENT_FIELDS:
-                known = [v for v in value.get(field) or [] if v is not None]
-                row[f"clients.{field}.mean"] = sum(known) / len(known) if known else None
+                numbers = [number for number in value.get(field) or [] if number is not None]
+                row[f"clients.{field}.mean"] = None
+                if numbers:
+                    row[f"clients.{field}.mean"] = sum(numbers) / len(numbers)
         elif key == "dropped":
             row[key] = len(value)
         elif isinstance(value, Mapping):
-            row |= {f"{key}.{name}": item for name, item in value.items()}
+            for name, item in value.items():
+                row[f"{key}.{name}"] = item
         else:
             row[key] = value
     return row
 
 
 def flatten(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A nested mapping as `outer.inner` keys; lists stay as they are."""
+    """Return a nested mapping with `outer.inner` keys; lists stay unchanged."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
-        name = f"{above}.{key}" if above else str(key)
-        flat |= flatten(item, name) if isinstance(item, Mapping) else {name: item}
+        name = str(key)
+        if above:
+            name = f"{above}.{key}"
+        if isinstance(item, Mapping):
+            flat |= flatten(item, name)
+        else:
+            flat[name] = item
     return flat
 
 
 def rows_csv(rows: Rows) -> str:
-    """Rows as CSV, with every column that any of them has."""
+    """Return rows as CSV, with every column that any of them has."""
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

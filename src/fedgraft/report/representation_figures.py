@@ -1,7 +1,7 @@
-"""What a run leaves to see of representations: alignment by client and layer, and the mixing matrices of a few rounds.
+"""Representations in a run's report: alignment by client and layer, and the mixing matrices of a few rounds.
 
-Alignment stands in every line of metrics.jsonl (FedAlignAvg with scores of the clients); matrices of mixing (FedSHIBU)
-are kept as small files in the folder of figures.
+Alignment is in every line of metrics.jsonl (FedAlignAvg with scores of the clients); mixing matrices (FedSHIBU) are
+stored as small files in the folder of figures.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ if TYPE_CHECKING:  # a page that shows no matrix needs no torch
 
     from fedgraft.server.round import RoundSummary
 
-_MOST_CLIENTS = 200  # a larger matrix is a picture of nothing
+_FULL_MATRIX = 200  # clients up to which a cohort's matrix is embedded in that of all clients
 
 
 def by_client(lines: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """Scores by client and layer, clients in order, each the mean over the rounds the client took part in.
+    """Return scores by client and layer, clients in order, each the mean over the rounds the client took part in.
 
-    The last round alone would say nothing where the learning rate ends at zero: every score is then 1.
+    The last round alone would be uninformative if the learning rate ends at zero: every score is then 1.
     """
-    found: dict[int, list[dict[str, float]]] = {}
+    scores: dict[int, list[dict[str, float]]] = {}
     for line in lines:
-        for at, client in enumerate(line["clients"]["ids"]):
-            scores = {layer: values[at] for layer, values in line["alignment"].items()}
-            found.setdefault(client, []).append(scores)
-    return {
-        client: {layer: sum(s[layer] for s in rounds) / len(rounds) for layer in rounds[0]}
-        for client, rounds in sorted(found.items())
-    }
+        for position, client in enumerate(line["clients"]["ids"]):
+            by_layer = {layer: values[position] for layer, values in line["alignment"].items()}
+            scores.setdefault(client, []).append(by_layer)
+    means: dict[int, dict[str, float]] = {}
+    for client, rounds in sorted(scores.items()):
+        means[client] = {}
+        for layer in rounds[0]:
+            means[client][layer] = sum(by_layer[layer] for by_layer in rounds) / len(rounds)
+    return means
 
 
 def shown_rounds(config: Config) -> set[int]:
-    """Rounds (counted from one) whose mixing matrix is kept."""
+    """Return the rounds (counted from one) whose mixing matrix is stored."""
     total = config.rounds.total
     return set(config.track.mixing_rounds) or {1, (total + 1) // 2, total}
 
 
 def keep_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
-    """Store the mixing matrix of a round that is to be shown; a resumed run writes the same bytes again."""
+    """Store the mixing matrix of a round that will be shown; a resumed run writes the same bytes again."""
     number = summary.round + 1
     if "mixing" not in summary.extra or number not in shown_rounds(config):
         return
@@ -59,26 +61,34 @@ def keep_mixing(run: Path, config: Config, summary: RoundSummary) -> None:
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, [safetensors.torch.save(tensors)])
     except OSError as error:
-        raise FedgraftError(f"{path} could not be written ({error.strerror}); make room and resume the run.") from error
+        raise FedgraftError(
+            "E-REPORT-WRITE",
+            f"{path} could not be written ({error.strerror})",
+            "make room and resume the run",
+            path=str(path),
+        ) from error
 
 
 def _mixing_file(run: Path, number: int) -> Path:
+    """Return the path of a round's mixing matrix."""
     return run / "figures" / f"crsm-round-{number:06d}.safetensors"
 
 
 def read_mixing(run: Path, clients: int) -> dict[str, Tensor]:
-    """The kept matrices by round. Cohorts differ from round to round, so each is shown among all clients, with gaps."""
-    found = {}
+    """Return the stored matrices by round, each among all clients with NaN for those outside the round's cohort."""
+    matrices = {}
     for path in sorted((run / "figures").glob("crsm-round-*.safetensors")):
         import safetensors.torch
         import torch
 
         tensors = safetensors.torch.load(path.read_bytes())
-        matrix, ids = tensors["mixing"], tensors["clients"]
-        every = max(clients, int(ids.max()) + 1)
-        if every <= _MOST_CLIENTS:
-            full = torch.full((every, every), torch.nan)
+        matrix = tensors["mixing"]
+        ids = tensors["clients"]
+        all_clients = max(clients, int(ids.max()) + 1)
+        if all_clients <= _FULL_MATRIX:
+            full = torch.full((all_clients, all_clients), torch.nan)
             full[ids[:, None], ids[None, :]] = matrix
             matrix = full
-        found[f"round {int(path.stem.rsplit('-', 1)[1])}"] = matrix
-    return found
+        number = int(path.stem.rsplit("-", 1)[1])
+        matrices[f"round {number}"] = matrix
+    return matrices

@@ -1,6 +1,6 @@
-"""The report of one run: the result first, then how it came about, who took part, and everything to repeat it.
+"""The report of one run: the result first, then curves, tables, participants, and everything needed to repeat it.
 
-It reads only the files of the run folder. Metrics by class and client stand in summary.json as
+It reads only the files of the run folder. Metrics by class and client are in summary.json as
 `metrics: {"auroc": {value, low, high, n}, "sensitivity:melanoma": {..., hits, unit}}` and `clients: {name: {...}}`.
 """
 
@@ -21,35 +21,57 @@ from fedgraft.report.run_record import RunRecord, describe
 from fedgraft.report.values import accuracy, clock, epsilon, label, metric, percent, seconds_of, show, size
 
 _SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
+_WARNINGS = 50  # warnings of the log on the page
 Lines = Sequence[Mapping[str, Any]]
 Card = tuple[str, str, str]
-"""What, its number, and what stands behind the number."""
+"""Heading, number, and the evidence for the number."""
 
 
 def write_report(
     run: RunRecord | Path | str, *, partition: Any = None, classes: Sequence[object] = (), clients: Sequence[str] = ()
 ) -> Path:
     """Write a run's `report.html`; `partition` counts images by client and class, named by `clients` and `classes`."""
-    folder = run if isinstance(run, RunRecord) else RunRecord.open(run)
-    lines, summary, config = folder.metrics(), folder.summary(), read_config(folder)
-    info, held = describe(folder, lines), [] if partition is None else plain(partition)
+    if isinstance(run, RunRecord):
+        folder = run
+    else:
+        folder = RunRecord.open(run)
+    lines = folder.metrics()
+    summary = folder.summary()
+    config = read_config(folder)
+    info = describe(folder, lines)
+    held: list[list[int]] = []
+    if partition is not None:
+        held = plain(partition)
+    reasons = []
+    if folder.reason:
+        reasons.append(folder.reason)
+    curves = "<p>No round is finished yet.</p>"
+    details = ""
+    if lines:
+        curves = page.CHARTS
+        details = page.charts_at("more")
+    confusion_title = "Confusion"
+    if summary.get("reliability"):
+        confusion_title = "Confusion and calibration"
+    not_covered = (summary.get("privacy") or {}).get("not_covered", [])
+    final_numbers = {key: value for key, value in summary.items() if key not in _SHOWN}
     top = page.header(info.name, info.status, f"{info.name}.csv", page.metrics_csv(lines), _about(config, summary))
     parts = [
-        page.notices([folder.reason] if folder.reason else []),
+        page.notices(reasons),
         _cards(summary, [*_result(summary, lines), *_costs(summary, config, lines)]),
-        section("Curves", page.CHARTS if lines else "<p>No round is finished yet.</p>"),
+        section("Curves", curves),
         section("On the test images", page.grid(tables.pooled(summary))),
         section("By class (images; 95 % interval)", page.grid(tables.by_class(summary))),
-        section("Confusion and calibration" if summary.get("reliability") else "Confusion", tables.confusion(summary)),
+        section(confusion_title, tables.confusion(summary)),
         section("Clients", tables.clients(summary, lines, held, clients)),
-        section("Who holds what", tables.holdings(held, classes, clients)),
+        section("Data by client", tables.holdings(held, classes, clients)),
         section("Representations", tables.representations(folder.path, lines, len(held))),
-        section("What the protection does not cover", _items((summary.get("privacy") or {}).get("not_covered", []))),
-        section("Clients that were dropped", page.grid(tables.dropped(lines, clients))),
+        section("Not covered by the protection", _items(not_covered)),
+        section("Dropped clients", page.grid(tables.dropped(lines, clients))),
         section("Warnings", _items(_warnings(folder.path / "log.txt"))),
-        section("How the clients trained", page.charts_at("more") if lines else ""),
+        section("Local training", details),
         section("Figures", "".join(_pictures(folder.figures))),
-        page.folded("All final numbers", _facts({k: v for k, v in summary.items() if k not in _SHOWN})),
+        page.folded("All final numbers", _facts(final_numbers)),
         page.folded("Config", page.preformatted(folder.config_text)),
         page.folded("Environment", _facts(_environment(folder))),
     ]
@@ -57,15 +79,18 @@ def write_report(
 
 
 def read_config(folder: RunRecord) -> dict[str, Any]:
-    """The resolved config of a run as plain tables."""
+    """Return the resolved config of a run as plain tables."""
     try:
         return tomllib.loads(folder.config_text)
     except tomllib.TOMLDecodeError as error:
-        raise FedgraftError(f"{folder.path / 'config.toml'} is damaged ({error}); leave this run out.") from error
+        path = folder.path / "config.toml"
+        raise FedgraftError(
+            "E-REPORT-DAMAGED-CONFIG", f"{path} is damaged ({error})", "leave this run out", path=str(path)
+        ) from error
 
 
 def _about(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """One line: algorithm, model, data, who takes part, what is trained."""
+    """Return one line: algorithm, model, data, number of clients, what is trained, seed."""
     get = page.flatten(config).get
     trained = str(get("trainable.kind", "")).replace("last_blocks", f"last {get('trainable.blocks')} blocks")
     clients = (summary.get("data") or {}).get("clients") or get("partition.clients")  # the data may name its owners
@@ -77,89 +102,136 @@ def _about(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         "trains {}": trained.replace("_", " "),
         "seed {}": get("seed"),
     }
-    return " · ".join(text.format(Path(str(part)).name) for text, part in parts.items() if part not in (None, ""))
+    texts = []
+    for template, part in parts.items():
+        if part not in (None, ""):
+            texts.append(template.format(Path(str(part)).name))
+    return " · ".join(texts)
 
 
 def _result(summary: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
-    """The metric that counts, with its interval, how validation came there, and how each client is served."""
-    test, chosen = summary.get("test") or {}, summary.get("select", "accuracy")
-    found = (summary.get("metrics") or {}).get(chosen)
-    if found is None and test.get("accuracy") is not None:
-        chosen, found = "accuracy", accuracy(test["accuracy"], test.get("count"))
-    if found is not None:
-        yield f"Test {label(chosen)}", *metric(found)
-    scores = {line.get("round", 0): line["accuracy"] for line in lines if line.get("accuracy") is not None}
-    best = (summary.get("validation") or {}).get("accuracy", max(scores.values(), default=None))
+    """Yield the cards of the selected test metric, the best validation accuracy, and the clients' own accuracies."""
+    test = summary.get("test") or {}
+    selected = summary.get("select", "accuracy")
+    value = (summary.get("metrics") or {}).get(selected)
+    if value is None and test.get("accuracy") is not None:
+        selected = "accuracy"
+        value = accuracy(test["accuracy"], test.get("count"))
+    if value is not None:
+        number, evidence = metric(value)
+        yield f"Test {label(selected)}", number, evidence
+    accuracies = {}
+    for line in lines:
+        if line.get("accuracy") is not None:
+            accuracies[line.get("round", 0)] = line["accuracy"]
+    best = (summary.get("validation") or {}).get("accuracy", max(accuracies.values(), default=None))
     if best is not None and best >= 0:
-        at = summary.get("best_round", max(scores, key=lambda r: scores[r], default=None))
-        start = f"; {percent(scores[0], 1)} at the start" if 0 in scores and at != 0 else ""
-        yield "Best validation accuracy", percent(best, 1), f"round {at}{start}"
-    own = summary.get("personal") or {}
+        best_round = summary.get("best_round", max(accuracies, key=lambda r: accuracies[r], default=None))
+        where = f"round {best_round}"
+        if 0 in accuracies and best_round != 0:
+            where += f"; {percent(accuracies[0], 1)} at the start"
+        yield "Best validation accuracy", percent(best, 1), where
+    personal = summary.get("personal") or {}
     for prefix, name in (("", "Clients' own test images"), ("finetuned_", "The same, fine-tuned")):
-        if f"{prefix}mean" in own:
-            mean, least, most = (percent(own.get(prefix + key), 1) for key in ("mean", "min", "max"))
-            yield name, mean, f"mean over clients; {least} to {most}"
+        if f"{prefix}mean" in personal:
+            mean = percent(personal.get(f"{prefix}mean"), 1)
+            low = percent(personal.get(f"{prefix}min"), 1)
+            high = percent(personal.get(f"{prefix}max"), 1)
+            yield name, mean, f"mean over clients; {low} to {high}"
 
 
 def _costs(summary: Mapping[str, Any], config: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
-    """What protected the clients, what was sent, what was trained, how long it took."""
+    """Yield the cards of the protection, the traffic, the weights trained, and the time."""
     yield _protection(summary, config.get("privacy") or {})
-    up, down = (summary.get(key, sum(line.get(key) or 0 for line in lines)) for key in ("bytes_up", "bytes_down"))
+    up = summary.get("bytes_up", sum(line.get("bytes_up") or 0 for line in lines))
+    down = summary.get("bytes_down", sum(line.get("bytes_down") or 0 for line in lines))
     if up + down:
         yield "Sent", size(up + down), f"{size(up)} up, {size(down)} down"
-    if edited := summary.get("edited"):
-        part, whole = edited["coordinates"], edited["of"]
-        yield "Weights trained", percent(part / max(1, whole), 1), f"{part:,} of {whole:,}"
+    edited = summary.get("edited")
+    if edited:
+        trained = edited["coordinates"]
+        total = edited["of"]
+        yield "Weights trained", percent(trained / max(1, total), 1), f"{trained:,} of {total:,}"
     if lines:
-        spent = summary.get("seconds") or sum(map(seconds_of, lines))
-        yield "Rounds", str(max(line.get("round", 0) for line in lines)), f"{clock(spent)} in all"
+        seconds = summary.get("seconds") or sum(map(seconds_of, lines))
+        rounds = max(line.get("round", 0) for line in lines)
+        yield "Rounds", str(rounds), f"{clock(seconds)} in total"
 
 
 def _protection(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> Card:
-    """What the server could not see, and what the result gives away, as this run was carried out."""
-    dp, secure = summary.get("privacy"), privacy.get("aggregation") == "secure"
-    hidden = "the server saw sums, no client's update" if secure else "the server saw each client's update"
-    if told := summary.get("protection"):
-        return "Protection", "Insecure", str(told)
+    """Return the card of the protection: what the server could see, and the privacy of the result."""
+    if privacy.get("aggregation") == "secure":
+        aggregation = "Secure aggregation"
+        visible = "the server saw sums, no client's update"
+    else:
+        aggregation = "None"
+        visible = "the server saw each client's update"
+    insecure = summary.get("protection")
+    if insecure:
+        return "Protection", "Insecure", str(insecure)
+    dp = summary.get("privacy")
     if dp:
-        told = f"differential privacy at δ = {dp['delta']:.2g}; {hidden}"
-        return "Protection", f"ε = {epsilon(dp['epsilon'])}", told
-    return "Protection", "Secure aggregation" if secure else "None", hidden
+        guarantee = f"differential privacy at δ = {dp['delta']:.2g}; {visible}"
+        return "Protection", f"ε = {epsilon(dp['epsilon'])}", guarantee
+    return "Protection", aggregation, visible
 
 
 def _cards(summary: Mapping[str, Any], cards: Sequence[Card]) -> str:
-    """The cards in a row, the first of them large where it is the result."""
-    told = ((page.safe(name), page.safe(number), page.safe(behind)) for name, number, behind in cards)
-    found = (f'<div class="card"><span>{a}</span><b>{b}</b><small>{c}</small></div>' for a, b, c in told)
-    return f'<div class="cards{" told" if summary else ""}">{"".join(found)}</div>'
+    """Return the cards in a row, the first of them large if it is the result."""
+    parts = []
+    for name, number, evidence in cards:
+        name = page.safe(name)
+        number = page.safe(number)
+        evidence = page.safe(evidence)
+        parts.append(f'<div class="card"><span>{name}</span><b>{number}</b><small>{evidence}</small></div>')
+    style = "cards"
+    if summary:
+        style = "cards with-result"
+    return f'<div class="{style}">{"".join(parts)}</div>'
 
 
 def _facts(values: Mapping[str, Any]) -> str:
+    """Return nested values as a table of labels and texts."""
     return page.facts({label(key): show(key, value) for key, value in page.flatten(values).items()})
 
 
 def _environment(folder: RunRecord) -> dict[str, Any]:
-    """Where the run began; of later starts only when they were, the log says what had changed."""
-    found = folder.environment()
-    later = [str(start.get("started")) for start in found.pop("resumed", [])]
-    return {**found, "command": " ".join(found.get("command", [])), **({"resumed": later} if later else {})}
+    """Return the environment of the first start, and the times of later ones; the log has what changed between."""
+    environment = folder.environment()
+    later = [str(start.get("started")) for start in environment.pop("resumed", [])]
+    environment["command"] = " ".join(environment.get("command", []))
+    if later:
+        environment["resumed"] = later
+    return environment
 
 
-def _warnings(path: Path, most: int = 50) -> list[str]:
-    """Warnings and errors of the log, each once, the first fifty."""
+def _warnings(path: Path) -> list[str]:
+    """Return the first warnings and errors of the log, each once."""
     if not path.is_file():
         return []
-    split = (line.split(" | ", 2) for line in path.read_text(encoding="utf-8", errors="replace").splitlines())
-    return list(dict.fromkeys(part[2] for part in split if len(part) == 3 and part[1] in ("WARNING", "ERROR")))[:most]
+    messages: dict[str, None] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        parts = line.split(" | ", 2)
+        if len(parts) == 3 and parts[1] in ("WARNING", "ERROR"):
+            messages[parts[2]] = None
+    return list(messages)[:_WARNINGS]
 
 
 def _pictures(folder: Path) -> Iterator[str]:
-    """The run's figures; where one exists in two formats, the PNG."""
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    ordered = sorted(files, key=lambda file: file.suffix == ".png")
-    chosen = {file.stem: file for file in ordered if file.suffix in page.PICTURES}
-    yield from (page.picture(file) for _, file in sorted(chosen.items()))
+    """Yield the run's figures as images; of one in two formats the PNG."""
+    if not folder.is_dir():
+        return
+    chosen: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix in page.PICTURES and (file.suffix == ".png" or file.stem not in chosen):
+            chosen[file.stem] = file
+    for _, file in sorted(chosen.items()):
+        yield page.picture(file)
 
 
 def _items(texts: Sequence[str]) -> str:
-    return f'<ul class="warnings">{"".join(f"<li>{page.safe(text)}</li>" for text in texts)}</ul>' if texts else ""
+    """Return texts as a list; empty without any."""
+    if not texts:
+        return ""
+    items = "".join(f"<li>{page.safe(text)}</li>" for text in texts)
+    return f'<ul class="warnings">{items}</ul>'

@@ -1,7 +1,7 @@
-"""Reading a run folder: what one run left behind, without torch and without writing anything.
+"""Reading a run folder, without torch and without writing anything.
 
-`run.json` says whose folder it is (the config's digest) and how the run stands; `metrics.jsonl` has one JSON object per
-round; `summary.json` holds the final results. Reports, the command line and `RunFolder`, which writes, all read here.
+`run.json` has the config's digest and the status of the run; `metrics.jsonl` has one JSON object per round;
+`summary.json` holds the final results. Reports, the command line and `RunFolder`, which writes, all read here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, Self
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import is_locked, read_metrics
 from fedgraft.core.progress import describe_facts
+from fedgraft.report.values import seconds_of
 
 log = logging.getLogger(__name__)
 
 NOW_FILE = "now.json"
-"""What a running process writes about the phases that are under way."""
+"""The file to which a running process writes its current phases."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class RunInfo:
 
 
 class RunRecord:
-    """The folder of one run, to be read."""
+    """The folder of one run, read-only."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -54,10 +55,15 @@ class RunRecord:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """An existing run folder."""
+        """Return an existing run folder."""
         run = cls(path)
         if not (run.path / "run.json").is_file():
-            raise FedgraftError(f"there is no run in {run.path}; `fedgraft list` shows the runs there are.")
+            raise FedgraftError(
+                "E-REPORT-NO-RUN",
+                f"there is no run in {run.path}",
+                "`fedgraft list` shows the existing runs",
+                path=str(run.path),
+            )
         return run
 
     @property
@@ -74,7 +80,9 @@ class RunRecord:
     def status(self) -> str:
         """`running`, `finished`, `interrupted` or `failed`; a run that was killed counts as interrupted."""
         status = str(self._read_json("run.json").get("status", "interrupted"))
-        return "interrupted" if status == "running" and not is_locked(self.path / ".lock") else status
+        if status == "running" and not is_locked(self.path / ".lock"):
+            return "interrupted"
+        return status
 
     @property
     def reason(self) -> str:
@@ -82,63 +90,96 @@ class RunRecord:
         return str(self._read_json("run.json").get("reason", ""))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rounds so far."""
+        """Return the rounds so far."""
         return read_metrics(self.metrics_path)
 
     def summary(self) -> dict[str, Any]:
-        """The final results; empty while there are none."""
+        """Return the final results; empty while there are none."""
         return self._read_json("summary.json")
 
     def environment(self) -> dict[str, Any]:
-        """Facts of the first start; those of later ones are under `resumed`."""
+        """Return the environment of the first start; those of later starts are under `resumed`."""
         return self._read_json("environment.json")
 
     def _read_json(self, name: str) -> dict[str, Any]:
+        """Return a JSON file of the folder; empty if there is none."""
         path = self.path / name
         if not path.is_file():
             return {}
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError, RecursionError) as error:
-            raise FedgraftError(f"{path} is damaged: it is not JSON; delete it or restore the run folder.") from error
+            raise FedgraftError(
+                "E-REPORT-DAMAGED-JSON",
+                f"{path} is damaged: it is not JSON",
+                "delete it or restore the run folder",
+                path=str(path),
+            ) from error
 
 
 def list_runs(root: Path | str) -> list[RunInfo]:
-    """Every run below a folder, by name, without those a run made inside itself; an unreadable one is warned of."""
-    root, found = Path(root), list[RunInfo]()
+    """Return every run below a folder, by name, without runs inside other runs; warn of unreadable ones."""
+    root = Path(root)
+    infos: list[RunInfo] = []
     for path in sorted(root.glob("**/run.json")):
-        inside = any((above / "run.json").exists() for above in path.parents[1 : len(path.relative_to(root).parts)])
+        if _is_inside_run(path, root):
+            continue
         try:
-            found += [] if inside else [describe(RunRecord(path.parent), None, root)]
+            infos.append(describe(RunRecord(path.parent), None, root))
         except FedgraftError as error:
             log.warning("left out of the list: %s", error)
-    return found
+    return infos
+
+
+def _is_inside_run(path: Path, root: Path) -> bool:
+    """Return whether a run.json below `root` belongs to a run that another run made inside its folder."""
+    parents_below_root = path.parents[1 : len(path.relative_to(root).parts)]
+    return any((parent / "run.json").exists() for parent in parents_below_root)
 
 
 def describe(run: RunRecord, lines: Sequence[Mapping[str, Any]] | None = None, root: Path | None = None) -> RunInfo:
-    """How one run stands, from its metrics (read unless given) and its summary; named by its path below `root`."""
-    lines, summary = run.metrics() if lines is None else lines, run.summary()
-    scores = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
-    spent = [line.get("seconds") or {} for line in lines]
-    seconds = sum(sum(s.values()) if isinstance(s, dict) else s for s in spent)
-    counts = [summary] if "bytes_up" in summary else lines  # the summary's also hold what was sent outside the rounds
+    """Return status and results of one run, from its metrics (read if None) and its summary.
+
+    The run is named by its path below `root`, or by its folder's name.
+    """
+    if lines is None:
+        lines = run.metrics()
+    summary = run.summary()
+    name = run.path.name
+    if root and root != run.path:
+        name = run.path.relative_to(root).as_posix()
+    last_round = None
+    if lines:
+        last_round = lines[-1].get("round")
+    accuracies = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
     return RunInfo(
-        name=run.path.relative_to(root).as_posix() if root and root != run.path else run.path.name,
+        name=name,
         path=run.path,
         status=run.status,
-        round=lines[-1].get("round") if lines else None,
-        best=(summary.get("validation") or {}).get("accuracy", max(scores, default=None)),
+        round=last_round,
+        best=(summary.get("validation") or {}).get("accuracy", max(accuracies, default=None)),
         test=(summary.get("test") or {}).get("accuracy"),
-        bytes=sum((one.get("bytes_up") or 0) + (one.get("bytes_down") or 0) for one in counts),
-        seconds=float(summary.get("seconds") or seconds),
+        bytes=_bytes_sent(lines, summary),
+        seconds=float(summary.get("seconds") or sum(seconds_of(line) for line in lines)),
         config_digest=run.config_digest,
     )
 
 
+def _bytes_sent(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> int:
+    """Return the bytes sent in both directions; a summary also counts those outside the rounds."""
+    records = lines
+    if "bytes_up" in summary:
+        records = [summary]
+    total = 0
+    for record in records:
+        total += (record.get("bytes_up") or 0) + (record.get("bytes_down") or 0)
+    return total
+
+
 def present(folder: Path) -> list[str]:
-    """What the run in this folder is at, in lines; none where that is quick, or it was left behind by a kill."""
+    """Return the current phases of a running process as text; none if it is between phases or was killed."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((folder / NOW_FILE).read_text())
-        if time.time() - found["time"] < 30:
-            return [describe_facts(facts) for facts in found["phases"]]
+        record = json.loads((folder / NOW_FILE).read_text())
+        if time.time() - record["time"] < 30:
+            return [describe_facts(facts) for facts in record["phases"]]
     return []

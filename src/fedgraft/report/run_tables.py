@@ -1,4 +1,4 @@
-"""The tables of a run's report: by class, by client, who holds what, alignment and mixing, who was dropped."""
+"""The tables of a run's report: by class, by client, holdings, alignment and mixing, dropped clients."""
 
 from __future__ import annotations
 
@@ -11,135 +11,176 @@ from fedgraft.report.html import Rows, grid, safe
 from fedgraft.report.representation_figures import by_client, read_mixing
 from fedgraft.report.values import NONE, column, label, metric
 
-_ROWS, _CELLS = 200, 20_000  # more clients, or more cells of a table, than this make the page heavy
+_ROWS = 200  # clients; more make the page heavy
+_CELLS = 20_000  # cells of a table; more make the page heavy
 _UPDATES = {"norm": "norm of its update", "drift": "distance from the mean", "cosine": "cosine to the mean"}
 Counts = Sequence[Sequence[int]]
+"""Training images by client and class."""
 
 
 def pooled(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every metric over all test images; one alone is the page's result already."""
-    found = {key: value for key, value in (summary.get("metrics") or {}).items() if value and ":" not in key}
-    if list(found) == [summary.get("select", "accuracy")]:
+    """Return one row per metric over all test images; none if the only metric is the page's result already."""
+    metrics = {}
+    for key, value in (summary.get("metrics") or {}).items():
+        if value and ":" not in key:
+            metrics[key] = value
+    if list(metrics) == [summary.get("select", "accuracy")]:
         return []
-    return [
-        {"metric": label(key), "value": metric(v)[0], "images, 95 % interval": metric(v)[1]} for key, v in found.items()
-    ]
+    rows = []
+    for key, value in metrics.items():
+        number, evidence = metric(value)
+        rows.append({"metric": label(key), "value": number, "images, 95 % interval": evidence})
+    return rows
 
 
 def by_class(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row for each class that any metric names."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return one row for each class that any metric names."""
+    metrics: dict[str, dict[str, Any]] = {}
     for key, value in (summary.get("metrics") or {}).items():
-        name, colon, of = key.partition(":")
+        name, colon, class_name = key.partition(":")
         if colon:
-            found.setdefault(of, {})[name] = value
-    return _even([{"class": of, **cells} for of, cells in _columns(found).items()])
+            metrics.setdefault(class_name, {})[name] = value
+    return _even([{"class": class_name, **cells} for class_name, cells in _columns(metrics).items()])
 
 
-def _columns(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Rows of metrics by name as rows of texts, each column with the same decimals."""
-    rows: dict[str, dict[str, Any]] = {name: {} for name in found}
-    for key in dict.fromkeys(key for values in found.values() for key in values):
-        held = {name: values[key] for name, values in found.items() if key in values}
-        for name, text in zip(held, column(list(held.values())), strict=True):
+def _columns(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return rows of metrics as rows of texts, each column with the same decimals."""
+    keys: dict[str, None] = {}
+    for values in metrics.values():
+        keys |= dict.fromkeys(values)
+    rows: dict[str, dict[str, Any]] = {name: {} for name in metrics}
+    for key in keys:
+        present = {name: values[key] for name, values in metrics.items() if key in values}
+        for name, text in zip(present, column(list(present.values())), strict=True):
             rows[name][label(key)] = text
     return rows
 
 
 def confusion(summary: Mapping[str, Any]) -> str:
-    """Test images by true class (row) and predicted class (column), and how far confidences can be trusted."""
-    made, names = "", summary.get("class_names") or []
-    if counts := summary.get("confusion"):
-        note = '<p class="note">Test images of each true class (row) by the class they were taken for (column).</p>'
-        made += note + _map(dict(zip(names, counts, strict=True)), names, corner="true class")
-    if bins := summary.get("reliability"):
-        right = column([b["accuracy"] for b in bins])
-        rows = [
-            {"mean confidence": f"{100 * b['confidence']:.0f} %", "right": r} for b, r in zip(bins, right, strict=True)
-        ]
-        made += "<h3>Reliability: how often the model is right when it is so sure</h3>" + grid(rows)
-    return made
+    """Return the confusion matrix of the test images, and the reliability of the confidences."""
+    parts = []
+    names = summary.get("class_names") or []
+    counts = summary.get("confusion")
+    if counts:
+        parts.append('<p class="note">Test images by true class (row) and predicted class (column).</p>')
+        parts.append(_heat_table(dict(zip(names, counts, strict=True)), names, corner="true class"))
+    bins = summary.get("reliability")
+    if bins:
+        accuracies = column([interval["accuracy"] for interval in bins])
+        rows = []
+        for interval, accuracy in zip(bins, accuracies, strict=True):
+            rows.append({"mean confidence": f"{100 * interval['confidence']:.0f} %", "accuracy": accuracy})
+        parts.append("<h3>Reliability: accuracy by confidence</h3>")
+        parts.append(grid(rows))
+    return "".join(parts)
 
 
 def clients(summary: Mapping[str, Any], lines: Rows, held: Counts, names: Sequence[str]) -> str:
-    """One row for each client: what it holds, how often and how it took part, how well it is served."""
-    told = (summary.get("clients") or {}).items()
-    rows = _columns({str(k): {key: v for key, v in found.items() if ":" not in key} for k, found in told})
-    for k, counts in enumerate(held[:_ROWS]):
-        held_by = {"images": sum(counts), "classes": sum(1 for count in counts if count)}
-        rows.setdefault(_name(k, names), {}).update(held_by)
-    for client, cells in sorted(_took_part(lines).items()):
+    """Return one row for each client: its images, its participation, and its metrics."""
+    metrics = {}
+    for name, values in (summary.get("clients") or {}).items():
+        metrics[str(name)] = {key: value for key, value in values.items() if ":" not in key}
+    rows = _columns(metrics)
+    for client, counts in enumerate(held[:_ROWS]):
+        classes = sum(1 for count in counts if count)
+        rows.setdefault(_name(client, names), {}).update({"images": sum(counts), "classes": classes})
+    for client, cells in sorted(_participation(lines).items()):
         if client < _ROWS:
             rows.setdefault(_name(client, names), {}).update(cells)
-    return grid(_even([{"client": client, **cells} for client, cells in rows.items()])) + _cut(len(held), _ROWS)
+    table = _even([{"client": client, **cells} for client, cells in rows.items()])
+    return grid(table) + _truncation_note(len(held), _ROWS)
 
 
-def _took_part(lines: Rows) -> dict[int, dict[str, Any]]:
-    """Rounds each client took part in, its last training loss, and the means of what its updates looked like."""
-    found: dict[int, dict[str, list[float]]] = {}
+def _participation(lines: Rows) -> dict[int, dict[str, Any]]:
+    """Return by client its number of rounds, its last training loss, and the means of its update statistics."""
+    observed: dict[int, dict[str, list[float]]] = {}
     for line in lines:
-        told = line.get("clients") or {}
-        for at, client in enumerate(told.get("ids") or []):
-            seen = found.setdefault(int(client), {"rounds": []})
-            seen["rounds"].append(line["round"])
+        record = line.get("clients") or {}
+        for position, client in enumerate(record.get("ids") or []):
+            values = observed.setdefault(int(client), {"rounds": []})
+            values["rounds"].append(line["round"])
             for key in ("loss", *_UPDATES):
-                if told.get(key) and told[key][at] is not None:
-                    seen.setdefault(key, []).append(told[key][at])
-    made: dict[int, dict[str, Any]] = {}
-    for client, seen in found.items():
-        cells = {"last training loss": f"{seen['loss'][-1]:.4f}"} if "loss" in seen else {}
-        means = {word: sum(seen[key]) / len(seen[key]) for key, word in _UPDATES.items() if key in seen}
-        made[client] = {"rounds": len(seen["rounds"])} | cells | {word: f"{mean:#.3g}" for word, mean in means.items()}
-    return made
+                if record.get(key) and record[key][position] is not None:
+                    values.setdefault(key, []).append(record[key][position])
+    rows: dict[int, dict[str, Any]] = {}
+    for client, values in observed.items():
+        row: dict[str, Any] = {"rounds": len(values["rounds"])}
+        if "loss" in values:
+            row["last training loss"] = f"{values['loss'][-1]:.4f}"
+        for key, heading in _UPDATES.items():
+            if key in values:
+                mean = sum(values[key]) / len(values[key])
+                row[heading] = f"{mean:#.3g}"
+        rows[client] = row
+    return rows
 
 
 def holdings(held: Counts, classes: Sequence[object], names: Sequence[str]) -> str:
-    """Images by client and class, with sums."""
+    """Return the table of training images by client and class, with sums."""
     if not held:
         return ""
     shown = held[: min(_ROWS, max(1, _CELLS // len(held[0])))]
-    rows = {_name(k, names): counts for k, counts in enumerate(shown)}
-    note = '<p class="note">Training images of each client (row) and class (column); an empty cell is none.</p>'
+    rows = {_name(client, names): counts for client, counts in enumerate(shown)}
+    note = '<p class="note">Training images by client (row) and class (column); an empty cell is none.</p>'
     sums = [sum(counts) for counts in zip(*held, strict=True)]
-    return note + _map(rows, classes or range(len(held[0])), sums) + _cut(len(held), len(shown))
+    table = _heat_table(rows, classes or range(len(held[0])), sums)
+    return note + table + _truncation_note(len(held), len(shown))
 
 
 def representations(run: Path, lines: Rows, clients: int) -> str:
-    """Alignment by client and layer, and the mixing matrices that were kept, where the algorithm has them."""
-    means = dict(list(by_client([line for line in lines if line.get("alignment")]).items())[:_ROWS])
-    made = ""
+    """Return alignment by client and layer, and the stored mixing matrices, if the algorithm has them."""
+    parts = []
+    means = by_client([line for line in lines if line.get("alignment")])
     if means:
-        table = _map({str(k): list(scores.values()) for k, scores in means.items()}, list(next(iter(means.values()))))
-        made = f"<h3>SVCCA with the model a client was sent, by layer</h3>{table}"
+        layers = list(next(iter(means.values())))
+        rows: dict[str, Sequence[Any]] = {}
+        for client, scores in list(means.items())[:_ROWS]:
+            rows[str(client)] = list(scores.values())
+        parts.append(f"<h3>SVCCA with the model sent to the client, by layer</h3>{_heat_table(rows, layers)}")
     for title, matrix in read_mixing(run, clients).items():
-        rows = {str(k): values for k, values in enumerate(plain(matrix))}
-        made += f"<h3>Weights by which clients are mixed, {title}</h3>{_map(rows, range(len(rows)))}"
-    return made
+        rows = {str(client): values for client, values in enumerate(plain(matrix))}
+        parts.append(f"<h3>Mixing weights between clients, {title}</h3>{_heat_table(rows, range(len(rows)))}")
+    return "".join(parts)
 
 
 def dropped(lines: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Clients whose answers were not used, why, and when."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Return one row per client and reason for which its responses were not used, with the rounds."""
+    rounds: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         for drop in line.get("dropped") or []:
-            found.setdefault((_name(drop.get("client"), names), str(drop.get("reason"))), []).append(str(line["round"]))
-    rows = [{"client": c, "why": why, "times": len(r), "rounds": ", ".join(r[:10])} for (c, why), r in found.items()]
+            key = (_name(drop.get("client"), names), str(drop.get("reason")))
+            rounds.setdefault(key, []).append(str(line["round"]))
+    rows = []
+    for (client, reason), numbers in rounds.items():
+        rows.append({"client": client, "why": reason, "times": len(numbers), "rounds": ", ".join(numbers[:10])})
     return sorted(rows, key=lambda row: row["client"])
 
 
-def _map(
+def _heat_table(
     rows: Mapping[str, Sequence[Any]], columns: Sequence[object], sums: Sequence[int] = (), corner: str = "client"
 ) -> str:
-    """A matrix as a table whose cells are the darker the more they hold; `sums` adds a column and a row of totals."""
-    most = max((v for values in rows.values() for v in values if v is not None), default=0) or 1
-    turned = ' class="turned"' if max(len(str(column)) for column in columns) > 4 else ""
-    names = [corner, *(["all"] if sums else []), *columns]
-    head = "".join(f'<th scope="col"><span>{safe(name)}</span></th>' for name in names)
-    body = foot = ""
+    """Return a matrix as a table with darker cells for larger values; `sums` adds a column and a row of totals."""
+    largest = 0
+    for values in rows.values():
+        largest = max([largest, *(value for value in values if value is not None)])
+    largest = largest or 1
+    turned = ""
+    if max(len(str(heading)) for heading in columns) > 4:
+        turned = ' class="turned"'
+    headings: list[object] = [corner]
+    if sums:
+        headings.append("all")
+    headings += columns
+    head = "".join(f'<th scope="col"><span>{safe(heading)}</span></th>' for heading in headings)
+    body = ""
     for name, values in rows.items():
-        total = f"<td>{sum(values):,}</td>" if sums else ""
-        cells = "".join(_shade(v or 0, ((v or 0) / most) ** 0.5) for v in values)  # a root, so that few still show
-        body += f'<tr><th scope="row">{safe(name)}</th>{total}{cells}</tr>'
+        body += f'<tr><th scope="row">{safe(name)}</th>'
+        if sums:
+            body += f"<td>{sum(values):,}</td>"
+        for value in values:
+            body += _heat_cell(value or 0, largest)
+        body += "</tr>"
+    foot = ""
     if sums:
         cells = "".join(f"<td>{count:,}</td>" for count in [sum(sums), *sums])
         foot = f'<tfoot><tr><th scope="row">all</th>{cells}</tr></tfoot>'
@@ -147,21 +188,37 @@ def _map(
     return f'<div class="scroll"><table class="map">{table}</table></div>'
 
 
-def _shade(value: float, share: float) -> str:
-    text = f"{value:,}" if isinstance(value, int) else f"{value:.2f}"
-    return f'<td style="--s:{share:.2f}">{text}</td>' if value else "<td></td>"
+def _heat_cell(value: float, largest: float) -> str:
+    """Return one cell, shaded by the square root of its share of the largest, so that small values show."""
+    if not value:
+        return "<td></td>"
+    text = f"{value:.2f}"
+    if isinstance(value, int):
+        text = f"{value:,}"
+    share = (value / largest) ** 0.5
+    return f'<td style="--s:{share:.2f}">{text}</td>'
 
 
-def _cut(count: int, shown: int) -> str:
-    return f'<p class="note">The first {shown} of {count} clients are shown.</p>' if count > shown else ""
+def _truncation_note(count: int, shown: int) -> str:
+    """Return the note that only the first clients are shown; empty if all are."""
+    if count <= shown:
+        return ""
+    return f'<p class="note">The first {shown} of {count} clients are shown.</p>'
 
 
 def _name(client: Any, names: Sequence[str]) -> str:
-    return names[client] if isinstance(client, int) and client < len(names) else str(client)
+    """Return a client's name, or its number if it has none."""
+    if isinstance(client, int) and client < len(names):
+        return names[client]
+    return str(client)
 
 
 def _even(rows: Rows) -> list[dict[str, Any]]:
-    """Rows with the same keys; what a row lacks is shown as none."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    texts = {key for key in keys if any(isinstance(row.get(key), str) for row in rows)}
-    return [{key: row.get(key, NONE if key in texts else None) for key in keys} for row in rows]
+    """Return the rows with the same keys; missing cells are None, or a dash in columns of text."""
+    defaults: dict[str, str | None] = {}
+    for row in rows:
+        for key, value in row.items():
+            defaults.setdefault(key, None)
+            if isinstance(value, str):
+                defaults[key] = NONE
+    return [defaults | dict(row) for row in rows]

@@ -1,7 +1,7 @@
-"""Numbers as people read them: bytes, times, percentages, and shares with the images behind them and an interval.
+"""Formatting of numbers: bytes, times, percentages, and shares with their image counts and intervals.
 
-The interval of a share is that of Wilson, Probable Inference (1927): it does not shrink to a point where every image
-is right.
+The interval of a share is that of Wilson, Probable Inference (1927): it does not shrink to a point if every image is
+classified correctly.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 from fedgraft.core.files import plain
 
 NONE = "–"
+"""Stands for a missing value."""
 LABELS = {
     "validation.accuracy": "validation accuracy",
     "best_round": "best round",
     "test.accuracy": "test accuracy",
-    "test.top5": "test accuracy within five guesses",
+    "test.top5": "test top-5 accuracy",
     "test.loss": "test loss",
     "test.count": "test images",
     "edited.coordinates": "weights trained",
@@ -29,36 +30,43 @@ LABELS = {
     "exchange": "clients train and send",
     "auroc": "AUROC",
     "f1": "F1",
-    "top5": "accuracy within five guesses",
+    "top5": "top-5 accuracy",
 }
-"""What keys of summary.json and metrics.jsonl are called, where their own words do not say it."""
+"""Labels of keys of summary.json and metrics.jsonl that differ from the key itself."""
 
 
 def label(key: str) -> str:
-    """A key in plain words."""
+    """Return the label of a key."""
     return LABELS.get(key, key.replace(".", " ").replace("_", " "))
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that suits them."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.95:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    """Return a number of bytes in a fitting unit."""
+    if count < 999.95:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB"):
         count /= 1000
+        if count < 999.95:
+            return f"{count:.1f} {unit}"
+    count /= 1000
     return f"{count:,.1f} GB"
 
 
 def clock(seconds: float) -> str:
-    """Seconds as `1 h 02 min`, `3 min 05 s` or `4.2 s`."""
+    """Return seconds as `1 h 02 min`, `3 min 05 s` or `4.2 s`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    """A share of one in percent."""
-    return NONE if share is None or share < 0 else f"{100 * share:.{digits}f} %"
+    """Return a share of one in percent; a dash if it is missing or negative."""
+    if share is None or share < 0:
+        return NONE
+    return f"{100 * share:.{digits}f} %"
 
 
 def epsilon(spent: float | None) -> str:
@@ -68,35 +76,52 @@ def epsilon(spent: float | None) -> str:
     return f"{spent:.3g}"
 
 
-def decimals(found: Mapping[str, Any]) -> int:
-    """Decimals that the interval of a metric supports: 13 of 19 is 68 %, not 68.42 %."""
-    scale, low, high = 100 if found.get("unit", "%") == "%" else 1, found.get("low"), found.get("high")
+def _is_share(value: Mapping[str, Any]) -> bool:
+    """Return whether a metric is a share of one, shown in percent."""
+    return bool(value.get("unit", "%") == "%")
+
+
+def decimals(value: Mapping[str, Any]) -> int:
+    """Return the decimals that the interval of a metric supports: 13 of 19 is 68 %, not 68.42 %."""
+    low = value.get("low")
+    high = value.get("high")
     if low is None or high is None or high <= low:
         return 2
+    scale = 100 if _is_share(value) else 1
     return min(4, max(0, 1 - math.floor(math.log10(scale * (high - low)))))
 
 
-def metric(found: Mapping[str, Any], digits: int | None = None) -> tuple[str, str]:
-    """A metric (`value`, and `low`, `high`, `n`, `hits`, `unit` where known) as its number and what stands behind it.
+def metric(value: Mapping[str, Any], digits: int | None = None) -> tuple[str, str]:
+    """Return a metric as its number and the evidence for it: image counts and interval.
 
-    With as many decimals as its interval supports, unless it is said how many.
+    `value` has `value`, and `low`, `high`, `n`, `hits`, `unit` if known. Without `digits`, the number has as many
+    decimals as its interval supports.
     """
-    share = found.get("unit", "%") == "%"
-    scale, unit, low, high = 100 if share else 1, " %" if share else "", found.get("low"), found.get("high")
-    digits = decimals(found) if digits is None else digits
-    n, hits = found.get("n"), found.get("hits")
-    behind = "" if n is None else f"{hits:,} of {n:,} images" if hits is not None else f"{n:,} images"
-    limits = "" if low is None or high is None else f"{scale * low:.{digits}f} to {scale * high:.{digits}f}{unit}"
-    parts = (behind, limits and f"95 % interval {limits}")
-    return f"{scale * found['value']:.{digits}f}{unit}", ", ".join(filter(None, parts))
+    scale = 1
+    unit = ""
+    if _is_share(value):
+        scale = 100
+        unit = " %"
+    if digits is None:
+        digits = decimals(value)
+    evidence = []
+    if value.get("n") is not None and value.get("hits") is not None:
+        evidence.append(f"{value['hits']:,} of {value['n']:,} images")
+    elif value.get("n") is not None:
+        evidence.append(f"{value['n']:,} images")
+    low = value.get("low")
+    high = value.get("high")
+    if low is not None and high is not None:
+        evidence.append(f"95 % interval {scale * low:.{digits}f} to {scale * high:.{digits}f}{unit}")
+    return f"{scale * value['value']:.{digits}f}{unit}", ", ".join(evidence)
 
 
 def accuracy(share: float, count: int | None) -> dict[str, Any]:
-    """An accuracy over `count` images as a metric; without a count there is no interval."""
+    """Return an accuracy over `count` images as a metric; without a count it has no interval."""
     if not count:
         return {"value": share}
     hits = round(share * count)
-    if abs(hits - share * count) > 1e-3 * count:  # a weighted mean is no share of images
+    if abs(hits - share * count) > 1e-3 * count:  # a weighted mean is not a share of images
         return {"value": share, "n": count}
     from fedgraft.metrics.intervals import wilson
 
@@ -105,19 +130,23 @@ def accuracy(share: float, count: int | None) -> dict[str, Any]:
 
 
 def seconds_of(line: Mapping[str, Any]) -> float:
-    """The seconds of one round, over all its phases."""
-    spent = line.get("seconds") or 0.0
-    return float(sum(spent.values()) if isinstance(spent, Mapping) else spent)
+    """Return the seconds of one round, over all its phases."""
+    seconds = line.get("seconds") or 0.0
+    if isinstance(seconds, Mapping):
+        return float(sum(seconds.values()))
+    return float(seconds)
 
 
 def show(name: str, value: Any) -> str:
-    """A value as its name asks for: shares in percent, bytes, seconds as a clock."""
+    """Return a value as text, formatted by its name: shares in percent, bytes, seconds as a clock."""
     if value is None or value == "":
         return NONE
+    if isinstance(value, str):
+        return value
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if isinstance(value, str) else json.dumps(plain(value))
+        return json.dumps(plain(value))
     last = name.rsplit(".", 1)[-1]
     if "bytes" in name:
         return size(value)
@@ -125,17 +154,29 @@ def show(name: str, value: Any) -> str:
         return clock(float(value))
     if last.endswith("accuracy") or last in ("top5", "best", "test") or name.startswith("personal"):
         return percent(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.5g}"
 
 
 def column(values: Sequence[Any]) -> list[str]:
-    """Metrics under each other, in as many decimals as all of them support; none is shown as none."""
+    """Return the cells of a column of metrics, in as many decimals as all of them support."""
     digits = min((decimals(value) for value in values if isinstance(value, Mapping)), default=None)
-    return [cell(value, digits) if value else NONE for value in values]
+    cells = []
+    for value in values:
+        if value:
+            cells.append(cell(value, digits))
+        else:
+            cells.append(NONE)
+    return cells
 
 
 def cell(value: Any, digits: int | None = None) -> str:
-    """A metric in a few words: 68 % (13 of 19; 46 to 85 %)."""
-    number, behind = metric(value, digits) if isinstance(value, Mapping) else (show("", value), "")
-    short = behind.replace(" images", "").replace(", 95 % interval", ";")
-    return f"{number} ({short})" if short else number
+    """Return a metric with its evidence in short: 68 % (13 of 19; 46 to 85 %)."""
+    if not isinstance(value, Mapping):
+        return show("", value)
+    number, evidence = metric(value, digits)
+    if not evidence:
+        return number
+    short = evidence.replace(" images", "").replace(", 95 % interval", ";")
+    return f"{number} ({short})"

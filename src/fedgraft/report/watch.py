@@ -1,4 +1,4 @@
-"""A live look at one run in the terminal: curves, clients, bytes and the time left, from the run's files alone."""
+"""Live view of one run in the terminal: curves, clients, bytes and the time left, from the run's files alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ from fedgraft.config.load import from_folder
 from fedgraft.report.run_record import RunRecord, present
 from fedgraft.report.values import accuracy, clock, metric, percent, seconds_of, size
 
+Lines = Sequence[Mapping[str, Any]]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell: left and right column, downwards
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red"}
+_CURVES = (
+    ("accuracy", "validation %", "green", 100.0),
+    ("loss", "validation loss", "magenta", 1.0),
+    ("train_loss", "training loss", "blue", 1.0),
+)
+"""Curves of a frame: key of the metrics, label, colour, factor."""
 _HEIGHT = 4  # lines of a curve
-_CLIENTS = 12  # shown at most, the highest losses first
+_CLIENTS = 12  # clients shown, the highest losses first
+_RECENT = 20  # rounds from which the time left is estimated
 
 
 def watch(folder: Path, console: Console, once: bool = False, every: float = 1.0) -> None:
@@ -36,134 +44,178 @@ def watch(folder: Path, console: Console, once: bool = False, every: float = 1.0
         while run.status == "running":
             time.sleep(every)
             live.update(frame(run, console.width), refresh=True)
-        live.update(frame(run, console.width), refresh=True)  # how it ended
+        live.update(frame(run, console.width), refresh=True)  # its final state
 
 
 def frame(run: RunRecord, width: int = 80) -> RenderableType:
-    """How the run stands now."""
-    config, lines, status = from_folder(run.path), run.metrics(), run.status
-    central = (run.path / "centralized").exists()
-    total = config.centralized.epochs if central else config.rounds.total
+    """Return the present state of a run as a panel."""
+    config = from_folder(run.path)
+    lines = run.metrics()
+    status = run.status
+    unit = "round"
+    total = config.rounds.total
+    algorithm = config.algorithm.name
+    if (run.path / "centralized").exists():
+        unit = "epoch"
+        total = config.centralized.epochs
+        algorithm = "centralized"
     width = max(20, min(width, 110) - 31)  # beside the border, labels, and numbers such as 1.234e-05
-    now = [_row("now", text) for text in present(run.path)] if status == "running" else []
-    parts: list[RenderableType] = [*now, _progress(lines, ("epoch" if central else "round", total), status, width)]
-    for key, label, colour, factor in (
-        ("accuracy", "validation %", "green", 100.0),
-        ("loss", "validation loss", "magenta", 1.0),
-        ("train_loss", "training loss", "blue", 1.0),
-    ):
+    parts: list[RenderableType] = []
+    if status == "running":
+        parts += [_row("now", text) for text in present(run.path)]
+    parts.append(_progress(lines, unit, total, status, width))
+    for key, label, colour, factor in _CURVES:
         values = [factor * line[key] for line in lines if line.get(key) is not None]
         if values:
             parts.append(_curve(label, values, colour, width))
-    parts += [part for part in (_clients(lines), _traffic(lines), _ending(run, status)) if part is not None]
-    title = f"[bold]{config.name}[/]  {config.algorithm.name if not central else 'centralized'}  "
-    return Panel(Group(*parts), title=f"{title}[{_COLOURS[status]}]{status}[/]", title_align="left")
+    for part in (_clients(lines), _traffic(lines), _ending(run, status)):
+        if part is not None:
+            parts.append(part)
+    title = f"[bold]{config.name}[/]  {algorithm}  [{_COLOURS[status]}]{status}[/]"
+    return Panel(Group(*parts), title=title, title_align="left")
 
 
-def _progress(lines: Sequence[Mapping[str, Any]], until: tuple[str, int], status: str, width: int) -> RenderableType:
-    unit, total = until
-    done = int(lines[-1]["round"]) if lines else 0
+def _progress(lines: Lines, unit: str, total: int, status: str, width: int) -> RenderableType:
+    """Return the bar of rounds or epochs, with the time left while the run is running."""
+    done = 0
+    if lines:
+        done = int(lines[-1]["round"])
+    left = ""
+    if status == "running" and done:
+        left = f"about {clock(time_left(lines, total))} left"
     row = Table.grid(padding=(0, 1))
-    left = f"about {clock(time_left(lines, total))} left" if status == "running" and done else ""
     row.add_row(f"{unit} {done}/{total}".ljust(15), ProgressBar(total, done, width=max(10, width - 12)), left)
     return row
 
 
-def time_left(lines: Sequence[Mapping[str, Any]], total: int) -> float:
-    """Seconds that the rounds still to come will take, at the mean pace of the last twenty."""
-    recent = [line for line in lines if line["round"]][-20:]  # round 0 is the start, where nobody trains
-    return sum(map(seconds_of, recent)) / len(recent) * max(0, total - int(lines[-1]["round"])) if recent else 0.0
+def time_left(lines: Lines, total: int) -> float:
+    """Return the seconds that the remaining rounds will take, at the mean pace of the last twenty."""
+    recent = [line for line in lines if line["round"]][-_RECENT:]  # nobody trains in round 0
+    if not recent:
+        return 0.0
+    return sum(map(seconds_of, recent)) / len(recent) * max(0, total - int(lines[-1]["round"]))
 
 
 def _curve(label: str, values: Sequence[float], colour: str, width: int) -> RenderableType:
-    """A curve with its range on the left and its last value on the right."""
-    drawn, row = braille(values, width, _HEIGHT), Table.grid(padding=(0, 1))
-    scale = [_number(max(values)), *[""] * (_HEIGHT - 2), _number(min(values))]
+    """Return a curve with its range on the left and its last value on the right."""
+    scale = [label, _number(max(values)), *[""] * (_HEIGHT - 2), _number(min(values))]
+    row = Table.grid(padding=(0, 1))
     row.add_row(
-        Text("\n".join(text.rjust(15) for text in [label, *scale])),
-        Text("\n".join(["", *drawn]), style=colour),
+        Text("\n".join(text.rjust(15) for text in scale)),
+        Text("\n".join(["", *braille(values, width, _HEIGHT)]), style=colour),
         Text(f"\n\n{_number(values[-1])}", style="bold"),
     )
     return row
 
 
 def _number(value: float) -> str:
+    """Return a number with four significant digits."""
     return f"{value:.4g}"
 
 
 def braille(values: Sequence[float], width: int, height: int) -> list[str]:
-    """The values as a line of braille dots, `width` by `height` characters, each two dots wide and four high."""
+    """Return the values as a line of braille dots, `width` by `height` characters, each two dots wide and four high."""
     levels = _levels(values, 2 * width, 4 * height)
     cells = np.zeros((height, width), dtype=int)
     before = levels[0]
-    for column, level in enumerate(levels):
+    for dot_column, level in enumerate(levels):
         for dot in range(min(before, level), max(before, level) + 1):  # a steep step is drawn as an upright line
             down = 4 * height - 1 - dot
-            cells[down // 4, column // 2] |= _DOTS[column % 2][down % 4]
+            cells[down // 4, dot_column // 2] |= _DOTS[dot_column % 2][down % 4]
         before = level
-    return ["".join(chr(0x2800 + int(cell)) for cell in row) for row in cells]
+    lines = []
+    for row in cells:
+        lines.append("".join(chr(0x2800 + int(cell)) for cell in row))
+    return lines
 
 
 def _levels(values: Sequence[float], columns: int, steps: int) -> list[int]:
-    """One height for each column: means of many values, or straight lines between few."""
+    """Return one height for each column: means of many values, or linear interpolation of few."""
     data = np.asarray(values, dtype=float)
     if len(data) > columns:
         data = np.asarray([part.mean() for part in np.array_split(data, columns)])
-    data = np.interp(np.linspace(0, 1, columns), np.linspace(0, 1, len(data)), data) if len(data) > 1 else data
+    if len(data) > 1:
+        data = np.interp(np.linspace(0, 1, columns), np.linspace(0, 1, len(data)), data)
     spread = float(np.ptp(data))
-    scaled = (data - data.min()) / spread if spread > 0 else np.full(len(data), 0.5)
+    if spread > 0:
+        scaled = (data - data.min()) / spread
+    else:
+        scaled = np.full(len(data), 0.5)
     return [int(level) for level in np.rint(scaled * (steps - 1))]
 
 
-def last_losses(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """The newest training loss of every client that has reported one."""
-    found: dict[int, float] = {}
+def last_losses(lines: Lines) -> dict[int, float]:
+    """Return the newest training loss of every client that has reported one."""
+    losses: dict[int, float] = {}
     for line in lines:
         clients = line.get("clients") or {}
-        pairs = zip(clients.get("ids") or [], clients.get("loss") or [], strict=False)
-        found |= {int(client): float(loss) for client, loss in pairs if loss is not None}
-    return found
+        for client, loss in zip(clients.get("ids") or [], clients.get("loss") or [], strict=False):
+            if loss is not None:
+                losses[int(client)] = float(loss)
+    return losses
 
 
-def _clients(lines: Sequence[Mapping[str, Any]]) -> RenderableType | None:
-    """Clients by their last loss, the highest first, each with a block of that height."""
-    found = last_losses(lines)
-    if not found:
+def _clients(lines: Lines) -> RenderableType | None:
+    """Return clients by their last loss, the highest first, each with a block of that height."""
+    losses = last_losses(lines)
+    if not losses:
         return None
-    top = max(found.values())
-    shown = sorted(found, key=lambda client: -found[client])[:_CLIENTS]
-    shown_as = [f"#{client}\u00a0{_BLOCKS[_eighth(found[client], top)]}\u00a0{found[client]:.3g}" for client in shown]
-    more = f"  and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
-    return _row("client losses", "  ".join(shown_as) + more)
+    highest = max(losses.values())
+    shown = sorted(losses, key=lambda client: -losses[client])[:_CLIENTS]
+    texts = []
+    for client in shown:
+        loss = losses[client]
+        block = _BLOCKS[_block(loss, highest)]
+        texts.append(f"#{client}\u00a0{block}\u00a0{loss:.3g}")
+    text = "  ".join(texts)
+    if len(losses) > len(shown):
+        text += f"  and {len(losses) - len(shown)} more"
+    return _row("client losses", text)
 
 
-def _eighth(value: float, top: float) -> int:
-    return min(7, max(0, int(8 * value / top))) if top > 0 else 0
+def _block(value: float, highest: float) -> int:
+    """Return the index of the block for a value, in eighths of the highest."""
+    if highest <= 0:
+        return 0
+    return min(7, max(0, int(8 * value / highest)))
 
 
-def _traffic(lines: Sequence[Mapping[str, Any]]) -> RenderableType | None:
-    up, down = (sum(line.get(key) or 0 for line in lines) for key in ("bytes_up", "bytes_down"))
+def _traffic(lines: Lines) -> RenderableType | None:
+    """Return the bytes sent so far; None if there are none."""
+    up = sum(line.get("bytes_up") or 0 for line in lines)
+    down = sum(line.get("bytes_down") or 0 for line in lines)
     if not up + down:
         return None
     rounds = max(1, int(lines[-1]["round"]))
-    return _row("sent", f"{size(up)} up, {size(down)} down, {size((up + down) / rounds)} a round")
+    return _row("sent", f"{size(up)} up, {size(down)} down, {size((up + down) / rounds)} per round")
 
 
 def _ending(run: RunRecord, status: str) -> RenderableType | None:
-    """What a run that is over leaves to say."""
+    """Return the result of a finished run, the reason of a failed one, or how to resume an interrupted one."""
     if status == "finished":
-        found = run.summary()
-        chosen, test = found.get("validation", {}).get("accuracy"), found.get("test", {})
-        if chosen is not None and test.get("accuracy") is not None:
-            value, behind = metric(accuracy(test["accuracy"], test.get("count")))
-            where = f"validation {percent(chosen)} (round {found['best_round']})"
-            return _row("result", f"test {value}{f' ({behind})' if behind else ''}, {where}")
+        return _final_result(run.summary())
     if status == "failed":
         return _row("failed", run.reason)
-    return _row("go on with", f"fedgraft resume {run.path}") if status == "interrupted" else None
+    if status == "interrupted":
+        return _row("continue with", f"fedgraft resume {run.path}")
+    return None
+
+
+def _final_result(summary: Mapping[str, Any]) -> RenderableType | None:
+    """Return test and validation accuracy of a finished run; None if it has none."""
+    validation = summary.get("validation", {}).get("accuracy")
+    test = summary.get("test", {})
+    if validation is None or test.get("accuracy") is None:
+        return None
+    value, evidence = metric(accuracy(test["accuracy"], test.get("count")))
+    text = f"test {value}"
+    if evidence:
+        text += f" ({evidence})"
+    return _row("result", f"{text}, validation {percent(validation)} (round {summary['best_round']})")
 
 
 def _row(label: str, text: str) -> RenderableType:
+    """Return a label and its text."""
     row = Table.grid(padding=(0, 1))
     row.add_row(label.rjust(15), Text(text, overflow="fold"))  # a long path is folded, not cut off
     return row

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.toy import Toy
 
 from fedgraft import algorithms as zoo
@@ -39,7 +40,7 @@ from fedgraft.deploy.deployed import wait_for_clients
 from fedgraft.deploy.process import KEEPS
 from fedgraft.deploy.slots import recall
 from fedgraft.engines.flower.client import StateSlots, client_app
-from fedgraft.engines.flower.registry import Registry
+from fedgraft.engines.flower.registry import NodeRegistry
 from fedgraft.engines.flower.server import FlowerEngine, FlowerTransport, Patience
 from fedgraft.server.example_counts import ExampleCounts
 from fedgraft.server.expected import evaluation, replies_to
@@ -246,7 +247,7 @@ def test_a_second_node_of_a_client_is_refused_by_name_until_the_first_is_gone() 
     engine.registry.refresh()
     assert engine.registry.nodes[2] == 999
 
-    class Careless(Registry):
+    class Careless(NodeRegistry):
         def _enter(self, node: int, client: int, facts: Any, error: str) -> None:
             self.nodes[client] = node
 
@@ -371,8 +372,8 @@ def test_a_node_with_a_key_simulates_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_node_tells_when_it_is_greeted_must_be_possible(lie: dict[str, Any]) -> None:
     from fedgraft.engines.flower import registry
 
-    assert registry._sane({"classes": ("a", "b"), "examples": 7, "data": ""})
-    assert not registry._sane({"classes": ("a", "b"), "examples": 7, "data": "", **lie})
+    assert registry._plausible({"classes": ("a", "b"), "examples": 7, "data": ""})
+    assert not registry._plausible({"classes": ("a", "b"), "examples": 7, "data": "", **lie})
 
 
 def test_a_memory_that_is_not_rolled_back_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,7 +518,7 @@ def test_before_round_zero_a_node_that_comes_back_is_asked_again_and_one_that_do
     engine.sleep, node.silent = rest, True
     assert [isinstance(said, bytes) for _, said in engine.exchange(requests)] == [True, True, True, False, True]
     engine.patience = Patience(deadline=5.0, least=5)
-    with pytest.raises(FedgraftError, match=r"only 4 clients did their part \(statistics"):
+    with raises("E-ENGINES-TOO-FEW-ANSWERS", answered=4, action="statistics"):
         engine.exchange(requests)
 
 
@@ -526,7 +527,7 @@ def test_a_node_that_was_restarted_with_the_greeting_in_its_hands_is_greeted_aga
     nodes = {1: FakeNode(toy, 0), 2: FakeNode(toy, 1)}
     nodes[2].delay = 1e9
     grid = FakeGrid(nodes, clock)
-    registry = Registry(FlowerTransport(grid), 2, clock)  # type: ignore[arg-type]
+    registry = NodeRegistry(FlowerTransport(grid), 2, clock)  # type: ignore[arg-type]
     registry.refresh()
     assert set(registry.nodes) == {0}
     nodes[2].delay = 0.0  # the same key, so the same node: it never seemed gone
@@ -540,7 +541,7 @@ def test_a_node_that_comes_back_with_other_data_is_refused_by_name() -> None:
     toy, clock = Toy(algorithm("fedavg"), clients=2), Clock()
     nodes = {1: FakeNode(toy, 0), 2: FakeNode(toy, 1)}
     grid = FakeGrid(nodes, clock)
-    registry = Registry(FlowerTransport(grid), 2, clock)  # type: ignore[arg-type]
+    registry = NodeRegistry(FlowerTransport(grid), 2, clock)  # type: ignore[arg-type]
     registry.refresh()
     nodes[3] = nodes.pop(2)
     nodes[3].spoil = lambda a: replace(a, facts={**a.facts, "examples": 1 << 39})
@@ -554,7 +555,7 @@ def test_where_most_nodes_have_images_one_without_is_left_out_by_name(asked: boo
     nodes = {k + 1: FakeNode(toy, k) for k in range(3)}
     for k in (1, 2):
         nodes[k].spoil = lambda a: replace(a, facts={**a.facts, "classes": ["a", "b"]})
-    registry = Registry(FlowerTransport(FakeGrid(nodes, clock)), 3, clock)  # type: ignore[arg-type]
+    registry = NodeRegistry(FlowerTransport(FakeGrid(nodes, clock)), 3, clock)  # type: ignore[arg-type]
     registry.refresh()
     if asked:
         registry.need_images()
@@ -572,7 +573,7 @@ def test_a_node_whose_class_name_looks_like_that_of_others_is_left_out_by_name(j
     names = {1: ["cat", "dog"], 2: ["cat", "dog"], 3: ["Cat ", "dog"]}
     for number, node in nodes.items():
         node.spoil = lambda a, n=number: replace(a, facts={**a.facts, "classes": names[n]})
-    registry = Registry(FlowerTransport(FakeGrid(nodes, clock)), 3, clock)  # type: ignore[arg-type]
+    registry = NodeRegistry(FlowerTransport(FakeGrid(nodes, clock)), 3, clock)  # type: ignore[arg-type]
     engine = SimpleNamespace(gather=registry.refresh, registry=registry, classes=())
     config = load(None, ["model.name=tiny", "partition.clients=3", "model.head=random"])
     if not judged:
@@ -607,7 +608,7 @@ def test_a_claimed_client_number_must_be_that_of_the_nodes_key(bound: bool) -> N
     toy, clock = Toy(algorithm("fedavg"), clients=2), Clock()
     keys = {2: 1}
     grid = FakeGrid({2: FakeNode(toy, 0)}, clock)
-    registry = Registry(FlowerTransport(grid), 2, clock, (lambda: keys) if bound else None)  # type: ignore[arg-type]
+    registry = NodeRegistry(FlowerTransport(grid), 2, clock, (lambda: keys) if bound else None)  # type: ignore[arg-type]
     registry.refresh()
     assert registry.nodes == ({} if bound else {0: 2})
     if bound:
@@ -624,7 +625,7 @@ def test_too_few_nodes_at_the_start_is_one_sentence() -> None:
     grid = FakeGrid({1: FakeNode(toy, 0)}, clock)
     transport = FlowerTransport(grid)  # type: ignore[arg-type]
     engine = FlowerEngine(transport, 3, Patience(wait=20, least=2), clock, clock.sleep)
-    with pytest.raises(FedgraftError, match="after 20 s only 1 of 3 clients have a node and at least 2"):
+    with raises("E-ENGINES-TOO-FEW-NODES", nodes=1, needed=2):
         engine.gather()
     FlowerEngine(transport, 3, Patience(wait=20, least=1), clock, clock.sleep).gather()
 
@@ -780,7 +781,7 @@ def test_a_node_that_answers_two_greetings_at_once_is_entered_once() -> None:
 
     now = [0.0]
     slow = Slow()
-    registry = Registry(slow, 1, lambda: now[0])  # type: ignore[arg-type]
+    registry = NodeRegistry(slow, 1, lambda: now[0])  # type: ignore[arg-type]
     registry.refresh()
     now[0] = 1000.0
     registry.refresh()

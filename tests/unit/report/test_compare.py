@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.errors import raises
 from tests.support.pages import Page, finished
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.report.compare import data_warnings, write_comparison
 from fedgraft.runs.folder import RunFolder
 
@@ -60,7 +60,7 @@ def test_comparison_takes_seeds_together(tmp_path: Path) -> None:
     assert "local.lr=0.1 2 55.00 ± 7.07" in shown and "local.lr=0.5 2 75.50 ± 7.78" in shown
     assert "+20.50 [" in shown and "[50.00, 60.00]" in shown  # paired; the bootstrap of two values
     (tmp_path / "0.1-0" / "config.toml").write_text("seed = [")
-    with pytest.raises(FedgraftError, match=r"config\.toml is damaged"):
+    with raises("E-REPORT-DAMAGED-CONFIG"):
         write_comparison(runs, tmp_path / "d.html")
     assert not (tmp_path / "d.html").exists()
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tests.support.errors import raises
 
-from fedgraft.core.errors import FedgraftError
 from fedgraft.report import figures
 from fedgraft.report.figures import PALETTE, pareto
 
@@ -106,15 +106,15 @@ def test_gaps_and_hostile_labels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", [f for f in DATA if f is not figures.heatmap])
 def test_nothing_to_draw_is_said(tmp_path: Path, function: Any) -> None:
-    with pytest.raises(FedgraftError, match="nothing to draw"):
+    with raises("E-REPORT-NOTHING-TO-DRAW"):
         function(tmp_path / "a.png", {})
     assert not list(tmp_path.iterdir())
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(FedgraftError, match="end its name in"):
+    with raises("E-REPORT-FIGURE-SUFFIX"):
         figures.curves(tmp_path / "a.gif", LINES)
-    with pytest.raises(FedgraftError, match="'a' has 2 x values and 1 y values"):
+    with raises("E-REPORT-SERIES-LENGTH", series="a"):
         figures.curves(tmp_path / "a.png", {"a": ([1, 2], [1])})
 
 

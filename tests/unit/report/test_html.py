@@ -114,8 +114,8 @@ def test_the_script_draws_and_answers(tmp_path: Path) -> None:
     found = run_script(write_report(finished(tmp_path / "a"), partition=[[1, 0], [0, 2]], classes=["cat", HOSTILE]))
     assert found["theme"] == ["light", "dark", "light"] and found["charts"] == 7
     assert found["lines"] == [1, 2, 2, 2, 1, 1, 2] and found["inside"]
-    assert found["keys"] == ["validation", "training (least to most client)"]
-    assert found["tip"] == "round 6|validation: 0.3333|training (least to most client): 0.4167 (1 to 3)"
+    assert found["keys"] == ["validation", "training (min-max over clients)"]
+    assert found["tip"] == "round 6|validation: 0.3333|training (min-max over clients): 0.4167 (1 to 3)"
     assert found["starts"] and found["units"] and found["dashes"] == 2, (
         "round 0, ticks with units, no line hides another"
     )

@@ -87,9 +87,12 @@ def test_first_middle_and_last_round_unless_told_otherwise() -> None:
     [
         (
             ["algorithm.name=fedalign", "algorithm.keep=2", "algorithm.top=2", "algorithm.probe=20"],
-            ["SVCCA with the model a client was sent", "Representation drift"],
+            ["SVCCA with the model sent to the client", "Representation drift"],
         ),
-        (["algorithm.name=fedshibu", "algorithm.samples=8"], ["are mixed, round 1", "are mixed, round 3"]),
+        (
+            ["algorithm.name=fedshibu", "algorithm.samples=8"],
+            ["between clients, round 1", "between clients, round 3"],
+        ),
     ],
 )
 def test_a_run_shows_them(

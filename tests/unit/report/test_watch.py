@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.support.errors import raises
 
 from fedgraft.config.load import load, to_toml
-from fedgraft.core.errors import FedgraftError
 from fedgraft.report.watch import braille, frame, last_losses, time_left, watch
 from fedgraft.runs.folder import RunFolder
 
@@ -132,7 +132,7 @@ def test_a_finished_run_shows_curves_clients_bytes_and_result(tmp_path: Path) ->
         "training loss",
         "#7 █ 0.5",
         "#0 ▅ 0.25",
-        "8.0 kB up, 24.0 kB down, 4.0 kB a round",
+        "8.0 kB up, 24.0 kB down, 4.0 kB per round",
         "test 75.12 %",
         "(round 8)",
     ):
@@ -217,5 +217,5 @@ def test_ctrl_c_leaves_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FedgraftError, match="there is no run in"):
+    with raises("E-REPORT-NO-RUN"):
         watch(tmp_path, Console(file=io.StringIO()))

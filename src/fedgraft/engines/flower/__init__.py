@@ -1,1 +1,1 @@
-"""Clients on other machines, through Flower."""
+"""The engine for clients on other machines, on Flower."""

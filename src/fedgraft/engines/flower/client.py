@@ -1,7 +1,7 @@
-"""The ClientApp: takes an order out of a Flower message, has it carried out, and puts the answer into the reply.
+"""The ClientApp: takes a request out of a Flower message, has it carried out, and replies with the response.
 
-What a client remembers never goes through here to the server: on a node it lies in the worker's folder, in a
-simulation in Flower's own state of the node.
+A client's memory never goes through here to the server: on a node it is in the worker's folder, in a simulation in
+Flower's own state of the node.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from flwr.clientapp import ClientApp
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.engines.flower.node_link import WorkerRequest, WorkerResponse
-from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, put, take, text, whole_number
+from fedgraft.engines.flower.wire import HELLO, REQUEST, as_record, names, put, take, text, whole_number
 
 Slots = MutableMapping[str, bytes]
-"""Two places for a client's memory: its present one and the one before."""
+"""Two places for a client's memory: the present one and the one before."""
 Serve = Callable[[WorkerRequest, Slots], WorkerResponse]
+"""Carries out a request with the memory in the slots."""
 
 
 class StateSlots(MutableMapping[str, bytes]):
@@ -46,11 +47,15 @@ class StateSlots(MutableMapping[str, bytes]):
 
 
 def request_of(message: Message, context: Context, settings: Mapping[str, Any]) -> WorkerRequest:
-    """What a message asks of this node, in a run with these settings."""
-    arrays, told = take(message.content)
+    """Return the request to this node in a message, in a run with these settings."""
+    arrays, words = take(message.content)
     client = context.node_config.get("partition-id")
     if type(client) is not int or client < 0:
-        raise FedgraftError("a node needs to know which client it is: start it with --node-config 'partition-id=0'.")
+        raise FedgraftError(
+            "E-ENGINES-NO-CLIENT-NUMBER",
+            "this node does not know its client number",
+            "start it with --node-config 'partition-id=0'",
+        )
     return WorkerRequest(
         config=str(settings.get("config", "")),
         folder=str(settings.get("folder", "")),
@@ -58,10 +63,10 @@ def request_of(message: Message, context: Context, settings: Mapping[str, Any]) 
         run=context.run_id,
         data=str(context.node_config.get("data", "")),
         source=str(context.node_config.get("source", "")),
-        after=whole_number(told, "after", 0),
-        becomes=whole_number(told, "becomes", 0),
-        digest=text(told, "digest"),
-        classes=names(told, "classes"),
+        after=whole_number(words, "after", 0),
+        becomes=whole_number(words, "becomes", 0),
+        digest=text(words, "digest"),
+        classes=names(words, "classes"),
         request=arrays.get("request", b""),
         opened=arrays.get("opened", b""),
         task=str(settings.get("task", "")),
@@ -69,18 +74,21 @@ def request_of(message: Message, context: Context, settings: Mapping[str, Any]) 
 
 
 def client_app(serve: Serve, settings: Mapping[str, Any] | None = None) -> ClientApp:
-    """A ClientApp whose orders `serve` carries out; `settings` stand for the run's where Flower gives it none."""
+    """Return a ClientApp whose requests `serve` carries out; `settings` replace the run's if Flower has none."""
     app = ClientApp()
 
-    def answer(message: Message, context: Context) -> Message:
+    def reply(message: Message, context: Context) -> Message:
         try:
-            found = serve(request_of(message, context, settings or context.run_config), StateSlots(context))
+            request = request_of(message, context, settings or context.run_config)
+            answer = serve(request, StateSlots(context))
         except FedgraftError as error:
-            found = WorkerResponse(error=str(error))
-        told = {"step": found.step, "need": found.need, "error": found.error[:500], **found.facts}
-        arrays = {"response": as_record(found.response)} if found.response else {}
-        return Message(put(arrays, told), reply_to=message)
+            answer = WorkerResponse(error=str(error))
+        words = {"step": answer.step, "need": answer.need, "error": answer.error[:500], **answer.facts}
+        arrays = {}
+        if answer.response:
+            arrays["response"] = as_record(answer.response)
+        return Message(put(arrays, words), reply_to=message)
 
-    app.query(HELLO.partition(".")[2])(answer)
-    app.train(ORDER.partition(".")[2])(answer)
+    app.query(HELLO.partition(".")[2])(reply)
+    app.train(REQUEST.partition(".")[2])(reply)
     return app

@@ -1,9 +1,9 @@
-"""How a short-lived client process talks to the node's worker process, which stays warm between messages.
+"""The link between a short-lived client process and the node's worker process, which stays warm between messages.
 
 Flower starts one process per message. Loading torch, the network and the data each time would cost seconds, so that
-process only carries bytes: it hands a `Request` to a worker on a socket in a private folder and brings the `Answer`
-back. The worker is started by the first message, and ends when the node's own process is gone or after `IDLE` seconds
-without work. Nothing here imports torch or Flower; nothing on the socket is pickled.
+process only forwards bytes: it sends a `WorkerRequest` to a worker on a socket in a private folder and returns the
+`WorkerResponse`. The worker is started by the first message, and ends when the node's own process has ended or after
+`IDLE` seconds without work. Nothing here imports torch or Flower; nothing on the socket is pickled.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from typing import Any
 from fedgraft.core.errors import FedgraftError
 
 IDLE = 1800.0
-_START = 180.0
-_BYTES = ("request", "opened", "response")
+"""Seconds without a request after which a worker ends."""
+_START = 180.0  # seconds that a worker may take to start
+_BYTES = ("request", "opened", "response")  # fields that are sent as byte strings
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """One order for a client, with what its node must know to carry it out. Without an order it asks who is there."""
+    """One request to a client, with what its node must know to carry it out; without a request, a greeting."""
 
     config: str
     """The config of the run, as TOML."""
@@ -45,36 +46,36 @@ class WorkerRequest:
     """The node's own data, a path that only it knows; empty: it serves its part of the config's data."""
     source: str = ""
     after: int = 0
-    """The step of the client's memory that the server goes on from; 0: none."""
+    """The step of the client's memory that the server continues from; 0: none."""
     becomes: int = 0
-    """The step that the memory has when this order is done."""
+    """The step of the memory after this request."""
     digest: str = ""
     """Identity of the opened edit space; empty before there is one."""
     classes: tuple[str, ...] = ()
-    """The federation's classes, where nodes bring data of their own."""
+    """The federation's classes, if nodes have data of their own."""
     request: bytes = b""
     opened: bytes = b""
-    """The opened edit space, where the server thinks that the node lacks it."""
+    """The opened edit space, if the server thinks that the node lacks it."""
     task: str = ""
-    """What is asked for instead of a run: `preflight` or `evaluate`."""
+    """The task if it is not a run: `preflight` or `evaluate`."""
 
 
 @dataclass(frozen=True)
 class WorkerResponse:
-    """What became of a request: a reply, or a sentence why there is none."""
+    """The result of a request: a packed response, or the reason why there is none."""
 
     response: bytes = b""
     step: int = 0
     """The step of the memory that the client now has."""
     need: bool = False
-    """The node lacks the opened edit space; ask again and send it."""
+    """The node lacks the opened edit space; send the request again with it."""
     error: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Who is there: number of examples, classes, digest of the data."""
+    """The answer to a greeting: number of examples, classes, digest of the data."""
 
 
 def send(pipe: Connection, message: WorkerRequest | WorkerResponse) -> None:
-    """Write a request or an answer to a socket: one line of JSON, then the byte strings."""
+    """Write a message to a socket: one line of JSON, then the byte strings."""
     plain = asdict(message)
     parts = [plain.pop(name) for name in _BYTES if name in plain]
     pipe.send_bytes(json.dumps(plain).encode())
@@ -83,28 +84,37 @@ def send(pipe: Connection, message: WorkerRequest | WorkerResponse) -> None:
 
 
 def receive(pipe: Connection, kind: type[WorkerRequest] | type[WorkerResponse]) -> Any:
-    """Read what `send` wrote."""
+    """Read a message that `send` wrote."""
     plain = json.loads(pipe.recv_bytes())
     if "classes" in plain:
         plain["classes"] = tuple(plain["classes"])
-    plain |= {name: pipe.recv_bytes() for name in _BYTES if name in kind.__dataclass_fields__}
+    for name in _BYTES:
+        if name in kind.__dataclass_fields__:
+            plain[name] = pipe.recv_bytes()
     return kind(**plain)
 
 
 def private_folder() -> Path:
-    """A folder for sockets that only this user can enter; a path short enough for one."""
+    """Return a folder for sockets that only this user can enter, with a path short enough for a socket."""
     folder = Path(tempfile.gettempdir()) / f"fedgraft-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
     if info.st_uid != os.getuid() or info.st_mode & 0o077 or folder.is_symlink():
-        raise FedgraftError(f"{folder} must be a folder that only this user can enter; remove it or set TMPDIR.")
+        raise FedgraftError(
+            "E-ENGINES-PRIVATE-FOLDER",
+            f"{folder} is not a folder that only this user can enter",
+            "remove it or set TMPDIR",
+            path=str(folder),
+        )
     return folder
 
 
 def ask_worker(worker_request: WorkerRequest, owner: int | None = None) -> WorkerResponse:
-    """Let the node's worker carry out a request; `owner` is the process it lives for (default: our parent)."""
-    owner = os.getppid() if owner is None else owner
-    name = hashlib.blake2b(f"{owner} {worker_request.client} {worker_request.data}".encode(), digest_size=8).hexdigest()
+    """Send a request to the node's worker and return its answer; the worker ends with `owner` (default: our parent)."""
+    if owner is None:
+        owner = os.getppid()
+    identity = f"{owner} {worker_request.client} {worker_request.data}"
+    name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     address = private_folder() / name
     try:
         with _connect(address, owner) as pipe:
@@ -116,7 +126,7 @@ def ask_worker(worker_request: WorkerRequest, owner: int | None = None) -> Worke
 
 
 def _connect(address: Path, owner: int) -> Connection:
-    """A connection to the worker at this address, which is started if there is none."""
+    """Return a connection to the worker at this address; start the worker if there is none."""
     with suppress(FileNotFoundError, ConnectionError):
         return Client(str(address), "AF_UNIX")
     with address.with_suffix(".lock").open("w") as lock:
@@ -131,11 +141,11 @@ def _connect(address: Path, owner: int) -> Connection:
             with suppress(FileNotFoundError, ConnectionError):
                 return Client(str(address), "AF_UNIX")
             time.sleep(0.02)
-    raise FedgraftError("the node's worker process could not be started; see the node's log.")
+    raise FedgraftError("E-ENGINES-NODE-WORKER", "the node's worker process could not be started", "see the node's log")
 
 
 def serve(address: Path, owner: int, carry_out: Callable[[WorkerRequest], WorkerResponse], idle: float = IDLE) -> None:
-    """A worker's life: one request after another until its owner is gone or nothing came for `idle` seconds."""
+    """Run a worker: carry out one request after another until its owner ends or none came for `idle` seconds."""
     with Listener(str(address), "AF_UNIX") as listener:
         socket = listener._listener._socket  # type: ignore[attr-defined]  # the only way to wait with a limit
         socket.settimeout(1.0)
@@ -151,7 +161,7 @@ def serve(address: Path, owner: int, carry_out: Callable[[WorkerRequest], Worker
                     answer = carry_out(worker_request)
                 except FedgraftError as error:
                     answer = WorkerResponse(error=without_path(str(error), worker_request.data))
-                except Exception as error:  # a node's error may quote its data: only its kind leaves
+                except Exception as error:  # an error may quote the node's data: only its type leaves
                     answer = WorkerResponse(error=f"failed with {type(error).__name__}; its log says more")
                     _log_failure(worker_request)
                 send(pipe, answer)
@@ -159,18 +169,21 @@ def serve(address: Path, owner: int, carry_out: Callable[[WorkerRequest], Worker
 
 
 def without_path(sentence: str, data: str) -> str:
-    """An error's sentence without the path of the node's data, which is nobody else's business."""
-    return sentence.replace(data, "its data") if data else sentence
+    """Return an error's sentence without the path of the node's data, which is private."""
+    if not data:
+        return sentence
+    return sentence.replace(data, "its data")
 
 
 def _log_failure(worker_request: WorkerRequest) -> None:
+    """Log the present exception in the node's own log."""
     import logging
 
-    logging.getLogger("fedgraft").exception("client %d could not carry out an order", worker_request.client)
+    logging.getLogger("fedgraft").exception("client %d could not carry out a request", worker_request.client)
 
 
 def _alive(process: int) -> bool:
-    """Whether this process still runs; one that ended and was not waited for does not."""
+    """Return whether this process still runs; a zombie does not."""
     try:
         os.kill(process, 0)
         state = Path(f"/proc/{process}/stat")

@@ -1,10 +1,10 @@
 """Which node serves which client: nodes come and go and have random numbers, clients are 0..K-1.
 
-Every node is asked for its client number, which must be that of its registered key, and again while it does not
-answer: it may have been restarted with the question in its hands. Of two nodes that claim the same number, the first
-is kept and the other refused by name, until the first is gone. A refused node is asked again after a while: its owner
-may have mended it. A node that joins late is asked when it is first seen. What a client said of its data when it was
-first greeted stands for the whole run.
+Every node is asked for its client number, which must be that of its registered key, and asked again while it does not
+answer: it may have been restarted while it held the question. Of two nodes that claim the same number, the first stays
+and the other is refused by name, until the first is gone. A refused node is asked again after a while: its owner may
+have fixed it. A node that joins late is asked when it is first seen. The facts that a client reported of its data at
+its first greeting hold for the whole run.
 """
 
 from __future__ import annotations
@@ -18,30 +18,36 @@ from fedgraft.core.errors import FedgraftError
 
 log = logging.getLogger("fedgraft")
 ASK_AGAIN = -2
-"""Stands for the client number of a node that failed before it could say it."""
-_AGAIN, _MEND = 60.0, 60.0  # seconds until a silent node is greeted again (then twice as many), and a refused one
-_SOON = 5.0  # and one that failed at it
+"""Stands for the client number of a node that failed before it could report it."""
+_SILENT_PAUSE = 60.0  # seconds until a silent node is greeted again; then twice as many
+_REFUSED_PAUSE = 60.0  # seconds until a refused node is greeted again
+_FAILED_PAUSE = 5.0  # seconds until a node that failed at the greeting is greeted again
 _ANSWER = 300.0  # seconds that a connected node has to answer a greeting: it starts its worker and reads its data
+MOST_CLASSES = 50_000
+MOST_IMAGES = 1 << 40
+
+NodeFacts = Mapping[str, Any]
+"""The facts that a node reports of its data: `examples`, `classes`, and `data`, a digest."""
 
 
 class Transport(Protocol):
-    """Asks nodes who they are and brings what they say."""
+    """Greets nodes and returns their answers."""
 
     def present(self) -> set[int]:
-        """The nodes that are connected now."""
+        """Return the nodes that are connected now."""
         ...
 
     def greet(self, nodes: Sequence[int]) -> Mapping[str, int]:
-        """Ask these nodes; returns which question went to which node."""
+        """Greet these nodes; return which question went to which node."""
         ...
 
-    def greetings(self, questions: Iterable[str]) -> Mapping[str, tuple[int, Mapping[str, Any], str]]:
-        """Answers that have come: (client number, facts, error) by question."""
+    def greetings(self, questions: Iterable[str]) -> Mapping[str, tuple[int, NodeFacts, str]]:
+        """Return the answers that have come: (client number, facts, error) by question."""
         ...
 
 
-class Registry:
-    """The nodes of a federation by client number, kept up to date by `refresh`."""
+class NodeRegistry:
+    """The nodes of a federation by client number, brought up to date by `refresh`."""
 
     def __init__(
         self,
@@ -50,96 +56,138 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
         members: Callable[[], Mapping[int, int]] | None = None,
     ) -> None:
-        self.transport, self.clients, self.clock, self.members = transport, clients, clock, members
-        """`members` says which client each node's key was registered for; None: nodes have no keys."""
-        self._keys: Mapping[int, int] = {}
-        self._rules: list[Callable[[Mapping[str, Any]], str]] = []
-        """Each says of what a node tells of its data why it is left out, or nothing."""
+        self.transport = transport
+        self.clients = clients
+        self.clock = clock
+        self.members = members
+        """Returns the client for which each node's key was registered; None: nodes have no keys."""
         self.nodes: dict[int, int] = {}
-        self.facts: dict[int, Mapping[str, Any]] = {}
+        """The node of each client that has one."""
+        self.facts: dict[int, NodeFacts] = {}
+        """The facts of each client that was ever admitted."""
         self.refused: dict[int, str] = {}
-        self._asked: dict[str, int] = {}
-        self._next: dict[int, tuple[float, float]] = {}
-        """When a node that has not answered, or was refused, is greeted again, and after how long the next time."""
+        """Why a node was refused."""
+        self._keys: Mapping[int, int] = {}
+        self._rules: list[Callable[[NodeFacts], str]] = []
+        """Each returns why a node with these facts is left out, or an empty text."""
+        self._questions: dict[str, int] = {}
+        """Greetings without an answer yet, and their node."""
+        self._next_greeting: dict[int, tuple[float, float]] = {}
+        """When a node that has not answered, or was refused, is greeted again, and the pause after that."""
 
     def refresh(self) -> None:
-        """Forget nodes that left, greet new ones, and enter those that have answered."""
+        """Forget nodes that left, greet new ones, and admit or refuse those that have answered."""
         present = self.transport.present()
+        self._forget_absent(present)
+        self._greet_due(present)
+        if not self._questions:
+            return
+        answers = self.transport.greetings(list(self._questions))
+        for question, (client, facts, error) in answers.items():
+            if question not in self._questions:  # an earlier question to the same node was answered just before
+                continue
+            node = self._questions.pop(question)
+            if node not in self.nodes.values():  # else the late answer to an earlier question
+                self._enter(node, client, facts, error)
+
+    def _forget_absent(self, present: set[int]) -> None:
+        """Remove nodes that are no longer connected, and their questions."""
         gone = {client: node for client, node in self.nodes.items() if node not in present}
         for client, node in gone.items():
             log.warning("the node of client %d is gone (%d)", client, node)
             del self.nodes[client]
-        if gone:  # whoever was refused as a double may be the successor
+        if gone:  # a node that was refused because the number was taken may be the successor
             self.refused.clear()
-        self._asked = {question: node for question, node in self._asked.items() if node in present}
-        self._next = {
-            node: when
-            for node, when in self._next.items()
-            if node in present and (not gone or node in self._asked.values())
-        }
-        now, serving = self.clock(), set(self.nodes.values())
-        due = sorted(node for node in present - serving if self._next.get(node, (0.0, 0.0))[0] <= now)
-        if due:
-            self._asked |= self.transport.greet(due)
-            for node in due:
-                pause = _MEND if node in self.refused else self._next.get(node, (0.0, _AGAIN))[1]
-                self._next[node] = (now + pause, 2 * pause)
-        answers = self.transport.greetings(list(self._asked)) if self._asked else {}
-        for question, (client, facts, error) in answers.items():
-            if question not in self._asked:  # an earlier question to it was answered in the same breath
-                continue
-            node = self._asked.pop(question)
-            if node not in self.nodes.values():  # else an earlier question's late answer
-                self._enter(node, client, facts, error)
+        self._questions = {question: node for question, node in self._questions.items() if node in present}
+        questioned = set(self._questions.values())
+        next_greeting = {}
+        for node, when in self._next_greeting.items():
+            if node in present and (not gone or node in questioned):
+                next_greeting[node] = when
+        self._next_greeting = next_greeting
 
-    def _enter(self, node: int, client: int, facts: Mapping[str, Any], error: str) -> None:
+    def _greet_due(self, present: set[int]) -> None:
+        """Greet the nodes that serve nobody and whose time has come."""
+        now = self.clock()
+        serving = set(self.nodes.values())
+        due = []
+        for node in sorted(present - serving):
+            when, _ = self._next_greeting.get(node, (0.0, 0.0))
+            if when <= now:
+                due.append(node)
+        if not due:
+            return
+        self._questions |= self.transport.greet(due)
+        for node in due:
+            _, pause = self._next_greeting.get(node, (0.0, _SILENT_PAUSE))
+            if node in self.refused:
+                pause = _REFUSED_PAUSE
+            self._next_greeting[node] = (now + pause, 2 * pause)
+
+    def _enter(self, node: int, client: int, facts: NodeFacts, error: str) -> None:
+        """Admit a node that has answered, or refuse it with a reason."""
+        if client == ASK_AGAIN:
+            log.warning("node %d did not report its client number (%s) and is asked again", node, error)
+            self._next_greeting[node] = (self.clock() + _FAILED_PAUSE, _SILENT_PAUSE)
+            return
+        reason = error or self._reason_against(node, client, facts)
+        if reason:
+            if self.refused.get(node) != reason:
+                log.warning("node %d is refused: %s", node, reason)
+            self.refused[node] = reason
+            self._next_greeting[node] = (self.clock() + _REFUSED_PAUSE, _REFUSED_PAUSE)
+            return
+        self.nodes[client] = node
+        self.facts[client] = facts
+        self.refused.pop(node, None)
+        self._questions = {question: other for question, other in self._questions.items() if other != node}
+        log.info("client %d is served by node %d", client, node)
+
+    def _reason_against(self, node: int, client: int, facts: NodeFacts) -> str:
+        """Return why a node cannot serve the client it claims to be; empty if it can."""
+        if not 0 <= client < self.clients:
+            return f"it calls itself client {client}, and there are clients 0 to {self.clients - 1}"
+        if not _plausible(facts):
+            return "it reports implausible facts: a negative number of images, or repeated or too many classes"
+        for rule in self._rules:
+            reason = rule(facts)
+            if reason:
+                return reason
         before = self.facts.get(client, facts)
-        if client == ASK_AGAIN:  # it failed before it could say who it is: the next question is due soon
-            log.warning("node %d did not say who it is (%s) and is asked again", node, error)
-            self._next[node] = (self.clock() + _SOON, _AGAIN)
-            return
-        if error:
-            reason = error
-        elif not 0 <= client < self.clients:
-            reason = f"it calls itself client {client}, and there are clients 0 to {self.clients - 1}"
-        elif not _sane(facts):
-            reason = (
-                "it tells of itself what cannot be: a number of images below 0, or classes twice or by the thousand"
-            )
-        elif why := next(filter(None, (rule(facts) for rule in self._rules)), ""):
-            reason = why
-        elif facts != before:
-            reason = f"client {client} has other data than when the run began ({_told(before)}, now {_told(facts)})"
-        elif client in self.nodes:
-            reason = f"client {client} is served by node {self.nodes[client]} already"
-        elif (owner := self._owner(node, client)) != client:
-            who = "of nobody here" if owner is None else f"that of client {owner}"
-            reason = f"it calls itself client {client}, and its key is {who}"
-        else:
-            self.nodes[client], self.facts[client] = node, facts
-            self.refused.pop(node, None)
-            self._asked = {question: other for question, other in self._asked.items() if other != node}
-            log.info("client %d is served by node %d", client, node)
-            return
-        if self.refused.get(node) != reason:
-            log.warning("node %d is refused: %s", node, reason)
-        self.refused[node] = reason
-        self._next[node] = (self.clock() + _MEND, _MEND)
+        if facts != before:
+            change = f"{_describe(before)}, now {_describe(facts)}"
+            return f"client {client} has other data than when the run began ({change})"
+        if client in self.nodes:
+            return f"client {client} is served by node {self.nodes[client]} already"
+        owner = self._owner(node, client)
+        if owner is None:
+            return f"it calls itself client {client}, and its key is not registered here"
+        if owner != client:
+            return f"it calls itself client {client}, and its key is that of client {owner}"
+        return ""
 
     def need_images(self) -> None:
-        """From now on nodes have images of their own; whoever has none is left out by name and ends no run."""
-        self.leave_out(lambda facts: "" if facts["classes"] else "it has no images of its own, and the others have")
+        """From now on leave out nodes without images of their own; such a node does not end a run."""
 
-    def leave_out(self, rule: Callable[[Mapping[str, Any]], str]) -> None:
-        """From now on whoever tells of itself what this rule has a reason against is left out, by name."""
+        def rule(facts: NodeFacts) -> str:
+            if facts["classes"]:
+                return ""
+            return "it has no images of its own, and the others have"
+
+        self.leave_out(rule)
+
+    def leave_out(self, rule: Callable[[NodeFacts], str]) -> None:
+        """From now on leave out nodes for whose facts this rule returns a reason."""
         self._rules.append(rule)
-        for client in [k for k, facts in self.facts.items() if rule(facts)]:
-            facts, node = self.facts.pop(client), self.nodes.pop(client, None)
+        affected = [client for client, facts in self.facts.items() if rule(facts)]
+        for client in affected:
+            facts = self.facts.pop(client)
+            node = self.nodes.pop(client, None)
             if node is not None:
                 self._enter(node, client, facts, "")
 
     def _owner(self, node: int, claimed: int) -> int | None:
-        """The client whose key this node proved to have; without keys, whom it claims to be."""
+        """Return the client whose key this node proved to have; without keys, the one it claims to be."""
         if self.members is None:
             return claimed
         if node not in self._keys:  # it may have been registered since
@@ -149,32 +197,45 @@ class Registry:
     def gather(self, least: int, patience: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         """Wait until every client has a node; after `patience` seconds `least` of them are enough.
 
-        Nodes that are connected by then get the time to say who they are.
+        Nodes that are connected by then get the time to answer their greeting.
         """
         end = clock() + patience
         self.refresh()
-        while len(self.nodes) < self.clients and clock() < end + (_ANSWER if self._asked else 0):
+        while len(self.nodes) < self.clients:
+            grace = 0.0
+            if self._questions:
+                grace = _ANSWER
+            if clock() >= end + grace:
+                break
             sleep(0.2)
             self.refresh()
-        if len(self.nodes) < max(1, least):
-            why = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
+        needed = max(1, least)
+        if len(self.nodes) < needed:
+            refusals = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
             raise FedgraftError(
+                "E-ENGINES-TOO-FEW-NODES",
                 f"after {patience:g} s only {len(self.nodes)} of {self.clients} clients have a node and at least "
-                f"{max(1, least)} are needed; start the others and resume{why}."
+                f"{needed} are needed{refusals}",
+                "start the others and resume",
+                nodes=len(self.nodes),
+                needed=needed,
             )
-        if missing := [k for k in range(self.clients) if k not in self.nodes]:
+        missing = [client for client in range(self.clients) if client not in self.nodes]
+        if missing:
             log.warning("the run starts without the nodes of clients %s; they may join later", missing)
 
 
-MOST_CLASSES, MOST_IMAGES = 50_000, 1 << 40
-
-
-def _sane(facts: Mapping[str, Any]) -> bool:
-    """Whether what a node says of its data can be; its classes would become everybody's."""
+def _plausible(facts: NodeFacts) -> bool:
+    """Return whether the facts of a node can be true; its classes would become those of the federation."""
     classes = facts.get("classes", ())
-    each = all(0 < len(name) <= 200 for name in classes) and len(set(classes)) == len(classes)
-    return each and len(classes) <= MOST_CLASSES and 0 <= facts.get("examples", 0) <= MOST_IMAGES
+    if len(classes) > MOST_CLASSES or len(set(classes)) < len(classes):
+        return False
+    if not all(0 < len(name) <= 200 for name in classes):
+        return False
+    return bool(0 <= facts.get("examples", 0) <= MOST_IMAGES)
 
 
-def _told(facts: Mapping[str, Any]) -> str:
-    return f"{facts.get('examples', 0)} images, digest {str(facts.get('data', ''))[:8] or 'none'}"
+def _describe(facts: NodeFacts) -> str:
+    """Return the facts of a node in short."""
+    digest = str(facts.get("data", ""))[:8] or "none"
+    return f"{facts.get('examples', 0)} images, digest {digest}"

@@ -1,9 +1,9 @@
-"""The engine on Flower: orders go out as messages to nodes, replies come back, sampling and order stay ours.
+"""The engine on Flower: requests go out as messages to nodes, responses come back; sampling and order stay ours.
 
-Clients are numbers 0..K-1; `Registry` knows which node serves which. The grid's own `send_and_receive` sleeps three
-seconds between looks, so this engine pushes and pulls by itself and looks again soon. Orders of equal content share
-one array, which Flower then stores and hashes once. A node that is silent, gone, or answers with an error is missing
-from the round under its name; everything that does arrive is hostile until it is screened.
+Clients are numbers 0..K-1; `NodeRegistry` knows which node serves which. The grid's own `send_and_receive` sleeps three
+seconds between two looks, so this engine pushes and pulls by itself with shorter pauses. Requests of equal content
+share one array, which Flower then stores and hashes once. A node that is silent, gone, or answers with an error is
+missing from the round under its name; every answer is untrusted until it is validated.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from fedgraft.core.client_memory import ClientMemory
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, pack
 from fedgraft.core.progress import requests_phase
-from fedgraft.engines.flower.registry import ASK_AGAIN, Registry
-from fedgraft.engines.flower.wire import HELLO, ORDER, as_record, names, plain, put, take, text, whole_number
+from fedgraft.engines.flower.registry import ASK_AGAIN, NodeRegistry
+from fedgraft.engines.flower.wire import HELLO, REQUEST, as_record, names, plain, put, take, text, whole_number
 
 log = logging.getLogger("fedgraft")
 
 Arrival = tuple[int, bytes | str]
-_RETRIES = 3
-SILENT, _TIMES = 1800.0, 10.0
-"""Without a deadline a connected node that says nothing is waited for so many seconds, or so many times as long as most
-others took, whichever is longer: one that never answers does not hold up the run for ever."""
-_EXPIRED = (3, 4)  # Flower's codes of an order or an answer that is over its time to live, which is our deadline
+"""A client with its packed response, or with the reason why there is none."""
+_RETRIES = 3  # of requests before the first round
+SILENT = 1800.0
+"""Without a deadline, a connected node that does not answer is waited for so many seconds, or `_TIMES` times as long as
+the faster half took, whichever is longer: a node that never answers cannot hold up the run for ever."""
+_TIMES = 10.0
+_EXPIRED = (3, 4)  # Flower's error codes of a request or a response that exceeded its time to live, our deadline
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for whom."""
+    """How long to wait for nodes."""
 
     deadline: float | None = None
-    """Seconds that a node has for one order; None: as long as it is connected, within reason (`SILENT`)."""
+    """Seconds that a node has for one request; None: as long as it is connected, within reason (`SILENT`)."""
     wait: float = 300.0
     """Seconds to wait at the start until every client has a node."""
     least: int = 1
@@ -57,55 +59,71 @@ class FlowerTransport:
         self.grid = grid
 
     def present(self) -> set[int]:
-        """The nodes that are connected now."""
+        """Return the nodes that are connected now."""
         return set(self.grid.get_node_ids())
 
     def greet(self, nodes: Sequence[int]) -> dict[str, int]:
-        """Ask these nodes who they are."""
+        """Ask these nodes for their client numbers; return which question went to which node."""
         messages = [Message(put({}, {"hello": True}), node, HELLO) for node in nodes]
-        return {question: node for question, node in zip(self.push(messages), nodes, strict=True) if question}
+        questions = {}
+        for question, node in zip(self.push(messages), nodes, strict=True):
+            if question:
+                questions[question] = node
+        return questions
 
     def greetings(self, questions: Iterable[str]) -> dict[str, tuple[int, Mapping[str, Any], str]]:
-        """What those that have answered say."""
-        found: dict[str, tuple[int, Mapping[str, Any], str]] = {}
+        """Return the answers that have come: (client number, facts, error) by question."""
+        answers: dict[str, tuple[int, Mapping[str, Any], str]] = {}
         for message in self.grid.pull_messages(list(questions)):
-            settings = {} if message.has_error() else take(message.content)[1]
-            error = failure_of(message) if message.has_error() else text(settings, "error")
+            if message.has_error():
+                settings: dict[str, Any] = {}
+                client = ASK_AGAIN
+                error = failure_of(message)
+            else:
+                _, settings = take(message.content)
+                client = whole_number(settings, "client")
+                error = text(settings, "error")
             facts = {
                 "examples": whole_number(settings, "examples", 0),
                 "classes": names(settings, "classes"),
                 "data": text(settings, "data"),
             }
-            client = ASK_AGAIN if message.has_error() else whole_number(settings, "client")
-            found[message.metadata.reply_to_message_id] = (client, facts, error)
-        return found
+            answers[message.metadata.reply_to_message_id] = (client, facts, error)
+        return answers
 
     def push(self, messages: Sequence[Message]) -> list[str | None]:
-        """Send messages; the identity of each, or None where Flower did not take it."""
-        found = list(self.grid.push_messages(messages)) if messages else []
-        return [found[i] if i < len(found) else None for i in range(len(messages))]
+        """Send messages; return the identity of each, None for one that Flower did not accept."""
+        identities: list[str | None] = []
+        if messages:
+            identities += self.grid.push_messages(messages)
+        missing = len(messages) - len(identities)
+        return identities[: len(messages)] + [None] * missing
 
     def pull(self, waiting: Iterable[str]) -> Iterable[Message]:
-        """The replies that are there."""
+        """Return the replies that have come."""
         return self.grid.pull_messages(list(waiting))
 
 
 def failure_of(message: Message) -> str:
-    """What Flower says went wrong at a node, as one line."""
+    """Return Flower's reason for a failure at a node, as one line."""
     return f"its node failed: {plain(str(message.error.reason).strip() or 'no reason')[:300]}"
 
 
 @dataclass(frozen=True)
-class _Message:
+class _Envelope:
+    """A request on its way to a node."""
+
     request: Request
     node: int
     content: ArrayRecord
     data: bytes
+    """The packed request, with client number 0."""
     becomes: int
+    """The step of the client's memory after the request."""
 
 
 class FlowerEngine:
-    """Carries out orders on Flower nodes. `memory` holds no client's memory, only which step of it each one has."""
+    """Carry out requests on Flower nodes. `memory` holds only which step of its memory each client has."""
 
     def __init__(
         self,
@@ -116,74 +134,93 @@ class FlowerEngine:
         sleep: Callable[[float], None] = time.sleep,
         members: Callable[[], Mapping[int, int]] | None = None,
     ) -> None:
-        self.transport, self.patience, self.clock, self.sleep = transport, patience or Patience(), clock, sleep
-        self.registry = Registry(transport, clients, clock, members)
+        self.transport = transport
+        self.patience = patience or Patience()
+        self.clock = clock
+        self.sleep = sleep
+        self.registry = NodeRegistry(transport, clients, clock, members)
         self.memory: dict[int, ClientMemory] = {}
         self.classes: tuple[str, ...] = ()
-        """The federation's classes, where nodes bring data of their own."""
+        """The federation's classes, if nodes have data of their own."""
         self._opened: ArrayRecord | None = None
         self._digest = ""
-        self._told: set[int] = set()
+        self._have_space: set[int] = set()
+        """Nodes that have the opened edit space."""
         self.waited = 0.0
         """Seconds spent waiting for answers so far."""
-        self.sent = self.received = 0
-        """Bytes of orders, openings and replies so far; what Flower puts around them is not counted."""
+        self.sent = 0
+        """Bytes of requests and opened edit spaces so far, without Flower's own overhead."""
+        self.received = 0
+        """Bytes of responses so far, without Flower's own overhead."""
 
     def gather(self) -> None:
         """Wait for the nodes at the start of a run."""
-        p = self.patience
-        self.registry.gather(p.least, p.wait, self.clock, self.sleep)
+        self.registry.gather(self.patience.least, self.patience.wait, self.clock, self.sleep)
 
     def open(self, run: str, tensors: Mapping[str, Tensor]) -> None:
-        """From now on orders belong to this edit space; every node gets it once, and again when it lost it."""
+        """Set the edit space of later requests; every node gets it once, and again if it lost it."""
         data = pack(Request(run, -1, 0, "open", auxiliary=tensors))
-        self._opened, self._digest = as_record(data), hashlib.blake2b(data, digest_size=12).hexdigest()
-        self._told = set()
+        self._opened = as_record(data)
+        self._digest = hashlib.blake2b(data, digest_size=12).hexdigest()
+        self._have_space = set()
 
     def exchange(self, requests: Sequence[Request]) -> list[Arrival]:
-        """Deliver the orders and return what came back, by client; a sentence stands for a missing answer.
+        """Deliver the requests and return the arrivals in client order.
 
-        Before round 0 everyone counts: a head or a mask from some clients would be another one. So what a node owes
-        that was restarted is asked for again.
+        Before round 0 every client is needed: a head or a mask from some of them would be another one. So the requests
+        to a node that was restarted are sent again.
         """
-        arrivals = self._once(requests)
-        missing: dict[int, str] = {}
-        for left in range(_RETRIES if requests and requests[0].round < 0 else 0, -1, -1):
-            missing = {client: said for client, said in arrivals.values() if isinstance(said, str)}
-            if not missing or not left or not self._await(missing):
-                break
-            arrivals |= self._once([request for request in requests if request.client in missing])
-        for client, said in missing.items():
-            log.warning("client %d is missing: %s", client, said)
-        if missing and requests[0].round < 0 and len(arrivals) - len(missing) < self.patience.least:
-            client, said = next(iter(missing.items()))
+        arrivals = self._deliver(requests)
+        before_training = bool(requests) and requests[0].round < 0
+        retries = 0
+        if before_training:
+            retries = _RETRIES
+        missing = _missing(arrivals)
+        while missing and retries and self._wait_for(missing):
+            arrivals |= self._deliver([request for request in requests if request.client in missing])
+            missing = _missing(arrivals)
+            retries -= 1
+        for client, reason in missing.items():
+            log.warning("client %d is missing: %s", client, reason)
+        answered = len(arrivals) - len(missing)
+        if missing and before_training and answered < self.patience.least:
+            client, reason = next(iter(missing.items()))
             raise FedgraftError(
-                f"only {len(arrivals) - len(missing)} clients did their part ({requests[0].action}) before the first "
-                f"round and {self.patience.least} are needed; client {client}: {said}; mend its node and resume."
+                "E-ENGINES-TOO-FEW-ANSWERS",
+                f"only {answered} clients answered the request {requests[0].action!r} before the first round and "
+                f"{self.patience.least} are needed; client {client}: {reason}",
+                "fix its node and resume",
+                client=client,
+                action=requests[0].action,
+                answered=answered,
             )
         return [arrivals[client] for client in sorted(arrivals)]
 
-    def _once(self, requests: Sequence[Request]) -> dict[int, Arrival]:
-        """Deliver the orders to the nodes that are there."""
+    def _deliver(self, requests: Sequence[Request]) -> dict[int, Arrival]:
+        """Send the requests to the nodes that are connected, and return the arrivals by client."""
         self.registry.refresh()
         arrivals: dict[int, Arrival] = {}
-        letters: list[_Message] = []
+        envelopes: list[_Envelope] = []
         for request in requests:
             node = self.registry.nodes.get(request.client)
             if node is None:
                 arrivals[request.client] = (request.client, "no node serves it at present")
                 continue
-            data = pack(replace(request, client=0))  # the same bytes for all who get the same
-            same = bool(letters) and letters[-1].data == data
-            content, data = (letters[-1].content, letters[-1].data) if same else (as_record(data), data)
-            letters.append(_Message(request, node, content, data, self._step(request.client) + 1))
-        self._carry(letters, arrivals)
+            data = pack(replace(request, client=0))  # the same bytes for all clients with the same request
+            becomes = self._step(request.client) + 1
+            if envelopes and envelopes[-1].data == data:
+                envelope = replace(envelopes[-1], request=request, node=node, becomes=becomes)
+            else:
+                envelope = _Envelope(request, node, as_record(data), data, becomes)
+            envelopes.append(envelope)
+        with requests_phase([envelope.request for envelope in envelopes], progress_label) as phase:
+            self._collect(envelopes, arrivals, phase.advance)
         return arrivals
 
-    def _await(self, missing: Mapping[int, str]) -> bool:
-        """Wait until the missing clients have nodes again, or for as long as at the start; whether one has."""
-        for client, said in missing.items():
-            log.warning("client %d is missing before the first round: %s; waiting for its node", client, said)
+    def _wait_for(self, missing: Mapping[int, str]) -> bool:
+        """Wait until the missing clients have nodes again, as long as at the start; return whether one has."""
+        for client, reason in missing.items():
+            log.warning("client %d is missing before the first round: %s; waiting for its node", client, reason)
         end = self.clock() + self.patience.wait
         while True:
             self.sleep(1.0)
@@ -193,98 +230,104 @@ class FlowerEngine:
                 return bool(back)
 
     def _step(self, client: int) -> int:
-        return int(self.memory[client]["step"]) if client in self.memory else 0
+        """Return the step of a client's memory; 0 if it has none."""
+        if client not in self.memory:
+            return 0
+        return int(self.memory[client]["step"])
 
-    def _carry(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> None:
-        """Send the letters and collect answers until all are there or the deadline is over."""
-        requests = [letter.request for letter in letters]
-        with requests_phase(requests, progress_label) as asked:
-            self._wait(letters, arrivals, asked.advance)
-
-    def _wait(self, letters: Sequence[_Message], arrivals: dict[int, Arrival], done: Callable[[], None]) -> None:
+    def _collect(self, envelopes: Sequence[_Envelope], arrivals: dict[int, Arrival], done: Callable[[], None]) -> None:
+        """Send the envelopes and add arrivals until all are there or the deadline has passed."""
         began = self.clock()
-        waiting, last = self._send(letters, arrivals), 0.0
+        waiting = self._send(envelopes, arrivals)
+        last_arrival = 0.0
         limit = self.patience.deadline
         while waiting:
-            again = []
+            to_repeat = []
             for message in self.transport.pull(waiting):
-                letter = waiting.pop(message.metadata.reply_to_message_id, None)
-                if letter is None:
+                envelope = waiting.pop(message.metadata.reply_to_message_id, None)
+                if envelope is None:
                     continue
-                arrival = self._read(message, letter)
+                arrival = self._read(message, envelope)
                 if arrival is None:
-                    again.append(letter)
+                    to_repeat.append(envelope)
                 else:
-                    arrivals[letter.request.client], last = arrival, self.clock() - began
+                    arrivals[envelope.request.client] = arrival
+                    last_arrival = self.clock() - began
                     done()
-            waiting |= self._send(again, arrivals)
+            waiting |= self._send(to_repeat, arrivals)
             now = self.clock()
-            if self.patience.deadline is None and 2 * len(waiting) <= len(letters):  # half are there
-                limit = max(SILENT, _TIMES * last)
+            if self.patience.deadline is None and 2 * len(waiting) <= len(envelopes):  # half have answered
+                limit = max(SILENT, _TIMES * last_arrival)
             if limit is not None and now >= began + limit:
                 break
-            if waiting:  # quick while answers may be near, calm when they take long
+            if waiting:  # short pauses while answers may be near, longer ones later
                 self.sleep(min(0.5, max(0.02, 0.02 * (now - began))))
-        for letter in waiting.values():
-            arrivals[letter.request.client] = (letter.request.client, f"no answer within {limit:g} s")
+        for envelope in waiting.values():
+            arrivals[envelope.request.client] = (envelope.request.client, f"no answer within {limit:g} s")
         self.waited += self.clock() - began
 
-    def _send(self, letters: Sequence[_Message], arrivals: dict[int, Arrival]) -> dict[str, _Message]:
-        identities = self.transport.push([self._message(letter) for letter in letters])
+    def _send(self, envelopes: Sequence[_Envelope], arrivals: dict[int, Arrival]) -> dict[str, _Envelope]:
+        """Send the envelopes and return them by identity; note in `arrivals` those that Flower did not accept."""
+        identities = self.transport.push([self._message(envelope) for envelope in envelopes])
         sent = {}
-        for letter, identity in zip(letters, identities, strict=True):
+        for envelope, identity in zip(envelopes, identities, strict=True):
             if identity is None:
-                arrivals[letter.request.client] = (letter.request.client, "Flower did not take the order")
+                arrivals[envelope.request.client] = (envelope.request.client, "Flower did not accept the request")
             else:
-                sent[identity] = letter
+                sent[identity] = envelope
         return sent
 
-    def _message(self, letter: _Message) -> Message:
-        request, arrays = letter.request, {"request": letter.content}
-        self.sent += len(letter.data)
-        if self._opened is not None and letter.node not in self._told:
+    def _message(self, envelope: _Envelope) -> Message:
+        """Return the Flower message of an envelope, with the opened edit space if the node lacks it."""
+        arrays = {"request": envelope.content}
+        self.sent += len(envelope.data)
+        if self._opened is not None and envelope.node not in self._have_space:
             arrays["opened"] = self._opened
             self.sent += len(self._opened["bytes"].data)
-        # Nothing here names the client: what is equal for all, Flower stores and hands on once.
+        # Nothing here names the client: Flower stores and forwards content that is equal for all only once.
         settings = {
-            "after": letter.becomes - 1,
-            "becomes": letter.becomes,
+            "after": envelope.becomes - 1,
+            "becomes": envelope.becomes,
             "digest": self._digest,
             "classes": list(self.classes),
         }
-        return Message(
-            put(arrays, settings), letter.node, ORDER, ttl=self.patience.deadline, group_id=str(request.round + 1)
-        )
+        group = str(envelope.request.round + 1)
+        return Message(put(arrays, settings), envelope.node, REQUEST, ttl=self.patience.deadline, group_id=group)
 
-    def _read(self, message: Message, letter: _Message) -> Arrival | None:
-        """A reply, its bytes, or why there is none; None: the node must be told the edit space again."""
-        client = letter.request.client
+    def _read(self, message: Message, envelope: _Envelope) -> Arrival | None:
+        """Return the arrival in a reply; None if the request must be sent again with the edit space."""
+        client = envelope.request.client
         if message.has_error():
-            late = message.error.code in _EXPIRED and self.patience.deadline is not None
-            return client, f"no answer within {self.patience.deadline:g} s" if late else failure_of(message)
-        if message.metadata.src_node_id != letter.node:
+            if message.error.code in _EXPIRED and self.patience.deadline is not None:
+                return client, f"no answer within {self.patience.deadline:g} s"
+            return client, failure_of(message)
+        if message.metadata.src_node_id != envelope.node:
             return client, "the answer came from another node"
         arrays, settings = take(message.content)
-        self.received += len(arrays.get("response", b""))
-        if settings.get("need") is True and letter.node in self._told:
-            self._told.discard(letter.node)
+        data = arrays.get("response", b"")
+        self.received += len(data)
+        if settings.get("need") is True and envelope.node in self._have_space:
+            self._have_space.discard(envelope.node)
             return None
-        if sentence := text(settings, "error"):
-            return client, sentence
-        self._told.add(letter.node)
-        data, step = arrays.get("response", b""), whole_number(settings, "step")
-        if step not in (letter.becomes - 1, letter.becomes):
-            return client, f"it answered with step {step} of its memory instead of {letter.becomes}"
+        error = text(settings, "error")
+        if error:
+            return client, error
+        self._have_space.add(envelope.node)
+        step = whole_number(settings, "step")
+        if step not in (envelope.becomes - 1, envelope.becomes):
+            return client, f"it answered with step {step} of its memory instead of {envelope.becomes}"
         if step:
             self.memory[client] = {"step": torch.tensor([step])}
-        return client, data  # whoever asked knows what it must look like
+        return client, data  # the caller validates it
 
     def take_back(self, client: int, before: ClientMemory | None) -> None:
-        """Name the step before in the next order: a node holds two steps, and goes on from the one that is named.
+        """Continue from the step before: nodes store two steps, and the next request names the one to continue from.
 
-        A simulated node makes a step at every stage of a secure sum, so there the last step is all that can be named.
+        A simulated node makes a step at every stage of a secure sum, so only the last step can be taken back there.
         """
-        earlier = 0 if before is None else int(before["step"])
+        earlier = 0
+        if before is not None:
+            earlier = int(before["step"])
         if self._step(client) != earlier + 1:
             return
         if before is None:
@@ -293,4 +336,13 @@ class FlowerEngine:
             self.memory[client] = before
 
     def close(self) -> None:
-        """Nothing to end: nodes belong to others."""
+        """Do nothing: the nodes belong to others."""
+
+
+def _missing(arrivals: Mapping[int, Arrival]) -> dict[int, str]:
+    """Return the clients without a response, and why."""
+    missing = {}
+    for client, answer in arrivals.values():
+        if isinstance(answer, str):
+            missing[client] = answer
+    return missing

@@ -1,7 +1,7 @@
-"""fedgraft's messages as Flower's: a flat byte string in one array, and a few plain words beside it.
+"""fedgraft's messages as Flower messages: a flat byte string in one array, and a few plain settings beside it.
 
-Flower pays per array, so an order or a reply is one array of bytes, whatever it holds; only the opened edit space
-travels as a second one, once per node. What arrives is of untrusted origin: `take` gives only values of the right
+Flower pays per array, so a request or a response is one array of bytes, whatever it holds; only the opened edit space
+travels as a second one, once per node. Everything that arrives is untrusted: `take` returns only values of the right
 type and never raises.
 """
 
@@ -15,63 +15,76 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 HELLO = "query.hello"
-ORDER = "train.order"
+"""Flower's message type of a greeting."""
+REQUEST = "train.order"
+"""Flower's message type of a request."""
 _STYPE = "fedgraft"
+_SETTINGS = "words"  # the name of the record of settings
 
 
 def as_record(data: bytes) -> ArrayRecord:
-    """Bytes as one flat array; the same record may go into many messages, and is then hashed and stored once."""
+    """Return bytes as one flat array; a record in many messages is hashed and stored once."""
     return ArrayRecord({"bytes": Array("uint8", (len(data),), _STYPE, data)})
 
 
 def put(parts: Mapping[str, ArrayRecord], settings: Mapping[str, Any]) -> RecordDict:
-    """A message's content."""
-    return RecordDict({**parts, "words": ConfigRecord(dict(settings))})
+    """Return the content of a message."""
+    return RecordDict({**parts, _SETTINGS: ConfigRecord(dict(settings))})
 
 
 def take(content: RecordDict) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The byte strings and the words of a message; what is not there or of another kind is left out."""
-    settings = content.get("words")
+    """Return the byte strings and the settings of a message; missing values and those of another type are left out."""
     parts = {}
     for name, record in content.items():
-        array = record.get("bytes") if isinstance(record, ArrayRecord) else None
+        if not isinstance(record, ArrayRecord):
+            continue
+        array = record.get("bytes")
         if array is not None and array.stype == _STYPE:
             parts[name] = array.data
-    return parts, dict(settings) if isinstance(settings, ConfigRecord) else {}
+    settings = content.get(_SETTINGS)
+    if not isinstance(settings, ConfigRecord):
+        return parts, {}
+    return parts, dict(settings)
 
 
 def whole_number(settings: Mapping[str, Any], name: str, default: int = -1) -> int:
-    """A word that must be a whole number."""
+    """Return a setting that must be an integer; the default if it is not."""
     value = settings.get(name)
-    return value if type(value) is int else default
+    if type(value) is not int:
+        return default
+    return value
 
 
 def text(settings: Mapping[str, Any], name: str) -> str:
-    """A word that must be text, as one line that a log bears and a terminal only prints."""
+    """Return a setting that must be a text, as one printable line; empty if it is not."""
     value = settings.get(name)
-    return plain(value) if isinstance(value, str) else ""
+    if not isinstance(value, str):
+        return ""
+    return plain(value)
 
 
 def plain(sentence: str) -> str:
-    """Somebody's words without what would move a cursor or begin a line of its own."""
+    """Return an untrusted text without control characters, which could move a cursor or begin a new line."""
     return "".join(letter if letter.isprintable() else " " for letter in sentence[:500])
 
 
 def names(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A word that must be a list of texts; control characters in them are taken out."""
+    """Return a setting that must be a list of texts, without control characters; empty if it is not."""
     value = settings.get(name)
-    return tuple(map(plain, value)) if isinstance(value, list) and all(isinstance(one, str) for one in value) else ()
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return ()
+    return tuple(map(plain, value))
 
 
 def server_app(main: Callable[[Grid, Context], None]) -> ServerApp:
-    """A ServerApp that runs `main`."""
+    """Return a ServerApp that runs `main`."""
     app = ServerApp()
     app.main()(main)
     return app
 
 
 def simulate(server: ServerApp, client: ClientApp, nodes: int) -> None:
-    """Run both apps in Flower's simulation, with Ray workers of one core each in place of nodes."""
+    """Run both apps in Flower's simulation, with Ray workers of one core each instead of nodes."""
     from flwr.simulation import run_simulation
 
     run_simulation(server, client, nodes, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
