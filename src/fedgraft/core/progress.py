@@ -1,8 +1,8 @@
 """Progress reporting: nested phases that any code may open, and watchers that are shown them at intervals.
 
 `advance` is an addition and calls no watcher; a thread passes the open phases to the watchers (a terminal, a log, a
-file) twice a second. A phase shorter than that is never shown and costs nothing. In a worker process the phases are reported
-to the parent, which merges those of all workers by name.
+file) twice a second. A phase shorter than that is never shown and costs nothing. In a worker process the phases are
+reported to the parent, which merges those of all workers by name.
 """
 
 from __future__ import annotations
