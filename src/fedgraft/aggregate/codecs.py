@@ -23,8 +23,8 @@ from torch import Tensor
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Payload
 
-Layout = Mapping[str, tuple[torch.dtype, int]]
-ClientMemory = MutableMapping[str, Tensor]
+ArrayLayout = Mapping[str, tuple[torch.dtype, int]]
+CodecMemory = MutableMapping[str, Tensor]
 
 
 class BadPayload(FedgraftError):
@@ -51,11 +51,11 @@ class Codec(Protocol):
         """Identity in messages, parameters included; `codec(name)` returns an equal codec."""
         ...
 
-    def layout(self, length: int) -> Layout:
+    def layout(self, length: int) -> ArrayLayout:
         """Return each array's dtype and number of elements for a vector of this length."""
         ...
 
-    def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
+    def encode(self, vector: Tensor, generator: torch.Generator, memory: CodecMemory | None = None) -> Payload:
         """Return the payload of a float32 vector (k,); may change `memory`, the client's state between rounds."""
         ...
 
@@ -73,11 +73,11 @@ class Values:
 
     name: ClassVar[str] = "values"
 
-    def layout(self, length: int) -> Layout:
+    def layout(self, length: int) -> ArrayLayout:
         """Return the layout: one float32 per coordinate."""
         return {"values": (torch.float32, length)}
 
-    def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
+    def encode(self, vector: Tensor, generator: torch.Generator, memory: CodecMemory | None = None) -> Payload:
         """Return a payload that refers to the vector itself."""
         return Payload(self.name, len(vector), {"values": vector})
 
@@ -98,11 +98,11 @@ class Half:
 
     name: ClassVar[str] = "half"
 
-    def layout(self, length: int) -> Layout:
+    def layout(self, length: int) -> ArrayLayout:
         """Return the layout: one float16 per coordinate and one scale."""
         return {"values": (torch.float16, length), "scale": (torch.float32, 1)}
 
-    def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
+    def encode(self, vector: Tensor, generator: torch.Generator, memory: CodecMemory | None = None) -> Payload:
         """Return the vector scaled by an exact power of two and rounded to nearest."""
         largest = 0.0
         if len(vector):
@@ -129,11 +129,11 @@ class Int8:
     chunk: int = 1024
     name: ClassVar[str] = "int8"
 
-    def layout(self, length: int) -> Layout:
+    def layout(self, length: int) -> ArrayLayout:
         """Return the layout: one int8 per coordinate and one float32 per chunk."""
         return {"values": (torch.int8, length), "scales": (torch.float32, -(-length // self.chunk))}
 
-    def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
+    def encode(self, vector: Tensor, generator: torch.Generator, memory: CodecMemory | None = None) -> Payload:
         """Return floor(x / scale + u) with u uniform in [0, 1): its expectation is x / scale."""
         rows = self._chunk_rows(vector)  # (chunks, chunk)
         scales = rows.abs().amax(dim=1) / 127  # not finite where a value is not finite: decode refuses it
@@ -180,12 +180,12 @@ class TopK:
         """`top_k:` and the fraction."""
         return f"top_k:{self.fraction!r}"
 
-    def layout(self, length: int) -> Layout:
+    def layout(self, length: int) -> ArrayLayout:
         """Return the layout: one int32 position and one float32 per coordinate sent."""
         sent = min(length, math.ceil(self.fraction * length))
         return {"indices": (torch.int32, sent), "values": (torch.float32, sent)}
 
-    def encode(self, vector: Tensor, generator: torch.Generator, memory: ClientMemory | None = None) -> Payload:
+    def encode(self, vector: Tensor, generator: torch.Generator, memory: CodecMemory | None = None) -> Payload:
         """Return the largest entries of update plus residual, and store the rest as the new residual in `memory`.
 
         A sum that is not finite leaves the memory unchanged.

@@ -23,7 +23,7 @@ CACHED_FLOATS = 1 << 19
 GROUPS = 32
 """Number of different rows of W up to which each is summed like the mean; beyond it a matrix product is faster."""
 
-Rows = Tensor | np.ndarray | Sequence[Tensor] | Callable[[slice], Tensor]
+ClientVectors = Tensor | np.ndarray | Sequence[Tensor] | Callable[[slice], Tensor]
 """m vectors of length k: a stack, a memory-mapped array, a list, or a function that returns a piece of all of them."""
 
 
@@ -77,7 +77,11 @@ def blender(mixing: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def blended(
-    anchor: Tensor, offsets: Rows, mixing: Tensor, mean: tuple[Tensor, Tensor] | None = None, chunk: int | None = None
+    anchor: Tensor,
+    offsets: ClientVectors,
+    mixing: Tensor,
+    mean: tuple[Tensor, Tensor] | None = None,
+    chunk: int | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield new personal vectors anchor + W @ offsets piece by piece: the slice, and its values (rows of W, piece).
 
@@ -98,7 +102,11 @@ def blended(
 
 
 def mix(
-    anchor: Tensor, offsets: Rows, mixing: Tensor, mean: tuple[Tensor, Tensor] | None = None, chunk: int | None = None
+    anchor: Tensor,
+    offsets: ClientVectors,
+    mixing: Tensor,
+    mean: tuple[Tensor, Tensor] | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return all pieces of `blended` as one tensor in memory, (rows of W, k)."""
     result = torch.empty(len(mixing), len(anchor))
@@ -107,7 +115,7 @@ def mix(
     return result
 
 
-def _piece(rows: Rows, piece: slice) -> Tensor:
+def _piece(rows: ClientVectors, piece: slice) -> Tensor:
     """Return the columns `piece` of all rows, (m, piece)."""
     if callable(rows):
         return rows(piece)

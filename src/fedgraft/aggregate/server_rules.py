@@ -19,7 +19,7 @@ from torch import Tensor
 from fedgraft.aggregate.mean import accumulate, normalised
 from fedgraft.core.errors import FedgraftError
 
-State = dict[str, Tensor]
+RuleState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class ServerRule:
     """
 
     name: str
-    init: Callable[[int], State]
-    step: Callable[[Tensor, Tensor, State, RoundInfo], tuple[Tensor, State]]
+    init: Callable[[int], RuleState]
+    step: Callable[[Tensor, Tensor, RuleState, RoundInfo], tuple[Tensor, RuleState]]
     needs: tuple[str, ...] = ()
     inspect: Callable[[Sequence[Tensor], Tensor], Mapping[str, Tensor]] | None = None
     """Named vectors computed from the single client updates, `(updates, weights)`; impossible under secure sums."""
@@ -53,7 +53,7 @@ class ServerRule:
     """The step is x + lr * update without state, so it also works with one model per client."""
 
 
-def _zeros(*names: str) -> Callable[[int], State]:
+def _zeros(*names: str) -> Callable[[int], RuleState]:
     """Return an `init` whose state has one zero vector per name."""
     return lambda size: {name: torch.zeros(size) for name in names}
 
@@ -79,7 +79,7 @@ def plain(lr: float = 1.0) -> ServerRule:
 def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:
     """Return FedAvgM: v = beta v + update; x + lr * v."""
 
-    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+    def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
         v = beta * state["velocity"] + update
         return x + lr * v, {"velocity": v}
 
@@ -87,11 +87,16 @@ def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:
 
 
 SecondMoment = Callable[[Tensor, Tensor], Tensor]
-Correction = Literal["none", "kingma", "flower"]
+BiasCorrection = Literal["none", "kingma", "flower"]
 
 
 def _adaptive(
-    name: str, second: SecondMoment, lr: float, betas: tuple[float, float], tau: float, correction: Correction = "none"
+    name: str,
+    second: SecondMoment,
+    lr: float,
+    betas: tuple[float, float],
+    tau: float,
+    correction: BiasCorrection = "none",
 ) -> ServerRule:
     """Return the rule m = b1 m + (1 - b1) update; v = second(v, update^2); x + lr m / (sqrt(v) + tau)."""
     if not tau > 0:
@@ -106,10 +111,10 @@ def _adaptive(
     if correction == "flower":  # Flower counts its first round as the second
         shift = 1
 
-    def init(size: int) -> State:
+    def init(size: int) -> RuleState:
         return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros((), dtype=torch.int64)}
 
-    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+    def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
         m = betas[0] * state["first"] + (1 - betas[0]) * update
         v = second(state["second"], update.square())
         t = int(state["steps"]) + 1
@@ -122,7 +127,7 @@ def _adaptive(
 
 
 def adam(
-    lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3, correction: Correction = "none"
+    lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3, correction: BiasCorrection = "none"
 ) -> ServerRule:
     """Return FedAdam; `correction` of the bias: none (Reddi et al.), Kingma and Ba's, or Flower's (one round ahead)."""
     return _adaptive("adam", lambda v, s: betas[1] * v + (1 - betas[1]) * s, lr, betas, tau, correction)
@@ -141,7 +146,7 @@ def adagrad(lr: float = 0.1, beta: float = 0.0, tau: float = 1e-3) -> ServerRule
 def scaffold(lr: float = 1.0) -> ServerRule:
     """Return SCAFFOLD: x + lr * update; c + (|S| / K) * mean(c_k' - c_k), the unweighted sum `control` over K."""
 
-    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+    def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
         moved = _take(info.sums, "control", "scaffold")
         control = state["control"] + moved / info.clients_total
         return x + lr * update, {"control": control}
@@ -160,7 +165,7 @@ def feddyn(alpha: float) -> ServerRule:
             "E-AGGREGATE-FEDDYN-ALPHA", f"FedDyn cannot use alpha = {alpha}", "choose at least 0", alpha=alpha
         )
 
-    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+    def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
         if alpha == 0:
             return x + update, state
         h = state["h"] - alpha * (info.clients_answered / info.clients_total) * update
@@ -172,7 +177,7 @@ def feddyn(alpha: float) -> ServerRule:
 def fednova(lr: float = 1.0) -> ServerRule:
     """Return FedNova: x + lr * tau_eff * sum p_k d_k; clients send d_k = update / |a_k|_1 and `tau` = |a_k|_1."""
 
-    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+    def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
         return x + lr * float(_take(info.scalars, "tau", "fednova")) * update, state
 
     return ServerRule("fednova", _zeros(), step, ("tau",))
@@ -189,7 +194,7 @@ def fedgma(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> Server
     Elsewhere it is scaled by the agreement (soft) or by 0 (AND).
     """
 
-    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+    def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
         agreement = _take(info.sums, "agreement", "fedgma")
         below = agreement
         if not soft:
@@ -205,7 +210,7 @@ def fedgma(threshold: float = 0.4, lr: float = 1.0, soft: bool = True) -> Server
 def plain_tail(rule: ServerRule, trained: int) -> ServerRule:
     """Return the rule restricted to the first `trained` coordinates; batch-norm statistics take the plain mean."""
 
-    def step(x: Tensor, update: Tensor, state: State, info: RoundInfo) -> tuple[Tensor, State]:
+    def step(x: Tensor, update: Tensor, state: RuleState, info: RoundInfo) -> tuple[Tensor, RuleState]:
         sums = {name: vector[:trained] for name, vector in info.sums.items()}
         trained_info = RoundInfo(info.clients_total, info.clients_answered, info.lr, sums, info.scalars)
         moved, new_state = rule.step(x[:trained], update[:trained], state, trained_info)

@@ -236,7 +236,7 @@ def negligible_counts(scores: Mapping[str, Tensor], mask: Mask) -> dict[str, int
     return counts
 
 
-def merge(masks: Sequence[Mask], how: str, density: float | None = None) -> Mask:
+def merge_masks(masks: Sequence[Mask], how: str, density: float | None = None) -> Mask:
     """Return one mask from the clients' masks: `union`, `intersection`, or `vote`.
 
     `vote` takes the round(density * total) coordinates with the most votes and breaks ties by a fixed hash.

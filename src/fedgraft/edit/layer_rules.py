@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Sums = Mapping[str, Tensor]
+SquareSums = Mapping[str, Tensor]
 """Running totals of one module, by the parameter's name inside it."""
-LayerRule = Callable[[Any, Tensor, Tensor, Sums], None]
+LayerRule = Callable[[Any, Tensor, Tensor, SquareSums], None]
 
 # Per-sample gradients are formed in pieces of about this many numbers (1 MB), so that squaring finds them in cache.
 _PIECE = 1 << 18
@@ -41,7 +41,7 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
             total.add_(piece.square_().sum(0))
 
 
-def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: Sums) -> None:
+def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
     """Add the squares of a linear layer: g_n = δ_n' x_n, summed over tokens."""
     x = x.reshape(len(x), -1, x.shape[-1])  # (B, T, in)
     delta = delta.reshape(len(delta), -1, delta.shape[-1])  # (B, T, out)
@@ -51,7 +51,7 @@ def _linear(module: nn.Linear, x: Tensor, delta: Tensor, sums: Sums) -> None:
         _add_products(sums["weight"], delta.transpose(1, 2), x)
 
 
-def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
+def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
     """Add the squares of a convolution, as a product of the output gradient and the unfolded input."""
     delta = delta.flatten(2)  # (B, out, L)
     if "bias" in sums:
@@ -72,7 +72,7 @@ def _conv2d(module: nn.Conv2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
             total.add_((left @ right).square_().sum(0))
 
 
-def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: Sums) -> None:
+def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
     """Add the squares of a layer norm's scale and shift."""
     shape = module.normalized_shape
     parts = {"bias": delta}
@@ -82,18 +82,18 @@ def _layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, sums: Sums) -> N
         total.add_(parts[key].reshape(len(x), -1, *shape).sum(1).square_().sum(0))
 
 
-def _channel_norm(normalised: Tensor, delta: Tensor, sums: Sums) -> None:
+def _channel_norm(normalised: Tensor, delta: Tensor, sums: SquareSums) -> None:
     """Add the squares of a scale and a shift per channel, for normalised inputs (B, C, ...)."""
     parts = {"bias": delta, "weight": delta * normalised}
     for key, total in sums.items():
         total.add_(parts[key].reshape(*delta.shape[:2], -1).sum(2).square_().sum(0))
 
 
-def _group_norm(module: nn.GroupNorm, x: Tensor, delta: Tensor, sums: Sums) -> None:
+def _group_norm(module: nn.GroupNorm, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
     _channel_norm(F.group_norm(x, module.num_groups, None, None, module.eps), delta, sums)
 
 
-def _batch_norm(module: nn.BatchNorm2d, x: Tensor, delta: Tensor, sums: Sums) -> None:
+def _batch_norm(module: nn.BatchNorm2d, x: Tensor, delta: Tensor, sums: SquareSums) -> None:
     x = F.batch_norm(x, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
     _channel_norm(x, delta, sums)
 

@@ -25,7 +25,7 @@ from fedgraft.core.registry import TRAINABLES
 from fedgraft.core.space import EditSpace, masked, select
 from fedgraft.core.state import EVERYONE, ServerState
 from fedgraft.edit.adaptive import AdaptiveSparsity
-from fedgraft.edit.calibrate import Calibration, CalibrationMode, average, calibrate, merge, oneshot, progressive
+from fedgraft.edit.calibrate import Calibration, CalibrationMode, average, calibrate, merge_masks, oneshot, progressive
 from fedgraft.edit.choose import budget, choose, strategy_named
 from fedgraft.edit.fisher import Scores
 from fedgraft.edit.masks import Mask, union
@@ -220,7 +220,7 @@ class Sparse:
         density = None
         if self.merge == "vote":
             density = 1 - self.sparsity
-        return scope.expand(merge(restricted, self.merge, density=density))
+        return scope.expand(merge_masks(restricted, self.merge, density=density))
 
     def _own_masks(self, network: Network, ask: Ask) -> dict[int, Mask]:
         """Return a mask for each client, calibrated on its own images."""

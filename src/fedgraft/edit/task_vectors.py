@@ -205,7 +205,7 @@ def add(
                 edits=(first.name, edit.name),
             )
     name = name or " + ".join(edit.name for edit in edits)
-    space = union([edit.space for edit in edits])
+    space = union_space([edit.space for edit in edits])
     if merge is not None:
         rows = torch.zeros(len(edits), space.size)
         for row, edit in zip(rows, edits, strict=True):
@@ -218,7 +218,7 @@ def add(
     return Edit(name, first.base, space, total.float(), scope=first.scope)
 
 
-def union(spaces: Sequence[EditSpace]) -> EditSpace:
+def union_space(spaces: Sequence[EditSpace]) -> EditSpace:
     """Return the space of all coordinates of these spaces, tensors in order of appearance; trained if in any."""
     trained_names: set[str] = set()
     joined: dict[str, Part] = {}

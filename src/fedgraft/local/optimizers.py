@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+OptimizerState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Optimizer:
     """`init(size)` returns the initial state, `step(values, gradient, state, lr)` updates values and state in place."""
 
     name: str
-    init: Callable[[int], State]
-    step: Callable[[Tensor, Tensor, State, float], None]
+    init: Callable[[int], OptimizerState]
+    step: Callable[[Tensor, Tensor, OptimizerState, float], None]
     effective_steps: Callable[[int], float] | None = None
     """Displacement after n steps of a constant unit gradient at lr 1; None if it is not a fixed number."""
     heavy_ball: float | None = None
@@ -42,12 +42,12 @@ def sgdm(
 ) -> Optimizer:
     """Return SGD with momentum: g+λθ, v ← βv+(1−τ)g (first step v=g), θ ← θ−η(v or g+βv)."""
 
-    def init(size: int) -> State:
+    def init(size: int) -> OptimizerState:
         if not momentum:
             return {}
         return {"velocity": torch.zeros(size), "steps": torch.zeros(1)}
 
-    def step(values: Tensor, gradient: Tensor, state: State, lr: float) -> None:
+    def step(values: Tensor, gradient: Tensor, state: OptimizerState, lr: float) -> None:
         if weight_decay and decoupled:
             values.mul_(1 - lr * weight_decay)
         elif weight_decay:
@@ -86,10 +86,10 @@ def sgdm(
 def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Optimizer:
     """Return AdamW with decoupled decay; each coordinate moves by about lr, however small its gradient."""
 
-    def init(size: int) -> State:
+    def init(size: int) -> OptimizerState:
         return {"first": torch.zeros(size), "second": torch.zeros(size), "steps": torch.zeros(1)}
 
-    def step(values: Tensor, gradient: Tensor, state: State, lr: float) -> None:
+    def step(values: Tensor, gradient: Tensor, state: OptimizerState, lr: float) -> None:
         state["steps"] += 1
         t = state["steps"].item()
         state["first"].lerp_(gradient, 1 - beta1)

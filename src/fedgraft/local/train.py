@@ -18,7 +18,7 @@ from fedgraft.core.protocols import Examples, Network
 from fedgraft.core.ranges import Count, Positive
 from fedgraft.local.corrections import Closing, Correction, none
 from fedgraft.local.losses import Look, Loss, LossContext, balancing, cross_entropy, known_counts
-from fedgraft.local.optimizers import Optimizer, State, clip_, sgdm
+from fedgraft.local.optimizers import Optimizer, OptimizerState, clip_, sgdm
 from fedgraft.local.transfer import onto
 
 
@@ -138,7 +138,7 @@ class LocalTraining:
 class Trained:
     """The result of local training: optimizer state, mean loss, steps, results of the correction and of the loss."""
 
-    state: State
+    state: OptimizerState
     loss: float
     steps: int
     effective_steps: float
@@ -186,7 +186,7 @@ def train(
     loss: Loss | None = None,
     auxiliary: Mapping[str, Tensor] | None = None,
     memory: Mapping[str, Tensor] | None = None,
-    state: State | None = None,
+    state: OptimizerState | None = None,
     counts: Tensor | None = None,
 ) -> Trained:
     """Train the flat vector, and with it the network, on these rows in place; buffers are read back at the end.
@@ -298,7 +298,9 @@ def _feature_reader(network: Network, flat: Flat) -> Look:
     return look
 
 
-def _parameter_groups(rule: LocalTraining, flat: Flat, state: State) -> list[tuple[slice, float, State]]:
+def _parameter_groups(
+    rule: LocalTraining, flat: Flat, state: OptimizerState
+) -> list[tuple[slice, float, OptimizerState]]:
     """Return the pieces of the vector with their own learning rate: slice, factor of the rate, optimizer state.
 
     The state is that of the last round if `state` has it, otherwise a new one.

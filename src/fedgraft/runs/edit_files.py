@@ -157,7 +157,7 @@ class How:
                 f"--how fisher weighs by images: give --runs, the run folder of each of the {len(edits)} edits."
             )
         found = [own_model(edit, run) for edit, run in zip(edits, self.runs, strict=True)]
-        space = task.union([edit.space for edit in edits])
+        space = task.union_space([edit.space for edit in edits])
         information = torch.stack([fisher(one, space, self.samples, seed) for one in found])
         return lambda rows, weights: merging.fisher_mean(rows, weights, information)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.rng import torch_stream
 from fedgraft.edit.adaptive import AdaptiveSparsity, AdaptiveState
-from fedgraft.edit.calibrate import average, calibrate, energy_share, merge, oneshot, progressive, softened
+from fedgraft.edit.calibrate import average, calibrate, energy_share, merge_masks, oneshot, progressive, softened
 from fedgraft.edit.choose import choose, magnitude_scores, random_scores
 from fedgraft.edit.fisher import Scores, fisher_scores
 from fedgraft.edit.masks import Mask, jaccard, union
@@ -282,23 +282,23 @@ def bits(*rows: list[int]) -> list[Mask]:
 
 def test_merging_masks() -> None:
     masks = bits([1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 1])
-    assert merge(masks, "union")["w"].tolist() == [True] * 5
-    assert merge(masks, "intersection")["w"].tolist() == [True, False, False, False, False]
-    assert merge(masks, "vote", density=0.6).count == 3
-    assert merge(masks, "vote", density=0.0).count == 0
-    assert merge(masks, "vote", density=0.4)["w"].tolist() == [True, True, False, False, False]
+    assert merge_masks(masks, "union")["w"].tolist() == [True] * 5
+    assert merge_masks(masks, "intersection")["w"].tolist() == [True, False, False, False, False]
+    assert merge_masks(masks, "vote", density=0.6).count == 3
+    assert merge_masks(masks, "vote", density=0.0).count == 0
+    assert merge_masks(masks, "vote", density=0.4)["w"].tolist() == [True, True, False, False, False]
     with raises("E-EDIT-MASK-MERGE"):
-        merge(masks, "vote")
+        merge_masks(masks, "vote")
     with raises("E-EDIT-MASK-MERGE"):
-        merge(masks, "mean")
+        merge_masks(masks, "mean")
 
 
 def test_vote_with_a_density_is_exact_for_random_masks() -> None:
     weights = {"a": torch.empty(300), "b": torch.empty(77)}
     masks = [choose(random_scores(weights, seed), 0.1) for seed in range(10)]
     for density in (0.05, 0.1, 0.5, 1.0):
-        assert merge(masks, "vote", density=density).count == round(density * 377)
-    assert bool((flat(merge(masks, "vote", density=0.05)) <= flat(union(masks))).all())
+        assert merge_masks(masks, "vote", density=density).count == round(density * 377)
+    assert bool((flat(merge_masks(masks, "vote", density=0.05)) <= flat(union(masks))).all())
 
 
 # ---- adaptive sparsity ----

@@ -20,7 +20,7 @@ from fedgraft.core.network_digest import digest
 from fedgraft.core.rng import torch_stream
 from fedgraft.core.space import EditSpace, Part, masked, select
 from fedgraft.edit import edit_file as task_file
-from fedgraft.edit.task_vectors import Edit, add, applied, apply, capture, check_base, positions, sweep, union
+from fedgraft.edit.task_vectors import Edit, add, applied, apply, capture, check_base, positions, sweep, union_space
 
 
 class Tiny(nn.Module):
@@ -178,7 +178,7 @@ def test_add_on_different_spaces_is_the_dense_sum_on_the_union() -> None:
 @given(st.lists(st.sets(st.integers(0, 11)), min_size=1, max_size=4))
 def test_union_holds_exactly_the_coordinates_of_its_members(choices: list[set[int]]) -> None:
     spaces = [EditSpace((Part("w", (3, 4), torch.tensor(sorted(c), dtype=torch.int64)),)) for c in choices]
-    joined = union(spaces)
+    joined = union_space(spaces)
     (part,) = joined.parts
     everything = sorted(set().union(*choices))
     assert (list(range(12)) if part.index is None else part.index.tolist()) == everything
@@ -286,7 +286,7 @@ def test_impossible_edits_and_sums_are_refused() -> None:
     with raises("E-EDIT-VALUES"):
         Edit("short", edit.base, edit.space, edit.values[1:])
     with raises("E-EDIT-ADD-SHAPES"):
-        union([EditSpace((Part("w", (2, 3)),)), EditSpace((Part("w", (3, 2)),))])
+        union_space([EditSpace((Part("w", (2, 3)),)), EditSpace((Part("w", (3, 2)),))])
     stray = Edit("stray", edit.base, EditSpace((Part("backbone.other", (2,)),)), torch.ones(2))
     with raises("E-EDIT-TENSOR"):
         apply(net, stray)
