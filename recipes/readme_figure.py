@@ -20,8 +20,11 @@ def climb(path: Path, runs: Mapping[str, Path], title: str = "", rounds: int = 2
     for name, folder in runs.items():
         lines = RunFolder.open(folder).metrics()
         sent = accumulate((line.get("bytes_up", 0) + line.get("bytes_down", 0)) / 1e6 for line in lines)
-        seen = [(line["round"], m, 100 * line["accuracy"]) for line, m in zip(lines, sent, strict=True)
-                if line.get("accuracy") is not None]
+        seen = [
+            (line["round"], m, 100 * line["accuracy"])
+            for line, m in zip(lines, sent, strict=True)
+            if line.get("accuracy") is not None
+        ]
         early = [(r, a) for r, _, a in seen if r <= rounds]
         if len(early) > 2:  # a line between two points would be no curve
             by_round[name] = tuple(zip(*early, strict=True))

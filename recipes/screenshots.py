@@ -18,8 +18,11 @@ from fedgraft.runs.folder import RunFolder
 from fedgraft.runs.loop import run
 
 RUN = {
-    "name": "digits", "model": {"name": "nano", "head": "random"}, "trainable": {"kind": "head"},
-    "partition": {"kind": "classes", "clients": 10, "classes_per_client": 5}, "local": {"steps": 4, "lr": 0.03},
+    "name": "digits",
+    "model": {"name": "nano", "head": "random"},
+    "trainable": {"kind": "head"},
+    "partition": {"kind": "classes", "clients": 10, "classes_per_client": 5},
+    "local": {"steps": 4, "lr": 0.03},
     "rounds": {"total": 40, "fraction": 0.5, "evaluate_every": 1, "checkpoint_every": 40},
 }
 

@@ -182,7 +182,11 @@ def attack_table(
     summaries, failures = run_cells(list(cells.values()), 0, report)
     if not summaries:
         raise FedgraftError("E-CONSORTIUM-NO-CELL", next(iter(failures.values())))
-    return [replace(result, note=failures.get(result.label, "")) for result in outcomes(cells)]
+    results = []
+    for result in outcomes(cells):
+        note = failures.get(result.label, "")
+        results.append(replace(result, note=note))
+    return results
 
 
 def outcomes(cells: Mapping[AttackResult, Cell]) -> list[AttackResult]:

@@ -85,13 +85,29 @@ def site_facts(
     for is_test, store, own_rows in zip((False, True), (dataset.train, dataset.test), rows, strict=True):
         if not isinstance(store, ImageStore):
             continue
-        for image in _inspect(store, own_rows, window, is_test):
-            if isinstance(image, UnreadableImage):
-                unreadable.append(image)
+        for result in _inspect(store, own_rows, window, is_test):
+            if isinstance(result, UnreadableImage):
+                unreadable.append(result)
             else:
-                readable.append(image)
+                readable.append(result)
     everything: list[ImageFacts | UnreadableImage] = [*readable, *unreadable]
-    digests = Counter(image.digest for image in readable)
+    test_images = 0
+    classes: Counter[str] = Counter()
+    for inspected in everything:
+        test_images += inspected.test
+        classes[inspected.label] += 1
+    digests: Counter[bytes] = Counter()
+    channels: Counter[str] = Counter()
+    bits: Counter[str] = Counter()
+    widths = []
+    heights = []
+    for image in readable:
+        digests[image.digest] += 1
+        channels[str(image.channels)] += 1
+        bits[str(image.bits)] += 1
+        width, height = image.size
+        widths.append(width)
+        heights.append(height)
 
     def hide_small(counts: Mapping[str, int]) -> dict[str, int | None]:
         hidden: dict[str, int | None] = {}
@@ -103,15 +119,15 @@ def site_facts(
     facts = {
         "site": site,
         "images": len(everything),
-        "test_images": sum(image.test for image in everything),
-        "classes": hide_small(Counter(image.label for image in everything)),
+        "test_images": test_images,
+        "classes": hide_small(classes),
         "minimum": minimum,
         "faults": hide_small(_fault_counts(readable, digests, other_files)),
-        "unreadable": hide_small(Counter(image.reason for image in unreadable)),
-        "width": _range([image.size[0] for image in readable]),
-        "height": _range([image.size[1] for image in readable]),
-        "channels": hide_small(Counter(str(image.channels) for image in readable)),
-        "bits": hide_small(Counter(str(image.bits) for image in readable)),
+        "unreadable": hide_small(Counter(failure.reason for failure in unreadable)),
+        "width": _range(widths),
+        "height": _range(heights),
+        "channels": hide_small(channels),
+        "bits": hide_small(bits),
         **_brightness(readable),
         "versions": _versions(),
         "disk_gb": round(shutil.disk_usage(_existing(cache_dir())).free / 1e9, 1),
@@ -125,22 +141,21 @@ def _fault_counts(readable: Sequence[ImageFacts], digests: Counter[bytes], other
     labels: dict[bytes, set[str]] = {}
     train_digests = set()
     test_digests = set()
+    counts: Counter[str] = Counter()
     for image in readable:
+        counts["blank"] += image.std < 1e-3
+        counts["transparent"] += image.transparent
+        counts["cmyk"] += image.cmyk
+        counts["pages"] += image.several_pages
         labels.setdefault(image.digest, set()).add(image.label)
         if image.test:
             test_digests.add(image.digest)
         else:
             train_digests.add(image.digest)
-    counts = {
-        "duplicates": sum(count - 1 for count in digests.values()),
-        "contradictory": sum(len(names) > 1 for names in labels.values()),
-        "leaked": len(test_digests & train_digests),
-        "blank": sum(image.std < 1e-3 for image in readable),
-        "transparent": sum(image.transparent for image in readable),
-        "cmyk": sum(image.cmyk for image in readable),
-        "pages": sum(image.several_pages for image in readable),
-        "other": other_files,
-    }
+    counts["duplicates"] = len(readable) - len(digests)
+    counts["contradictory"] = sum(len(names) > 1 for names in labels.values())
+    counts["leaked"] = len(test_digests & train_digests)
+    counts["other"] = other_files
     return {fault: count for fault, count in counts.items() if count}
 
 

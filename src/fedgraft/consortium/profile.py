@@ -203,16 +203,23 @@ def _flops(work: Callable[[], object]) -> float:
 
 def draw(profile: Profile, path: Path) -> Path:
     """Draw seconds by phase and milliseconds by layer, each beside the least time."""
-    phases = {row.name: row.seconds for row in profile.phases}
-    least = {row.name: row.least for row in profile.phases if row.least}
+    phases = {}
+    least = {}
+    for row in profile.phases:
+        phases[row.name] = row.seconds
+        if row.least:
+            least[row.name] = row.least
     figures.bars(
         path.with_name("profile_phases.png"),
         {"measured": phases, "roofline": least},
         ylabel="seconds",
         title="Time by phase",
     )
-    layers = {row.name: 1e3 * row.seconds for row in profile.layers}
-    least_layers = {row.name: 1e3 * row.least for row in profile.layers}
+    layers = {}
+    least_layers = {}
+    for row in profile.layers:
+        layers[row.name] = 1e3 * row.seconds
+        least_layers[row.name] = 1e3 * row.least
     return figures.bars(
         path,
         {"measured": layers, "roofline": least_layers},

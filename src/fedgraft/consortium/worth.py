@@ -85,8 +85,10 @@ def comparisons(config: Config, passes: int = 1) -> dict[str, Config]:
         table["loss"]["class_weights"] = "own"
     if config.local.sampling == "federation":
         table["local"]["sampling"] = "balanced"
-    trainable = {key: value for key, value in table["trainable"].items() if key != "head_too"}
-    rounds = {key: value for key, value in table["rounds"].items() if key != "keep_contributions"}
+    trainable = dict(table["trainable"])
+    trainable.pop("head_too", None)
+    rounds = dict(table["rounds"])
+    rounds.pop("keep_contributions", None)
     shared = {**table, "trainable": trainable, "rounds": rounds, "compression": {}, "privacy": {}}
     alone = validate({**shared, "algorithm": {"name": "local_only"}})
     if config.partition.without or config.partition.evaluate_only:
@@ -192,7 +194,9 @@ def compare(folders: Mapping[str, Path], metrics: Sequence[str], draws: int = 10
     sites: dict[str, list[Site]] = {metric: [] for metric in metrics}
     for client in counted("differences and their intervals", clients, unit="sites"):
         labels = setup.task.test_images.labels[rows[client]]
-        measured = {name: raw.exact(by_client[client], labels, classes) for name, by_client in scores.items()}
+        measured = {}
+        for name, by_client in scores.items():
+            measured[name] = raw.exact(by_client[client], labels, classes)
         gains = raw.paired_bootstrap(
             scores[FEDERATED][client], scores[ALONE][client], labels, classes, setup.config.seed, draws
         )
@@ -264,7 +268,11 @@ def _csv_row(site: Site, models: Sequence[str], metric: str) -> dict[str, Any]:
 
 def _draw(path: Path, sites: Sequence[Site], models: Sequence[str], metric: str) -> Path:
     """Draw each model at each site (left) and the difference (right), with intervals, sites from top to bottom."""
-    units = {value.unit for site in sites for value in site.models.values() if value}
+    units = set()
+    for site in sites:
+        for value in site.models.values():
+            if value:
+                units.add(value.unit)
     scale = 1
     left_unit = ""
     right_unit = ""

@@ -34,20 +34,20 @@ class Choice:
 
 
 def choose_engine(
-    wanted: Wanted, workers: int, obstacle: str | None, work: float, on_cpu: bool = True, clients: int = 1
+    engine: Wanted, workers: int, obstacle: str | None, work: float, on_cpu: bool = True, clients: int = 1
 ) -> Choice:
-    """Return the engine for a run.
+    """Return the choice for a run whose config says `engine`.
 
     `obstacle` says why its requests cannot be batched, None if they can. `work` is a lower bound of the multiply-adds
     of a round; 0 means that only a head is trained. `clients` is the number of clients per round.
     """
-    if wanted == "batched" or (wanted == "auto" and obstacle is None):
+    if engine == "batched" or (engine == "auto" and obstacle is None):
         if obstacle is None:
             return Choice("batched", 1, "all clients of a round in one product")
         return Choice("batched", 1, f"one by one, because {obstacle}")
     configured = ""
     not_batched = ""
-    if wanted == "reference":
+    if engine == "reference":
         configured = " as configured"
     elif obstacle is not None:
         not_batched = f"; not batched, because {obstacle}"

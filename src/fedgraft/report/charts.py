@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from fedgraft.report.values import label, seconds_of
@@ -64,7 +63,10 @@ def compare_charts(runs: Mapping[str, Lines]) -> list[Chart]:
 
 def _overlay(runs: Mapping[str, Lines], title: str, unit: str, get: Getter) -> Chart:
     """Return the chart of one number over the rounds of several runs."""
-    return _chart(title, unit, *(_line(name, lines, get) for name, lines in runs.items()))
+    series = []
+    for name, lines in runs.items():
+        series.append(_line(name, lines, get))
+    return _chart(title, unit, *series)
 
 
 def _chart(title: str, unit: str, *series: Points | None) -> Chart:
@@ -86,10 +88,16 @@ def _thin(name: str, x: Sequence[float], y: Sequence[float | None], band: Sequen
         return None
     step = -(-len(present) // _POINTS)
     chosen = sorted({*present[::step], present[-1]})
-    points: Points = {"name": name, "x": [_short(x[i]) for i in chosen], "y": [_short(y[i]) for i in chosen]}
+    points: Points = {"name": name, "x": [], "y": []}
     if band:
-        points["low"] = [_short(band[i][0]) for i in chosen]
-        points["high"] = [_short(band[i][1]) for i in chosen]
+        points |= {"low": [], "high": []}
+    for i in chosen:
+        points["x"].append(_short(x[i]))
+        points["y"].append(_short(y[i]))
+        if band:
+            low, high = band[i]
+            points["low"].append(_short(low))
+            points["high"].append(_short(high))
     return points
 
 
@@ -100,7 +108,10 @@ def _line(name: str, lines: Lines, get: Getter) -> Points | None:
 
 def _over_clients(name: str, lines: Lines, field: str) -> Points | None:
     """Return the mean and range over clients of one field of the round's record."""
-    return _mean_and_range(name, lines, [_get(line, "clients", field) or [] for line in lines])
+    by_round = []
+    for line in lines:
+        by_round.append(_get(line, "clients", field) or [])
+    return _mean_and_range(name, lines, by_round)
 
 
 def _training_loss(lines: Lines) -> Points | None:
@@ -122,7 +133,10 @@ def _alignment(lines: Lines) -> list[Points | None]:
         layers |= dict.fromkeys(line.get("alignment") or {})
     series = []
     for layer in layers:
-        drift = [[1 - value for value in _get(line, "alignment", layer) or []] for line in lines]
+        drift = []
+        for line in lines:
+            scores = _get(line, "alignment", layer) or []
+            drift.append([1 - score for score in scores])
         series.append(_mean_and_range(layer, lines, drift))
     return series
 
@@ -134,7 +148,10 @@ def _seconds_by_phase(lines: Lines) -> list[Points | None]:
         seconds = line.get("seconds")
         if isinstance(seconds, Mapping):
             phases |= dict.fromkeys(seconds)
-    return [_line(label(phase), lines, _value("seconds", phase)) for phase in phases]
+    series = []
+    for phase in phases:
+        series.append(_line(label(phase), lines, _value("seconds", phase)))
+    return series
 
 
 def _mean_and_range(name: str, lines: Lines, by_round: Sequence[Sequence[float | None]]) -> Points | None:
@@ -154,20 +171,31 @@ def _mean_and_range(name: str, lines: Lines, by_round: Sequence[Sequence[float |
 
 def _personal(lines: Lines) -> Points | None:
     """Return the mean accuracy of personal models with its min-max band."""
-    mean = [_percent("personal", "mean")(line) for line in lines]
-    low = [_percent("personal", "min")(line) for line in lines]
-    high = [_percent("personal", "max")(line) for line in lines]
-    return _series("personal models", lines, mean, list(zip(low, high, strict=True)))
+    mean = _percent("personal", "mean")
+    low = _percent("personal", "min")
+    high = _percent("personal", "max")
+    means = []
+    bands = []
+    for line in lines:
+        means.append(mean(line))
+        bands.append((low(line), high(line)))
+    return _series("personal models", lines, means, bands)
 
 
 def _accuracy_by_traffic(runs: Mapping[str, Lines]) -> list[Points | None]:
     """Return accuracy over megabytes sent so far for each run; None for a run that sent nothing."""
     series: list[Points | None] = []
     for name, lines in runs.items():
-        moved = accumulate((_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0) for line in lines)
-        megabytes = [count / 1e6 for count in moved]
-        if any(megabytes):
-            series.append(_thin(name, megabytes, [_percent("accuracy")(line) for line in lines]))
+        accuracy = _percent("accuracy")
+        accuracies = []
+        megabytes = []
+        moved = 0
+        for line in lines:
+            moved += (_get(line, "bytes_up") or 0) + (_get(line, "bytes_down") or 0)
+            megabytes.append(moved / 1e6)
+            accuracies.append(accuracy(line))
+        if moved:
+            series.append(_thin(name, megabytes, accuracies))
     return series
 
 
@@ -176,8 +204,8 @@ def _traffic(lines: Lines) -> Chart:
 
     If both directions agree to a hundredth, one series stands for both instead of covering the other.
     """
-    up = list(accumulate(_get(line, "bytes_up") or 0 for line in lines))
-    down = list(accumulate(_get(line, "bytes_down") or 0 for line in lines))
+    up = _cumulative(lines, "bytes_up")
+    down = _cumulative(lines, "bytes_down")
     largest = max([*up, *down], default=0)
     scale = 1e6
     unit = " MB"
@@ -193,6 +221,16 @@ def _traffic(lines: Lines) -> Chart:
         if any(sums):
             series.append(_series(name, lines, [count / scale for count in sums]))
     return _chart("Sent so far", unit, *series)
+
+
+def _cumulative(lines: Lines, key: str) -> list[int]:
+    """Return the sum of a count up to each round."""
+    sums = []
+    total = 0
+    for line in lines:
+        total += _get(line, key) or 0
+        sums.append(total)
+    return sums
 
 
 def _get(line: Mapping[str, Any], *keys: str) -> Any:

@@ -38,11 +38,14 @@ def compare_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ()) -
     written = [write_comparison(folders, out / "comparison.html")]
     series = {}
     for name, folder in zip(_names(folders), folders, strict=True):
-        lines = [line for line in folder.metrics() if line.get("accuracy") is not None]
         if len(name) >= _LEGEND:
             name = f"{name[:20]}…{name[-20:]}"
-        rounds = [line["round"] for line in lines]
-        accuracies = [100 * line["accuracy"] for line in lines]
+        rounds = []
+        accuracies = []
+        for line in folder.metrics():
+            if line.get("accuracy") is not None:
+                rounds.append(line["round"])
+                accuracies.append(100 * line["accuracy"])
         series[name] = (rounds, accuracies, None)
     for kind in formats:
         path = out / f"accuracy.{kind}"
@@ -59,15 +62,19 @@ def write_comparison(runs: Iterable[RunRecord | Path | str], path: Path | str, t
             run = RunRecord.open(run)
         folders.append(run)
     named = dict(zip(_names(folders), folders, strict=True))
-    lines = {name: folder.metrics() for name, folder in named.items()}
+    lines = {}
+    configs = {}
+    summaries = {}
     rows = []
     csv_rows = []
     for name, folder in named.items():
+        lines[name] = folder.metrics()
+        configs[name] = flatten(read_config(folder))
+        summaries[name] = folder.summary()
         rows.append(_row(name, describe(folder, lines[name]), lines[name]))
         for line in lines[name]:
             csv_rows.append({"run": name, **csv_row(line)})
-    configs = {name: flatten(read_config(folder)) for name, folder in named.items()}
-    warnings = data_warnings(configs, {name: folder.summary() for name, folder in named.items()})
+    warnings = data_warnings(configs, summaries)
     for warning in warnings:
         log.warning("%s", warning)
     parts = [
@@ -111,10 +118,10 @@ def data_warnings(configs: Configs, summaries: Mapping[str, Mapping[str, Any]]) 
 
 def _row(name: str, info: RunInfo, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one run's row of the results."""
-    accuracies = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
     last = None
-    if accuracies:
-        last = accuracies[-1]
+    for line in lines:
+        if line.get("accuracy") is not None:
+            last = line["accuracy"]
     return {
         "run": name,
         "status": info.status,
@@ -138,7 +145,9 @@ def _over_seeds(rows: Sequence[Mapping[str, Any]], configs: Configs) -> list[dic
         if row["test accuracy"] is None:
             continue
         config = configs[row["run"]]
-        setting = {key: value for key, value in config.items() if key not in {"seed", "name"}}
+        setting = dict(config)
+        setting.pop("seed", None)
+        setting.pop("name", None)
         identity = json.dumps(plain(setting), sort_keys=True)
         accuracies.setdefault(identity, {})[str(config.get("seed"))] = 100 * row["test accuracy"]
         settings.setdefault(identity, setting)
@@ -170,7 +179,9 @@ def _setting_names(settings: Configs) -> dict[str, str]:
         keys = [row["key"] for row in _differences(settings)]
     names = {}
     for identity, setting in settings.items():
-        options = [f"{key}={_text(setting.get(key))}" for key in keys]
+        options = []
+        for key in keys:
+            options.append(f"{key}={_text(setting.get(key))}")
         names[identity] = ", ".join(options) or "all"
     return names
 
@@ -182,7 +193,9 @@ def _differences(configs: Configs) -> list[dict[str, Any]]:
         keys |= dict.fromkeys(config)
     table = []
     for key in keys:
-        values = {name: _text(config.get(key)) for name, config in configs.items()}
+        values = {}
+        for name, config in configs.items():
+            values[name] = _text(config.get(key))
         if len(set(values.values())) > 1:
             table.append({"key": key, **values})
     return table

@@ -277,9 +277,12 @@ def _print_clients(console: Console, clients: Mapping[str, Mapping[str, Any]]) -
     if not keys:
         return
     table = Table("client", *map(label, keys), box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = dict(list(clients.items())[:CLIENTS])
-    columns = [column([values.get(key) for values in shown.values()]) for key in keys]
-    for name, *cells in zip(shown, *columns, strict=True):
+    first_clients = dict(list(clients.items())[:CLIENTS])
+    columns = []
+    for key in keys:
+        metrics = [values.get(key) for values in first_clients.values()]
+        columns.append(column(metrics))
+    for name, *cells in zip(first_clients, *columns, strict=True):
         table.add_row(escape(name), *cells)
     print_table(console, table)
 

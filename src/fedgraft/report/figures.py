@@ -96,11 +96,15 @@ def bars(
     with canvas(path, title, (max(5.0, 1.6 + 0.9 * len(categories) ** 0.9), 4.2)) as figure:
         axes = figure.add_subplot()
         for i, (name, group) in enumerate(groups.items()):
-            pairs = [_pair(group.get(category)) for category in categories]
-            values = [value for value, _ in pairs]
-            errors: list[float] | None = [error for _, error in pairs]
-            if not any(errors or ()):
-                errors = None
+            values = []
+            errors = []
+            for category in categories:
+                value, error = _pair(group.get(category))
+                values.append(value)
+                errors.append(error)
+            error_bars = None
+            if any(errors):
+                error_bars = errors
             drawn = axes.bar(
                 np.arange(len(categories)) + (i - (len(groups) - 1) / 2) * width,
                 values,
@@ -108,7 +112,7 @@ def bars(
                 color=PALETTE[i % len(PALETTE)],
                 label=plain_text(name),
                 capsize=3,
-                yerr=errors,
+                yerr=error_bars,
                 error_kw={"ecolor": INK, "elinewidth": 1.2},
             )
             if len(categories) * len(groups) <= 12:
@@ -165,8 +169,12 @@ def scatter_front(
     with canvas(path, title) as figure:
         axes = figure.add_subplot()
         _draw_levels(axes, levels)
-        front_costs = [points[name][0] for name in front]
-        front_gains = [points[name][1] for name in front]
+        front_costs = []
+        front_gains = []
+        for name in front:
+            cost, gain = points[name]
+            front_costs.append(cost)
+            front_gains.append(gain)
         axes.step(front_costs, front_gains, where="post", color="#AAAAAA", zorder=1)
         for name, (cost, gain) in points.items():
             colour = PALETTE[0]
@@ -357,7 +365,7 @@ def _number_cells(axes: Axes, grid: np.ndarray, middle: float) -> None:
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:
     """Return the values as floats, NaN for None."""
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
+    return np.array(values, dtype=float)  # numpy turns None into NaN
 
 
 def _pair(value: Any) -> tuple[float, float]:
@@ -384,7 +392,9 @@ def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]], bold: Se
     """
     from matplotlib.transforms import Bbox
 
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in axes.transData.transform(list(points.values()))]
+    taken = []
+    for x, y in axes.transData.transform(list(points.values())):
+        taken.append(Bbox.from_bounds(x - 6, y - 6, 12, 12))
     for name, point in points.items():
         weight = "normal"
         may_be_left_out = len(points) > CROWD

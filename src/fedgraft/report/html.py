@@ -114,7 +114,9 @@ def facts(values: Mapping[str, str]) -> str:
     """Return a table of two columns, name and value; empty without values."""
     if not values:
         return ""
-    rows = "".join(f'<tr><th scope="row">{safe(name)}</th>{_cell(value, "")}</tr>' for name, value in values.items())
+    rows = ""
+    for name, value in values.items():
+        rows += f'<tr><th scope="row">{safe(name)}</th>{_cell(value, "")}</tr>'
     return f'<div class="scroll"><table class="facts">{rows}</table></div>'
 
 
@@ -131,8 +133,10 @@ def grid(rows: Rows) -> str:
     head = "".join(f'<th scope="col"{attributes[key]}>{safe(key)}</th>' for key in rows[0])
     body = ""
     for row in rows:
-        cells = [_cell(show(key, value), attributes[key]) for key, value in row.items()]
-        body += f"<tr>{''.join(cells)}</tr>"
+        body += "<tr>"
+        for key, value in row.items():
+            body += _cell(show(key, value), attributes[key])
+        body += "</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

@@ -18,7 +18,7 @@ from fedgraft.report import run_tables as tables
 from fedgraft.report.charts import run_charts
 from fedgraft.report.html import section
 from fedgraft.report.run_record import RunRecord, describe
-from fedgraft.report.values import accuracy, clock, epsilon, label, metric, percent, seconds_of, show, size
+from fedgraft.report.values import accuracy, clock, epsilon, label, metric, percent, seconds_of, show, size, total_of
 
 _SHOWN = ("metrics", "clients", "confusion", "reliability", "class_names")  # in tables of their own
 _WARNINGS = 50  # warnings of the log on the page
@@ -39,9 +39,9 @@ def write_report(
     summary = folder.summary()
     config = read_config(folder)
     info = describe(folder, lines)
-    held: list[list[int]] = []
+    image_counts: list[list[int]] = []
     if partition is not None:
-        held = plain(partition)
+        image_counts = plain(partition)
     reasons = []
     if folder.reason:
         reasons.append(folder.reason)
@@ -54,7 +54,9 @@ def write_report(
     if summary.get("reliability"):
         confusion_title = "Confusion and calibration"
     not_covered = (summary.get("privacy") or {}).get("not_covered", [])
-    final_numbers = {key: value for key, value in summary.items() if key not in _SHOWN}
+    final_numbers = dict(summary)
+    for key in _SHOWN:
+        final_numbers.pop(key, None)
     top = page.header(info.name, info.status, f"{info.name}.csv", page.metrics_csv(lines), _about(config, summary))
     parts = [
         page.notices(reasons),
@@ -63,9 +65,9 @@ def write_report(
         section("On the test images", page.grid(tables.pooled(summary))),
         section("By class (images; 95 % interval)", page.grid(tables.by_class(summary))),
         section(confusion_title, tables.confusion(summary)),
-        section("Clients", tables.clients(summary, lines, held, clients)),
-        section("Data by client", tables.holdings(held, classes, clients)),
-        section("Representations", tables.representations(folder.path, lines, len(held))),
+        section("Clients", tables.clients(summary, lines, image_counts, clients)),
+        section("Data by client", tables.holdings(image_counts, classes, clients)),
+        section("Representations", tables.representations(folder.path, lines, len(image_counts))),
         section("Not covered by the protection", _items(not_covered)),
         section("Dropped clients", page.grid(tables.dropped(lines, clients))),
         section("Warnings", _items(_warnings(folder.path / "log.txt"))),
@@ -143,8 +145,8 @@ def _result(summary: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
 def _costs(summary: Mapping[str, Any], config: Mapping[str, Any], lines: Lines) -> Iterator[Card]:
     """Yield the cards of the protection, the traffic, the weights trained, and the time."""
     yield _protection(summary, config.get("privacy") or {})
-    up = summary.get("bytes_up", sum(line.get("bytes_up") or 0 for line in lines))
-    down = summary.get("bytes_down", sum(line.get("bytes_down") or 0 for line in lines))
+    up = summary.get("bytes_up", total_of(lines, "bytes_up"))
+    down = summary.get("bytes_down", total_of(lines, "bytes_down"))
     if up + down:
         yield "Sent", size(up + down), f"{size(up)} up, {size(down)} down"
     edited = summary.get("edited")
@@ -192,13 +194,18 @@ def _cards(summary: Mapping[str, Any], cards: Sequence[Card]) -> str:
 
 def _facts(values: Mapping[str, Any]) -> str:
     """Return nested values as a table of labels and texts."""
-    return page.facts({label(key): show(key, value) for key, value in page.flatten(values).items()})
+    texts = {}
+    for key, value in page.flatten(values).items():
+        texts[label(key)] = show(key, value)
+    return page.facts(texts)
 
 
 def _environment(folder: RunRecord) -> dict[str, Any]:
     """Return the environment of the first start, and the times of later ones; the log has what changed between."""
     environment = folder.environment()
-    later = [str(start.get("started")) for start in environment.pop("resumed", [])]
+    later = []
+    for start in environment.pop("resumed", []):
+        later.append(str(start.get("started")))
     environment["command"] = " ".join(environment.get("command", []))
     if later:
         environment["resumed"] = later

@@ -18,7 +18,7 @@ from typing import Any, Self
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import is_locked, read_metrics
 from fedgraft.core.progress import describe_facts
-from fedgraft.report.values import seconds_of
+from fedgraft.report.values import seconds_of, total_of
 
 log = logging.getLogger(__name__)
 
@@ -151,16 +151,22 @@ def describe(run: RunRecord, lines: Sequence[Mapping[str, Any]] | None = None, r
     last_round = None
     if lines:
         last_round = lines[-1].get("round")
-    accuracies = [line["accuracy"] for line in lines if line.get("accuracy") is not None]
+    seconds = 0.0
+    best = None
+    for line in lines:
+        seconds += seconds_of(line)
+        accuracy = line.get("accuracy")
+        if accuracy is not None and (best is None or accuracy > best):
+            best = accuracy
     return RunInfo(
         name=name,
         path=run.path,
         status=run.status,
         round=last_round,
-        best=(summary.get("validation") or {}).get("accuracy", max(accuracies, default=None)),
+        best=(summary.get("validation") or {}).get("accuracy", best),
         test=(summary.get("test") or {}).get("accuracy"),
         bytes=_bytes_sent(lines, summary),
-        seconds=float(summary.get("seconds") or sum(seconds_of(line) for line in lines)),
+        seconds=float(summary.get("seconds") or seconds),
         config_digest=run.config_digest,
     )
 
@@ -170,10 +176,7 @@ def _bytes_sent(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) 
     records = lines
     if "bytes_up" in summary:
         records = [summary]
-    total = 0
-    for record in records:
-        total += (record.get("bytes_up") or 0) + (record.get("bytes_down") or 0)
-    return total
+    return total_of(records, "bytes_up") + total_of(records, "bytes_down")
 
 
 def present(folder: Path) -> list[str]:

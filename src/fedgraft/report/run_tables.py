@@ -40,7 +40,10 @@ def by_class(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         name, colon, class_name = key.partition(":")
         if colon:
             metrics.setdefault(class_name, {})[name] = value
-    return _even([{"class": class_name, **cells} for class_name, cells in _columns(metrics).items()])
+    rows = []
+    for class_name, cells in _columns(metrics).items():
+        rows.append({"class": class_name, **cells})
+    return _even(rows)
 
 
 def _columns(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -50,7 +53,10 @@ def _columns(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
         keys |= dict.fromkeys(values)
     rows: dict[str, dict[str, Any]] = {name: {} for name in metrics}
     for key in keys:
-        present = {name: values[key] for name, values in metrics.items() if key in values}
+        present = {}
+        for name, values in metrics.items():
+            if key in values:
+                present[name] = values[key]
         for name, text in zip(present, column(list(present.values())), strict=True):
             rows[name][label(key)] = text
     return rows
@@ -75,20 +81,25 @@ def confusion(summary: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def clients(summary: Mapping[str, Any], lines: Rows, held: Counts, names: Sequence[str]) -> str:
+def clients(summary: Mapping[str, Any], lines: Rows, image_counts: Counts, names: Sequence[str]) -> str:
     """Return one row for each client: its images, its participation, and its metrics."""
-    metrics = {}
+    metrics: dict[str, dict[str, Any]] = {}
     for name, values in (summary.get("clients") or {}).items():
-        metrics[str(name)] = {key: value for key, value in values.items() if ":" not in key}
+        metrics[str(name)] = {}
+        for key, value in values.items():
+            if ":" not in key:
+                metrics[str(name)][key] = value
     rows = _columns(metrics)
-    for client, counts in enumerate(held[:_ROWS]):
-        classes = sum(1 for count in counts if count)
+    for client, counts in enumerate(image_counts[:_ROWS]):
+        classes = len(counts) - list(counts).count(0)
         rows.setdefault(_name(client, names), {}).update({"images": sum(counts), "classes": classes})
     for client, cells in sorted(_participation(lines).items()):
         if client < _ROWS:
             rows.setdefault(_name(client, names), {}).update(cells)
-    table = _even([{"client": client, **cells} for client, cells in rows.items()])
-    return grid(table) + _truncation_note(len(held), _ROWS)
+    table = []
+    for name, cells in rows.items():
+        table.append({"client": name, **cells})
+    return grid(_even(table)) + _truncation_note(len(image_counts), _ROWS)
 
 
 def _participation(lines: Rows) -> dict[int, dict[str, Any]]:
@@ -115,16 +126,18 @@ def _participation(lines: Rows) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def holdings(held: Counts, classes: Sequence[object], names: Sequence[str]) -> str:
+def holdings(image_counts: Counts, classes: Sequence[object], names: Sequence[str]) -> str:
     """Return the table of training images by client and class, with sums."""
-    if not held:
+    if not image_counts:
         return ""
-    shown = held[: min(_ROWS, max(1, _CELLS // len(held[0])))]
-    rows = {_name(client, names): counts for client, counts in enumerate(shown)}
+    row_limit = min(_ROWS, max(1, _CELLS // len(image_counts[0])))
+    rows = {}
+    for client, counts in enumerate(image_counts[:row_limit]):
+        rows[_name(client, names)] = counts
     note = '<p class="note">Training images by client (row) and class (column); an empty cell is none.</p>'
-    sums = [sum(counts) for counts in zip(*held, strict=True)]
-    table = _heat_table(rows, classes or range(len(held[0])), sums)
-    return note + table + _truncation_note(len(held), len(shown))
+    sums = [sum(counts) for counts in zip(*image_counts, strict=True)]
+    table = _heat_table(rows, classes or range(len(image_counts[0])), sums)
+    return note + table + _truncation_note(len(image_counts), row_limit)
 
 
 def representations(run: Path, lines: Rows, clients: int) -> str:

@@ -137,6 +137,14 @@ def seconds_of(line: Mapping[str, Any]) -> float:
     return float(seconds)
 
 
+def total_of(lines: Sequence[Mapping[str, Any]], key: str) -> int:
+    """Return the sum of a count over rounds; a round without it counts 0."""
+    total = 0
+    for line in lines:
+        total += line.get(key) or 0
+    return total
+
+
 def show(name: str, value: Any) -> str:
     """Return a value as text, formatted by its name: shares in percent, bytes, seconds as a clock."""
     if value is None or value == "":
@@ -161,7 +169,12 @@ def show(name: str, value: Any) -> str:
 
 def column(values: Sequence[Any]) -> list[str]:
     """Return the cells of a column of metrics, in as many decimals as all of them support."""
-    digits = min((decimals(value) for value in values if isinstance(value, Mapping)), default=None)
+    digits: int | None = None
+    for value in values:
+        if isinstance(value, Mapping):
+            supported = decimals(value)
+            if digits is None or supported < digits:
+                digits = supported
     cells = []
     for value in values:
         if value:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fedgraft.config.load import from_folder
 from fedgraft.report.run_record import RunRecord, present
-from fedgraft.report.values import accuracy, clock, metric, percent, seconds_of, size
+from fedgraft.report.values import accuracy, clock, metric, percent, seconds_of, size, total_of
 
 Lines = Sequence[Mapping[str, Any]]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell: left and right column, downwards
@@ -65,7 +65,10 @@ def frame(run: RunRecord, width: int = 80) -> RenderableType:
         parts += [_row("now", text) for text in present(run.path)]
     parts.append(_progress(lines, unit, total, status, width))
     for key, label, colour, factor in _CURVES:
-        values = [factor * line[key] for line in lines if line.get(key) is not None]
+        values = []
+        for line in lines:
+            if line.get(key) is not None:
+                values.append(factor * line[key])
         if values:
             parts.append(_curve(label, values, colour, width))
     for part in (_clients(lines), _traffic(lines), _ending(run, status)):
@@ -161,15 +164,15 @@ def _clients(lines: Lines) -> RenderableType | None:
     if not losses:
         return None
     highest = max(losses.values())
-    shown = sorted(losses, key=lambda client: -losses[client])[:_CLIENTS]
+    highest_clients = sorted(losses, key=lambda client: -losses[client])[:_CLIENTS]
     texts = []
-    for client in shown:
+    for client in highest_clients:
         loss = losses[client]
         block = _BLOCKS[_block(loss, highest)]
         texts.append(f"#{client}\u00a0{block}\u00a0{loss:.3g}")
     text = "  ".join(texts)
-    if len(losses) > len(shown):
-        text += f"  and {len(losses) - len(shown)} more"
+    if len(losses) > len(highest_clients):
+        text += f"  and {len(losses) - len(highest_clients)} more"
     return _row("client losses", text)
 
 
@@ -182,8 +185,8 @@ def _block(value: float, highest: float) -> int:
 
 def _traffic(lines: Lines) -> RenderableType | None:
     """Return the bytes sent so far; None if there are none."""
-    up = sum(line.get("bytes_up") or 0 for line in lines)
-    down = sum(line.get("bytes_down") or 0 for line in lines)
+    up = total_of(lines, "bytes_up")
+    down = total_of(lines, "bytes_down")
     if not up + down:
         return None
     rounds = max(1, int(lines[-1]["round"]))

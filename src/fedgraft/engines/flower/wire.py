@@ -65,7 +65,13 @@ def text(settings: Mapping[str, Any], name: str) -> str:
 
 def plain(sentence: str) -> str:
     """Return an untrusted text without control characters, which could move a cursor or begin a new line."""
-    return "".join(letter if letter.isprintable() else " " for letter in sentence[:500])
+    letters = []
+    for letter in sentence[:500]:
+        if letter.isprintable():
+            letters.append(letter)
+        else:
+            letters.append(" ")
+    return "".join(letters)
 
 
 def names(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
