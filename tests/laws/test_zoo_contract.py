@@ -393,7 +393,7 @@ ONE_BY_ONE = {  # what the batched engine leaves to the client's own code, and w
     "each client chooses its model first": {"ifca"},
     "acts on each client by itself": {"fedprox", "scaffold", "feddyn", "scaffold/plain sgd+int8"},
     "is not the plain cross-entropy": {"fedlc"},
-    "report what they see": {
+    "report observations": {
         "fedfisher",
         "fedavg_crsm",
         "fedavg_crsm/learned",
@@ -402,7 +402,7 @@ ONE_BY_ONE = {  # what the batched engine leaves to the client's own code, and w
     "would magnify rounding": {"flasc", "fedavg/half", "fedavg/int8", "fedavg/top_k:0.2"},
     "not sgdm": {"fedprox/adamw"},
     "clipped by client": {"fedavg/nesterov+clip"},
-    "a rate of its own": {"fedavg/head rate"},
+    "a learning rate of its own": {"fedavg/head rate"},
 }
 
 
