@@ -104,7 +104,13 @@ def one(config: Config, folder: Path) -> dict[str, Any]:
         def on_end(self, summary: Mapping[str, Any]) -> None: ...
 
     _, done = run_setup(
-        lambda: (setup_of(config), None), folder, config.digest, to_toml(config), None, False, [Begin()]
+        lambda secret: (setup_of(config, secret=secret), None),
+        folder,
+        config.digest,
+        to_toml(config),
+        None,
+        False,
+        [Begin()],
     )
     assert done is not None, f"{folder} is finished and has no measurement; delete it"
     found = measured(*done, starts[0])

@@ -72,7 +72,7 @@ def quiet_place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 def carry_out(folder: Path, *overrides: str) -> Adapted:
     """A whole run; returns its parts, with the network as the run leaves it."""
     config = load(None, [*OVERRIDES, *overrides])
-    build = lambda: (setup_of(config), None)  # noqa: E731
+    build = lambda secret: (setup_of(config, secret=secret), None)  # noqa: E731
     _, parts = running.run_setup(build, folder, config.digest, to_toml(config), console=False)
     assert parts is not None
     setup, opened, state = parts

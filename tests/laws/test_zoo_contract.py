@@ -949,7 +949,7 @@ def test_frozen_notices_fine_tuning_that_is_not_undone(monkeypatch: pytest.Monke
     def careless(request: Request, algorithm: Algorithm, context: ClientContext, rows: Tensor) -> Any:
         with torch.no_grad():
             context.network.head.weight.add_(0.1)
-        return evaluation.counted(context.network, context.tests, rows, scores=False)  # type: ignore[arg-type]
+        return evaluation.evaluate_with_sums(context.network, context.tests, rows, scores=False)  # type: ignore[arg-type]
 
     monkeypatch.setattr(evaluation, "evaluate_finetuned", careless)
     with pytest.raises(AssertionError, match="moved"):

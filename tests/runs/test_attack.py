@@ -184,7 +184,7 @@ CELLS = [
     AttackResult("iid", "mean", "scaling", 0, 0.2, 0.0),
     AttackResult("iid", "mean", "backdoor", 0, 0.88, 0.95),
     AttackResult("iid", "krum", BENIGN, 0, 0.8, 0.1),
-    AttackResult("iid", "krum", "scaling", 0, None, None, "Krum needs at least 7 replies."),
+    AttackResult("iid", "krum", "scaling", 0, None, None, "Krum needs at least 7 responses."),
     AttackResult("iid", "krum", "backdoor", 0, 0.7, 0.2),
 ]
 

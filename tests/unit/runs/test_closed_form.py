@@ -36,8 +36,8 @@ def test_fedncm_is_scikit_learns_class_means_by_cosine() -> None:
     theirs = NearestCentroid().fit(features.numpy(), labels.numpy())
     scale = np.linalg.norm(theirs.centroids_, axis=1, keepdims=True)
     np.testing.assert_allclose(head[:, :-1].numpy(), theirs.centroids_ / scale, rtol=1e-4, atol=1e-6)
-    points = judge.z[:, :-1].numpy()
-    mine = (judge.z @ head.T).argmax(1).numpy()
+    points = judge.features[:, :-1].numpy()
+    mine = (judge.features @ head.T).argmax(1).numpy()
     assert (mine == cosine_similarity(points, theirs.centroids_).argmax(1)).all()
 
 
