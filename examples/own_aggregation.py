@@ -16,7 +16,7 @@ def shortened(answers, weights):
 ours = fg.vary(
     fg.fedavg(trainable=fg.head(), local=fg.LocalTraining(steps=4, lr=0.05)),
     name="shortened",
-    aggregate=fg.Aggregator("shortened", shortened, linear=False),  # it needs each update: no secure sum can carry it
+    aggregate=fg.Aggregator("shortened", shortened),  # it needs each update: no secure sum can carry it
     weighting=fg.Weighting("root", lambda answers: answers.examples.sqrt()),  # large clients dominate less
 )
 clients = fg.partition.dirichlet(fg.data.digits(), clients=6, alpha=0.3)

@@ -29,6 +29,7 @@ from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Answers, Step, count_mean
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.consortium.attack import RULES
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.messages import Request, Response, pack_bits
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.edit.sparse import Sparse
@@ -135,7 +136,7 @@ def _without(group: str, name: str) -> Spoiler:
 
 
 def _partial(algorithm: Algorithm) -> bool:
-    return algorithm.trainable.partial
+    return Capability.FIXED_COORDINATES not in algorithm.provides
 
 
 def _judge(algorithm: Algorithm) -> ServerContext:

@@ -55,6 +55,7 @@ from fedgraft.client.handle import handle as handle
 from fedgraft.config.load import load as load_config
 from fedgraft.config.options import Config as Config
 from fedgraft.core import registry as registry
+from fedgraft.core.capabilities import Capability as Capability
 from fedgraft.core.errors import FedgraftError as FedgraftError
 from fedgraft.core.errors import MissingExtra as MissingExtra
 from fedgraft.core.messages import Request as Request

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.federate import partition_options
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.partition import make_partition
 from fedgraft.runs.centralized import as_central
@@ -59,7 +60,7 @@ def work(preset: str, tmp_path: Path, seeds: tuple[int, ...] = (1, 2)) -> Work:
 def test_where_the_protocol_fixes_the_head_only_the_arms_that_are_heads_train_it(name: str, part: str) -> None:
     for cell in cells(load_question(name).parts[part], "laptop", part):
         trains = build_algorithm(cell.config()).trainable
-        assert trains.trains_head != trains.trains_body, cell.label
+        assert len({Capability.TRAINED_HEAD, Capability.TRAINED_BODY} & trains.provides) == 1, cell.label
 
 
 def test_every_table_figure_and_experiment_has_a_preset_or_a_question() -> None:
@@ -131,7 +132,7 @@ def test_every_cell_of_a_preset_has_an_algorithm_that_takes_its_options(
 ) -> None:
     monkeypatch.setattr("fedgraft.config.build.noise_for", lambda *settings: 1.0)  # it takes seconds and has tests
     made = [build_algorithm(cell.config()) for cell in cells(PLANNED[name], scale, name) if not cell.central]
-    assert all(one.trainable.trains_head or one.trainable.trains_body for one in made)
+    assert all({Capability.TRAINED_HEAD, Capability.TRAINED_BODY} & algorithm.provides for algorithm in made)
 
 
 def test_all_kinds_of_the_documents_are_drawn_by_some_preset_or_question() -> None:

@@ -376,7 +376,7 @@ def test_an_edited_rule_does_not_get_the_old_result(tmp_path: Path) -> None:
 
     def scaled(factor: str) -> fg.Algorithm:
         rule = written(OWN_RULE.replace("FACTOR", factor), "rule")
-        return fg.vary(fg.fedavg(trainable=fg.head(), local=LOCAL), aggregate=fg.Aggregator("own", rule, linear=False))
+        return fg.vary(fg.fedavg(trainable=fg.head(), local=LOCAL), aggregate=fg.Aggregator("own", rule))
 
     adapt(tmp_path / "run", scaled("0.5"))
     before = tensors_of(tmp_path / "run")

@@ -10,102 +10,17 @@ import torch
 from tests.support.errors import raises
 
 from fedgraft import algorithms as zoo
-from fedgraft.aggregate.codecs import codec
 from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import Answers, by_examples, uniform
-from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
-from fedgraft.edit.dense import head
-from fedgraft.edit.low_rank import LowRank
+from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.core.capabilities import Capability
 from fedgraft.edit.sparse import Sparse
-from fedgraft.edit.trainable import is_head
-from fedgraft.local.corrections import control_variates, dynamic, proximal
-from fedgraft.local.optimizers import adamw, sgdm
+from fedgraft.local.corrections import dynamic, proximal
+from fedgraft.local.optimizers import sgdm
 from fedgraft.local.train import LocalTraining
 from fedgraft.privacy.protection import Private, Secure
 
 SECURE = Secure()
-
-ILLEGAL: dict[str, tuple[Any, str]] = {
-    "secure aggregation with Krum": (
-        lambda: vary(zoo.fedavg(), aggregate=robust_aggregator("krum", 1), privacy=SECURE),
-        "secure aggregation shows the server only the sum, and krum needs each client's update",
-    ),
-    "secure aggregation with mixing": (
-        lambda: vary(zoo.fedshibu(), privacy=SECURE),
-        "can solve the known mixing matrix",
-    ),
-    "secure aggregation with scores of the server": (
-        lambda: vary(zoo.fedalign(align="server"), privacy=SECURE),
-        "or algorithm.align='client'",
-    ),
-    "secure aggregation with another encoding": (
-        lambda: vary(zoo.fedavg(), compression=codec("int8"), privacy=SECURE),
-        "hidden sums are not encoded by int8",
-    ),
-    "control variates with AdamW": (
-        lambda: zoo.scaffold(local=LocalTraining(optimizer=adamw())),
-        "how far a gradient moves the model",
-    ),
-    "control variates with dampening": (
-        lambda: zoo.scaffold(local=LocalTraining(optimizer=sgdm(0.9, dampening=0.1))),
-        "use sgdm without dampening",
-    ),
-    "FedNova with AdamW": (
-        lambda: zoo.fednova(local=LocalTraining(optimizer=adamw())),
-        "known displacement per step",
-    ),
-    "alignment with a frozen body": (lambda: zoo.fedalign(trainable=head()), "this would be FedAvg"),
-    "a mixture with a server rule": (
-        lambda: vary(zoo.fedshibu(), server=zoo.fedadam().server),
-        "no common step for the server rule adam",
-    ),
-    "a private head that is shared": (
-        lambda: vary(zoo.fedavg(trainable=head()), client_state=ClientState(is_head)),
-        "both the part that is shared and the part that each client keeps",
-    ),
-    "a mixture with control variates": (
-        lambda: vary(zoo.fedshibu(), correction=control_variates()),
-        "corrects towards one common model",
-    ),
-    "privacy with weights": (
-        lambda: vary(zoo.fedavg(), privacy=Private(dp=cast(Any, object()))),
-        "count at most once",
-    ),
-    "own masks with a mixture": (
-        lambda: vary(zoo.fedavg_crsm(), trainable=Sparse(adaptive_start=0.5)),
-        "cannot be mixed",
-    ),
-    "own masks with top-k": (
-        lambda: vary(zoo.fedavg(), trainable=Sparse(adaptive_start=0.5), compression=codec("top_k:0.1")),
-        "top-k",
-    ),
-    "changing masks with control variates": (
-        lambda: vary(zoo.scaffold(), trainable=Sparse(adaptive_start=0.5)),
-        "remembers a vector over one fixed set",
-    ),
-    "changing masks with FedDyn": (
-        lambda: vary(zoo.feddyn(), trainable=Sparse(adaptive_start=0.5)),
-        "remembers a vector over one fixed set",
-    ),
-    "stacked factors under secure aggregation": (
-        lambda: vary(zoo.fedavg(), trainable=LowRank(aggregate="stack"), privacy=SECURE),
-        "factors",
-    ),
-    "stacked factors with a server rule": (
-        lambda: vary(zoo.fedadam(), trainable=LowRank(aggregate="stack")),
-        "plain server rule",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ILLEGAL)
-def test_a_combination_that_makes_no_sense_is_refused_when_it_is_built(case: str) -> None:
-    make, sentence = ILLEGAL[case]
-    with raises("E-ALGORITHM-COMBINATION") as caught:
-        make()
-    text = str(caught.value)
-    assert sentence in text and "\n" not in text and text.endswith(".")
-    assert text.split(":")[0] in zoo.ALGORITHMS  # it says whose combination it is
 
 
 def test_close_relatives_of_the_illegal_ones_are_allowed() -> None:
@@ -171,14 +86,14 @@ def test_weights_by_examples_and_uniform() -> None:
 def test_robust_rules_say_what_they_are() -> None:
     assert robust_aggregator("norm_clip", clip=1.0).name.startswith("clip")
     assert "nnm" in robust_aggregator("median", 1, neighbours=True).name
-    assert not robust_aggregator("median").linear
+    assert Capability.EACH_UPDATE in robust_aggregator("median").requires
 
 
 def test_body_algorithms_move_the_body_whatever_the_default() -> None:
     for name in ("fedbabu", "fedshibu", "fedper", "fedrep"):
-        assert zoo.named(name).trainable.trains_body
+        assert Capability.TRAINED_BODY in zoo.named(name).provides
         assert zoo.named(name, trainable=Sparse(head=False)).trainable.kind == "sparse"
     for name in ("fedbabu", "fedshibu"):
-        assert not zoo.named(name).trainable.trains_head
+        assert Capability.FROZEN_HEAD in zoo.named(name).provides
         with raises("E-ALGORITHM-COMBINATION"):
             zoo.named(name, trainable=Sparse())

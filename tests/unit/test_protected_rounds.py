@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.errors import raises
 from tests.support.toy import Toy, batch_norm_network
 
 from fedgraft import algorithms as zoo
@@ -272,18 +273,18 @@ def test_privacy_inside_the_secure_sum_and_the_adaptive_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    "updates, sentence",
+    "updates, capability",
     [
-        ({"weighting": None}, "count at most once"),
-        ({"aggregate": robust_aggregator("median")}, "something else"),
-        ({"correction": zoo.scaffold().local.correction}, "nothing else"),
+        ({"weighting": None}, "CLIENT_WEIGHTS"),
+        ({"aggregate": robust_aggregator("median")}, "EACH_UPDATE"),
+        ({"correction": zoo.scaffold().local.correction}, "AUXILIARY_SUMS"),
     ],
 )
-def test_what_the_account_does_not_cover_is_refused(updates: dict[str, Any], sentence: str) -> None:
+def test_what_the_account_does_not_cover_is_refused(updates: dict[str, Any], capability: str) -> None:
     from fedgraft.aggregate.slots import by_examples
 
     updates = {"weighting": by_examples()} if "weighting" in updates else updates
-    with pytest.raises(FedgraftError, match=sentence):
+    with raises("E-ALGORITHM-COMBINATION", capability=capability):
         vary(private(1.0), **updates)
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedgraft.aggregate.mean import weighted_mean
 from fedgraft.aggregate.slots import Advanced, Aggregator, Answers, Observe, Step
+from fedgraft.core.capabilities import Capabilities, Capability
 from fedgraft.core.state import ServerState
 
 
@@ -24,14 +26,18 @@ class Clusters:
     """Aggregation into `count` common models; clients choose their cluster anew in every round."""
 
     count: int = 2
-    linear = False
-    is_mean = False
-    of_trainable = False
-    personal = False
-    several = True
-    shares = True
-    instead = Aggregator.instead
     wants: tuple[Observe, ...] = ()
+    instead: ClassVar[str] = Aggregator.instead
+    requires: ClassVar[Capabilities] = frozenset(
+        {
+            Capability.EACH_UPDATE,
+            Capability.CLIENT_NUMBERS,
+            Capability.FIXED_COORDINATES,
+            Capability.AVERAGED_UPDATES,
+            Capability.SEPARATE_CLIENTS,
+        }
+    )
+    provides: ClassVar[Capabilities] = frozenset({Capability.EXCHANGE})
 
     @property
     def name(self) -> str:

@@ -20,11 +20,15 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Payload
 
 ArrayLayout = Mapping[str, tuple[torch.dtype, int]]
 CodecMemory = MutableMapping[str, Tensor]
+# Rounding magnifies the differences in last bits that come from training clients together.
+LOSSY: Capabilities = frozenset({Capability.ENCODED_UPDATES, Capability.SEPARATE_CLIENTS})
+"""What a codec requires that does not return the exact values."""
 
 
 class BadPayload(FedgraftError):
@@ -41,10 +45,9 @@ class Codec(Protocol):
     within 0.1 % of float32's largest may be refused); its distance to v is what the class documents.
     """
 
-    exact: bool
-    """The decoded vector equals the encoded one, bit for bit."""
-    remembers: bool
-    """The coordinates it did not send are stored in the client's memory, so the edit space must not change."""
+    requires: ClassVar[Capabilities]
+    """`LOSSY` unless the decoded vector equals the encoded one, bit for bit."""
+    provides: ClassVar[Capabilities] = NOTHING
 
     @property
     def name(self) -> str:
@@ -68,8 +71,8 @@ class Codec(Protocol):
 class Values:
     """The float32 values themselves: exact, and the vector is not copied."""
 
-    exact = True
-    remembers = False
+    requires: ClassVar[Capabilities] = NOTHING
+    provides: ClassVar[Capabilities] = NOTHING
 
     name: ClassVar[str] = "values"
 
@@ -93,8 +96,8 @@ class Half:
     A coordinate is off by at most 2^-11 of itself or 2^-40 of the largest one, whichever is more.
     """
 
-    exact = False
-    remembers = False
+    requires: ClassVar[Capabilities] = LOSSY
+    provides: ClassVar[Capabilities] = NOTHING
 
     name: ClassVar[str] = "half"
 
@@ -123,8 +126,8 @@ class Half:
 class Int8:
     """Integers in [-127, 127] times one float32 scale per chunk; rounding is random and unbiased."""
 
-    exact = False
-    remembers = False
+    requires: ClassVar[Capabilities] = LOSSY
+    provides: ClassVar[Capabilities] = NOTHING
 
     chunk: int = 1024
     name: ClassVar[str] = "int8"
@@ -161,8 +164,8 @@ class TopK:
     the edit space changes. Without a memory the residual is lost.
     """
 
-    exact = False
-    remembers = True
+    requires: ClassVar[Capabilities] = LOSSY | {Capability.FIXED_COORDINATES}  # the residual has a place for each
+    provides: ClassVar[Capabilities] = NOTHING
 
     fraction: float = 0.01
 

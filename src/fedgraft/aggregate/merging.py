@@ -98,7 +98,7 @@ def on_trained(rule: Callable[[Tensor, Tensor, Answers], Tensor]) -> Callable[[A
 
 def ties_aggregator(keep: float) -> Aggregator:
     """Return TIES merging of the client updates."""
-    return Aggregator("ties", on_trained(lambda rows, weights, answers: ties(rows, weights, keep)), linear=False)
+    return Aggregator("ties", on_trained(lambda rows, weights, answers: ties(rows, weights, keep)))
 
 
 def dare_aggregator(drop: float, seed: int) -> Aggregator:
@@ -107,7 +107,7 @@ def dare_aggregator(drop: float, seed: int) -> Aggregator:
     def rule(rows: Tensor, weights: Tensor, answers: Answers) -> Tensor:
         return dare(rows, weights, drop, torch_stream(seed, "dare", answers.round))
 
-    return Aggregator("dare", on_trained(rule), linear=False)
+    return Aggregator("dare", on_trained(rule))
 
 
 def fisher_aggregator(samples: int) -> Aggregator:
@@ -118,7 +118,7 @@ def fisher_aggregator(samples: int) -> Aggregator:
         return fisher_mean(rows, weights, information)
 
     observation = Observe("fisher", (), {"fisher": ("trained",)}, {"samples": samples})
-    return Aggregator("fisher", on_trained(rule), linear=False, wants=(observation,))
+    return Aggregator("fisher", on_trained(rule), wants=(observation,))
 
 
 def by_layer(
@@ -147,4 +147,4 @@ def by_layer(
             result[begin:end] = weighted_mean(rows, layer_weights[layer])
         return result
 
-    return Aggregator("by_layer", update, linear=False, instead="algorithm.by_layer=false")
+    return Aggregator("by_layer", update, instead="algorithm.by_layer=false")

@@ -405,4 +405,4 @@ def robust_aggregator(
         switches.append("algorithm.neighbours=false")
     if clip is not None:
         switches.append("algorithm.clip_norm=none")
-    return Aggregator("+".join(label), update, linear=False, instead=" and ".join(switches))
+    return Aggregator("+".join(label), update, instead=" and ".join(switches))

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from fedgraft.aggregate.mean import accumulate, normalised
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 
 RuleState = dict[str, Tensor]
+STATELESS: Capabilities = frozenset({Capability.STATELESS_STEP})
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,18 @@ class ServerRule:
     needs: tuple[str, ...] = ()
     inspect: Callable[[Sequence[Tensor], Tensor], Mapping[str, Tensor]] | None = None
     """Named vectors computed from the single client updates, `(updates, weights)`; impossible under secure sums."""
-    memoryless: bool = False
-    """The step is x + lr * update without state, so it also works with one model per client."""
+    provides: Capabilities = NOTHING
+    """`STATELESS_STEP` if the step is x + lr * update, which also works with one model per client."""
+
+    @property
+    def requires(self) -> Capabilities:
+        """One common model for the state to follow, and each update for a rule that inspects them."""
+        required: set[Capability] = set()
+        if Capability.STATELESS_STEP not in self.provides:
+            required |= {Capability.COMMON_MODEL, Capability.AVERAGED_UPDATES}
+        if self.inspect is not None:
+            required.add(Capability.EACH_UPDATE)
+        return frozenset(required)
 
 
 def _zeros(*names: str) -> Callable[[int], RuleState]:
@@ -73,7 +85,7 @@ def _take(values: Mapping[str, Any], name: str, rule: str) -> Any:
 
 def plain(lr: float = 1.0) -> ServerRule:
     """Return FedAvg: x + lr * update."""
-    return ServerRule("plain", _zeros(), lambda x, update, state, info: (x + lr * update, state), memoryless=True)
+    return ServerRule("plain", _zeros(), lambda x, update, state, info: (x + lr * update, state), provides=STATELESS)
 
 
 def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerRule:

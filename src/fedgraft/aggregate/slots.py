@@ -2,7 +2,7 @@
 
 An `Aggregator` combines the updates into one and lets the server rule step; a `Mixing` computes one model per client
 from the rows of a similarity matrix. Both `advance` the server's state, so a round need not know which of them it has.
-Flags say what each of them supports.
+What each of them requires of the other slots, and provides for them: `core/capabilities.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from fedgraft.aggregate.mean import count_normalised, sum_unweighted, weighted_mean
 from fedgraft.aggregate.mixing import blended, mix, mixing_matrix
 from fedgraft.aggregate.server_rules import RoundInfo, ServerRule
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.state import EVERYONE, Federation, ServerState
 
 
@@ -63,6 +64,24 @@ class Observe:
     largest: float = 1.0 + 1e-4
     """Largest value of each scalar; none is negative. Scores are at most 1 up to rounding."""
 
+    @property
+    def requires(self) -> Capabilities:
+        """What clients must be allowed to report; the trained network of each client must exist by itself."""
+        required = {Capability.SEPARATE_CLIENTS}
+        if self.scalars:
+            required.add(Capability.CLIENT_NUMBERS)
+        if self.evidence:
+            required.add(Capability.CLIENT_TENSORS)
+        return frozenset(required)
+
+
+def required_to_observe(observations: Iterable[Observe]) -> Capabilities:
+    """Return what all of these observations require."""
+    required: set[Capability] = set()
+    for observation in observations:
+        required |= observation.requires
+    return frozenset(required)
+
 
 @dataclass(frozen=True)
 class Weighting:
@@ -76,13 +95,21 @@ class Weighting:
     `largest` is the upper limit of examples per client. Secure aggregation applies the weight on the client."""
     server_scored: tuple[str, ...] = ()
     """Scalars that the server computes itself from the updates, so that no client can report a wrong one."""
-    uniform: bool = False
-    """Every client has the same weight, which the accounting of differential privacy needs."""
     instead: str = "algorithm.weighting='examples'"
     """The setting for weights that a client can compute for itself."""
-    needs_moving_body: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options for computing `server_scored`: layers, directions, the size of the server's secret probe."""
+    needs: Capabilities = frozenset({Capability.CLIENT_WEIGHTS})
+    """What it requires beyond that which follows from the other fields."""
+    provides: ClassVar[Capabilities] = NOTHING
+
+    @property
+    def requires(self) -> Capabilities:
+        """`needs`, what its observations need, and each update if only the server can compute the weights."""
+        required = self.needs | required_to_observe(self.wants)
+        if self.own is None:
+            required |= {Capability.EACH_UPDATE}
+        return required
 
 
 def by_examples() -> Weighting:
@@ -96,7 +123,7 @@ def uniform() -> Weighting:
         "uniform",
         lambda answers: torch.ones_like(answers.examples),
         own=lambda n, scalars, largest: 1.0,
-        uniform=True,
+        needs=NOTHING,
     )
 
 
@@ -155,20 +182,19 @@ class Aggregator:
 
     name: str
     update: Callable[[Answers, Tensor], Tensor]
-    linear: bool = True
-    """The update is a weighted sum, which secure aggregation can compute; robust rules need each update."""
-    is_mean: bool = False
-    """Exactly the weighted mean, which the accounting of differential privacy covers."""
-    of_trainable: bool = False
-    """The aggregation belongs to the trainable kind."""
-    shares: bool = True
-    """False: training is centralized, so no traffic is counted."""
     instead: str = "algorithm.name='fedavg'"
     """The setting that gives a plain mean instead."""
-    personal = False
-    several = False
     wants: tuple[Observe, ...] = ()
+    needs: Capabilities = frozenset({Capability.EACH_UPDATE, Capability.AVERAGED_UPDATES})
+    """What it requires beyond its observations; only the weighted mean, which a secure sum can compute, needs less."""
+    provides: Capabilities = frozenset({Capability.COMMON_MODEL, Capability.STABLE_MODEL, Capability.EXCHANGE})
+    """Without `EXCHANGE` training is centralized, and no traffic is counted."""
     reports: ClassVar[Mapping[str, float]] = {}
+
+    @property
+    def requires(self) -> Capabilities:
+        """`needs`, and what its observations need."""
+        return self.needs | required_to_observe(self.wants)
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
         """Return the tensors that requests carry beside the model."""
@@ -186,7 +212,7 @@ class Aggregator:
 
 def mean() -> Aggregator:
     """Return the weighted mean of the updates."""
-    return Aggregator("mean", lambda answers, weights: weighted_mean(answers.updates, weights), is_mean=True)
+    return Aggregator("mean", lambda answers, weights: weighted_mean(answers.updates, weights), needs=NOTHING)
 
 
 def count_mean() -> Aggregator:
@@ -195,7 +221,7 @@ def count_mean() -> Aggregator:
     def update(answers: Answers, weights: Tensor) -> Tensor:
         return count_normalised(answers.updates, answers.active, weights)
 
-    return Aggregator("count_mean", update, linear=False, of_trainable=True)
+    return Aggregator("count_mean", update, needs=frozenset({Capability.EACH_UPDATE}))
 
 
 @runtime_checkable
@@ -219,17 +245,18 @@ class Mixing:
     wants: tuple[Observe, ...] = ()
     absent_keep: bool = True
     """Clients outside the cohort keep their model; otherwise they fall back to the mean of the others."""
-    shares: bool = True
-    """False: local training only, so no traffic is counted."""
     shows_mean: bool = False
     """Requests carry the mean of all models beside the client's own."""
-    instead = Aggregator.instead
-    linear = True
-    is_mean = False
-    of_trainable = False
-    personal = True
-    several = False
+    provides: Capabilities = frozenset({Capability.STABLE_MODEL, Capability.PERSONAL_MODELS, Capability.EXCHANGE})
+    """Without `EXCHANGE` clients train alone, and no traffic is counted."""
+    instead: ClassVar[str] = Aggregator.instead
     reports: ClassVar[Mapping[str, float]] = {}
+
+    @property
+    def requires(self) -> Capabilities:
+        """Each update (a server that knows the matrix could solve hidden mixtures for every model), and the rest."""
+        mixed = {Capability.EACH_UPDATE, Capability.FIXED_COORDINATES, Capability.AVERAGED_UPDATES}
+        return required_to_observe(self.wants) | mixed
 
     def gives(self, state: ServerState) -> Mapping[str, Tensor]:
         """Return the tensors that requests carry beside the model."""

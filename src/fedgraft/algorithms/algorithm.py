@@ -1,9 +1,9 @@
-"""The slots of a federated algorithm, and the rules about which combinations of them are legal."""
+"""The slots of a federated algorithm. A combination is legal when its parts provide what they require of each other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,17 @@ from fedgraft.aggregate.clusters import Clusters
 from fedgraft.aggregate.codecs import VALUES, Codec
 from fedgraft.aggregate.server_rules import ServerRule, plain
 from fedgraft.aggregate.slots import Aggregator, Mixing, Observe, Weighting, by_examples, mean
+from fedgraft.core.capabilities import (
+    NOTHING,
+    Capabilities,
+    Capability,
+    NamedPart,
+    Part,
+    Unmet,
+    provided_by,
+    required_by,
+    unmet_requirements,
+)
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.edit.dense import everything
@@ -47,10 +58,39 @@ class ClientState:
     aside: float = 0.0
     """Share of its images that a client never trains on, because it selects something by them."""
 
+    def __post_init__(self) -> None:
+        if self.start is not None and self.private is not None:
+            raise FedgraftError(
+                "E-ALGORITHM-CLIENT-STATE",
+                "an adaptive start blends whole models, and here clients keep a private part of theirs",
+                "give `start` or `private`",
+            )
+
     @property
     def empty(self) -> bool:
         """Whether clients keep no state."""
         return self.private is None and self.second_model is None and not self.optimizer and self.start is None
+
+    @property
+    def requires(self) -> Capabilities:
+        """What the state needs: a fixed set of coordinates of the same model, for a private part a shared one."""
+        if self.empty:
+            return NOTHING
+        required = {Capability.FIXED_COORDINATES, Capability.STABLE_MODEL, Capability.SEPARATE_CLIENTS}
+        if self.private is not None:
+            required.add(Capability.AVERAGED_UPDATES)
+        if self.private is not None and not self.within:
+            required.add(Capability.TRAINED_BODY)
+        if self.start is not None:
+            required.add(Capability.COMMON_MODEL)
+        return frozenset(required)
+
+    @property
+    def provides(self) -> Capabilities:
+        """`COMMON_START` if clients keep no state."""
+        if self.empty:
+            return frozenset({Capability.COMMON_START})
+        return NOTHING
 
     def own_model(self, common: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
         """Return the model that a client uses: the common one, its second model, or its adaptive start."""
@@ -86,10 +126,31 @@ class Algorithm:
     """The algorithm computes this kind of head (a value of model.head) in one exchange; no round is trained."""
 
     def __post_init__(self) -> None:
-        for broken, sentence in _illegal(self):
-            if broken:
-                message, _, hint = sentence.partition("; ")
-                raise FedgraftError("E-ALGORITHM-COMBINATION", f"{self.name}: {message}", hint, algorithm=self.name)
+        unmet = unmet_requirements(parts_of(self))
+        if unmet:
+            raise _combination_error(self, unmet)
+
+    @property
+    def own_requirements(self) -> Capabilities:
+        """What the algorithm requires of its parts, apart from what they require of each other."""
+        required: set[Capability] = set()
+        if self.fixed_head:
+            required |= {Capability.FROZEN_HEAD, Capability.TRAINED_BODY}
+        if self.closed_form:
+            required.add(Capability.FROZEN_BODY)
+        if self.download is not None:  # the coordinates left out are those of the common start
+            required |= {Capability.FIXED_COORDINATES, Capability.COMMON_MODEL, Capability.COMMON_START}
+        return frozenset(required)
+
+    @property
+    def requires(self) -> Capabilities:
+        """Everything that at least one part requires, the engine's capabilities included."""
+        return required_by(parts_of(self))
+
+    @property
+    def provides(self) -> Capabilities:
+        """Everything that at least one part provides."""
+        return provided_by(parts_of(self))
 
     @property
     def lr(self) -> float:
@@ -103,18 +164,9 @@ class Algorithm:
     @property
     def leaves_head_rate(self) -> bool:
         """Whether the head is trained and no option determines its learning rate."""
-        unspecified = self.local.lr is None or (self.trainable.rates.small and self.trainable.trains_body)
-        return self.trainable.trains_head and unspecified and self.local.head_lr is None
-
-    @property
-    def divides_by_steps(self) -> bool:
-        """Whether updates are divided by one number of effective steps for all coordinates."""
-        return self.local.correction.needs_effective_steps or any(link.needs_effective_steps for link in self.update)
-
-    @property
-    def federation_counts(self) -> bool:
-        """Whether clients need the class counts over all clients."""
-        return self.loss.federation_counts or self.local.federation_counts
+        small_rates = self.trainable.rates.small and Capability.TRAINED_BODY in self.provides
+        unspecified = self.local.lr is None or small_rates
+        return Capability.TRAINED_HEAD in self.provides and unspecified and self.local.head_lr is None
 
     @property
     def wants(self) -> tuple[Observe, ...]:
@@ -184,167 +236,73 @@ def vary(algorithm: Algorithm, **slots: Any) -> Algorithm:
     return replace(algorithm, **replaced)
 
 
-def _illegal(a: Algorithm) -> list[tuple[bool, str]]:
-    """Return each rule of combination: whether the algorithm breaks it, and a sentence with the reason."""
-    hidden = a.privacy.collects_sum
-    private = a.privacy.noise is not None
-    correction = a.local.correction
-    stateful = not a.client_state.empty
-    effective_steps = a.local.optimizer.effective_steps
-    # If the trainable and the codec belong to the algorithm, the sentence must not advise to choose others.
-    same = ""
-    values = ""
-    if not a.own_kind:
-        same = ", or let all clients train the same"
-        values = " or compression.codec='values'"
-    return [
-        (
-            a.fixed_head and a.trainable.trains_head,
-            f"the head stays at its start here, and trainable.kind={a.trainable.kind!r} would train it; set "
-            "trainable.kind='body', or trainable.head_too=false where more than the head trains.",
-        ),
-        (
-            a.fixed_head and not a.trainable.trains_body,
-            f"nothing would train: the head stays at its start and trainable.kind={a.trainable.kind!r} has no body.",
-        ),
-        (
-            bool(a.closed_form) and a.trainable.trains_body,
-            f"this is a head on the untouched backbone, and trainable.kind={a.trainable.kind!r} would train more; "
-            f"set trainable.kind='head', or start another algorithm from this head (model.head={a.closed_form!r}).",
-        ),
-        (
-            a.download is not None and (a.trainable.partial or a.aggregate.personal or a.aggregate.several or stateful),
-            "requests that carry only the farthest coordinates need one common model that every client starts from.",
-        ),
-        (
-            hidden and not a.aggregate.linear,
-            f"secure aggregation shows the server only the sum, and {a.aggregate.name} needs each client's update; "
-            f"choose privacy.aggregation='clear' or {a.aggregate.instead}.",
-        ),
-        (
-            hidden and a.aggregate.personal,
-            "similarity mixing under secure aggregation protects nothing, because the server can solve the known "
-            "mixing matrix for every model; choose privacy.aggregation='clear'.",
-        ),
-        (
-            hidden and a.weighting.own is None,
-            f"the server computes the weights '{a.weighting.name}' from each update, which secure aggregation hides; "
-            f"choose privacy.aggregation='clear' or {a.weighting.instead}.",
-        ),
-        (
-            hidden and any(observation.evidence for observation in a.wants),
-            "clients would show the server tensors of their own beside the hidden sum; choose "
-            "privacy.aggregation='clear'.",
-        ),
-        (
-            hidden and a.server.inspect is not None,
-            f"{a.server.name} looks at each client's update, which secure aggregation hides; choose "
-            "privacy.aggregation='clear'.",
-        ),
-        (
-            hidden and a.trainable.partial,
-            "clients that move different coordinates cannot share one hidden sum: it would have to carry a count for "
-            f"each; choose privacy.aggregation='clear'{same}.",
-        ),
-        (
-            hidden and not a.compression.exact,
-            f"hidden sums are not encoded by {a.compression.name}; choose privacy.aggregation='clear'{values}.",
-        ),
-        (
-            correction.needs_effective_steps and effective_steps is None,
-            f"{correction.name} needs to know how far a gradient moves the model, which "
-            f"{a.local.optimizer.name} with these options does not say; use sgdm without dampening.",
-        ),
-        (
-            a.local.head_lr is not None and a.divides_by_steps,
-            "normalised updates and control variates divide by one number of steps for all weights, and the head has a "
-            "rate of its own; leave local.head_lr out.",
-        ),
-        (
-            any(link.needs_effective_steps for link in a.update) and effective_steps is None,
-            f"normalised averaging needs a known displacement per step; use sgdm, not {a.local.optimizer.name}.",
-        ),
-        (
-            a.weighting.needs_moving_body and not a.trainable.trains_body,
-            "alignment compares hidden layers, and with a frozen body they are all equal, so this would be FedAvg; "
-            "let the body move or weigh by examples.",
-        ),
-        (
-            a.aggregate.personal and not a.server.memoryless,
-            f"with one model per client there is no common step for the server rule {a.server.name}; use plain.",
-        ),
-        (
-            a.client_state.private is not None and not a.client_state.within and not a.trainable.trains_body,
-            "the head cannot be both the part that is shared and the part that each client keeps; "
-            "set trainable.kind='body'.",
-        ),
-        (
-            a.loss.needs_moving_body and not a.trainable.trains_body,
-            f"the loss {a.loss.name} compares features, which a frozen body does not change; let the body move "
-            "(trainable.kind='everything') or use cross_entropy.",
-        ),
-        (
-            a.trainable.partial and a.loss.remembers,
-            f"the loss {a.loss.name} remembers a model over one fixed set of coordinates; here it changes.",
-        ),
-        (
-            bool(a.trainable.needs_each) and a.client_state.private is not None,
-            "clients that keep a part of the model cannot stack or exactly average low-rank factors; "
-            "set trainable.lora.aggregate='mean'.",
-        ),
-        (
-            a.aggregate.several
-            and (stateful or a.trainable.partial or correction.remembers or not a.server.memoryless),
-            f"{a.aggregate.name} has several common models, so there is no one model for private parts, masks of "
-            "one's own, control variates or a server rule with a memory.",
-        ),
-        (
-            a.client_state.start is not None and (a.client_state.private is not None or a.aggregate.personal),
-            "an adaptive start blends the client's last model with one common one; leave private parts and mixing out.",
-        ),
-        (
-            a.aggregate.personal and bool(correction.receives),
-            f"{correction.name} corrects towards one common model, and mixing has one per client.",
-        ),
-        (
-            a.trainable.partial and (a.aggregate.personal or a.compression.remembers or stateful),
-            "clients that move other coordinates each round cannot be mixed, keep private parts or send top-k.",
-        ),
-        (
-            a.trainable.partial and correction.remembers,
-            f"{correction.name} remembers a vector over one fixed set of coordinates; here it changes.",
-        ),
-        (
-            bool(a.trainable.needs_each)
-            and (hidden or a.aggregate.personal or not a.server.memoryless or _other_rule(a.aggregate)),
-            f"{a.trainable.needs_each}.",
-        ),
-        (
-            private and a.federation_counts,
-            "the privacy account does not cover the class counts of the federation; use loss.class_weights='own' or "
-            "local.sampling='balanced'.",
-        ),
-        (
-            private and not a.aggregate.is_mean,
-            f"the privacy account covers a clipped sum with noise, and {a.aggregate.name} is something else.",
-        ),
-        (
-            private and bool(correction.sends or a.wants or not a.compression.exact or _foreign_links(a)),
-            "under differential privacy a client sends its clipped update and nothing else; choose a plainer algorithm "
-            "and codec.",
-        ),
-        (
-            private and not a.weighting.uniform,
-            "the privacy account needs every client to count at most once: use uniform weights and one common model.",
-        ),
+EXACT_CODEC = "compression.codec='values'"
+
+
+def parts_of(algorithm: Algorithm) -> list[NamedPart]:
+    """Return the parts of the algorithm with what they require and provide."""
+    local = algorithm.local
+    parts = [
+        NamedPart("algorithm", algorithm.name, algorithm.own_requirements, NOTHING),
+        _named("trainable", f"trainable.kind={algorithm.trainable.kind!r}", algorithm.trainable),
+        _named("loss", f"the loss {algorithm.loss.name}", algorithm.loss),
+        _named("local", local.label, local, local.optimizer.instead),
+        NamedPart("optimizer", f"the optimizer {local.optimizer.name}", local.optimizer.requires, NOTHING),
+        _named("correction", f"the correction {local.correction.name}", local.correction),
+        _named("compression", f"the codec {algorithm.compression.name}", algorithm.compression, EXACT_CODEC),
+        _named("weighting", f"the weighting {algorithm.weighting.name}", algorithm.weighting),
+        _named("aggregate", f"the aggregation {algorithm.aggregate.name}", algorithm.aggregate),
+        _named("server", f"the server rule {algorithm.server.name}", algorithm.server),
+        _named("client_state", "the state that clients keep", algorithm.client_state),
+        _named("privacy", algorithm.privacy.name, algorithm.privacy),
     ]
+    for link in algorithm.update:
+        parts.append(_named("update", f"the update link {link.name}", link))
+    if not algorithm.own_kind:
+        return parts
+    for index, part in enumerate(parts):
+        if part.slot in ("trainable", "compression"):  # they belong to the algorithm, so no advice may name others
+            parts[index] = replace(part, instead="")
+    return parts
 
 
-def _other_rule(aggregate: Aggregator | Mixing | Clusters) -> bool:
-    """Return whether the aggregation needs each update and does not belong to the trainable kind."""
-    return not aggregate.linear and not aggregate.of_trainable
+def _named(slot: str, name: str, part: Part, instead: str = "") -> NamedPart:
+    """Return the part with its slot and name; `instead` is the part's own, unless it is passed."""
+    replacement = instead or getattr(part, "instead", "")
+    return NamedPart(slot, name, part.requires, part.provides, replacement)
 
 
-def _foreign_links(a: Algorithm) -> bool:
-    """Return whether the update has links that do not belong to the protection."""
-    return any(link not in a.privacy.links for link in a.update)
+def _combination_error(algorithm: Algorithm, unmet: Sequence[Unmet]) -> FedgraftError:
+    """Return the error that says which part lacks what, and which settings would help; it speaks of the first one."""
+    part = unmet[0].part
+    capability = unmet[0].capability
+    by_slot = {part.slot: part for part in parts_of(algorithm)}
+    provider = by_slot[capability.slot]
+    alternatives = [REMEDIES.get(capability, provider.instead), part.instead]
+    settings = " or ".join(setting for setting in alternatives if setting)
+    hint = f"choose {settings}"
+    if not settings:
+        hint = f"leave them as {algorithm.name} has them by itself"
+    return FedgraftError(
+        "E-ALGORITHM-COMBINATION",
+        f"{algorithm.name}: {part.name} needs {capability.meaning}, which {provider.name} does not give",
+        hint,
+        algorithm=algorithm.name,
+        part=part.slot,
+        capability=capability.name,
+        unmet=tuple((item.part.slot, item.capability.name) for item in unmet),
+    )
+
+
+REMEDIES = {
+    Capability.TRAINED_BODY: "a kind that trains the body, such as trainable.kind='body'",
+    Capability.FROZEN_BODY: "trainable.kind='head'",
+    Capability.FROZEN_HEAD: "trainable.kind='body', or trainable.head_too=false where more than the head trains",
+    Capability.ONE_RATE: "no local.head_lr",
+}
+"""Settings that provide a capability, where they are the same for every algorithm."""
+
+
+def has_one_model(algorithm: Algorithm) -> bool:
+    """Return whether all clients use the common model, and none a cluster's, a mixture or a private part."""
+    return {Capability.COMMON_MODEL, Capability.COMMON_START} <= algorithm.provides

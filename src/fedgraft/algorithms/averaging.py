@@ -9,6 +9,7 @@ from typing import Any
 from fedgraft.aggregate import server_rules
 from fedgraft.aggregate.slots import mean, uniform
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import NotNegative, Positive, Rest, Unit, in_range
 from fedgraft.local.corrections import control_variates, dynamic, proximal
@@ -113,7 +114,7 @@ def central(**slots: Any) -> Algorithm:
         fedavg(**slots),
         name="central",
         client_state=ClientState(optimizer=True),
-        aggregate=replace(mean(), shares=False),
+        aggregate=replace(mean(), provides=mean().provides - {Capability.EXCHANGE}),
     )
 
 

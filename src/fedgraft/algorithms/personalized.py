@@ -12,6 +12,7 @@ from fedgraft.aggregate.similarity import crsm
 from fedgraft.aggregate.slots import Answers, Mixing, Observe
 from fedgraft.algorithms.algorithm import Algorithm, ClientState, vary
 from fedgraft.algorithms.averaging import fedavg, specified
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.ranges import Count, Few, Inner, NotNegative, Probe, Share, Unit, in_range
@@ -143,7 +144,11 @@ def fedavg_crsm(
 
 def local_only(**slots: Any) -> Algorithm:
     """Every client trains alone and shares nothing: the baseline that federated learning has to beat."""
-    alone = Mixing("alone", lambda answers: torch.eye(len(answers.clients), dtype=torch.float64), shares=False)
+    alone = Mixing(
+        "alone",
+        lambda answers: torch.eye(len(answers.clients), dtype=torch.float64),
+        provides=frozenset({Capability.STABLE_MODEL, Capability.PERSONAL_MODELS}),
+    )
     return vary(fedavg(**slots), name="local_only", aggregate=alone)
 
 

@@ -15,6 +15,7 @@ from fedgraft.aggregate.similarity import alignment_weights, counted_examples, n
 from fedgraft.aggregate.slots import Answers, Observe, Weighting, mean
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.algorithms.averaging import fedavg
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.ranges import Count, NotNegative, Number, Positive, Probe, Rest, Share, in_range
 from fedgraft.core.rng import torch_stream
@@ -82,7 +83,7 @@ def fedalign(
     weighting = Weighting(
         f"alignment:{align}",
         weights,
-        needs_moving_body=True,
+        needs=frozenset({Capability.CLIENT_WEIGHTS, Capability.TRAINED_BODY}),
         options=options,
         instead="algorithm.align='client'",
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedgraft.aggregate.clusters import Clusters
 from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.context import ClientContext, model_vector
 from fedgraft.client.observe import OBSERVATIONS
@@ -135,7 +136,7 @@ def choose_cluster_model(
     Where there is one common model, the request comes back as it is. While all models are still equal, the choice is
     drawn: clusters have to begin somewhere.
     """
-    if not algorithm.aggregate.several:
+    if not isinstance(algorithm.aggregate, Clusters):
         return request, {}
     if "clusters" not in request.auxiliary:
         generator = torch_stream(context.seed, "cluster", request.client)

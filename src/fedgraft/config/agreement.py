@@ -9,6 +9,7 @@ from fedgraft.algorithms.algorithm import Algorithm
 from fedgraft.client.policy import Policy, from_table
 from fedgraft.config.build import budget, per_round
 from fedgraft.config.options import Config
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError, Refused
 from fedgraft.core.messages import Request
 from fedgraft.privacy.secagg.plan import Plan
@@ -40,7 +41,7 @@ def needed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     judged = config.data.validation > 0 and (algorithm.closed_form or config.head) != "random"
     asked = {
         "train": config.rounds.total > 0,
-        "class_counts": algorithm.federation_counts,
+        "class_counts": Capability.CLASS_COUNTS in algorithm.requires,
         "count": judged or (held and not summed),
         "scores": summed,
         "evaluate": config.personal.evaluate != "never",

@@ -13,6 +13,7 @@ from fedgraft.aggregate.robust import robust_aggregator
 from fedgraft.aggregate.slots import by_examples, uniform
 from fedgraft.algorithms.algorithm import Algorithm, vary
 from fedgraft.config.load import Config
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.core.registry import ALGORITHMS, LOSSES, TRAINABLES
@@ -148,25 +149,39 @@ def build_algorithm(config: Config) -> Algorithm:
         seed=config.seed,
     )
     made: Algorithm = build()
-    needs_body = made.weighting.needs_moving_body or made.loss.needs_moving_body
-    brings_own = made.fixed_head or made.client_state.private is not None or made.own_kind or needs_body
+    needs_body = Capability.TRAINED_BODY in made.requires
+    brings_own = needs_body or made.client_state.private is not None or made.own_kind
     kind = config.trainable.kind or (made.trainable.kind if brings_own else "head")
     idle = sorted(config.trainable.model_fields_set - {"kind", "match_norm", *(["freeze_blocks"] * brings_own)})
     if idle and config.trainable.kind is None:
-        raise FedgraftError(f"trainable.{idle[0]} says how something trains, and trainable.kind does not say what.")
+        raise FedgraftError(
+            "E-CONFIG-IDLE-OPTION",
+            f"trainable.{idle[0]} says how something trains, and no trainable.kind says what",
+            "set trainable.kind too",
+            option=f"trainable.{idle[0]}",
+        )
     if config.trainable.kind or "freeze_blocks" in config.trainable.model_fields_set or not brings_own:
         trainable = build_trainable(config, kind, made.fixed_head)
         made = build(trainable=trainable) if made.own_kind else vary(made, trainable=trainable)
     if own := config.local.head_lr:
-        made = vary(made, head_lr=own / made.lr) if made.trainable.trains_body else vary(made, lr=own)
+        trains_body = Capability.TRAINED_BODY in made.provides
+        made = vary(made, head_lr=own / made.lr) if trains_body else vary(made, lr=own)
     if a.weighting != "default":
         made = vary(made, weighting=by_examples() if a.weighting == "examples" else uniform())
     name = f"top_k:{config.compression.fraction!r}" if config.compression.codec == "top_k" else config.compression.codec
     if name != "values":
         made = vary(made, compression=codec(name))
     if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
-        if made.aggregate.personal or made.aggregate.several:
-            raise FedgraftError(f"{a.name} has more than one model; the robust rule {a.robust} has no place in it.")
+        if Capability.COMMON_MODEL not in made.provides:
+            raise FedgraftError(
+                "E-ALGORITHM-COMBINATION",
+                f"{a.name} has more than one model, and algorithm.robust={a.robust!r} would replace the rule that "
+                "computes them",
+                "choose algorithm.robust='mean' or another algorithm",
+                algorithm=a.name,
+                part="aggregate",
+                capability=Capability.COMMON_MODEL.name,
+            )
         made = vary(made, aggregate=robust_aggregator(a.robust, a.attackers, a.neighbours, a.clip_norm))
     return protect(config, made)
 
@@ -193,7 +208,7 @@ def protect(config: Config, algorithm: Algorithm) -> Algorithm:
 def check_private(config: Config, algorithm: Algorithm) -> None:
     """Refuse what the account of differential privacy would not cover."""
     check_combination(
-        "uniform" if algorithm.weighting.uniform else algorithm.weighting.name,
+        algorithm.weighting.name if Capability.CLIENT_WEIGHTS in algorithm.weighting.requires else "uniform",
         config.rounds.sampling,
         private_delta(config),
         config.partition.clients,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.config.load import Config, from_folder, merge, to_toml, validate
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
 from fedgraft.runs import checkpoint
@@ -225,7 +226,7 @@ def _start(setup: RunSetup, folder: Path, first: First | None, joined: bool) -> 
         return 0, f"the {head} head was computed from sums with this client"
     if algorithm.trainable.scores_data and not joined:
         return 0, "the mask was chosen by scores with this client"
-    if algorithm.federation_counts and not joined:
+    if Capability.CLASS_COUNTS in algorithm.requires and not joined:
         return 0, "the class counts are a sum with this client"
     if not len(setup.task.data.validation_rows):
         return 0, "the best round was chosen on images of all clients"

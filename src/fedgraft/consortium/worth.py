@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.config.build import build_algorithm
 from fedgraft.config.load import Config, from_folder, merge, validate
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
 from fedgraft.core.progress import counted, phase
@@ -94,7 +96,7 @@ def comparisons(config: Config, passes: int = 1) -> dict[str, Config]:
     if config.partition.without or config.partition.evaluate_only:
         return {ALONE: alone}
     kind = "probe"
-    if build_algorithm(config).trainable.trains_body:
+    if Capability.TRAINED_BODY in build_algorithm(config).provides:
         kind = "finetune"
     central = merge(shared, {"centralized": {"kind": kind, "epochs": passes}})
     pooled = as_central(validate({**central, "algorithm": {"name": "fedavg"}}))
@@ -151,11 +153,8 @@ def scores_of(folder: Path, rows: Sequence[Tensor]) -> list[Tensor]:
     state, memories = from_tensors(saved.round, saved.tensors, saved.meta)
     algorithm = setup.algorithm
     context = opened.context
-    has_own_models = (
-        algorithm.aggregate.personal or not algorithm.client_state.empty or algorithm.aggregate.gives(state)
-    )
     # With all images in one place, everybody gets the delivered model.
-    common = not has_own_models or setup.federation.clients == 1
+    common = has_one_model(algorithm) or setup.federation.clients == 1
     assert context.tests is not None
     scores = []
     for client, own_rows in enumerate(rows):

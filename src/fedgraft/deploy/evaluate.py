@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.config.load import Config, from_folder, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
@@ -96,7 +97,7 @@ def _of_run(config: Config, engine: Any, model: Path) -> tuple[RunSetup, OpenRun
     opened = open_run(setup, None, saved_edit(found.tensors))
     state, engine.memory = from_tensors(found.round, found.tensors, found.meta)
     a, best = setup.algorithm, found.tensors.get("best/vector")
-    common = not a.aggregate.personal and a.client_state.empty and not a.aggregate.gives(state)
+    common = has_one_model(a)
     return setup, opened, replace(state, vector=best) if common and best is not None else state
 
 

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedgraft.core.capabilities import NOTHING, Capabilities
 from fedgraft.core.protocols import Network
 from fedgraft.core.ranges import Count, Number, in_range
 from fedgraft.core.registry import TRAINABLES
 from fedgraft.core.space import select
-from fedgraft.edit.trainable import HEAD, Ask, Rates, TrainableSetup, check_blocks, frozen_early, is_head
+from fedgraft.edit.trainable import HEAD, Ask, Rates, TrainableSetup, check_blocks, frozen_early, is_head, training
 
 PLAIN = Rates()
 DEEP = Rates(0.001, 0.0001)
@@ -30,10 +31,15 @@ class Dense:
     blocks: int = 0
     """How many blocks the network must have at least."""
     rates: Rates = PLAIN
-    partial = False
-    needs_each = ""
     scores_data = False
+    instead: ClassVar[str] = ""
     asks: ClassVar[Mapping[str, int]] = {}
+    requires: ClassVar[Capabilities] = NOTHING
+
+    @property
+    def provides(self) -> Capabilities:
+        """Which parts are trained; clients train the same coordinates, and their updates may be averaged."""
+        return training(self.trains_head, self.trains_body)
 
     @property
     def label(self) -> str:

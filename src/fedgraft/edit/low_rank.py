@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.slots import Aggregator, Answers
 from fedgraft.core import ranges
+from fedgraft.core.capabilities import Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import pack_bits
 from fedgraft.core.protocols import Network
@@ -28,6 +29,8 @@ from fedgraft.edit.trainable import (
     affordable_units,
     check_blocks,
     is_head,
+    required_to_combine,
+    training,
 )
 
 
@@ -51,7 +54,6 @@ class LowRank:
     budgets: tuple[Few, ...] = ()
     """aggregate=svd: bytes of the clients' updates, assigned in turn; each client trains the rank that fits."""
     kind = "lora"
-    trains_body = True
 
     def __post_init__(self) -> None:
         ranges.check(self, "trainable.lora")
@@ -86,24 +88,26 @@ class LowRank:
         return self.aggregate == "core" and self.core_from == "gradient"
 
     @property
-    def trains_head(self) -> bool:
-        """Whether the head is trained too."""
-        return self.head
-
-    @property
-    def partial(self) -> bool:
-        """Whether clients change part of the space: alternating factors, or different ranks."""
-        return self.aggregate == "alternate" or bool(self.ranks or self.budgets)
-
-    @property
-    def needs_each(self) -> str:
-        """Why the server needs each client's factors; empty for rules that need only their sum."""
-        if self.aggregate not in ("stack", "residual", "svd"):
-            return ""
-        return (
-            "stacked, refactored and exact low-rank averaging multiply each client's factors; use clear sums, the "
-            "plain server rule and no robust rule, or trainable.lora.aggregate='frozen_a'"
+    def provides(self) -> Capabilities:
+        """What is trained. Coordinates differ with alternating factors or ranks; exact rules multiply the factors."""
+        return training(
+            self.head,
+            body=True,
+            fixed_coordinates=self.aggregate != "alternate" and not self.ranks and not self.budgets,
+            averaged_updates=self.aggregate not in ("stack", "residual", "svd"),
         )
+
+    @property
+    def requires(self) -> Capabilities:
+        """Each client's factors, for rules that need more than their sum."""
+        return required_to_combine(self.provides)
+
+    @property
+    def instead(self) -> str:
+        """The setting for factors that can be summed."""
+        if not self.requires:
+            return ""
+        return "trainable.lora.aggregate='frozen_a'"
 
     @property
     def rates(self) -> Rates:
@@ -144,7 +148,7 @@ class LowRank:
         layout = lora_layout(network, self.aggregate, self._dense_names(network))
         self._affordable_ranks(layout)  # refuse a budget that is too small before any client works
         active: Callable[[ServerState], Mapping[int, Tensor]] | None = None
-        if self.partial:
+        if Capability.FIXED_COORDINATES not in self.provides:
             active = lambda state: self._active(layout, state)  # noqa: E731
         aggregator: Aggregator | None = None
         if layout.needs_each_client:
@@ -205,7 +209,7 @@ class LowRank:
                 fresh = layout.fresh(self.seed, answers.round)
             return aggregate_lora(layout, answers.start, answers.updates, weights.tolist(), fresh) - answers.start
 
-        return Aggregator(f"lora:{layout.mode}", update, linear=False, of_trainable=True)
+        return Aggregator(f"lora:{layout.mode}", update, needs=frozenset({Capability.EACH_UPDATE}))
 
 
 TRAINABLES["lora"] = LowRank

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedgraft.aggregate.slots import count_mean
 from fedgraft.core import ranges
+from fedgraft.core.capabilities import Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import pack_bits
 from fedgraft.core.protocols import Network
@@ -39,6 +40,8 @@ from fedgraft.edit.trainable import (
     check_blocks,
     frozen_early,
     is_head,
+    required_to_combine,
+    training,
 )
 
 _BATCH_LABELS = {"batch_gradient": "batch_gradient", "single_batch": "single_batch_abs"}
@@ -77,30 +80,36 @@ class Sparse:
     seed: int = 0
     kind = "sparse"
     rates = Rates(0.1, 0.001, small=True)  # insensitive weights have to move far
-    trains_body = True
 
     def __post_init__(self) -> None:
         ranges.check(self, "trainable.sparse")
 
     @property
-    def trains_head(self) -> bool:
-        """Whether the head is trained too."""
-        return self.head
-
-    @property
-    def partial(self) -> bool:
-        """Whether part of the space is inactive: own masks, budgets, or a rising sparsity."""
-        return self.per_client or bool(self.budgets) or self.adaptive_start is not None
-
-    @property
-    def needs_each(self) -> str:
-        """Why the server needs each client's update; empty unless masks differ and are averaged by count."""
-        if not ((self.per_client or self.budgets) and self.fill == "count"):
-            return ""
-        return (
-            "masks or budgets of the clients' own are averaged coordinate by coordinate; use clear sums, the plain "
-            "server rule and no robust rule, or trainable.sparse.fill='zero'"
+    def provides(self) -> Capabilities:
+        """What is trained. Coordinates differ with own masks, budgets or a rising sparsity; own masks are counted."""
+        own_masks = self.per_client or bool(self.budgets)
+        return training(
+            self.head,
+            body=True,
+            fixed_coordinates=not own_masks and self.adaptive_start is None,
+            averaged_updates=not own_masks or self.fill == "zero",
         )
+
+    @property
+    def requires(self) -> Capabilities:
+        """Each update where coordinates differ."""
+        return required_to_combine(self.provides)
+
+    @property
+    def instead(self) -> str:
+        """The setting under which all clients train the same coordinates."""
+        if self.per_client:
+            return "trainable.sparse.per_client=false"
+        if self.budgets:
+            return "trainable.sparse.budgets=[]"
+        if self.adaptive_start is not None:
+            return "trainable.sparse.adaptive_start=none"
+        return ""
 
     @property
     def label(self) -> str:
@@ -155,7 +164,7 @@ class Sparse:
         mask = Mask.from_bits(stored["mask"], self._shapes(network))
         space = masked(network, dict(mask.items()))
         aggregator = None
-        if self.needs_each:
+        if Capability.AVERAGED_UPDATES not in self.provides:
             aggregator = count_mean()
         return TrainableSetup(space, stored, self._active(network, stored), aggregator, mask=mask, notes=notes)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fedgraft.aggregate.slots import Aggregator
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Scalar
 from fedgraft.core.protocols import Network
@@ -109,8 +110,35 @@ class Rates:
     """The edit needs a rate at which a head would diverge, so the head always keeps its own."""
 
 
+def training(head: bool, body: bool, fixed_coordinates: bool = True, averaged_updates: bool = True) -> Capabilities:
+    """Return what a kind provides that trains these parts of the network.
+
+    `fixed_coordinates`: clients train the same coordinates in every round. `averaged_updates`: their updates may be
+    averaged coordinate by coordinate.
+    """
+    provided = {Capability.FROZEN_HEAD, Capability.FROZEN_BODY}
+    if head:
+        provided.remove(Capability.FROZEN_HEAD)
+        provided.add(Capability.TRAINED_HEAD)
+    if body:
+        provided.remove(Capability.FROZEN_BODY)
+        provided.add(Capability.TRAINED_BODY)
+    if fixed_coordinates:
+        provided.add(Capability.FIXED_COORDINATES)
+    if averaged_updates:
+        provided.add(Capability.AVERAGED_UPDATES)
+    return frozenset(provided)
+
+
+def required_to_combine(provided: Capabilities) -> Capabilities:
+    """Return what a kind requires that provides this: each update, unless one sum of all updates will do."""
+    if {Capability.FIXED_COORDINATES, Capability.AVERAGED_UPDATES} <= provided:
+        return NOTHING
+    return frozenset({Capability.EACH_UPDATE})
+
+
 class Trainable(Protocol):
-    """A kind of trainable. Flags describe what it touches, so that other code need not know its name."""
+    """A kind of trainable. What it provides describes what it trains, so that other code need not know its name."""
 
     @property
     def kind(self) -> str:
@@ -118,28 +146,23 @@ class Trainable(Protocol):
         ...
 
     @property
-    def trains_head(self) -> bool:
-        """Whether the head is trained."""
+    def provides(self) -> Capabilities:
+        """What is trained, and whether clients train the same coordinates and may average them; see `training`."""
         ...
 
     @property
-    def trains_body(self) -> bool:
-        """Whether any layer before the head is trained."""
+    def requires(self) -> Capabilities:
+        """What combining the clients' updates needs; see `required_to_combine`."""
+        ...
+
+    @property
+    def instead(self) -> str:
+        """The setting for a kind whose updates can be summed; empty if they can, or if no setting helps."""
         ...
 
     @property
     def rates(self) -> Rates:
         """Default learning rates."""
-        ...
-
-    @property
-    def partial(self) -> bool:
-        """Whether clients change only part of the space in a round: own masks, adaptive sparsity, alternation."""
-        ...
-
-    @property
-    def needs_each(self) -> str:
-        """Why the server must see every client's update and combine it by the kind's own rule; empty if it need not."""
         ...
 
     @property

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.algorithms.algorithm import Algorithm, parts_of
 from fedgraft.client.actions import progress_label
 from fedgraft.client.actions.training import update_response
 from fedgraft.client.authorize import authorize
 from fedgraft.client.context import ClientContext
 from fedgraft.client.handle import handle_or_refuse
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.client_memory import ClientMemory, Memories
 from fedgraft.core.errors import Refused
 from fedgraft.core.messages import Request, Response
@@ -59,32 +60,17 @@ class WritesBatches(Protocol):
 
 def batching_obstacle(algorithm: Algorithm, context: ClientContext) -> str | None:
     """Return a clause that says why training requests cannot be batched; None if they can."""
-    rule = algorithm.local
-    network = context.network
-    parts = [(part.name, part.index is None) for part in context.space.parts]
-    head_only = parts == [("head.weight", True), ("head.bias", True)] and not context.space.buffers
-    acts_alike = all(link.even for link in algorithm.update)
-    conditions = [
-        (not head_only, "batching needs head-only training"),
-        (not algorithm.client_state.empty, "clients keep a part of the model"),
-        (algorithm.aggregate.several, "each client chooses its model first"),
-        (context.examples.entry != network.depth, "features are not cached"),
-        (not rule.optimizer.stackable, f"the optimizer is {rule.optimizer.name}, not sgdm"),
-        (not rule.correction.nothing, f"the correction {rule.correction.name} acts on each client by itself"),
-        (rule.head_lr is not None, "the head has a learning rate of its own"),
-        (algorithm.loss.smoothing is None, f"the loss {algorithm.loss.name} is not the plain cross-entropy"),
-        (not rule.evenly, "rows are drawn by their class"),
-        (rule.clip is not None, "gradients are clipped by client"),
-        (rule.amp is not None, f"training is in {rule.amp}"),
-        (not algorithm.compression.exact, f"the codec {algorithm.compression.name} would magnify rounding"),
-        (bool(algorithm.wants), "clients report observations of the trained network"),
-        (algorithm.privacy.collects_sum, "updates are hidden"),
-        (not acts_alike, "clients transform their update before they send it"),
-        (_has_dropout(context), "dropout draws by client"),
-    ]
-    for applies, obstacle in conditions:
-        if applies:
-            return obstacle
+    tensors = [(part.name, part.index is None) for part in context.space.parts]
+    head_only = tensors == [("head.weight", True), ("head.bias", True)] and not context.space.buffers
+    if not head_only:
+        return "batching needs head-only training"
+    if context.examples.entry != context.network.depth:
+        return "features are not cached"
+    for part in parts_of(algorithm):
+        if Capability.SEPARATE_CLIENTS in part.requires:
+            return f"{part.name} needs {Capability.SEPARATE_CLIENTS.meaning}"
+    if _has_dropout(context):
+        return "dropout draws by client"
     if not _is_linear(context):
         return "the network applies more than its linear head to cached features"
     return None

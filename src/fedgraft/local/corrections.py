@@ -10,11 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
+
 Vectors = Mapping[str, Tensor]
+
+REMEMBERS: Capabilities = frozenset(
+    {Capability.FIXED_COORDINATES, Capability.STABLE_MODEL, Capability.SEPARATE_CLIENTS}
+)
+"""What a correction requires that stores a vector from round to round."""
+KNOWN_STEPS: Capabilities = frozenset({Capability.KNOWN_DISPLACEMENT, Capability.ONE_RATE, Capability.SEPARATE_CLIENTS})
+"""What a correction requires that divides by the number of effective steps."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +44,29 @@ class Correction:
     adjust: Callable[[Tensor, Tensor, Vectors], None]
     finish: Callable[[Tensor, Vectors, float], Closing]
     """`finish(values, context, effective_steps)`; effective_steps is Σ of learning rates times the optimizer's gain."""
-    needs_effective_steps: bool = False
     sends: tuple[str, ...] = ()
     """Names of the auxiliary vectors in the response, each of the trained length."""
     receives: tuple[str, ...] = ()
     """Names of the auxiliary vectors that the request must carry."""
-    remembers: bool = False
-    """It stores a vector from round to round, so the set of coordinates must not change."""
-    nothing: bool = False
-    """It does not change gradients."""
+    needs: Capabilities = frozenset({Capability.SEPARATE_CLIENTS})
+    """What it requires beyond that which follows from the other fields: `REMEMBERS` if it stores a vector from round
+    to round, `KNOWN_STEPS` if it divides by `effective_steps`."""
+    provides: ClassVar[Capabilities] = NOTHING
+
+    @property
+    def requires(self) -> Capabilities:
+        """`needs`, and what its auxiliary vectors need."""
+        required = self.needs
+        if self.sends:
+            required |= {Capability.AUXILIARY_SUMS}
+        if self.receives:
+            required |= {Capability.COMMON_MODEL}
+        return required
 
 
 def none() -> Correction:
     """Return the correction of plain local training, which changes nothing."""
-    return Correction("none", lambda s, a, m: {}, lambda g, v, c: None, lambda v, c, r: Closing(), nothing=True)
+    return Correction("none", lambda s, a, m: {}, lambda g, v, c: None, lambda v, c, r: Closing(), needs=NOTHING)
 
 
 def proximal(mu: float) -> Correction:
@@ -75,7 +94,8 @@ def control_variates() -> Correction:
         own = context["own"] - context["common"] + (context["start"] - values) / effective_steps
         return Closing({"control": own}, {"control": own - context["own"]})
 
-    return Correction("control_variates", prepare, adjust, finish, True, ("control",), ("control",), remembers=True)
+    needs = KNOWN_STEPS | REMEMBERS
+    return Correction("control_variates", prepare, adjust, finish, ("control",), ("control",), needs)
 
 
 def dynamic(alpha: float) -> Correction:
@@ -90,4 +110,4 @@ def dynamic(alpha: float) -> Correction:
     def finish(values: Tensor, context: Vectors, effective_steps: float) -> Closing:
         return Closing({"dual": context["dual"] - alpha * (values - context["start"])})
 
-    return Correction("dynamic", prepare, adjust, finish, remembers=True)
+    return Correction("dynamic", prepare, adjust, finish, needs=REMEMBERS)

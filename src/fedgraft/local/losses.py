@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 from torch.nn.functional import cross_entropy as softmax_loss
 
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.protocols import Network
 from fedgraft.core.ranges import NotNegative, Positive, Rest, in_range
@@ -69,12 +71,17 @@ class Loss:
     finish: Callable[[LossContext], dict[str, Tensor]] = _no_memory
     smoothing: float | None = None
     """The label smoothing of a plain cross-entropy, whose gradient an engine may compute by itself; else None."""
-    remembers: bool = False
-    """It stores a model from round to round, so the set of coordinates must not change."""
-    needs_moving_body: bool = False
-    """It compares features, which a frozen body does not change."""
-    federation_counts: bool = False
-    """It needs `LossContext.federation`, a sum over all clients that is requested before the first round."""
+    needs: Capabilities = NOTHING
+    """What it requires of the other slots: `TRAINED_BODY` if it compares features, `FIXED_COORDINATES` if it stores a
+    model from round to round, `CLASS_COUNTS` if it reads `LossContext.federation`."""
+    provides: ClassVar[Capabilities] = NOTHING
+
+    @property
+    def requires(self) -> Capabilities:
+        """`needs`; and clients trained one by one, unless the engine knows the loss's gradient."""
+        if self.smoothing is not None:
+            return self.needs
+        return self.needs | {Capability.SEPARATE_CLIENTS}
 
 
 @in_range
@@ -95,7 +102,10 @@ def cross_entropy(label_smoothing: Rest = 0.0, class_weights: str | None = None)
     smoothing: float | None = None
     if class_weights is None:
         smoothing = label_smoothing
-    return Loss("cross_entropy", begin, smoothing=smoothing, federation_counts=from_federation)
+    needs = NOTHING
+    if from_federation:
+        needs = frozenset({Capability.CLASS_COUNTS})
+    return Loss("cross_entropy", begin, smoothing=smoothing, needs=needs)
 
 
 def known_counts(context: LossContext, federation: bool) -> Tensor:
@@ -168,8 +178,7 @@ def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_sm
         "contrastive",
         begin,
         lambda context: {"previous_model": context.values.clone()},
-        remembers=True,
-        needs_moving_body=True,
+        needs=frozenset({Capability.TRAINED_BODY, Capability.FIXED_COORDINATES}),
     )
 
 

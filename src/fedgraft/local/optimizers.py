@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
+
 OptimizerState = dict[str, Tensor]
 
 
@@ -29,8 +31,17 @@ class Optimizer:
     """β if a step is v ← βv+g, θ ← θ−ηv and nothing else, which an engine may fold into its matrix products."""
     adaptive: bool = False
     """Each coordinate moves by about the learning rate, however small its gradient."""
-    stackable: bool = False
-    """The vectors of several clients may be stepped as one long vector."""
+    requires: Capabilities = frozenset({Capability.SEPARATE_CLIENTS})
+    """Nothing if the vectors of several clients may be stepped as one long vector."""
+    instead: str = "local.optimizer='sgdm'"
+    """The setting for an optimizer with a known displacement."""
+
+    @property
+    def provides(self) -> Capabilities:
+        """`KNOWN_DISPLACEMENT` if `effective_steps` is a fixed number."""
+        if self.effective_steps is None:
+            return NOTHING
+        return frozenset({Capability.KNOWN_DISPLACEMENT})
 
 
 def sgdm(
@@ -80,7 +91,9 @@ def sgdm(
     heavy_ball: float | None = momentum
     if weight_decay or nesterov or dampening:
         heavy_ball = None
-    return Optimizer("sgdm", init, step, displacement, heavy_ball, stackable=True)
+    return Optimizer(
+        "sgdm", init, step, displacement, heavy_ball, requires=NOTHING, instead="no dampening (local.dampening=0)"
+    )
 
 
 def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Optimizer:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgraft.core import ranges
+from fedgraft.core.capabilities import Capabilities, Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import counted
 from fedgraft.core.protocols import Examples, Network
@@ -86,14 +87,35 @@ class LocalTraining:
             )
 
     @property
-    def evenly(self) -> bool:
-        """Whether every image is used equally often."""
-        return self.sampling == "uniform"
+    def label(self) -> str:
+        """Name the options that act on each client by itself."""
+        options = []
+        if self.sampling != "uniform":
+            options.append(f"local.sampling={self.sampling!r}")
+        for name in ("clip", "amp", "head_lr"):
+            if getattr(self, name) is not None:
+                options.append(f"local.{name}={getattr(self, name)!r}")
+        if not options:
+            return "local training"
+        return f"local training with {', '.join(options)}"
 
     @property
-    def federation_counts(self) -> bool:
-        """Whether sampling needs the class counts over all clients."""
-        return self.sampling == "federation"
+    def requires(self) -> Capabilities:
+        """What its own options need, without those of optimizer and correction."""
+        required: set[Capability] = set()
+        if self.sampling == "federation":
+            required.add(Capability.CLASS_COUNTS)
+        differs_by_client = self.sampling != "uniform" or self.clip is not None
+        if differs_by_client or self.amp is not None or self.head_lr is not None:
+            required.add(Capability.SEPARATE_CLIENTS)
+        return frozenset(required)
+
+    @property
+    def provides(self) -> Capabilities:
+        """`ONE_RATE` unless the head has a learning rate of its own; and what the optimizer provides."""
+        if self.head_lr is None:
+            return self.optimizer.provides | {Capability.ONE_RATE}
+        return self.optimizer.provides
 
     def of(self, client: int) -> LocalTraining:
         """Return the local training of this client."""
@@ -207,8 +229,8 @@ def train(
         network, row_labels, network.classes, client_memory, flat.values, _feature_reader(network, flat), counts
     )
     chances: Tensor | None = None
-    if not rule.evenly:
-        class_weights = balancing(known_counts(loss_context, rule.federation_counts))
+    if rule.sampling != "uniform":
+        class_weights = balancing(known_counts(loss_context, rule.sampling == "federation"))
         chances = class_weights[row_labels].double().cpu()
     value = loss.begin(loss_context)
     losses = []

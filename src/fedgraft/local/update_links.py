@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
+
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,15 @@ class UpdateLink:
     name: str
     apply: Callable[[Tensor, Sending], tuple[Tensor, dict[str, float]]]
     scalars: Mapping[str, float] = field(default_factory=dict)
-    needs_effective_steps: bool = False
     whole: tuple[str, ...] = ()
     """Names of the scalars that are integers, such as an indicator."""
     scale: Callable[[StepRange], Scale] | None = None
     """Bounds on its output in a round of these steps, for the fixed-point numbers of a secure sum; None: no larger
     than its input, and scalars up to the largest value of each."""
-    even: bool = False
-    """The link is continuous: inputs that differ in the last bits give outputs that differ in the last bits."""
+    requires: Capabilities = frozenset({Capability.TRANSFORMED_UPDATES, Capability.SEPARATE_CLIENTS})
+    """Without `SEPARATE_CLIENTS` the link is continuous: inputs that differ in the last bits, as those of clients that
+    are trained together, give outputs that differ in the last bits."""
+    provides: ClassVar[Capabilities] = NOTHING
 
 
 def normalise() -> UpdateLink:
@@ -68,7 +72,10 @@ def normalise() -> UpdateLink:
     def scale(steps: StepRange) -> Scale:
         return Scale(1 / steps.smallest, {"tau": steps.largest})
 
-    return UpdateLink("normalise", apply, {"tau": 1e4}, needs_effective_steps=True, even=True, scale=scale)
+    requires = frozenset(
+        {Capability.TRANSFORMED_UPDATES, Capability.KNOWN_DISPLACEMENT, Capability.ONE_RATE},
+    )
+    return UpdateLink("normalise", apply, {"tau": 1e4}, scale=scale, requires=requires)
 
 
 def run_chain(links: tuple[UpdateLink, ...], update: Tensor, sending: Sending) -> tuple[Tensor, dict[str, float]]:

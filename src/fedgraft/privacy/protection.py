@@ -11,13 +11,14 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from fedgraft.aggregate.server_rules import RoundInfo
 from fedgraft.aggregate.slots import Step
+from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
 from fedgraft.core.state import ServerState
 from fedgraft.local.update_links import Sending, UpdateLink
 from fedgraft.privacy.dp import (
@@ -35,6 +36,23 @@ if TYPE_CHECKING:
     from fedgraft.algorithms.algorithm import Algorithm
 
 log = logging.getLogger("fedgraft")
+
+IN_A_SUM: Capabilities = frozenset(
+    {
+        Capability.CLIENT_NUMBERS,
+        Capability.AUXILIARY_SUMS,
+        Capability.CLASS_COUNTS,
+        Capability.CLIENT_WEIGHTS,
+        Capability.TRANSFORMED_UPDATES,
+    }
+)
+"""What clients can send and the server can see through a secure sum."""
+IN_THE_CLEAR: Capabilities = IN_A_SUM | {
+    Capability.EACH_UPDATE,
+    Capability.CLIENT_TENSORS,
+    Capability.ENCODED_UPDATES,
+}
+"""The same where every update is seen by itself."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class DifferentialPrivacy:
             return clipped, {"within": float(within)} if self.adaptive is not None else {}
 
         reports = {"within": 1.0} if self.adaptive is not None else {}
-        return UpdateLink("clip", apply, reports, whole=("within",), even=True)
+        return UpdateLink("clip", apply, reports, whole=("within",), requires=NOTHING)
 
     def advance(
         self, step: Step, updates: list[Tensor], within: float, answered: int, rounding: float | None = None
@@ -124,6 +142,11 @@ class Clear:
     links: tuple[UpdateLink, ...] = ()
     """What the strategy adds to the client's chain of update links."""
     sum_options: SumOptions = SumOptions()
+    name: ClassVar[str] = "clear aggregation"
+    instead: ClassVar[str] = ""
+    """The setting without this protection."""
+    requires: ClassVar[Capabilities] = NOTHING
+    provides: ClassVar[Capabilities] = IN_THE_CLEAR
 
     # How a round is collected.
     collects_sum = False
@@ -189,6 +212,10 @@ class Clear:
 class Secure(Clear):
     """Secure aggregation: five stages instead of one, and the server opens only the sum over those who stay."""
 
+    name: ClassVar[str] = "secure aggregation"
+    instead: ClassVar[str] = "privacy.aggregation='clear'"
+    requires: ClassVar[Capabilities] = frozenset({Capability.SEPARATE_CLIENTS})
+    provides: ClassVar[Capabilities] = IN_A_SUM
     collects_sum = True
     flags_cut_numbers = True
 
@@ -206,6 +233,9 @@ class Private(Clear):
     """Client-level differential privacy: the server sees clipped updates and releases their noised sum."""
 
     dp: DifferentialPrivacy
+    name: ClassVar[str] = "differential privacy"
+    instead: ClassVar[str] = "no privacy.dp"
+    provides: ClassVar[Capabilities] = NOTHING  # a client sends its clipped update and nothing else
 
     drops_outliers = False  # everything is clipped
     weighs_examples = False  # numbers of examples and losses are not part of the account
@@ -246,6 +276,9 @@ class Private(Clear):
 class SecureAndPrivate(Private):
     """Both: the server opens only the sum of clipped updates and releases it with noise."""
 
+    name: ClassVar[str] = "secure aggregation with differential privacy"
+    instead: ClassVar[str] = "privacy.aggregation='clear' and no privacy.dp"
+    requires: ClassVar[Capabilities] = frozenset({Capability.SEPARATE_CLIENTS})
     collects_sum = True
 
     def sum_capacity(self) -> int | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedgraft.client.actions import action_named
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response
 from fedgraft.core.network_digest import digest
@@ -291,8 +292,8 @@ def own_starts(setup: RunSetup, engines: Engines, space: EditSpace, initial: Ini
 
     A head of everybody's sums would not be training alone. Empty where heads are not made of sums or do not train.
     """
-    aggregate = setup.algorithm.aggregate
-    trains_alone = aggregate.personal and not aggregate.shares
+    provided = setup.algorithm.provides
+    trains_alone = Capability.PERSONAL_MODELS in provided and Capability.EXCHANGE not in provided
     if initial is None or initial.scorer is None or not trains_alone or setup.task.data.blind:
         return {}
     network = setup.task.network

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedgraft.config.build import budget
 from fedgraft.config.load import Config, to_toml
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import check_place
 from fedgraft.core.progress import phase, shown_by, watching
@@ -193,7 +194,7 @@ class _Run:
             tally = replace(tally, best=Best(measurement.plain.accuracy, score, 0, 0, state.vector))
         if self.remote is not None:
             tally = tally.with_bytes(self._traffic())
-        elif initial is not None and algorithm.aggregate.shares:  # training alone sends nothing
+        elif initial is not None and Capability.EXCHANGE in algorithm.provides:  # training alone sends nothing
             tally = tally.with_bytes(initial.traffic)
         seconds = time.perf_counter() - began
         self.tally = replace(tally, seconds=tally.seconds + seconds)
@@ -208,7 +209,8 @@ class _Run:
     def _first_personal_models(self, state: ServerState, initial: InitialModel | None) -> Mapping[int, Tensor]:
         """Return the models that clients start with where each has its own, on disk if they are large."""
         megabytes = self.setup.federation.clients * len(state.vector) * 4 / 1e6
-        on_disk = self.setup.algorithm.aggregate.personal and megabytes > self.config.rounds.personal_memory_mb
+        has_personal_models = Capability.PERSONAL_MODELS in self.setup.algorithm.provides
+        on_disk = has_personal_models and megabytes > self.config.rounds.personal_memory_mb
         if on_disk:
             log.info("the clients' models (%.0f MB) are kept on disk", megabytes)
         starts = own_starts(self.setup, self.engines, self.opened.space, initial)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgraft.algorithms.algorithm import has_one_model
 from fedgraft.client.actions import action_named
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.messages import Request, Response, Scalar
@@ -117,9 +118,7 @@ class Measure:
         shows_clients = bool(self.metric_names) and not algorithm.privacy.collects_sum and config.rounds.test
         if not is_requested and not shows_clients:
             return {}
-        aggregate = algorithm.aggregate
-        has_one_model = not aggregate.personal and algorithm.client_state.empty and not aggregate.gives(state)
-        if self.metric_names and has_one_model:
+        if self.metric_names and has_one_model(algorithm):
             state = replace(state, vector=best)  # the delivered model is what clients get
         spread, by_client = self.personal(state)
         summary: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from fedgraft.aggregate.sketch import basis_of
 from fedgraft.aggregate.slots import Answers
 from fedgraft.client.actions import action_named
 from fedgraft.client.context import ClientContext, shared_and_private
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.messages import Request, Scalar
 from fedgraft.core.network_digest import digest
 from fedgraft.core.protocols import Examples
@@ -147,7 +148,7 @@ def _class_counts(
 
     Under secure aggregation only their sum is opened.
     """
-    if not setup.algorithm.federation_counts:
+    if Capability.CLASS_COUNTS not in setup.algorithm.requires:
         return None, saved
     if saved is not None:
         return saved[COUNTS], {name: tensor for name, tensor in saved.items() if name != COUNTS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedgraft.algorithms.algorithm import Algorithm, vary
+from fedgraft.core.capabilities import Capability
 from fedgraft.edit.trainable import HEAD
 from fedgraft.local.features import features
 from fedgraft.runs.task import Task
@@ -27,10 +28,10 @@ def with_default_rates(algorithm: Algorithm, curvature: float | None = None, fro
         head_rate = FROM_RANDOM * head_rate
     if local.optimizer.adaptive:
         head_rate = ADAPTIVE_HEAD_RATE
-    if not algorithm.trainable.trains_body:
+    if Capability.TRAINED_BODY not in algorithm.provides:
         return vary(algorithm, lr=local.lr or head_rate)
     rate = algorithm.lr
-    has_own_head_rate = algorithm.leaves_head_rate and not algorithm.divides_by_steps
+    has_own_head_rate = algorithm.leaves_head_rate and Capability.ONE_RATE not in algorithm.requires
     head_factor = head_rate / rate if has_own_head_rate else local.head_lr
     return vary(algorithm, lr=rate, head_lr=head_factor)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.files import write_text
 from fedgraft.core.state import ServerState
@@ -50,7 +51,9 @@ def describe(setup: RunSetup, opened: OpenRun) -> str:
     mode = f"{below} computed once" if entry else "from pixels"
     mode = mode if network.depth else "on given features"
     total = sum(p.numel() for p in network.parameters())
-    kind = "one model per client" if setup.algorithm.aggregate.personal else "one model"
+    kind = "one model"
+    if Capability.PERSONAL_MODELS in setup.algorithm.provides:
+        kind = "one model per client"
     left = f" ({len(f.without)} left out)" if f.without else ""
     return (
         f"{setup.algorithm.name}: {space.trained:,} of {total:,} weights train, "

@@ -24,6 +24,7 @@ from fedgraft.config.build import build_algorithm, build_federation, build_netwo
 from fedgraft.config.federate import federate
 from fedgraft.config.load import merge, validate
 from fedgraft.config.options import Config
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.errors import FedgraftError
 from fedgraft.core.progress import phase
 from fedgraft.core.protocols import Examples
@@ -303,9 +304,9 @@ def minimum_answers(config: Config, deployed: bool) -> int:
 def _require_metrics_and_clients(parts: RunParts) -> None:
     """Refuse a metric that these classes do not have, and several clients where training is in one place."""
     check_metric(parts.config.select, parts.task.data.dataset.classes)
-    aggregate = parts.algorithm.aggregate
+    trains_in_one_place = not {Capability.EXCHANGE, Capability.PERSONAL_MODELS} & parts.algorithm.provides
     clients = parts.config.partition.clients
-    if clients > 1 and not (aggregate.shares or aggregate.personal):
+    if clients > 1 and trains_in_one_place:
         raise FedgraftError(
             "E-RUN-ONE-PLACE",
             f"{parts.algorithm.name} trains in one place, and here are {clients} clients",
@@ -355,7 +356,8 @@ def _derived(secret: bytes, purpose: str) -> bytes:
 def _subtractable(algorithm: Algorithm) -> bool:
     """Return whether what a client added to the common model can be seen and taken off again."""
     in_the_clear = not algorithm.privacy.labels()
-    return in_the_clear and algorithm.aggregate.is_mean and algorithm.server.memoryless
+    is_mean = Capability.EACH_UPDATE not in algorithm.aggregate.requires
+    return in_the_clear and is_mean and Capability.STATELESS_STEP in algorithm.provides
 
 
 def _membership(config: Config, data: FederatedData) -> dict[str, Any]:

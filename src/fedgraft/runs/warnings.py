@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fedgraft.config.build import budget
+from fedgraft.core.capabilities import Capability
 from fedgraft.privacy.accounting import LARGE_EPSILON, gaussian_epsilon
 from fedgraft.report.values import epsilon
 from fedgraft.runs.engines import Engines
@@ -42,7 +43,7 @@ def warnings_for(setup: RunSetup, opened: OpenRun, engines: Engines) -> list[str
             f"clients of the engine {mode!r} cannot be late, so rounds.deadline does nothing; it needs worker "
             "processes (engine='reference' with workers=2 or more) or a federation of machines"
         )
-    if algorithm.aggregate.personal and m < setup.federation.clients:
+    if Capability.PERSONAL_MODELS in algorithm.provides and m < setup.federation.clients:
         found.append("with partial participation only the cohort's models are mixed; the others wait")
     found += _drowned(setup, opened)
     return found + _unprotected(setup) + (_one_by_one(setup) if algorithm.privacy.collects_sum else [])

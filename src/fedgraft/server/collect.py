@@ -16,6 +16,7 @@ from torch import Tensor
 from fedgraft.aggregate.mean import drift_report
 from fedgraft.aggregate.slots import Advanced, Aggregator, Answers, Weighting, weighted
 from fedgraft.algorithms.algorithm import Algorithm, secure_segments
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.messages import Request, Response, unpack_bits, wire_size
 from fedgraft.core.state import Federation, ServerState
 from fedgraft.server.example_counts import ExampleCounts
@@ -249,7 +250,7 @@ def implausible_steps(algorithm: Algorithm, response: Response, learning_rate: f
     """Say which effective steps a client's examples cannot give (they scale everybody's step in FedNova)."""
     names: list[str] = []
     for link in algorithm.update:
-        if link.needs_effective_steps:
+        if Capability.KNOWN_DISPLACEMENT in link.requires:
             names += link.scalars
     local = algorithm.local.of(response.client)
     effective_steps = local.optimizer.effective_steps

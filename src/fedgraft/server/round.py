@@ -16,6 +16,7 @@ from fedgraft.aggregate.robust import TooFew
 from fedgraft.aggregate.server_rules import RoundInfo, plain_tail
 from fedgraft.aggregate.slots import Step
 from fedgraft.algorithms.algorithm import Algorithm
+from fedgraft.core.capabilities import Capability
 from fedgraft.core.client_memory import ClientMemory, Remembering
 from fedgraft.core.messages import Response, message_digest
 from fedgraft.core.state import Federation, ServerState
@@ -74,7 +75,7 @@ def run_round(
     _take_back_unused(engine, memories_before, used_clients)
     if not skipped:
         record["update_norm"] = float((new_state.vector - state.vector).norm())
-    sends = algorithm.aggregate.shares  # clients that train alone send nothing
+    sends = Capability.EXCHANGE in algorithm.provides  # clients that train alone send nothing
     dropped = [{"client": rejection.client, "reason": rejection.reason} for rejection in collected.rejections]
     record |= {
         "bytes_up": collected.bytes_up if sends else 0,
@@ -141,7 +142,7 @@ def advance(algorithm: Algorithm, step: Step, collected: Collected, context: Ser
     if step.federation.keeps_contributions:
         contributions = accumulate_contributions(step, advanced.update, collected, weights)
         new_state = replace(new_state, contributions=contributions)
-    if algorithm.trainable.partial:
+    if Capability.FIXED_COORDINATES not in algorithm.provides:
         drifts = (*step.state.drifts, relative_drift(record["clients"]))
         new_state = replace(new_state, drifts=drifts)
     return new_state, record, advanced.extra

@@ -6,6 +6,7 @@ import pytest
 from tests.support.errors import raises
 from tests.support.toy import ToyNetwork
 
+from fedgraft.core.capabilities import Capability
 from fedgraft.edit.dense import Dense, body, everything, head, last_blocks
 
 STEM, ONE, TWO, NORM, HEAD = "backbone.stem.", "backbone.layers.0.", "backbone.layers.1.", "backbone.norm.", "head."
@@ -28,7 +29,8 @@ def test_each_kind_opens_exactly_its_tensors(kind: Dense, wanted: tuple[str, ...
     network = ToyNetwork()
     opened = {part.name for part in kind.open(network).space.parts}
     assert opened == {name for name, _ in network.named_parameters() if name.startswith(wanted)}
-    assert kind.trains_head == (HEAD in wanted) and kind.trains_body == (wanted != (HEAD,))
+    assert (Capability.TRAINED_HEAD in kind.provides) == (HEAD in wanted)
+    assert (Capability.TRAINED_BODY in kind.provides) == (wanted != (HEAD,))
 
 
 def test_more_blocks_than_there_are_are_refused() -> None:

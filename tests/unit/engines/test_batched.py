@@ -319,16 +319,16 @@ LOCAL = LocalTraining(steps=2, batch_size=8)
 REFUSED: dict[str, tuple[Algorithm, str]] = {
     "body": (zoo.fedavg(local=LOCAL), "head-only"),
     "adamw": (fedavg(optimizer=adamw()), "adamw"),
-    "clip": (fedavg(clip=1.0), "clipped"),
+    "clip": (fedavg(clip=1.0), "clip=1.0"),
     "amp": (fedavg(amp="bfloat16"), "bfloat16"),
     "fedprox": (zoo.fedprox(0.1, local=LOCAL, trainable=HEAD), "proximal"),
     "scaffold": (zoo.scaffold(local=LOCAL, trainable=HEAD), "control_variates"),
-    "signs": (vary(fedavg(), update=(UpdateLink("signs", lambda u, s: (u.sign(), {})),)), "transform their update"),
-    "ifca": (zoo.ifca(local=LOCAL, trainable=HEAD), "chooses its model"),
-    "ditto": (zoo.ditto(local=LOCAL, trainable=HEAD), "keep a part"),
+    "signs": (vary(fedavg(), update=(UpdateLink("signs", lambda u, s: (u.sign(), {})),)), "link signs"),
+    "ifca": (zoo.ifca(local=LOCAL, trainable=HEAD), "clusters:2"),
+    "ditto": (zoo.ditto(local=LOCAL, trainable=HEAD), "state that clients keep"),
     "top_k": (vary(fedavg(), compression=codec("top_k:0.5")), "top_k"),
-    "crsm": (zoo.fedavg_crsm(samples=4, local=LOCAL, trainable=HEAD), "report"),
-    "secure": (vary(fedavg(), privacy=Secure()), "hidden"),
+    "crsm": (zoo.fedavg_crsm(samples=4, local=LOCAL, trainable=HEAD), "mixture:cka_linear"),
+    "secure": (vary(fedavg(), privacy=Secure()), "secure aggregation"),
 }
 
 

@@ -70,14 +70,14 @@ SMALL = ["partition.clients=4", "rounds.total=2", "data.limit=200"]
     [
         ([], Batched, "engine: batched, all clients"),
         (["engine=reference"], InProcess, "engine: reference, one process as configured"),
-        (["local.optimizer=adamw"], InProcess, "not batched, because the optimizer is adamw"),
+        (["local.optimizer=adamw"], InProcess, "not batched, because the optimizer adamw"),
         (["trainable.kind=last_blocks", "trainable.blocks=1", "workers=2"], Pool, "engine: reference, workers=2"),
         (
             ["trainable.kind=last_blocks", "trainable.blocks=1", "engine=batched"],
             Batched,
             "batched, one by one, because batching",
         ),
-        (["engine=batched", "local.clip=1.0"], Batched, "one by one, because gradients are clipped"),
+        (["engine=batched", "local.clip=1.0"], Batched, "one by one, because local training with local.clip=1.0"),
         (['data.augment=["flip","jitter"]', "workers=1"], InProcess, "features are not kept: data.augment has jitter"),
     ],
 )
