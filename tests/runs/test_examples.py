@@ -27,7 +27,7 @@ ENDINGS = {
     "own_module": r"Net is yours again",
     "transformers_model": r"adapter \['README.md', 'adapter_config.json'(.|\n)*merged \['README.md', 'config.json'",
     "own_loss": r"cross_entropy: 0\.\d+(.|\n)*focal: 0\.\d+",
-    "own_aggregation": r"refused: shortened: secure aggregation",
+    "own_aggregation": r"refused: shortened: the weighting root needs each client",
     "callback": r"round 3: loss \d(.|\n)*test accuracy 0\.\d+",
 }
 
@@ -157,11 +157,12 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> set[str]:
 def strange_words(text: str) -> list[str]:
     """Config keys and source files that a document names in backticks or commands and that do not exist."""
     import fedgraft.algorithms  # noqa: F401  (fills the registry)
-    from fedgraft.config.load import Config
+    from fedgraft.config.load import Config, known_keys
     from fedgraft.core.registry import ALGORITHMS, own_options
 
     keys, package = all_keys(Config), ROOT / "src/fedgraft"
     keys |= {f"algorithm.{option}" for _, make in ALGORITHMS.items() for option in own_options(make)}
+    keys |= set(known_keys())  # those of losses and schedules, which stand in their signatures
     quoted = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^fedgraft [^#\n]+", text, re.MULTILINE)
     overrides = [word for piece in quoted for word in re.findall(r"[A-Za-z_][\w./*-]*", piece)]
     roots = (package, ROOT / "tests", ROOT / "reproduction", ROOT / "benchmarks")  # below these a bare name will do

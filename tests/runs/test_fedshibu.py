@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedgraft import algorithms as zoo
 from fedgraft.aggregate.similarity import SIMILARITIES, crsm
+from fedgraft.algorithms.personalized import Similarity
 from fedgraft.config.load import load
-from fedgraft.config.options import AlgorithmChoice
 from fedgraft.core.state import ServerState
 from fedgraft.local.train import LocalTraining
 from fedgraft.runs.loop import run
@@ -68,7 +68,7 @@ def test_each_similarity_runs_and_mixes_by_rows_that_sum_to_one(similarity: str)
 
 
 def test_the_config_offers_each_of_them() -> None:
-    offered = set(get_args(AlgorithmChoice.model_fields["similarity"].annotation))
+    offered = set(get_args(Similarity))
     assert offered == {*SIMILARITIES, "learned"}  # by the clients, from no matrix of the server's
 
 

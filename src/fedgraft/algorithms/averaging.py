@@ -38,51 +38,87 @@ def fedsgd(**slots: Any) -> Algorithm:
 
 @in_range
 def fedprox(mu: NotNegative = 0.01, **slots: Any) -> Algorithm:
-    """Li et al. 2020: a squared pull towards the common model; mu=0 is FedAvg."""
+    """Li et al. 2020: a squared pull towards the common model; mu=0 is FedAvg.
+
+    Args:
+        mu: weight of the proximal term
+    """
     return vary(fedavg(**slots), name="fedprox", correction=proximal(mu))
 
 
 @in_range
 def fedlc(tau: NotNegative = 1.0, **slots: Any) -> Algorithm:
-    """Zhang et al. 2022: logits calibrated by the client's class counts; equal counts make it FedAvg."""
+    """Zhang et al. 2022: logits calibrated by the client's class counts; equal counts make it FedAvg.
+
+    Args:
+        tau: size of the margins
+    """
     return vary(fedavg(**slots), name="fedlc", loss=calibrated(tau, smoothing(slots)))
 
 
 @in_range
 def moon(weight: NotNegative = 1.0, temperature: Positive = 0.5, **slots: Any) -> Algorithm:
-    """Li et al. 2021: features move towards the common model's, away from the client's last; weight 0 is FedAvg."""
+    """Li et al. 2021: features move towards the common model's, away from the client's last; weight 0 is FedAvg.
+
+    Args:
+        weight: weight of the contrastive term
+        temperature: temperature of the cosine similarities
+    """
     return vary(fedavg(**slots), name="moon", loss=contrastive(weight, temperature, smoothing(slots)))
 
 
 @in_range
 def scaffold(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
-    """Karimireddy et al. 2020: control variates; with local momentum the divisor is the true displacement."""
+    """Karimireddy et al. 2020: control variates; with local momentum the divisor is the true displacement.
+
+    Args:
+        server_lr: learning rate of the server
+    """
     rule = server_rules.scaffold(server_lr)
     return vary(fedavg(**slots), name="scaffold", correction=control_variates(), weighting=uniform(), server=rule)
 
 
 @in_range
 def feddyn(alpha: NotNegative = 0.1, **slots: Any) -> Algorithm:
-    """Acar et al. 2021: each client's loss is regularized so that all have the same optimum."""
+    """Acar et al. 2021: each client's loss is regularized so that all have the same optimum.
+
+    Args:
+        alpha: strength of the regularization
+    """
     rule = server_rules.feddyn(alpha)
     return vary(fedavg(**slots), name="feddyn", correction=dynamic(alpha), weighting=uniform(), server=rule)
 
 
 @in_range
 def fednova(server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
-    """Wang et al. 2020: updates divided by each client's effective steps; equal steps make it FedAvg."""
+    """Wang et al. 2020: updates divided by each client's effective steps; equal steps make it FedAvg.
+
+    Args:
+        server_lr: learning rate of the server
+    """
     return vary(fedavg(**slots), name="fednova", update=(normalise(),), server=server_rules.fednova(server_lr))
 
 
 @in_range
 def fedgma(agreement: Unit = 0.4, hard: bool = False, server_lr: Positive = 1.0, **slots: Any) -> Algorithm:
-    """Tenison et al. 2023: coordinates on whose sign clients disagree move less (soft) or not at all (AND)."""
+    """Tenison et al. 2023: coordinates on whose sign clients disagree move less (soft) or not at all (AND).
+
+    Args:
+        agreement: share of the clients that must agree on the sign
+        hard: coordinates without agreement do not move at all (AND mask)
+        server_lr: learning rate of the server
+    """
     return vary(fedavg(**slots), name="fedgma", server=server_rules.fedgma(agreement, server_lr, soft=not hard))
 
 
 @in_range
 def fedavgm(server_lr: Positive = 1.0, beta1: Rest = 0.9, **slots: Any) -> Algorithm:
-    """Hsu et al. 2019: momentum on the server."""
+    """Hsu et al. 2019: momentum on the server.
+
+    Args:
+        server_lr: learning rate of the server
+        beta1: server momentum, or decay of the first moment
+    """
     return vary(fedavg(**slots), name="fedavgm", server=server_rules.momentum(server_lr, beta1))
 
 
@@ -90,7 +126,14 @@ def fedavgm(server_lr: Positive = 1.0, beta1: Rest = 0.9, **slots: Any) -> Algor
 def fedadam(
     server_lr: Positive = 0.01, beta1: Rest = 0.9, beta2: Rest = 0.99, tau: Positive = 1e-3, **slots: Any
 ) -> Algorithm:
-    """Reddi et al. 2021: Adam on the server."""
+    """Reddi et al. 2021: Adam on the server.
+
+    Args:
+        server_lr: learning rate of the server
+        beta1: server momentum, or decay of the first moment
+        beta2: decay of the second moment
+        tau: degree of adaptivity
+    """
     return vary(fedavg(**slots), name="fedadam", server=server_rules.adam(server_lr, (beta1, beta2), tau))
 
 
@@ -98,13 +141,26 @@ def fedadam(
 def fedyogi(
     server_lr: Positive = 0.01, beta1: Rest = 0.9, beta2: Rest = 0.99, tau: Positive = 1e-3, **slots: Any
 ) -> Algorithm:
-    """Reddi et al. 2021: Yogi on the server."""
+    """Reddi et al. 2021: Yogi on the server.
+
+    Args:
+        server_lr: learning rate of the server
+        beta1: server momentum, or decay of the first moment
+        beta2: decay of the second moment
+        tau: degree of adaptivity
+    """
     return vary(fedavg(**slots), name="fedyogi", server=server_rules.yogi(server_lr, (beta1, beta2), tau))
 
 
 @in_range
 def fedadagrad(server_lr: Positive = 0.01, beta1: Rest = 0.0, tau: Positive = 1e-3, **slots: Any) -> Algorithm:
-    """Reddi et al. 2021: Adagrad on the server."""
+    """Reddi et al. 2021: Adagrad on the server.
+
+    Args:
+        server_lr: learning rate of the server
+        beta1: server momentum, or decay of the first moment
+        tau: degree of adaptivity
+    """
     return vary(fedavg(**slots), name="fedadagrad", server=server_rules.adagrad(server_lr, beta1, tau))
 
 

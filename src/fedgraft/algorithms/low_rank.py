@@ -41,7 +41,11 @@ def fedsa_lora(seed: int = 0, **slots: Any) -> Algorithm:
 
 @in_range
 def fedsb(rank: Count | None = None, seed: int = 0, **slots: Any) -> Algorithm:
-    """Singhal et al. 2025: only an r x r core between fixed factors trains: exact averages, r² numbers a layer."""
+    """Singhal et al. 2025: only an r x r core between fixed factors trains: exact averages, r² numbers a layer.
+
+    Args:
+        rank: rank of the cores; default: 16, or that of trainable.lora
+    """
     options: dict[str, Any] = {"aggregate": "core"}
     if rank is None and not slots.get("trainable"):
         rank = 16
@@ -53,7 +57,11 @@ def fedsb(rank: Count | None = None, seed: int = 0, **slots: Any) -> Algorithm:
 
 @in_range
 def flexlora(ranks: tuple[Count, ...] = (2, 4, 8), seed: int = 0, **slots: Any) -> Algorithm:
-    """Bai et al. 2024: clients of unequal ranks; the server truncates the mean product to its largest directions."""
+    """Bai et al. 2024: clients of unequal ranks; the server truncates the mean product to its largest directions.
+
+    Args:
+        ranks: ranks of the clients, assigned in turn
+    """
     if not ranks:
         raise FedgraftError(
             "E-ALGORITHM-RANKS", "flexlora has no ranks of the clients", "give algorithm.ranks, such as [2, 4, 8]"
@@ -63,5 +71,10 @@ def flexlora(ranks: tuple[Count, ...] = (2, 4, 8), seed: int = 0, **slots: Any) 
 
 @in_range
 def flasc(down: Share = 0.25, up: Share = 0.25, seed: int = 0, **slots: Any) -> Algorithm:
-    """Kuo et al. 2024: low-rank factors, of which only the largest entries are sent, in both directions."""
+    """Kuo et al. 2024: low-rank factors, of which only the largest entries are sent, in both directions.
+
+    Args:
+        down: share of the coordinates that requests carry
+        up: share of the coordinates that responses carry
+    """
     return vary(_lora("flasc", seed, slots), download=down, compression=codec(f"top_k:{up!r}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,20 @@ from fedgraft.edit.dense import body, everything
 from fedgraft.edit.trainable import is_head
 from fedgraft.local import self_weight as self_weights
 from fedgraft.local.adaptive_start import AdaptiveStart
+
+Similarity = Literal[
+    "cka_linear",
+    "cka_rbf",
+    "cka_debiased",
+    "covariance",
+    "probe_cka",
+    "label_histogram",
+    "groups",
+    "constant",
+    "rsa",
+    "learned",
+]
+"""How two clients are compared: a name of `aggregate.similarity.SIMILARITIES`, or `learned` by the clients."""
 
 
 def fedbabu(**slots: Any) -> Algorithm:
@@ -104,10 +118,10 @@ def _self_weighted_mixing(fixed: float | None, aside: float, absent_keep: bool) 
 
 @in_range
 def fedshibu(
-    similarity: str = "cka_linear",
+    similarity: Similarity = "cka_linear",
     constant: Unit = 1.0,
     samples: Few = 64,
-    absent: str = "keep",
+    absent: Literal["keep", "mean"] = "keep",
     probe: Probe = 256,
     noise: NotNegative = 0.0,
     self_weight: Unit | None = None,
@@ -117,6 +131,17 @@ def fedshibu(
     """One body per client, mixed by representation similarity; the head is frozen. Constant 1 is FedBABU.
 
     Unlike the source: a similarity is multiplied by the other client's number of images.
+
+    Args:
+        similarity: how clients are compared; groups: 1 with a class in common, else 0; learned: the self-weight
+            that is best on images each client sets aside
+        constant: similarity=constant: the similarity of any two clients
+        samples: images each client represents itself by
+        absent: model of the clients outside the cohort: their own, or the mean of the others
+        probe: shared probe images, from validation
+        noise: standard deviation of the noise on representations; rows are scaled to length one first
+        self_weight: similarity=learned: the same fixed weight for all clients instead
+        aside: similarity=learned: share of a client's images that it is learned on
     """
     made = vary(fedbabu(**slots), name="fedshibu")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
@@ -124,10 +149,10 @@ def fedshibu(
 
 @in_range
 def fedavg_crsm(
-    similarity: str = "cka_linear",
+    similarity: Similarity = "cka_linear",
     constant: Unit = 1.0,
     samples: Few = 64,
-    absent: str = "keep",
+    absent: Literal["keep", "mean"] = "keep",
     probe: Probe = 256,
     noise: NotNegative = 0.0,
     self_weight: Unit | None = None,
@@ -137,6 +162,17 @@ def fedavg_crsm(
     """One model per client, head included, mixed by representation similarity. Constant 1 is FedAvg.
 
     Unlike the source: a similarity is multiplied by the other client's number of images.
+
+    Args:
+        similarity: how clients are compared; groups: 1 with a class in common, else 0; learned: the self-weight
+            that is best on images each client sets aside
+        constant: similarity=constant: the similarity of any two clients
+        samples: images each client represents itself by
+        absent: model of the clients outside the cohort: their own, or the mean of the others
+        probe: shared probe images, from validation
+        noise: standard deviation of the noise on representations; rows are scaled to length one first
+        self_weight: similarity=learned: the same fixed weight for all clients instead
+        aside: similarity=learned: share of a client's images that it is learned on
     """
     made = vary(fedavg(**slots), name="fedavg_crsm")
     return _mixed(made, similarity, constant, samples, absent, probe, noise, self_weight, aside)
@@ -169,7 +205,11 @@ def fedrep(**slots: Any) -> Algorithm:
 
 @in_range
 def ditto(pull: NotNegative = 0.1, **slots: Any) -> Algorithm:
-    """Li et al. 2021: beside the common model each client trains its own, pulled towards it."""
+    """Li et al. 2021: beside the common model each client trains its own, pulled towards it.
+
+    Args:
+        pull: strength of the pull of the personal model towards the common one
+    """
     return vary(fedavg(**slots), name="ditto", client_state=ClientState(second_model=pull))
 
 
@@ -193,11 +233,20 @@ def fedala(rate: NotNegative = 1.0, share: Share = 0.8, blocks: Count = 1, **slo
     """Zhang et al. 2023: each client starts from a learned blend of its last model and the common one; rate 0: FedAvg.
 
     Unlike the paper's: evaluated with the weights learned in the round the client last trained in.
+
+    Args:
+        rate: step size of the learned start
+        share: share of the images that it is learned on
+        blocks: last blocks that are blended
     """
     return vary(fedavg(**slots), name="fedala", client_state=ClientState(start=AdaptiveStart(rate, share, blocks)))
 
 
 @in_range
 def ifca(clusters: Count = 2, **slots: Any) -> Algorithm:
-    """Ghosh et al. 2020: several common models, each client trains the one of least loss; one cluster is FedAvg."""
+    """Ghosh et al. 2020: several common models, each client trains the one of least loss; one cluster is FedAvg.
+
+    Args:
+        clusters: number of common models
+    """
     return vary(fedavg(**slots), name="ifca", aggregate=Clusters(clusters))

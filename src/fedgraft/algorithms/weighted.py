@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fedgraft.core.rng import torch_stream
 
 @in_range
 def fedalign(
-    align: str = "client",
+    align: Literal["client", "server", "random"] = "client",
     gamma: NotNegative = 1.0,
     cap: Positive | None = None,
     null_correction: bool = False,
@@ -39,13 +39,21 @@ def fedalign(
 ) -> Algorithm:
     """FedAlignAvg: weights n_k·s_k^γ, s_k the SVCCA of a client's hidden layers with the common model's.
 
-    `cap` limits the effective examples of a client; a client can apply the limit by itself, so the weights are the
-    same whether the server sees them or only their sum.
-    `align`: `client` computes its score itself and sends one number per layer, `server` recomputes it from the update
-    on a secret probe, and `random` is the control experiment: the same weights permuted among the clients.
-    `by_layer`: every layer has its own weights, by its own scores; a layer that drifts more than `freeze` (1 minus the
-    mean score) does not move in the round. With one layer and no `freeze` it makes no difference.
-    `sketch`: bases from random sketches of this many extra columns, for large probes of wide layers.
+    A client can apply `cap` by itself, so the weights are the same whether the server sees them or only their sum. The
+    drift of a layer is 1 minus its mean score; with one layer and no `freeze`, `by_layer` makes no difference.
+
+    Args:
+        align: who computes the score: the client, the server on a secret probe, or random, the control experiment
+        gamma: exponent of the score
+        cap: largest number of examples that a client counts as; default: no limit
+        null_correction: subtract the score of unrelated data
+        layers: hidden layers that are compared
+        keep: directions kept of each layer
+        top: correlations averaged
+        probe: shared probe images, from validation
+        by_layer: every layer has its own weights
+        freeze: by_layer: a layer that drifts more does not move in the round
+        sketch: extra columns of random sketches, for large probes of wide layers; 0: exact bases
     """
     if freeze is not None and not by_layer:
         raise FedgraftError("E-ALGORITHM-FREEZE", "fedalign: freeze works layer by layer", "set by_layer=true")
@@ -101,7 +109,12 @@ def fedalign(
 
 @in_range
 def fedawa(steps: Number = 1, rate: NotNegative = 1.0, **slots: Any) -> Algorithm:
-    """Shi et al. 2025: weights that align the client updates with their sum; no steps is FedAvg."""
+    """Shi et al. 2025: weights that align the client updates with their sum; no steps is FedAvg.
+
+    Args:
+        steps: gradient steps on the weights
+        rate: step size on the weights
+    """
 
     def weights(answers: Answers) -> Tensor:
         return aligned_weights(torch.stack(list(answers.updates)), answers.examples, steps, rate)
@@ -111,17 +124,29 @@ def fedawa(steps: Number = 1, rate: NotNegative = 1.0, **slots: Any) -> Algorith
 
 @in_range
 def fedties(share: Share = 0.2, **slots: Any) -> Algorithm:
-    """Yadav et al. 2023 as aggregation: largest entries, one sign per coordinate, mean of the entries that agree."""
+    """Yadav et al. 2023 as aggregation: largest entries, one sign per coordinate, mean of the entries that agree.
+
+    Args:
+        share: share of the largest entries that is kept
+    """
     return vary(fedavg(**slots), name="fedties", aggregate=ties_aggregator(share))
 
 
 @in_range
 def feddare(drop: Rest = 0.5, seed: int = 0, **slots: Any) -> Algorithm:
-    """Yu et al. 2024 as aggregation: entries dropped at random, the rest scaled up; drop 0 is FedAvg."""
+    """Yu et al. 2024 as aggregation: entries dropped at random, the rest scaled up; drop 0 is FedAvg.
+
+    Args:
+        drop: share of the entries that is dropped
+    """
     return vary(fedavg(**slots), name="feddare", aggregate=dare_aggregator(drop, seed))
 
 
 @in_range
 def fedfisher(samples: Count = 32, **slots: Any) -> Algorithm:
-    """Matena and Raffel 2022 as aggregation: coordinates are weighted by each client's Fisher information."""
+    """Matena and Raffel 2022 as aggregation: coordinates are weighted by each client's Fisher information.
+
+    Args:
+        samples: images of a client's Fisher information
+    """
     return vary(fedavg(**slots), name="fedfisher", aggregate=fisher_aggregator(samples))

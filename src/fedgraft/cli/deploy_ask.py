@@ -77,22 +77,21 @@ def evaluate(
     wait: Wait = 30.0,
 ) -> None:
     """Coordinator: measure a model on every node's own test images, by site, from sums; nobody trains."""
-    from typing import get_args
 
     from fedgraft.config.load import to_toml
-    from fedgraft.config.options import MetricName
     from fedgraft.core.errors import FedgraftError
     from fedgraft.deploy import evaluate as query
     from fedgraft.deploy.folder import open_federation
     from fedgraft.deploy.server import ask
+    from fedgraft.metrics.names import METRIC_NAMES
 
     federation = open_federation(fed)
     for name in metrics.split(","):
-        if name and name not in get_args(MetricName):
+        if name and name not in METRIC_NAMES:
             raise FedgraftError(
                 "E-CLI-METRIC",
                 f"there is no metric {name!r}",
-                f"choose from {', '.join(get_args(MetricName))}",
+                f"choose from {', '.join(METRIC_NAMES)}",
                 metric=name,
             )
     question = query.question(federation.config, model, federation.path / "evaluations" / model.resolve().name)

@@ -222,12 +222,16 @@ def algorithms() -> None:
 
 
 @app.command()
-def options() -> None:
-    """List every config option with its default and meaning."""
-    from fedgraft.config.load import describe_options
+def options(
+    every: Annotated[bool, typer.Option("--all", help="Also list the options that few people need.")] = False,
+) -> None:
+    """List the options of a config, each with its default and meaning."""
+    from fedgraft.config.describe import describe_options
 
-    for line in describe_options():
+    for line in describe_options(common_only=not every):
         typer.echo(line)
+    if not every:
+        typer.echo("\n`fedgraft options --all` lists all options.")
 
 
 app.command()(cli_advise.advise)

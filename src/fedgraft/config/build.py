@@ -1,4 +1,4 @@
-"""From a config to the objects it names: the network, the algorithm, who takes part when; `data` brings the data."""
+"""From a config to the objects it names: the network, the algorithm, the federation; `data` brings the data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedgraft.core.state import Federation
 from fedgraft.data.sources.assemble import Dataset
 from fedgraft.data.sources.features import FeatureStore
 from fedgraft.edit.trainable import Trainable
-from fedgraft.local.optimizers import adamw, sgdm
+from fedgraft.local.optimizers import Optimizer, adamw, sgdm
 from fedgraft.local.schedules import SCHEDULES, Schedule, warmed
 from fedgraft.local.train import LocalTraining
 from fedgraft.models.backbones import load_network
@@ -30,55 +30,71 @@ from fedgraft.privacy.accounting import Budget, noise_for
 from fedgraft.privacy.dp import AdaptiveClip, Mechanism, check_combination, secret_key, simulation_key
 from fedgraft.privacy.protection import DifferentialPrivacy, private, secure
 
+# ---- the network --------------------------------------------------------------------------------------------------
+
 
 def build_network(config: Config, dataset: Dataset) -> VisionNetwork:
-    """The pretrained backbone with a head for the classes of this data; given features bring their width along."""
-    m, classes = config.model, len(dataset.classes)
-    return load_network(fitting(m.name, dataset), classes, config.data.image_size, m.dropout, config.seed)
+    """Return the pretrained backbone with a head for the classes of this data."""
+    source = source_for_data(config.model.name, dataset)
+    classes = len(dataset.classes)
+    return load_network(source, classes, config.data.image_size, config.model.dropout, config.seed)
 
 
-def fitting(source: Any, dataset: Dataset) -> Any:
-    """What names a network for this data: of given features their width is the data's to say, and no other will do."""
-    given, name = isinstance(dataset.train, FeatureStore), str(getattr(source, "source", source))
-    if given != (name.partition(":")[0] == "features"):
-        has, take = ("features", 'fg.model("features")') if given else ("images", "a network that takes images")
-        raise FedgraftError(f"the data are {has}: give {take} with them (model.name, or the second word of fg.run).")
-    return f"features:width={dataset.train.width}" if isinstance(dataset.train, FeatureStore) else source
+def source_for_data(source: Any, dataset: Dataset) -> Any:
+    """Return the source of a network for this data; precomputed features need the network `features` of their width.
+
+    `source` is a name, or an object with an attribute `source`.
+    """
+    name = str(getattr(source, "source", source))
+    takes_features = name.partition(":")[0] == "features"
+    if isinstance(dataset.train, FeatureStore):
+        if takes_features:
+            return f"features:width={dataset.train.width}"
+        has, needs = "features", 'fg.model("features")'
+    elif takes_features:
+        has, needs = "images", "a network that takes images"
+    else:
+        return source
+    raise FedgraftError(
+        "E-CONFIG-NETWORK-DATA",
+        f"the data are {has}, and the network is {name}",
+        f"give {needs} with them (model.name, or the second argument of fg.run)",
+        data=has,
+        network=name,
+    )
 
 
 def device_named(name: str) -> torch.device:
-    """The device of this name, if this machine has it."""
+    """Return the device of this name, if this machine has it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise FedgraftError(f"the device {name!r} cannot be used here ({reason}); set device=cpu.") from None
+        raise FedgraftError(
+            "E-CONFIG-DEVICE", f"the device {name!r} cannot be used here ({reason})", "set device=cpu", device=name
+        ) from None
     return device
 
 
-def schedule(config: Config, lr: float) -> Schedule:
-    """The learning rate over rounds."""
-    s = config.schedule
-    options: dict[str, dict[str, object]] = {
-        "cosine": {"minimum": s.minimum, "restarts": s.restarts},
-        "linear": {"minimum": s.minimum},
-        "lambda": {"decay": s.decay},
-        "inverse": {"gamma": s.gamma, "power": s.power},
-        "step": {"at": s.at, "factor": s.factor},
-        "plateau": {"factor": s.factor, "patience": s.patience, "minimum": s.minimum},
-    }
-    made = SCHEDULES[s.kind](lr, **options.get(s.kind, {}))
-    return warmed(made, s.warmup) if s.warmup else made
+# ---- the federation -----------------------------------------------------------------------------------------------
+
+
+def build_schedule(config: Config, lr: float) -> Schedule:
+    """Return the learning rate over rounds."""
+    schedule = SCHEDULES[config.schedule.kind](lr, **config.schedule.options)
+    if not config.schedule.warmup:
+        return schedule
+    return warmed(schedule, config.schedule.warmup)
 
 
 def per_round(config: Config) -> int:
-    """m = max(1, floor(C·K)), the clients of one round."""
+    """Return m = max(1, floor(C·K)), the clients of one round."""
     return max(1, int(config.rounds.fraction * config.partition.clients + 1e-9))
 
 
 def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
-    """Return who takes part and how often; `fields` are those that the config alone does not say."""
+    """Return who takes part and how often; `fields` are those that do not follow from the config alone."""
     rounds = config.rounds
     from_config: dict[str, Any] = {
         "run": config.digest,
@@ -86,7 +102,7 @@ def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
         "clients": config.partition.clients,
         "per_round": per_round(config),
         "rounds": rounds.total,
-        "schedule": schedule(config, lr),
+        "schedule": build_schedule(config, lr),
         "sampling": rounds.sampling,
         "minimum_answers": rounds.minimum_answers or 1,
         "norm_bound": rounds.norm_bound,
@@ -96,164 +112,246 @@ def build_federation(config: Config, lr: float, **fields: Any) -> Federation:
     return Federation(**{**from_config, **fields})
 
 
-def private_delta(config: Config) -> float:
-    """The delta of the account."""
-    p = config.privacy.dp
-    return p.delta if p is not None and p.delta is not None else min(1e-5, 0.1 / config.partition.clients)
-
-
-def build_local(config: Config) -> LocalTraining:
-    """How a client trains."""
-    c = config.local
-    if c.optimizer == "sgdm":
-        optimizer = sgdm(c.momentum, c.weight_decay, c.nesterov, c.dampening, c.decoupled)
-    else:
-        optimizer = adamw(weight_decay=c.weight_decay)
-    return LocalTraining(
-        steps=None if c.epochs else c.steps or max(c.client_steps, default=4),
-        client_steps=c.client_steps,
-        epochs=c.epochs,
-        batch_size=c.batch_size,
-        lr=c.lr,
-        optimizer=optimizer,
-        clip=c.clip,
-        momentum_correction=c.momentum_correction,
-        sampling=c.sampling,
-        amp=c.amp,
-    )
-
-
-def build_trainable(config: Config, kind: str, fixed_head: bool) -> Trainable:
-    """What trains, as the config says; where the head keeps its start it does not train along unless asked."""
-    c = config.trainable
-    tables = {"sparse": c.sparse.model_dump(), "lora": c.lora.model_dump()}
-    along = c.head_too if c.head_too is not None else not fixed_head
-    given = {"blocks": c.blocks, "freeze_blocks": c.freeze_blocks, "head": along, "seed": config.seed}
-    made: Trainable = TRAINABLES.build(kind, {**tables.get(kind, {}), **(c.model_extra or {})}, **given)
-    return made
+# ---- the algorithm ------------------------------------------------------------------------------------------------
 
 
 def build_algorithm(config: Config) -> Algorithm:
-    """The algorithm of the config: a name of the registry, with the slots that were asked for."""
-    a, aim = config.algorithm, config.loss
-    options = {**(aim.model_extra or {}), **({"class_weights": aim.class_weights} if aim.class_weights else {})}
-    loss = LOSSES.build(aim.name, options, label_smoothing=aim.label_smoothing)
-    common = {"name", "weighting", "robust", "attackers", "neighbours", "clip_norm"}
-    chosen = {key: getattr(a, key) for key in a.model_fields_set - common if getattr(a, key) is not None}
+    """Return the algorithm of the config: a name of the registry with its options and the slots that are set."""
     build = partial(
         ALGORITHMS.build,
-        a.name,
-        {**chosen, **(a.model_extra or {})},
+        config.algorithm.name,
+        config.algorithm.options,
         local=build_local(config),
-        loss=loss,
+        loss=LOSSES.build(config.loss.name, config.loss.options),
         seed=config.seed,
     )
-    made: Algorithm = build()
-    needs_body = Capability.TRAINED_BODY in made.requires
-    brings_own = needs_body or made.client_state.private is not None or made.own_kind
-    kind = config.trainable.kind or (made.trainable.kind if brings_own else "head")
-    idle = sorted(config.trainable.model_fields_set - {"kind", "match_norm", *(["freeze_blocks"] * brings_own)})
-    if idle and config.trainable.kind is None:
+    algorithm: Algorithm = build()
+    trainable = _trainable_of_config(config, algorithm)
+    if trainable is not None and algorithm.own_kind:
+        algorithm = build(trainable=trainable)
+    elif trainable is not None:
+        algorithm = vary(algorithm, trainable=trainable)
+    algorithm = _with_head_rate(config, algorithm)
+    if config.algorithm.weighting == "examples":
+        algorithm = vary(algorithm, weighting=by_examples())
+    elif config.algorithm.weighting == "uniform":
+        algorithm = vary(algorithm, weighting=uniform())
+    if config.compression.codec == "top_k":
+        algorithm = vary(algorithm, compression=codec(f"top_k:{config.compression.fraction!r}"))
+    elif config.compression.codec != "values":
+        algorithm = vary(algorithm, compression=codec(config.compression.codec))
+    return _protected(config, _with_robust_rule(config, algorithm))
+
+
+def build_local(config: Config) -> LocalTraining:
+    """Return how a client trains."""
+    local = config.local
+    options = {}
+    for name in LocalTraining.__dataclass_fields__:
+        if name in type(local).model_fields and name not in ("optimizer", "head_lr"):
+            options[name] = getattr(local, name)
+    if local.client_steps:
+        options["steps"] = max(local.client_steps)
+    elif not local.epochs:
+        options["steps"] = local.steps or 4
+    return LocalTraining(**options, optimizer=_build_optimizer(config))
+
+
+def _build_optimizer(config: Config) -> Optimizer:
+    """Return the local optimizer."""
+    local = config.local
+    if local.optimizer == "adamw":
+        return adamw(weight_decay=local.weight_decay)
+    return sgdm(local.momentum, local.weight_decay, local.nesterov, local.dampening, local.decoupled)
+
+
+def _trainable_of_config(config: Config, algorithm: Algorithm) -> Trainable | None:
+    """Return the trainable that the config asks for; None if the algorithm keeps its own."""
+    table = config.trainable
+    needs_body = Capability.TRAINED_BODY in algorithm.requires
+    brings_own = needs_body or algorithm.client_state.private is not None or algorithm.own_kind
+    if table.kind is None:
+        _refuse_idle_options(config, brings_own)
+    if table.kind is not None:
+        return build_trainable(config, table.kind, algorithm.fixed_head)
+    if not brings_own:
+        return build_trainable(config, "head", algorithm.fixed_head)
+    if "freeze_blocks" in table.model_fields_set:
+        return build_trainable(config, algorithm.trainable.kind, algorithm.fixed_head)
+    return None
+
+
+def _refuse_idle_options(config: Config, brings_own: bool) -> None:
+    """Refuse options of a trainable where no kind is chosen that would use them."""
+    used = {"kind", "match_norm"}
+    if brings_own:
+        used.add("freeze_blocks")
+    idle = sorted(config.trainable.model_fields_set - used)
+    if idle:
         raise FedgraftError(
             "E-CONFIG-IDLE-OPTION",
             f"trainable.{idle[0]} says how something trains, and no trainable.kind says what",
             "set trainable.kind too",
             option=f"trainable.{idle[0]}",
         )
-    if config.trainable.kind or "freeze_blocks" in config.trainable.model_fields_set or not brings_own:
-        trainable = build_trainable(config, kind, made.fixed_head)
-        made = build(trainable=trainable) if made.own_kind else vary(made, trainable=trainable)
-    if own := config.local.head_lr:
-        trains_body = Capability.TRAINED_BODY in made.provides
-        made = vary(made, head_lr=own / made.lr) if trains_body else vary(made, lr=own)
-    if a.weighting != "default":
-        made = vary(made, weighting=by_examples() if a.weighting == "examples" else uniform())
-    name = f"top_k:{config.compression.fraction!r}" if config.compression.codec == "top_k" else config.compression.codec
-    if name != "values":
-        made = vary(made, compression=codec(name))
-    if a.robust != "mean" or a.neighbours or a.clip_norm is not None:
-        if Capability.COMMON_MODEL not in made.provides:
-            raise FedgraftError(
-                "E-ALGORITHM-COMBINATION",
-                f"{a.name} has more than one model, and algorithm.robust={a.robust!r} would replace the rule that "
-                "computes them",
-                "choose algorithm.robust='mean' or another algorithm",
-                algorithm=a.name,
-                part="aggregate",
-                capability=Capability.COMMON_MODEL.name,
-            )
-        made = vary(made, aggregate=robust_aggregator(a.robust, a.attackers, a.neighbours, a.clip_norm))
-    return protect(config, made)
 
 
-def protect(config: Config, algorithm: Algorithm) -> Algorithm:
-    """The algorithm under the protection that the config asks for."""
-    p = config.privacy
-    if p.aggregation == "secure":
-        algorithm = secure(algorithm, p.limit, p.threshold, p.degree)
-    if p.dp is None:
+def build_trainable(config: Config, kind: str, fixed_head: bool) -> Trainable:
+    """Return the trainable of this kind with the options of the config; a fixed head is not trained unless set."""
+    table = config.trainable
+    options = dict(table.model_extra or {})
+    if kind == "sparse":
+        options = {**table.sparse.model_dump(), **options}
+    elif kind == "lora":
+        options = {**table.lora.model_dump(), **options}
+    trains_head = table.head_too
+    if trains_head is None:
+        trains_head = not fixed_head
+    common = {"blocks": table.blocks, "freeze_blocks": table.freeze_blocks, "head": trains_head, "seed": config.seed}
+    trainable: Trainable = TRAINABLES.build(kind, options, **common)
+    return trainable
+
+
+def _with_head_rate(config: Config, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm with `local.head_lr`: relative to the other rate, or as the only one."""
+    head_lr = config.local.head_lr
+    if head_lr is None:
+        return algorithm
+    if Capability.TRAINED_BODY in algorithm.provides:
+        return vary(algorithm, head_lr=head_lr / algorithm.lr)
+    return vary(algorithm, lr=head_lr)
+
+
+def _with_robust_rule(config: Config, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm with the robust rule of the config."""
+    table = config.algorithm
+    if table.robust == "mean" and not table.neighbours and table.clip_norm is None:
+        return algorithm
+    if Capability.COMMON_MODEL not in algorithm.provides:
+        raise FedgraftError(
+            "E-ALGORITHM-COMBINATION",
+            f"{table.name} has more than one model, and algorithm.robust={table.robust!r} would replace the rule that "
+            "computes them",
+            "choose algorithm.robust='mean' or another algorithm",
+            algorithm=table.name,
+            part="aggregate",
+            capability=Capability.COMMON_MODEL.name,
+        )
+    rule = robust_aggregator(table.robust, table.attackers, table.neighbours, table.clip_norm)
+    return vary(algorithm, aggregate=rule)
+
+
+# ---- privacy ------------------------------------------------------------------------------------------------------
+
+
+def _protected(config: Config, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm under the privacy strategy of the config."""
+    privacy = config.privacy
+    if privacy.aggregation == "secure":
+        algorithm = secure(algorithm, privacy.limit, privacy.threshold, privacy.degree)
+    if privacy.dp is None:
         return algorithm
     check_private(config, algorithm)
-    if p.dp.epsilon is None and p.dp.noise is None:
-        raise FedgraftError("privacy.dp needs a target epsilon or a noise multiplier")
-    q = per_round(config) / config.partition.clients
-    with phase("noise that keeps within epsilon"):
-        noise = p.dp.noise or noise_for(float(p.dp.epsilon or 0), q, config.rounds.total, private_delta(config))
-    mechanism = Mechanism(noise, q, config.partition.clients)
-    key = secret_key() if p.dp.secret else simulation_key(config.seed)
-    adaptive = AdaptiveClip(mechanism) if p.dp.adaptive else None
-    return private(algorithm, DifferentialPrivacy(mechanism, p.dp.clip, adaptive, key, bool(p.dp.secret)))
+    if privacy.dp.epsilon is None and privacy.dp.noise is None:
+        raise FedgraftError(
+            "E-CONFIG-DP-TARGET",
+            "privacy.dp has neither a target epsilon nor a noise multiplier",
+            "set privacy.dp.epsilon or privacy.dp.noise",
+        )
+    probability = per_round(config) / config.partition.clients
+    noise = privacy.dp.noise
+    if noise is None:
+        with phase("noise that keeps within epsilon"):
+            target = float(privacy.dp.epsilon or 0)
+            noise = noise_for(target, probability, config.rounds.total, private_delta(config))
+    mechanism = Mechanism(noise, probability, config.partition.clients)
+    key = simulation_key(config.seed)
+    if privacy.dp.secret:
+        key = secret_key()
+    adaptive = None
+    if privacy.dp.adaptive:
+        adaptive = AdaptiveClip(mechanism)
+    return private(algorithm, DifferentialPrivacy(mechanism, privacy.dp.clip, adaptive, key, bool(privacy.dp.secret)))
+
+
+def private_delta(config: Config) -> float:
+    """Return the delta of the privacy accounting."""
+    privacy = config.privacy.dp
+    if privacy is not None and privacy.delta is not None:
+        return privacy.delta
+    return min(1e-5, 0.1 / config.partition.clients)
 
 
 def check_private(config: Config, algorithm: Algorithm) -> None:
-    """Refuse what the account of differential privacy would not cover."""
-    check_combination(
-        algorithm.weighting.name if Capability.CLIENT_WEIGHTS in algorithm.weighting.requires else "uniform",
-        config.rounds.sampling,
-        private_delta(config),
-        config.partition.clients,
+    """Refuse settings that the accounting of differential privacy would not cover."""
+    weighting = "uniform"
+    if Capability.CLIENT_WEIGHTS in algorithm.weighting.requires:
+        weighting = algorithm.weighting.name
+    check_combination(weighting, config.rounds.sampling, private_delta(config), config.partition.clients)
+    if config.head != "random":
+        raise _not_covered(
+            "model.head",
+            f"model.head={config.head!r} is computed from sums of the clients' data",
+            "leave it out or set model.head='random'",
+        )
+    if config.personal.evaluate != "never":
+        raise _not_covered(
+            "personal.evaluate", "personal.evaluate shows numbers of single clients", "set personal.evaluate='never'"
+        )
+    if config.data.validation == 0:
+        raise _not_covered(
+            "data.validation",
+            "without validation images the model would be measured on the clients' own",
+            "raise data.validation",
+        )
+    if algorithm.trainable.scores_data:
+        raise _not_covered(
+            "trainable.sparse.strategy",
+            "the mask is chosen by scores of the clients' data",
+            "choose trainable.sparse.strategy='random' or a rule by weights",
+        )
+    if algorithm.closed_form:
+        raise _not_covered(
+            "algorithm.name",
+            f"{algorithm.name} is computed from sums of the clients' data",
+            "choose an algorithm that trains in rounds",
+        )
+    _check_mechanism(config, algorithm)
+
+
+def _not_covered(option: str, reason: str, hint: str) -> FedgraftError:
+    """Return the error about an option whose result no noise covers."""
+    return FedgraftError(
+        "E-CONFIG-DP-NOT-COVERED",
+        f"under differential privacy {reason}, which no noise covers",
+        hint,
+        option=option,
     )
-    for wrong, sentence in (
-        (
-            config.head != "random",
-            f"model.head={config.head!r} is made from sums of the clients' data, which no noise "
-            "covers; leave it out or set model.head='random'.",
-        ),
-        (
-            config.personal.evaluate != "never",
-            "personal.evaluate shows numbers of single clients, which no noise covers; set personal.evaluate='never'.",
-        ),
-        (
-            config.data.validation == 0,
-            "without validation images the model would be measured on the clients' own, "
-            "which no noise covers; raise data.validation.",
-        ),
-        (
-            algorithm.trainable.scores_data,
-            "the mask is chosen by scores of the clients' data, which no noise covers; "
-            "choose trainable.sparse.strategy='random' or a rule by weights.",
-        ),
-        (
-            bool(algorithm.closed_form),
-            f"{algorithm.name} is made from sums of the clients' data, which no noise "
-            "covers; choose an algorithm that trains in rounds.",
-        ),
-    ):
-        if wrong:
-            raise FedgraftError(f"under differential privacy {sentence}")
-    if algorithm.privacy.noise is not None:  # made beside the config
-        m, clients = algorithm.privacy.noise.mechanism, config.partition.clients
-        if (m.probability, m.population) != (q := per_round(config) / clients, clients):
-            raise FedgraftError(
-                f"the noise is for {m.population} clients of which {m.probability:g} take part in a round, and here "
-                f"are {clients} of which {q:g} do; give fg.private the same numbers."
-            )
+
+
+def _check_mechanism(config: Config, algorithm: Algorithm) -> None:
+    """Refuse a mechanism, made in Python, that is for another federation than the config's."""
+    if algorithm.privacy.noise is None:
+        return
+    mechanism = algorithm.privacy.noise.mechanism
+    clients = config.partition.clients
+    probability = per_round(config) / clients
+    if (mechanism.probability, mechanism.population) != (probability, clients):
+        raise FedgraftError(
+            "E-CONFIG-DP-FEDERATION",
+            f"the noise is for {mechanism.population} clients of which {mechanism.probability:g} take part in a round, "
+            f"and here are {clients} of which {probability:g} do",
+            "give fg.private the same numbers",
+            clients=clients,
+        )
 
 
 def budget(config: Config, algorithm: Algorithm, spent: int) -> Budget | None:
-    """The account after so many rounds; without a target it is kept, but ends nothing."""
-    p, dp = config.privacy.dp, algorithm.privacy.noise
-    if p is None or dp is None:
+    """Return the privacy budget after so many rounds; without a target it is accounted for, but ends nothing."""
+    table = config.privacy.dp
+    noise = algorithm.privacy.noise
+    if table is None or noise is None:
         return None
-    m = dp.mechanism
-    return Budget(p.epsilon or math.inf, private_delta(config), m.probability, m.noise, config.rounds.total, spent)
+    mechanism = noise.mechanism
+    target = table.epsilon or math.inf
+    return Budget(target, private_delta(config), mechanism.probability, mechanism.noise, config.rounds.total, spent)

@@ -1,4 +1,4 @@
-"""The options of what is adapted to what: the images, how they lie with clients, the pretrained network."""
+"""Tables of what is adapted to what: the images, their division among clients, the pretrained network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from fedgraft.config.section import Section
 
 
-class Data(Section):
+class DataTable(Section):
     """Where the images come from."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
@@ -32,7 +32,7 @@ class Data(Section):
         None, description="grey values of deep images (16 bits and more) shown black and white; default: 0 and 255"
     )
     unreadable: Literal["refuse", "skip"] | None = Field(
-        None, description="images that cannot be read: refuse the data (the default), or leave them out and say so"
+        None, description="images that cannot be read: refuse the data (the default), or skip them with a warning"
     )
     augment: tuple[Literal["flip", "crop", "resized_crop", "jitter", "randaugment"], ...] = Field(
         (), description="training transforms, in this order; evaluation never augments"
@@ -41,16 +41,19 @@ class Data(Section):
         "model", description="one normalisation for all splits; default: what the network was trained with"
     )
     class_map: dict[str, str] | None = Field(
-        None, description="other names for classes, as a table or a TOML file: what is left stands for what is right"
+        None, description="names of classes to replace, as a table or a TOML file: old = new"
     )
     limit: int | None = Field(None, ge=1, description="use only so many training images, stratified")
     classes: int = Field(10, ge=2, description="synthetic only: number of classes")
     count: int = Field(2000, ge=10, description="synthetic only: number of training images")
-    cache_features: bool = Field(True, description="keep the frozen backbone's outputs; equal within 1e-6, much faster")
+    cache_features: bool = Field(
+        True, description="cache the frozen backbone's outputs; equal within 1e-6, much faster"
+    )
 
     @field_validator("class_map", mode="before")
     @classmethod
     def _read_map(cls, value: Any) -> Any:
+        """Return the map of class names; a word is the path of a TOML file with it."""
         if not isinstance(value, str):
             return value
         try:
@@ -59,13 +62,13 @@ class Data(Section):
             raise ValueError(f"the file {value} is no map of class names ({error})") from None
 
 
-class Partition(Section):
+class PartitionTable(Section):
     """How the training images are divided among clients."""
 
     kind: Literal["iid", "stratified", "classes", "shards", "dirichlet", "dirichlet_balanced", "groups", "by_site"] = (
         Field("stratified", description="by_site: one client per owner, as the data's site column says")
     )
-    column: str = Field("site", description="kind=by_site: the column of the data that says whose each row is")
+    column: str = Field("site", description="kind=by_site: the column of the data with the owner of each row")
     clients: int = Field(10, ge=1, description="K, the number of clients")
     classes_per_client: int = Field(10, ge=1, description="kind=classes: N_c, distinct classes of each client")
     shards_per_client: int = Field(2, ge=1, description="kind=shards: s")
@@ -82,20 +85,20 @@ class Partition(Section):
         (), description="clients, by name or number, that test models on their own images and never train"
     )
     joins: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        {}, description="clients, by name or number, that come later: the first round of each"
+        {}, description="clients, by name or number, that join later: the first round of each"
     )
     leaves: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        {}, description="clients, by name or number, that go for good: the last round of each"
+        {}, description="clients, by name or number, that leave for good: the last round of each"
     )
 
     @model_validator(mode="after")
-    def _named_groups(self) -> Partition:
+    def _named_groups(self) -> PartitionTable:
         if self.kind == "groups" and not self.groups:
             raise ValueError("kind='groups' needs the labels of each group, for example groups=[[0,1,2],[3,4,5]]")
         return self
 
 
-class Model(Section):
+class ModelTable(Section):
     """The pretrained network and its head."""
 
     name: str = Field(

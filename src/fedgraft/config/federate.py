@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fedgraft.config.options import Config
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.federated import FederatedData
@@ -11,37 +13,47 @@ from fedgraft.data.sources.class_map import check_names, renamed
 
 
 def open_data(config: Config, check: bool = True) -> Dataset:
-    """The data that a config names; class names that look like one are refused, unless nobody trains on them yet."""
-    d = config.data
-    made = {"classes": d.classes, "train": d.count, "test": max(d.classes, d.count // 5)}
-    options = {**(made if d.source == "synthetic" else {}), **(d.model_extra or {})}
-    if d.unreadable is not None:
-        options["unreadable"] = d.unreadable
-    found = renamed(load_dataset(d.source, d.path, **options), d.class_map)
+    """Return the data of a config; with `check`, refuse class names that differ only by spelling."""
+    table = config.data
+    options: dict[str, Any] = dict(table.model_extra or {})
+    if table.source == "synthetic":
+        sizes = {"classes": table.classes, "train": table.count, "test": max(table.classes, table.count // 5)}
+        options = {**sizes, **options}
+    if table.unreadable is not None:
+        options["unreadable"] = table.unreadable
+    dataset = renamed(load_dataset(table.source, table.path, **options), table.class_map)
     if check:
-        check_names(found.classes)
-    return found
+        check_names(dataset.classes)
+    return dataset
 
 
 def federate(config: Config) -> FederatedData:
     """Load the data, hold out validation images once, and divide the rest among the clients."""
-    d, p, dataset = config.data, config.partition, open_data(config)
-    strange = [label for group in p.groups for label in group if not 0 <= label < len(dataset.classes)]
-    if strange:
-        raise FedgraftError(f"partition.groups names the label {strange[0]}, and there are {len(dataset.classes)}")
-    split = {"seed": config.seed, "limit": d.limit, "validation": d.validation}
-    return divide(dataset, p.kind, p.clients, **split, **partition_options(config))
+    dataset = open_data(config)
+    classes = len(dataset.classes)
+    for group in config.partition.groups:
+        for label in group:
+            if not 0 <= label < classes:
+                raise FedgraftError(
+                    "E-CONFIG-GROUP-LABEL",
+                    f"partition.groups names the label {label}, and there are {classes} classes",
+                    f"use labels from 0 to {classes - 1}",
+                    label=label,
+                )
+    split = {"seed": config.seed, "limit": config.data.limit, "validation": config.data.validation}
+    partition = config.partition
+    return divide(dataset, partition.kind, partition.clients, **split, **partition_options(config))
 
 
 def partition_options(config: Config) -> dict[str, object]:
-    """What `make_partition` is told about this kind of partition."""
-    p = config.partition
-    own: dict[str, dict[str, object]] = {
-        "by_site": {"column": p.column, "allow_uncovered": p.allow_uncovered},
-        "classes": {"per_client": p.classes_per_client, "allow_uncovered": p.allow_uncovered},
-        "shards": {"per_client": p.shards_per_client, "per_class": p.shard_rule == "per_class"},
-        "dirichlet": {"alpha": p.alpha, "min_size": p.minimum},
-        "dirichlet_balanced": {"alpha": p.alpha},
-        "groups": {"groups": p.groups, "allow_uncovered": p.allow_uncovered},
+    """Return the options of the config's kind of partition, as arguments of `make_partition`."""
+    table = config.partition
+    by_kind: dict[str, dict[str, object]] = {
+        "by_site": {"column": table.column, "allow_uncovered": table.allow_uncovered},
+        "classes": {"per_client": table.classes_per_client, "allow_uncovered": table.allow_uncovered},
+        "shards": {"per_client": table.shards_per_client, "per_class": table.shard_rule == "per_class"},
+        "dirichlet": {"alpha": table.alpha, "min_size": table.minimum},
+        "dirichlet_balanced": {"alpha": table.alpha},
+        "groups": {"groups": table.groups, "allow_uncovered": table.allow_uncovered},
     }
-    return {**own.get(p.kind, {}), "test": p.test}
+    return {**by_kind.get(table.kind, {}), "test": table.test}

@@ -1,4 +1,4 @@
-"""A config for data alone: which source reads it, how much to hold out, its owners as the clients if it names them."""
+"""A config for data alone: its source, the share to hold out, and its owners as the clients if it has any."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from fedgraft.config.load import Config, merge, validate
 from fedgraft.core.errors import FedgraftError
 from fedgraft.data.sources import SOURCES, kind_of
 
-_OWNED = {"partition": {"kind": "by_site"}, "rounds": {"fraction": 1.0}}
+_BY_OWNER = {"partition": {"kind": "by_site"}, "rounds": {"fraction": 1.0}}
 
 
-def config_for(data: str, base: Mapping[str, Any], wishes: Mapping[str, Any]) -> Config:
-    """The config of a run on this data; where it names its owners they are the clients, and all take part."""
-    given = merge(dict(base), {"data": source_of(data)})
-    config = validate(merge(given, dict(wishes)))
-    found = open_data(config).train
-    images = min(len(found), config.data.limit or len(found))
-    given = merge(given, {"data": {"validation": held_out(images)}})
-    if found.sites is not None and not {"kind", "clients"} & set(wishes.get("partition", {})):
-        given = merge(given, _OWNED)
-    return validate(merge(given, dict(wishes)))
+def config_for(data: str, base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """Return the config of a run on this data; where it has owners they are the clients, and all take part."""
+    table = merge(dict(base), {"data": source_of(data)})
+    config = validate(merge(table, dict(overrides)))
+    train = open_data(config).train
+    images = min(len(train), config.data.limit or len(train))
+    table = merge(table, {"data": {"validation": held_out(images)}})
+    sets_clients = {"kind", "clients"} & set(overrides.get("partition", {}))
+    if train.sites is not None and not sets_clients:
+        table = merge(table, _BY_OWNER)
+    return validate(merge(table, dict(overrides)))
 
 
 def held_out(images: int) -> float:
-    """The share of images to hold out for validation: a tenth; of few images more, up to a fifth, to have a hundred.
+    """Return the share of images to hold out for validation: a tenth; of few images up to a fifth, to have a hundred.
 
     The best round is chosen on them, and among twenty images one more or less is five points.
     """
@@ -35,15 +36,23 @@ def held_out(images: int) -> float:
 
 
 def source_of(data: str) -> dict[str, str]:
-    """The `data` table for what a user names: a known source, or a file or folder by what is in it."""
+    """Return the `data` table for a known source, or for a file or folder by its contents."""
     path = Path(data).expanduser()
     if data in SOURCES and not path.exists():
         return {"source": data}
     if not path.exists():
-        raise FedgraftError(f"there is no {data}, neither a file or folder nor one of {', '.join(SOURCES)}.")
-    if not (found := kind_of(path)):
         raise FedgraftError(
-            f"{data} is neither parquet, npz, a folder that `datasets` saved, nor a directory of images by class "
-            f"(such as {path / 'CLASS' / '1.png'}); or name the source with data.source=, see docs/data.md."
+            "E-CONFIG-NO-DATA",
+            f"there is no {data}, neither a file or folder nor one of {', '.join(SOURCES)}.",
+            data=data,
         )
-    return {"source": found, "path": data}
+    source = kind_of(path)
+    if not source:
+        raise FedgraftError(
+            "E-CONFIG-DATA-KIND",
+            f"{data} is neither parquet, npz, a folder that `datasets` saved, nor a directory of images by class "
+            f"(such as {path / 'CLASS' / '1.png'})",
+            "or name the source with data.source=, see docs/data.md",
+            data=data,
+        )
+    return {"source": source, "path": data}

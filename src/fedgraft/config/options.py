@@ -1,4 +1,4 @@
-"""The options of a run: each with its default, its limits and one line of meaning.
+"""The options of a run that no other code declares, and the config as a whole.
 
 Nothing here imports torch, so bad input is refused at once.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from fedgraft.config.data import Data, Model, Partition
-from fedgraft.config.section import Section
-from fedgraft.config.training import AlgorithmChoice, Local, Loss, Schedule, Trainable
+from fedgraft.config.data import DataTable, ModelTable, PartitionTable
+from fedgraft.config.section import NOT_IN_IDENTITY, ChoiceSection, Section
+from fedgraft.config.training import AlgorithmTable, LocalTable, LossTable, ScheduleTable, TrainableTable
+from fedgraft.metrics.names import METRIC_NAMES, MetricName
 
 
-class Rounds(Section):
-    """How long, who takes part, what is measured."""
+class RoundsTable(Section):
+    """How many rounds, who takes part, what is measured."""
 
     total: int = Field(20, ge=0, description="T; 0: only the head initialisation")
     fraction: float = Field(0.5, gt=0, le=1, description="C, the share of clients in a round")
@@ -25,29 +27,32 @@ class Rounds(Section):
     evaluate_every: int = Field(5, ge=0, description="validation every n rounds (0: only at the end)")
     test: bool = Field(True, description="test the best model at the end; false while settings are still chosen")
     patience: int = Field(0, ge=0, description="stop after so many evaluations without a better accuracy (0: never)")
-    min_delta: float = Field(1e-3, ge=0, description="what counts as better")
+    min_delta: float = Field(1e-3, ge=0, description="smallest improvement of the accuracy that counts")
     checkpoint_every: int = Field(5, ge=1)
     minimum_answers: int | None = Field(
-        None, ge=1, description="fewer good answers: the round is skipped (default: 1; on other machines 2)"
+        None, ge=1, description="fewer accepted responses: the round is skipped (default: 1; in a deployment 2)"
     )
     deadline: float | None = Field(
         None,
         gt=0,
-        description="seconds that clients have for one order; later answers do not count (default: no limit)",
+        description="seconds that clients have for one request; later responses do not count (default: no limit)",
     )
     norm_bound: float | None = Field(None, gt=0, description="refuse updates of a larger norm")
     norm_factor: float = Field(
-        30.0, ge=0, description="refuse updates longer than so many times the usual (median) length; 0: none"
+        30.0, ge=0, description="refuse updates longer than so many times the median length; 0: none"
     )
     keep_contributions: bool = Field(
-        False, description="keep what each client added to the model (one vector each), for unlearn --fast"
+        False, description="store the contribution of each client to the model (one vector each), for unlearn --fast"
     )
     personal_memory_mb: float = Field(
-        2000, ge=0, description="mixtures: keep the clients' models on disk when they need more; same results"
+        2000,
+        ge=0,
+        description="mixtures: store the clients' models on disk when they need more; same results",
+        json_schema_extra=NOT_IN_IDENTITY,
     )
 
 
-class Personal(Section):
+class PersonalTable(Section):
     """Evaluation of each client on its own test images."""
 
     evaluate: Literal["never", "end", "always"] = Field("never", description="when clients test on their own images")
@@ -57,41 +62,41 @@ class Personal(Section):
     finetune_batch: int = Field(50, ge=1)
 
 
-class Compression(Section):
-    """What crosses the wire."""
+class CompressionTable(Section):
+    """How updates are encoded."""
 
     codec: Literal["values", "half", "int8", "top_k"] = "values"
     fraction: float = Field(0.01, gt=0, le=1, description="top_k: share of the coordinates sent")
 
 
-class DifferentialPrivacy(Section):
+class DifferentialPrivacyTable(Section):
     """Client-level differential privacy. Give a target epsilon, or the noise itself."""
 
     epsilon: float | None = Field(None, gt=0, description="the run stops before it would exceed this")
-    noise: float | None = Field(None, gt=0, description="noise multiplier; default: what the target needs")
+    noise: float | None = Field(None, gt=0, description="noise multiplier; default: that which the target needs")
     delta: float | None = Field(None, gt=0, lt=1, description="default: 1e-5; at most a tenth of 1 / clients")
     clip: float = Field(1.0, gt=0, description="largest norm of a client's update")
     adaptive: bool = Field(False, description="let the bound follow the median of the norms")
     secret: bool | None = Field(
         None,
         description="noise and cohorts from a secret; else from the seed, repeatable, for experiments (default: secret "
-        "on other machines)",
+        "in a deployment)",
     )
 
 
-class Privacy(Section):
-    """Who may see what."""
+class PrivacyTable(Section):
+    """What the server may see."""
 
-    limit: float = Field(1.0, gt=0, description="secure: largest update of one coordinate; what is beyond is cut")
+    limit: float = Field(1.0, gt=0, description="secure: largest update of one coordinate; larger ones are clipped")
     threshold: int | None = Field(None, ge=2, description="secure: shares needed to undo a lost client's masks")
     degree: int | None = Field(None, ge=2, description="secure: others that hold a client's shares, in large cohorts")
-    dp: DifferentialPrivacy | None = Field(None, description="client-level differential privacy; a table of its own")
+    dp: DifferentialPrivacyTable | None = Field(None, description="client-level differential privacy (a table)")
     aggregation: Literal["clear", "secure"] = Field(
         "clear", description="secure: the server sees only the sum of the updates"
     )
 
 
-class Centralized(Section):
+class CentralizedTable(Section):
     """`fedgraft centralized`: all data in one place, as the baseline."""
 
     kind: Literal["probe", "finetune", "ridge"] = "probe"
@@ -100,33 +105,21 @@ class Centralized(Section):
     patience: int = Field(10, ge=0, description="stop after so many epochs without a better validation accuracy")
 
 
-class Track(Section):
+class TrackTable(Section):
     """Optional trackers beside the run folder."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     mixing_rounds: tuple[int, ...] = Field(
-        (), description="mixtures: rounds whose mixing matrix is kept and drawn (default: first, middle, last)"
+        (), description="mixtures: rounds whose mixing matrix is stored and drawn (default: first, middle, last)"
     )
-
-
-MetricName = Literal[
-    "accuracy",
-    "top5",
-    "balanced_accuracy",
-    "sensitivity",
-    "specificity",
-    "f1",
-    "auroc",
-    "calibration_error",
-    "log_loss",
-    "confusion",
-]
 
 
 class Config(Section):
     """One run."""
 
-    name: str = Field("run", min_length=1, max_length=80, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(
+        "run", min_length=1, max_length=80, pattern=r"^[A-Za-z0-9._-]+$", json_schema_extra=NOT_IN_IDENTITY
+    )
     seed: int = Field(0, ge=0)
     metrics: tuple[MetricName, ...] = Field(
         (), description="what is measured at the end, by class and client, each with a 95 % interval (docs/metrics.md)"
@@ -145,95 +138,112 @@ class Config(Section):
         ge=0,
         description="processes that train clients side by side; same bytes whatever the number; "
         "0: by rule (docs/speed)",
+        json_schema_extra=NOT_IN_IDENTITY,
     )
-    data: Data = Data()
-    partition: Partition = Partition()
-    model: Model = Model()
-    trainable: Trainable = Trainable()
-    local: Local = Local()
-    loss: Loss = Loss()
-    schedule: Schedule = Schedule()
-    algorithm: AlgorithmChoice = AlgorithmChoice()
-    rounds: Rounds = Rounds()
-    personal: Personal = Personal()
-    compression: Compression = Compression()
-    privacy: Privacy = Privacy()
-    centralized: Centralized = Centralized()
-    track: Track = Track()
+    data: DataTable = DataTable()
+    partition: PartitionTable = PartitionTable()
+    model: ModelTable = ModelTable()
+    trainable: TrainableTable = TrainableTable()
+    local: LocalTable = LocalTable()
+    loss: LossTable = LossTable()
+    schedule: ScheduleTable = ScheduleTable()
+    algorithm: AlgorithmTable = AlgorithmTable()
+    rounds: RoundsTable = RoundsTable()
+    personal: PersonalTable = PersonalTable()
+    compression: CompressionTable = CompressionTable()
+    privacy: PrivacyTable = PrivacyTable()
+    centralized: CentralizedTable = CentralizedTable()
+    track: TrackTable = Field(TrackTable(), json_schema_extra=NOT_IN_IDENTITY)
     policy: dict[str, Any] = Field(
         {},
-        description="rules that every order to a client must keep, as in a node's policy.toml: docs/deploy",
+        description="rules that every request to a client must keep, as in a node's policy.toml: docs/deploy",
+        json_schema_extra=NOT_IN_IDENTITY,
     )
 
     @field_validator("select")
     @classmethod
     def _selectable(cls, value: str) -> str:
-        name, _, of = value.partition(":")
-        known = [one for one in get_args(MetricName) if one != "confusion"]
-        if name not in known or (name in ("sensitivity", "specificity") and not of):
+        name, _, class_name = value.partition(":")
+        selectable = [metric for metric in METRIC_NAMES if metric != "confusion"]
+        lacks_class = name in ("sensitivity", "specificity") and not class_name
+        if name not in selectable or lacks_class:
             raise ValueError(
-                f"select is one of {', '.join(known)}, sensitivity and specificity of a class (sensitivity:CLASS), "
-                f"not {value!r}"
+                f"select is one of {', '.join(selectable)}, sensitivity and specificity of a class "
+                f"(sensitivity:CLASS), not {value!r}"
             )
         return value
 
     @model_validator(mode="after")
-    def _given_features(self) -> Config:
-        if (self.data.source == "features") != (self.model.name == "features"):
+    def _features_need_no_backbone(self) -> Config:
+        has_features = self.data.source == "features"
+        if has_features != (self.model.name == "features"):
             raise ValueError(
-                "given features need no backbone: set data.source=features and model.name=features together"
+                "precomputed features need no backbone: set data.source=features and model.name=features together"
             )
-        if self.data.source == "features" and (self.data.augment or self.data.image_size):
-            raise ValueError("given features are no images: leave data.augment and data.image_size out")
+        if has_features and (self.data.augment or self.data.image_size):
+            raise ValueError("precomputed features are no images: leave data.augment and data.image_size out")
         return self
 
     @property
     def kind(self) -> str:
-        """What a summary calls this run."""
-        return f"centralised {self.centralized.kind}" if self.centralized.active else "federated"
+        """The kind of run in a summary."""
+        if self.centralized.active:
+            return f"centralised {self.centralized.kind}"
+        return "federated"
 
     @property
     def head(self) -> str:
-        """How the head starts: from sums over the clients, which no account of privacy covers, or at random."""
-        return self.model.head or ("ridge" if self.privacy.dp is None else "random")
+        """How the head starts; at random under differential privacy, whose accounting covers no sums of data."""
+        if self.model.head is not None:
+            return self.model.head
+        if self.privacy.dp is not None:
+            return "random"
+        return "ridge"
 
     @property
     def table(self) -> dict[str, Any]:
-        """Every option, as tables that `validate` takes again; of algorithm and trainable only what was said.
+        """Every option, as tables that `validate` takes again; of algorithm and trainable only those that are set.
 
-        An option that was never said means the algorithm's own default, and a said one must fit the algorithm.
+        An option that is not set means the default of the algorithm.
         """
         table = self.model_dump(mode="json", exclude_none=True)
-        said = {"mode": "json", "exclude_none": True, "exclude_unset": True}
-        table["algorithm"] = {"name": self.algorithm.name, **self.algorithm.model_dump(**said)}  # type: ignore[arg-type]
-        table["trainable"] = self.trainable.model_dump(**said)  # type: ignore[arg-type]
+        algorithm = self.algorithm.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+        table["algorithm"] = {"name": self.algorithm.name, **algorithm}
+        table["trainable"] = self.trainable.model_dump(mode="json", exclude_none=True, exclude_unset=True)
         return table
 
     @property
     def digest(self) -> str:
-        """Identity of everything that decides the bytes of the result (not the name, trackers, workers or rules)."""
-        return hashlib.blake2b(self._decides, digest_size=8).hexdigest()
+        """Identity of the result: a digest of every option that can change it and differs from its default."""
+        return hashlib.blake2b(self._identity, digest_size=8).hexdigest()
 
     @property
     def fingerprint(self) -> str:
-        """The digest, and so much more that nobody can make two configs with the same: what an owner agrees to."""
-        return self.digest + hashlib.sha256(self._decides).hexdigest()[:48]
+        """The digest, long enough that nobody can make two configs with the same one; owners agree to it."""
+        return self.digest + hashlib.sha256(self._identity).hexdigest()[:48]
 
     @property
-    def _decides(self) -> bytes:
-        kept = self.model_dump(mode="json", exclude={"name", "track", "workers", "policy"})
-        kept["rounds"].pop("personal_memory_mb")
-        later = {
-            "": ("metrics", "select"),
-            "local": ("sampling",),
-            "loss": ("class_weights",),
-            "rounds": ("deadline", "keep_contributions"),
-            "data": ("class_map", "grey_window"),
-            "partition": ("column", "without", "evaluate_only", "joins", "leaves"),
-        }
-        for section, names in later.items():  # at its default it says nothing: runs from before it keep their identity
-            options, table = (getattr(self, section), kept[section]) if section else (self, kept)
-            for name in names:
-                if getattr(options, name) == type(options).model_fields[name].default:
-                    table.pop(name)
-        return json.dumps(kept, sort_keys=True).encode()
+    def _identity(self) -> bytes:
+        return json.dumps(_changed_options(self), sort_keys=True).encode()
+
+
+def _changed_options(section: BaseModel) -> dict[str, Any]:
+    """Return the options of a table that differ from their defaults, without those declared `NOT_IN_IDENTITY`."""
+    changed: dict[str, Any] = {}
+    dumped = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, Mapping) and extra.get("identity") is False:
+            continue
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            inner = _changed_options(value)
+            if inner or field.default is None:  # an optional table counts even if it is empty
+                changed[name] = inner
+        elif value != field.default:
+            changed[name] = dumped[name]
+    if isinstance(section, ChoiceSection):
+        changed |= section.set_options()
+    elif section.model_extra:
+        changed |= section.model_extra
+    return changed

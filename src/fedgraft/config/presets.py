@@ -1,4 +1,4 @@
-"""One small TOML file per experiment; the first comment line says what it is."""
+"""Presets: one small TOML file per experiment, whose first comment line describes it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ HERE = Path(__file__).parent
 
 
 def summaries() -> dict[str, str]:
-    """Every preset with its first line."""
-    return {path.stem: path.read_text().splitlines()[0].lstrip("# ") for path in sorted(HERE.glob("*.toml"))}
+    """Return the first line of every preset by its name."""
+    lines = {}
+    for path in sorted(HERE.glob("*.toml")):
+        lines[path.stem] = path.read_text().splitlines()[0].lstrip("# ")
+    return lines
 
 
 def text(name: str) -> str:
-    """A preset as TOML."""
+    """Return a preset as TOML."""
     path = HERE / f"{name}.toml"
-    if not path.is_file() or path.parent != HERE:
-        known = list(summaries())
-        close = difflib.get_close_matches(name, known, n=1)
-        told = f"the nearest preset is {close[0]!r}" if close else "`fedgraft presets` lists the presets"
-        raise FedgraftError(f"{name!r} is neither a TOML file nor a folder of images nor a preset; {told}.")
-    return path.read_text()
+    if path.is_file() and path.parent == HERE:
+        return path.read_text()
+    hint = "`fedgraft presets` lists the presets"
+    nearest = difflib.get_close_matches(name, list(summaries()), n=1)
+    if nearest:
+        hint = f"the nearest preset is {nearest[0]!r}"
+    raise FedgraftError(
+        "E-CONFIG-PRESET", f"{name!r} is neither a TOML file nor a folder of images nor a preset", hint, name=name
+    )
 
 
 def table(name: str) -> dict[str, Any]:
-    """A preset as a table of options."""
+    """Return a preset as a table of options."""
     return tomllib.loads(text(name))

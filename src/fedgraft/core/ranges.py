@@ -1,4 +1,4 @@
-"""Numeric ranges of options: declared once, in annotations, and checked for configs and Python calls alike."""
+"""Ranges and choices of options: declared once, in annotations, and checked for configs and Python calls alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache, wraps
 from inspect import signature
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -31,7 +31,7 @@ Probe = Annotated[int, Field(ge=16)]
 
 
 def in_range(make: Callable[P, T]) -> Callable[P, T]:
-    """Return the function with a check: it refuses numbers outside the ranges of its annotations."""
+    """Return the function with a check: it refuses numbers and words that its annotations do not allow."""
     known = signature(make)
 
     @wraps(make)
@@ -44,7 +44,7 @@ def in_range(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def check(options: Any, label: str) -> None:
-    """Convert the numbers of a frozen dataclass to their annotations, in place; refuse numbers outside the ranges.
+    """Convert the numbers of a frozen dataclass to their annotations, in place; refuse what they do not allow.
 
     For its `__post_init__`. `label` names the options in errors.
     """
@@ -53,7 +53,7 @@ def check(options: Any, label: str) -> None:
 
 
 def validated_numbers(label: str, owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those values that are numbers by the owner's annotations, converted; raise an error for the first bad."""
+    """Return those values that are numbers or choices by the annotations, converted; refuse the first bad one."""
     numbers = {}
     for name, hint in _number_hints(owner).items():
         if name in values:
@@ -80,16 +80,21 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 @cache
 def _number_hints(owner: Any) -> dict[str, Any]:
-    """Return the annotations of the owner's options that are numbers."""
+    """Return the annotations of the owner's options that are numbers or choices of words."""
     if is_dataclass(owner):
         options: Any = owner.__dataclass_fields__
     else:
         options = signature(owner).parameters
     numbers = {}
     for name, hint in get_type_hints(owner, include_extras=True).items():
-        if name in options and _plain_types(hint) & {int, float}:
+        if name in options and (_plain_types(hint) & {int, float} or _is_choice(hint)):
             numbers[name] = hint
     return numbers
+
+
+def _is_choice(hint: Any) -> bool:
+    """Return whether the annotation is a choice of words, or of words and None."""
+    return get_origin(hint) is Literal or any(get_origin(inner) is Literal for inner in get_args(hint))
 
 
 def _plain_types(hint: Any) -> set[Any]:

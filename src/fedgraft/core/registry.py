@@ -6,14 +6,13 @@ up; the module adds its functions: `registry.LOSSES["mine"] = my_loss`. Nothing 
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
+from fedgraft.core.declared import PACKAGE, defines, first_line, functions_in, options_of
 from fedgraft.core.errors import FedgraftError
 
 _loaded = False
@@ -84,37 +83,27 @@ def own_options(make: Callable[..., Any]) -> list[str]:
     return options
 
 
+def algorithm_files() -> dict[str, str]:
+    """Return the file of each algorithm of fedgraft, relative to the package, in the order of `algorithms.TABLE`."""
+    files = [f"algorithms/{path.name}" for path in sorted((PACKAGE / "algorithms").glob("*.py"))]
+    homes = {}
+    for name in functions_in("algorithms/__init__.py", "TABLE"):
+        homes[name] = next(file for file in files if defines(file, name))
+    return homes
+
+
 def listed_algorithms() -> dict[str, tuple[str, list[str]]]:
-    """Return the first docstring line and the own options of each algorithm, by name.
-
-    The algorithms of fedgraft are read from their source, because importing them imports torch.
-    """
+    """Return the first docstring line and the own options of each algorithm, by name, plug-ins included."""
     load_plugins()
-    functions: dict[str, ast.FunctionDef] = {}
-    table: ast.expr | None = None
-    for path in sorted((Path(__file__).parents[1] / "algorithms").glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef):
-                functions[node.name] = node
-            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TABLE":
-                table = node.value
-    assert isinstance(table, ast.Tuple)
     listed = {}
-    for element in table.elts:
-        function = functions[ast.unparse(element)]
-        options = []
-        for argument in (*function.args.args, *function.args.kwonlyargs):
-            if argument.arg not in GIVEN:
-                options.append(argument.arg)
-        listed[function.name] = (_first_line(ast.get_docstring(function)), options)
+    for name, file in algorithm_files().items():
+        options = [option.name for option in options_of(file, name) if option.name not in GIVEN]
+        listed[name] = (first_line(file, name), options)
     for name, make in ALGORITHMS.items():
-        if name not in functions:
-            listed[name] = (_first_line(make.__doc__), own_options(make))
+        if name not in listed:
+            docstring = (make.__doc__ or "").strip()
+            listed[name] = (docstring.partition("\n")[0], own_options(make))
     return listed
-
-
-def _first_line(docstring: str | None) -> str:
-    return (docstring or "").strip().partition("\n")[0]
 
 
 def load_plugins() -> None:

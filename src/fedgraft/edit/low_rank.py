@@ -39,20 +39,27 @@ class LowRank:
     """Train low-rank factors beside selected linear layers; the weights of these layers are frozen."""
 
     rank: Count = 8
+    """rank of the factors"""
     alpha: Positive = 16.0
+    """the factors' product is scaled by alpha / rank"""
     targets: tuple[str, ...] = ("q", "v")
+    """layers that get factors: q, k, v, o, mlp, globs"""
     dropout: Rest = 0.0
+    """before the first factor"""
     aggregate: LoraAggregation = "mean"
+    """how the clients' factors are combined; svd: FlexLoRA; core: Fed-SB, only an r x r matrix between fixed factors
+    trains"""
     head: bool = True
     freeze_blocks: Number = 0
     seed: int = 0
     ranks: tuple[Count, ...] = ()
-    """aggregate=svd: ranks of the clients, assigned in turn; client k has ranks[k mod n], at most `rank`."""
+    """aggregate=svd: ranks of the clients, assigned in turn; client k has ranks[k mod n], at most `rank`"""
     core_from: Literal["gradient", "weights"] = "gradient"
-    """aggregate=core: the matrix whose top directions are the fixed factors."""
+    """aggregate=core: the matrix whose top directions are the fixed factors"""
     core_images: Count = 1024
+    """core_from=gradient: images of its gradient, over all clients"""
     budgets: tuple[Few, ...] = ()
-    """aggregate=svd: bytes of the clients' updates, assigned in turn; each client trains the rank that fits."""
+    """aggregate=svd: bytes of the clients' updates, assigned in turn; each client trains the rank that fits"""
     kind = "lora"
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -56,25 +56,47 @@ class Sparse:
     """Train a fraction 1 - `sparsity` of the weights in scope, chosen by `strategy`; `head` is trained whole."""
 
     strategy: str = "least_sensitive"
+    """least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random, or a registered name"""
     sparsity: Rest = 0.9
+    """fraction of the weights in scope that is frozen"""
     scope: tuple[str, ...] = ("blocks",)
+    """tensors that the mask chooses from: blocks, qk, attention, mlp, norm, bias, globs"""
     dense: tuple[str, ...] = ()
-    threshold: str = "global"
+    """tensors that are trained whole beside the mask"""
+    threshold: Literal["global", "per_tensor", "per_block"] = "global"
+    """over which weights the scores are compared"""
     floor: Rest = 0.0
-    labels: str = "rademacher"
+    """least fraction trained in every tensor; the total stays the same"""
+    labels: Literal["true", "sampled", "expected", "rademacher", "logit", "batch_gradient", "single_batch"] = (
+        "rademacher"
+    )
+    """estimator of the Fisher information"""
     samples: Count = 1024
-    calibration: str = "progressive"
+    """images that are scored, over all clients"""
+    calibration: Literal["oneshot", "average", "progressive"] = "progressive"
+    """how the mask follows from the scores of several rounds"""
     rounds: Count = 4
-    schedule: str = "exponential"
+    """calibration rounds"""
+    schedule: Literal["exponential", "linear"] = "exponential"
+    """how fast the mask shrinks over the calibration rounds"""
     soft: Unit = 0.1
+    """factor on excluded weights between calibration rounds"""
     per_client: bool = False
-    merge: str = "score_mean"
-    fill: str = "count"
+    """each client has its own mask"""
+    merge: Literal["score_mean", "union", "intersection", "vote"] = "score_mean"
+    """how the clients' scores become one mask"""
+    fill: Literal["count", "zero"] = "count"
+    """per_client: average a coordinate over the clients that train it, or over all clients"""
     adaptive_start: Rest | None = None
+    """start at this sparsity and rise to `sparsity` as the clients' drift decreases"""
     adaptive_step: Inner = 0.1
+    """adaptive_start: increase of the sparsity at a time"""
     adaptive_drift: Positive = 0.5
+    """adaptive_start: relative drift below which a round counts as calm"""
     adaptive_patience: Count = 2
+    """adaptive_start: calm rounds in a row before the sparsity rises"""
     budgets: tuple[Few, ...] = ()
+    """bytes of the clients' updates, assigned in turn; each client trains the part of the mask that fits"""
     head: bool = True
     freeze_blocks: Number = 0
     seed: int = 0
@@ -83,6 +105,19 @@ class Sparse:
 
     def __post_init__(self) -> None:
         ranges.check(self, "trainable.sparse")
+        if self.per_client and self.merge != "score_mean":
+            self._refuse("merge", "own masks (per_client) are not merged", "leave merge at 'score_mean'")
+        if self.per_client and self.adaptive_start is not None:
+            self._refuse("adaptive_start", "adaptive sparsity shrinks one common mask", "leave per_client off")
+        if self.budgets and (self.per_client or self.adaptive_start is not None):
+            self._refuse("budgets", "budgets cut one common mask to size", "leave per_client and adaptive_start out")
+        if self.adaptive_start is not None and self.adaptive_start > self.sparsity:
+            self._refuse("adaptive_start", "the sparsity starts at adaptive_start and rises", "lower adaptive_start")
+
+    @staticmethod
+    def _refuse(option: str, reason: str, hint: str) -> NoReturn:
+        """Raise the error about options that exclude each other."""
+        raise FedgraftError("E-EDIT-SPARSE-OPTIONS", f"trainable.sparse.{option}: {reason}", hint, option=option)
 
     @property
     def provides(self) -> Capabilities:

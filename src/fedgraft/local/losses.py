@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -85,8 +85,13 @@ class Loss:
 
 
 @in_range
-def cross_entropy(label_smoothing: Rest = 0.0, class_weights: str | None = None) -> Loss:
-    """Return cross-entropy; rare classes weigh more by the client's `own` counts, or by the `federation`'s."""
+def cross_entropy(label_smoothing: Rest = 0.0, class_weights: Literal["own", "federation"] | None = None) -> Loss:
+    """Return cross-entropy.
+
+    Args:
+        label_smoothing: share of the target that is spread over all classes
+        class_weights: rare classes weigh more, by the client's own counts or by the sums over all clients
+    """
     from_federation = class_weights == "federation"
 
     def begin(context: LossContext) -> Value:
@@ -138,7 +143,12 @@ def margins(counts: Tensor, tau: float) -> Tensor:
 
 @in_range
 def calibrated(tau: NotNegative = 1.0, label_smoothing: Rest = 0.0) -> Loss:
-    """Return FedLC (Zhang et al. 2022): cross-entropy of logits minus a margin, larger for a client's rare classes."""
+    """Return FedLC (Zhang et al. 2022): cross-entropy of logits minus a margin, larger for a client's rare classes.
+
+    Args:
+        tau: size of the margin
+        label_smoothing: share of the target that is spread over all classes
+    """
 
     def begin(context: LossContext) -> Value:
         margin = margins(context.counts.float(), tau)
@@ -157,6 +167,11 @@ def contrastive(weight: NotNegative = 1.0, temperature: Positive = 0.5, label_sm
 
     The contrast is on the pooled features; the paper adds a projection head. Without a previous model, as in
     a client's first round, the paper's contrast has no gradient and is left out.
+
+    Args:
+        weight: of the contrastive term
+        temperature: of the cosine similarities
+        label_smoothing: share of the target that is spread over all classes
     """
 
     def begin(context: LossContext) -> Value:

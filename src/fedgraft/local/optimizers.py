@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedgraft.core.capabilities import NOTHING, Capabilities, Capability
+from fedgraft.core.ranges import NotNegative, Rest, in_range
 
 OptimizerState = dict[str, Tensor]
 
@@ -44,14 +45,23 @@ class Optimizer:
         return frozenset({Capability.KNOWN_DISPLACEMENT})
 
 
+@in_range
 def sgdm(
-    momentum: float = 0.9,
-    weight_decay: float = 0.0,
+    momentum: Rest = 0.9,
+    weight_decay: NotNegative = 0.0,
     nesterov: bool = False,
-    dampening: float = 0.0,
+    dampening: Rest = 0.0,
     decoupled: bool = False,
 ) -> Optimizer:
-    """Return SGD with momentum: g+λθ, v ← βv+(1−τ)g (first step v=g), θ ← θ−η(v or g+βv)."""
+    """Return SGD with momentum: g+λθ, v ← βv+(1−τ)g (first step v=g), θ ← θ−η(v or g+βv).
+
+    Args:
+        momentum: β, the share of the last velocity
+        weight_decay: λ; also of adamw
+        nesterov: look one step ahead
+        dampening: τ, reduces the gradient in the velocity
+        decoupled: decay the weights themselves instead of adding to the gradient
+    """
 
     def init(size: int) -> OptimizerState:
         if not momentum:

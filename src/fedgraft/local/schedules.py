@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from fedgraft.core.ranges import Inner, NotNegative, Number, Positive, Share, in_range
 from fedgraft.core.state import Schedule
 
 
@@ -18,10 +19,15 @@ def constant(lr: float) -> Schedule:
     return lambda t, total, history: lr
 
 
-def cosine(lr: float, minimum: float = 0.0, restarts: int = 0) -> Schedule:
+@in_range
+def cosine(lr: float, minimum: NotNegative = 0.0, restarts: Number = 0) -> Schedule:
     """Return half a cosine from lr down; with restarts, the same in equal cycles.
 
     It would reach the minimum one position after the last (PyTorch's T_max), so no round is idle.
+
+    Args:
+        minimum: rate at the end
+        restarts: number of times the rate jumps back up
     """
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
@@ -31,23 +37,45 @@ def cosine(lr: float, minimum: float = 0.0, restarts: int = 0) -> Schedule:
     return rate
 
 
-def linear(lr: float, minimum: float = 0.0) -> Schedule:
-    """Return a straight line down from lr; it would reach the minimum one position after the last, so none is idle."""
+@in_range
+def linear(lr: float, minimum: NotNegative = 0.0) -> Schedule:
+    """Return a straight line down from lr; it would reach the minimum one position after the last, so none is idle.
+
+    Args:
+        minimum: rate at the end
+    """
     return lambda t, total, history: minimum + (lr - minimum) * max(0, total - t) / max(1, total)
 
 
-def exponential(lr: float, decay: float = 0.99) -> Schedule:
-    """Return lr times decay to the power t: the usual `lambda` schedule."""
+@in_range
+def exponential(lr: float, decay: Share = 0.99) -> Schedule:
+    """Return lr times decay to the power t: the usual `lambda` schedule.
+
+    Args:
+        decay: factor per round
+    """
     return lambda t, total, history: lr * decay**t
 
 
-def inverse(lr: float, gamma: float = 0.1, power: float = 0.5) -> Schedule:
-    """Return lr·(1+γt)^−α."""
+@in_range
+def inverse(lr: float, gamma: Positive = 0.1, power: Positive = 0.5) -> Schedule:
+    """Return lr·(1+γt)^−α.
+
+    Args:
+        gamma: γ
+        power: α
+    """
     return lambda t, total, history: lr * (1 + gamma * t) ** -power
 
 
-def step(lr: float, at: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Schedule:
-    """Return lr, multiplied by the factor at each of these fractions of the run."""
+@in_range
+def step(lr: float, at: tuple[Inner, ...] = (0.5, 0.75), factor: Inner = 0.1) -> Schedule:
+    """Return lr, multiplied by the factor at each of these fractions of the run.
+
+    Args:
+        at: fractions of the run
+        factor: on the rate
+    """
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
         passed = sum(t >= math.floor(fraction * total) for fraction in at)
@@ -56,10 +84,22 @@ def step(lr: float, at: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> S
     return rate
 
 
+@in_range
 def plateau(
-    lr: float, factor: float = 0.5, patience: int = 3, minimum: float = 0.0, threshold: float = 1e-4
+    lr: float,
+    factor: Inner = 0.1,
+    patience: Number = 3,
+    minimum: NotNegative = 0.0,
+    threshold: NotNegative = 1e-4,
 ) -> Schedule:
-    """Return lr, multiplied by the factor after more than `patience` evaluations without a relative improvement."""
+    """Return lr, multiplied by the factor after more than `patience` evaluations without a relative improvement.
+
+    Args:
+        factor: on the rate
+        patience: evaluations to wait
+        minimum: the rate does not fall below it
+        threshold: relative decrease of the loss that counts as an improvement
+    """
 
     def rate(t: int, total: int, history: Sequence[float]) -> float:
         current = lr

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,24 +51,27 @@ class LocalTraining:
     """How a client trains in one round: a number of steps (4 by default) or of whole epochs, and with which options."""
 
     steps: Count | None = None
+    """J, optimizer steps per round; default: 4"""
     epochs: Count | None = None
+    """E, passes over the client's images per round, instead of steps"""
     batch_size: Count = 64
+    """images per step"""
     lr: Positive | None = None
-    """None: the default rate of the trainable."""
+    """learning rate; default (or 'auto'): that of the trainable, see docs/defaults"""
     optimizer: Optimizer = field(default_factory=sgdm)
     correction: Correction = field(default_factory=none)
     clip: Positive | None = None
-    """Largest norm of the gradient over the trained coordinates."""
+    """largest norm of the gradient over the trained coordinates"""
     head_lr: Positive | None = None
     """The head's rate as a multiple of the others'; None: the default of the trainable, 1: the same."""
     momentum_correction: bool = False
-    """Divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step."""
-    sampling: str = "uniform"
-    """`balanced`: every class of the client equally often; `federation`: classes rare in the federation more often."""
+    """divide the rate by the optimizer's mean gain, so that studies of J compare equal displacement per step"""
+    sampling: Literal["uniform", "balanced", "federation"] = "uniform"
+    """balanced: every class of the client equally often; federation: classes rare in the federation more often"""
     client_steps: tuple[Count, ...] = ()
-    """Steps by client, assigned in turn: client k takes the (k mod n)-th; then `steps` is the largest of them."""
-    amp: str | None = None
-    """Autocast type, `float16` or `bfloat16`; None trains in float32."""
+    """steps by client, assigned in turn, where some clients can afford fewer; see fednova"""
+    amp: Literal["float16", "bfloat16"] | None = None
+    """mixed precision, for GPUs; default: float32"""
 
     def __post_init__(self) -> None:
         ranges.check(self, "local")

@@ -18,21 +18,12 @@ from torch import Tensor
 
 from fedgraft.core.errors import FedgraftError
 from fedgraft.metrics import intervals
+from fedgraft.metrics.names import METRIC_NAMES
 
 Array = np.ndarray
 
-NAMES = (
-    "accuracy",
-    "top5",
-    "balanced_accuracy",
-    "sensitivity",
-    "specificity",
-    "f1",
-    "auroc",
-    "calibration_error",
-    "log_loss",
-)
-"""What `metrics = [...]` can name; sensitivity and specificity exist by class only."""
+NAMES = tuple(name for name in METRIC_NAMES if name != "confusion")
+"""The metrics that are numbers."""
 BY_CLASS_ONLY = ("sensitivity", "specificity")
 """Metrics that have no value over all classes."""
 BY_CLASS = (*BY_CLASS_ONLY, "f1", "auroc")

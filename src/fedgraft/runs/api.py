@@ -21,7 +21,7 @@ from torch import nn
 
 import fedgraft.models
 from fedgraft.algorithms.algorithm import Algorithm
-from fedgraft.config.build import check_private, device_named, fitting
+from fedgraft.config.build import check_private, device_named, source_for_data
 from fedgraft.config.load import load, merge, to_toml, validate
 from fedgraft.config.options import Config
 from fedgraft.core.code_identity import digest_of
@@ -166,7 +166,7 @@ def run(
         place = Path(folder) if folder is not None else Path("runs") / f"{parts.config.name}-{parts.config.digest}"
     else:
         data = _clients(clients)
-        network = fedgraft.models.model(fitting(model, data.dataset), seed=seed)
+        network = fedgraft.models.model(source_for_data(model, data.dataset), seed=seed)
         config = _config(algorithm, data, rounds, seed, engine, workers, options)
         config = with_closed_form_head(config, algorithm)
         made = lambda: network.with_head(data.classes, seed)  # noqa: E731

@@ -195,7 +195,7 @@ def test_images_alone_make_a_run(work: Path, ask: Ask, tmp_path: Path) -> None:
     ("words", "part"),
     [
         (["run", "nothing-of-the-kind"], "`fedgraft presets` lists the presets"),
-        (["run", "zzqq.xxyy=1"], "`fedgraft options` lists them"),
+        (["run", "zzqq.xxyy=1"], "`fedgraft options --all` lists them"),
         (["run", "dta.source=folder"], "the nearest one is 'data"),
         (["run", "runs"], "nor a directory of images by class"),
     ],

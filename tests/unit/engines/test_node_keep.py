@@ -161,8 +161,8 @@ def test_an_opening_that_does_not_fit_is_refused_by_name_and_noted(name: str, wo
     machines.gather()
     (node,) = machines.nodes[1].nodes.values()
     network = node.setup.task.network
-    fitting = torch.zeros(network.classes, network.width + 1)
-    told = {n: fitting if isinstance(t, str) else t for n, t in HOSTILE[name].items()}
+    source_for_data = torch.zeros(network.classes, network.width + 1)
+    told = {n: source_for_data if isinstance(t, str) else t for n, t in HOSTILE[name].items()}
     machines.open(config.digest, told)
     said = machines.deliver(Request(config.digest, 0, 1, "train", settings={"lr": 0.01}))[1]
     assert isinstance(said, str) and said.startswith("refused by the rule 'request'"), said

@@ -65,7 +65,7 @@ def test_plateau_is_torchs_reduce_on_plateau(patience: int) -> None:
 
 def test_plateau_resumes_by_itself() -> None:
     """The rate is a function of the history, so a resumed run needs no saved scheduler."""
-    rule = s.plateau(0.1, patience=1)
+    rule = s.plateau(0.1, factor=0.5, patience=1)
     assert rule(5, 9, [1.0, 2.0, 2.0]) == rule(7, 9, (1.0, 2.0, 2.0)) == 0.05
 
 
