@@ -26,18 +26,18 @@ from fedgraft.deploy import gate as federation_gate
 from fedgraft.deploy import process as federation_process
 from fedgraft.deploy.app import app_files
 from fedgraft.deploy.control import RunState, app_bundle, reason_of
-from fedgraft.deploy.gate import IN_USE, admitted, same_app
+from fedgraft.deploy.coordinator import run_folder
+from fedgraft.deploy.gate import KEY_IN_USE, admitted, same_app
 from fedgraft.deploy.helper import Pace
 from fedgraft.deploy.keys import check_private_key, days_left, fingerprint, make_node_key, public_key_of
-from fedgraft.deploy.run_node import NodeChoice, tell, why_ended
-from fedgraft.deploy.server import run_folder
+from fedgraft.deploy.run_node import NodeOptions, tell, why_ended
 
 OVERRIDES = ["model.name=tiny", "partition.clients=2", "rounds.total=1"]
 
 
 @pytest.fixture
 def fed(tmp_path: Path) -> federation.FederationFolder:
-    return federation.create(tmp_path / "fed", load(None, OVERRIDES), ["north", "south"], "127.0.0.1")
+    return federation.create_federation(tmp_path / "fed", load(None, OVERRIDES), ["north", "south"], "127.0.0.1")
 
 
 def mode(path: Path) -> int:
@@ -61,7 +61,7 @@ def test_private_keys_are_private_under_an_open_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         private, _ = make_node_key(tmp_path, "north")
-        made = federation.create(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "host.example")
+        made = federation.create_federation(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "host.example")
     finally:
         os.umask(before)
     assert mode(private) == 0o600
@@ -70,7 +70,7 @@ def test_private_keys_are_private_under_an_open_umask(tmp_path: Path) -> None:
 
 
 def test_the_certificate_is_for_the_host_and_this_machine(tmp_path: Path) -> None:
-    made = federation.create(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "server.example")
+    made = federation.create_federation(tmp_path / "fed", load(None, OVERRIDES), ["a", "b"], "server.example")
     from cryptography import x509
 
     leaf = x509.load_pem_x509_certificate((made.certificates / "server.crt").read_bytes())
@@ -83,7 +83,7 @@ def test_the_certificate_is_for_the_host_and_this_machine(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("own", [True, False])
 def test_tls_accepts_the_certificate_by_its_own_authority_only(tmp_path: Path, own: bool) -> None:
-    one, two = (federation.create(tmp_path / n, load(None, OVERRIDES), ["a", "b"], "server.example") for n in "xy")
+    one, two = (federation.create_federation(tmp_path / n, load(None, OVERRIDES), ["a", "b"], "server.example") for n in "xy")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(one.certificates / "server.crt", one.certificates / "server.key")
     client = ssl.create_default_context(cafile=(one if own else two).authority)
@@ -166,7 +166,7 @@ def test_what_cannot_be_deployed_is_refused(
     tmp_path: Path, overrides: list[str], names: list[str], host: str, sentence: str
 ) -> None:
     with pytest.raises(FedgraftError, match=sentence):
-        federation.create(tmp_path / "fed", load(None, overrides), names, host)
+        federation.create_federation(tmp_path / "fed", load(None, overrides), names, host)
     assert not (tmp_path / "fed").exists()
 
 
@@ -187,20 +187,20 @@ def test_init_writes_a_federation_and_says_what_to_do(tmp_path: Path) -> None:
 
 def test_every_wrong_start_is_one_sentence(fed: federation.FederationFolder, tmp_path: Path) -> None:
     private, _ = make_node_key(tmp_path, "north")
-    good = NodeChoice("127.0.0.1:9", fed.authority, private, 0)
+    good = NodeOptions("127.0.0.1:9", fed.authority, private, 0)
     good.check()
     junk = tmp_path / "junk.crt"
     junk.write_text("junk")
     for wrong, sentence in (
-        (NodeChoice("127.0.0.1", fed.authority, private, 0), "HOST:PORT"),
-        (NodeChoice("https://h:9", fed.authority, private, 0), "HOST:PORT"),
-        (NodeChoice("h:9", tmp_path / "no.crt", private, 0), "no certificate"),
-        (NodeChoice("h:9", junk, private, 0), "not a certificate"),
-        (NodeChoice("h:9", fed.authority, tmp_path / "no.key", 0), "no key file"),
-        (NodeChoice("h:9", fed.authority, private, -1), "client number"),
-        (NodeChoice("h:9", fed.authority, private, 0, tmp_path / "no", "folder"), "on this machine"),
-        (NodeChoice("h:9", fed.authority, private, 0, tmp_path, "zip"), "folder, parquet, npz"),
-        (NodeChoice("h:9", fed.authority, private, 0, None, "npz"), "give --data"),
+        (NodeOptions("127.0.0.1", fed.authority, private, 0), "HOST:PORT"),
+        (NodeOptions("https://h:9", fed.authority, private, 0), "HOST:PORT"),
+        (NodeOptions("h:9", tmp_path / "no.crt", private, 0), "no certificate"),
+        (NodeOptions("h:9", junk, private, 0), "not a certificate"),
+        (NodeOptions("h:9", fed.authority, tmp_path / "no.key", 0), "no key file"),
+        (NodeOptions("h:9", fed.authority, private, -1), "client number"),
+        (NodeOptions("h:9", fed.authority, private, 0, tmp_path / "no", "folder"), "on this machine"),
+        (NodeOptions("h:9", fed.authority, private, 0, tmp_path, "zip"), "folder, parquet, npz"),
+        (NodeOptions("h:9", fed.authority, private, 0, None, "npz"), "give --data"),
     ):
         with pytest.raises(FedgraftError, match=sentence):
             wrong.check()
@@ -219,7 +219,7 @@ def test_data_reaches_the_node_as_written(fed: federation.FederationFolder, tmp_
     private, _ = make_node_key(tmp_path, "north")
     context = tmp_path / "my images = ünder" / "a"
     context.mkdir(parents=True)
-    words = NodeChoice("h:9", fed.authority, private, 7, context, "folder").arguments()
+    words = NodeOptions("h:9", fed.authority, private, 7, context, "folder").arguments()
     settings = parse_config_args([words[words.index("--node-config") + 1]])
     assert settings == {"partition-id": 7, "data": str(context), "source": "folder"}
 
@@ -288,11 +288,11 @@ def test_a_dead_run_says_why() -> None:
 
 
 def test_a_refused_node_says_why(tmp_path: Path) -> None:
-    choice = NodeChoice("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3)
+    choice = NodeOptions("h:9", tmp_path / "ca.crt", tmp_path / "north.key", 3)
     assert "not registered" in why_ended("[code: 2004] Failed to activate SuperNode.", choice)
-    assert "another process uses the key" in why_ended(f"{IN_USE}\n[code: 2004] Failed.\n{IN_USE}", choice)
-    assert "not registered" in why_ended(f"{IN_USE}\nSuperNode ID: 5\n[code: 2004] Failed.", choice)
-    assert "trying again for up to 60 s" in str(tell(f"{IN_USE}\n", choice))
+    assert "another process uses the key" in why_ended(f"{KEY_IN_USE}\n[code: 2004] Failed.\n{KEY_IN_USE}", choice)
+    assert "not registered" in why_ended(f"{KEY_IN_USE}\nSuperNode ID: 5\n[code: 2004] Failed.", choice)
+    assert "trying again for up to 60 s" in str(tell(f"{KEY_IN_USE}\n", choice))
     assert "not certified by" in why_ended("[SSL: CERTIFICATE_VERIFY_FAILED] unable to get local issuer", choice)
     assert "not for 'h'" in why_ended("CERTIFICATE_VERIFY_FAILED: IP address mismatch", choice)
     assert "something else" in why_ended("INFO\nsomething else\n", choice)
@@ -342,7 +342,7 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
     else:
         with pytest.raises(httpx.HTTPStatusError):
             connect(None, SimpleNamespace(public_key=b"north"))
-        assert now[0] == federation_gate.IN_USE_SECONDS
+        assert now[0] == federation_gate.KEY_IN_USE_SECONDS
 
 
 def test_a_run_folder_is_checked_before_a_run_starts(fed: federation.FederationFolder, tmp_path: Path) -> None:
@@ -374,25 +374,25 @@ def test_end_takes_a_process_and_its_children_and_no_other(tmp_path: Path) -> No
     while not (tmp_path / "log").read_text().strip():
         time.sleep(0.05)
     child = int((tmp_path / "log").read_text().split()[0])
-    known, stranger = federation_process.known(ours), federation_process.known(other)
-    born = federation_process.Process(child, federation_process._began(child) or 0)
+    known, stranger = federation_process.process_id(ours), federation_process.process_id(other)
+    born = federation_process.ProcessId(child, federation_process._start_time(child) or 0)
     assert known.alive and born.alive
-    assert federation_process.end(known)
+    assert federation_process.end_process(known)
     ours.wait()
     assert not known.alive and not born.alive
     assert stranger.alive
-    assert not federation_process.end(known)
-    assert federation_process.end(stranger)
+    assert not federation_process.end_process(known)
+    assert federation_process.end_process(stranger)
     other.wait()
 
 
 def test_a_number_that_belongs_to_somebody_else_is_left_alone(tmp_path: Path) -> None:
     other = sleeper(tmp_path, "import time;time.sleep(60)")
-    known = federation_process.known(other)
-    earlier = federation_process.Process(known.pid, known.began - 1)  # the same number, another process
-    assert not federation_process.end(earlier)
+    known = federation_process.process_id(other)
+    earlier = federation_process.ProcessId(known.pid, known.began - 1)  # the same number, another process
+    assert not federation_process.end_process(earlier)
     assert known.alive
-    federation_process.end(known)
+    federation_process.end_process(known)
     other.wait()
 
 
@@ -415,14 +415,14 @@ def test_a_bound_process_and_its_children_end_when_their_parent_is_killed(tmp_pa
             time.sleep(0.05)
         pids.append(int((tmp_path / name).read_text().split()[0]))
     bound, free, child_of_bound, child_of_free = (
-        federation_process.Process(pid, federation_process._began(pid) or 0) for pid in pids
+        federation_process.ProcessId(pid, federation_process._start_time(pid) or 0) for pid in pids
     )
     process.kill()
     process.communicate()
-    federation_process._await([bound, child_of_bound], 20)
+    federation_process._wait_for_end([bound, child_of_bound], 20)
     assert not bound.alive and not child_of_bound.alive
     assert free.alive and child_of_free.alive
-    assert federation_process.end(free)
+    assert federation_process.end_process(free)
 
 
 def test_a_node_looks_often_while_there_is_work_and_calmly_when_not() -> None:
@@ -485,7 +485,7 @@ def test_a_forked_client_that_waits_for_ever_ends_with_its_helper() -> None:
     pytest.importorskip("flwr")
     helper = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
     assert helper.stdout is not None
-    child = federation_process.Process(pid := int(helper.stdout.readline()), federation_process._began(pid) or 0)
+    child = federation_process.ProcessId(pid := int(helper.stdout.readline()), federation_process._start_time(pid) or 0)
     assert child.alive
     helper.kill()
     helper.wait()
@@ -496,10 +496,10 @@ def test_a_forked_client_that_waits_for_ever_ends_with_its_helper() -> None:
 
 
 def test_why_a_run_ended_is_kept_where_the_engine_does_not_know(fed: federation.FederationFolder) -> None:
-    fed.note_run(5, fed.path / "a")
-    fed.note_run(6, fed.path / "b")
-    fed.note_end(5, "the server was gone")
-    assert (fed.end_of(5), fed.end_of(6), fed.end_of(7)) == ("the server was gone", "", "")
+    fed.record_run(5, fed.path / "a")
+    fed.record_run(6, fed.path / "b")
+    fed.record_end(5, "the server was gone")
+    assert (fed.end_reason(5), fed.end_reason(6), fed.end_reason(7)) == ("the server was gone", "", "")
     assert [known["folder"] for known in fed.runs()] == [str(fed.path / "a"), str(fed.path / "b")]
 
 
@@ -517,7 +517,7 @@ def test_a_taken_port_is_one_sentence() -> None:
 def test_flower_inherits_no_settings_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FLWR_OIDC_ENABLED", "FLWR_INTERNAL_GRPC_CONTROL_API", "FORWARDED_ALLOW_IPS", "UVICORN_HOST"):
         monkeypatch.setenv(name, "1")
-    found = federation_process.environment(tmp_path)
+    found = federation_process.flower_environment(tmp_path)
     kept = {key for key in found if key.startswith(("FLWR_", "UVICORN_", "FORWARDED"))}
     assert kept == {
         "FLWR_HOME",
@@ -534,12 +534,12 @@ def test_status_says_who_is_in_which_round() -> None:
         return {"round": number, "clients": {"ids": ids}, "dropped": gone}
 
     lines = [line(1, [0, 1]), line(2, [0], c1="no answer within 6 s"), line(3, [0, 1], c2="claims 7 examples")]
-    assert federation.contributions(lines) == {
+    assert federation.describe_contributions(lines) == {
         0: "in 3 of 3 rounds (1-3)",
         1: "in 2 of 3 rounds (1, 3); left out last in round 2: no answer within 6 s",
         2: "in 0 of 3 rounds (none); left out last in round 3: claims 7 examples",
     }
-    assert federation.contributions([{"round": 1, "dropped": []}]) is None  # under differential privacy
+    assert federation.describe_contributions([{"round": 1, "dropped": []}]) is None  # under differential privacy
 
 
 TERMINAL = """

@@ -23,7 +23,7 @@ from tests.support.tiny import same_bits, tensors_of, tiny, without_pictures
 
 from fedgraft.core.messages import Request
 from fedgraft.deploy.limits import LEAST
-from fedgraft.deploy.process import KEEPS
+from fedgraft.deploy.process import NODE_STATE_VARIABLE
 from fedgraft.runs import loop as running
 from fedgraft.runs.engines import Engines
 from fedgraft.runs.loop import run
@@ -73,8 +73,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     root = tmp_path_factory.mktemp("hostile")
     home = root / "node" / "victim.home"
     home.mkdir(parents=True)
-    (home.parent / "policy.toml").write_text("order_megabytes = 32\n")
-    federation = local(root, HOSTILE="server", VICTIM_HOME=str(home), **{KEEPS: str(home)})
+    (home.parent / "policy.toml").write_text("request_megabytes = 32\n")
+    federation = local(root, HOSTILE="server", VICTIM_HOME=str(home), **{NODE_STATE_VARIABLE: str(home)})
     try:
         federation.start_link()
         meter = Meter(federation.port)

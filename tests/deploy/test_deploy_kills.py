@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
 from fedgraft.core.messages import Request
-from fedgraft.deploy import server as federation_server
+from fedgraft.deploy import coordinator
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.folder import RunFolder
 
@@ -154,7 +154,7 @@ def test_a_server_killed_at_every_stage_is_resumed_to_the_same_bytes(hospitals: 
         else:
             kill_link(hospitals)
             until(lambda: interrupted(folder), "the run outlives its server")
-            hospitals.server = federation_server.start_server(hospitals.fed, hospitals.server.port, bound=True)
+            hospitals.server = coordinator.start_server(hospitals.fed, hospitals.server.port, bound=True)
             hospitals.line = None
         go_on(hospitals)
         hospitals.online(4)

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from fedgraft.cli.main import app
 from fedgraft.config.load import load
 from fedgraft.core.errors import FedgraftError
+from fedgraft.deploy import coordinator
 from fedgraft.deploy import folder as federation
 from fedgraft.deploy import process as federation_process
-from fedgraft.deploy import server as federation_server
 from fedgraft.deploy.keys import make_certificates, make_node_key
-from fedgraft.deploy.run_node import NodeChoice, why_ended
+from fedgraft.deploy.run_node import NodeOptions, why_ended
 
 pytestmark = pytest.mark.slow
 SECONDS = 150.0  # a loaded machine starts five processes slowly; an idle one needs a tenth
@@ -31,7 +31,7 @@ class Attempt:
     """One node that tries to get in."""
 
     process: subprocess.Popen[bytes]
-    choice: NodeChoice
+    choice: NodeOptions
 
     @property
     def log(self) -> str:
@@ -46,7 +46,7 @@ class Gate:
     """The federation under test and who tried to enter it."""
 
     fed: federation.FederationFolder
-    server: federation_process.Server
+    server: federation_process.ServerProcess
     attempts: dict[str, Attempt]
 
 
@@ -60,22 +60,22 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     pytest.importorskip("flwr")
     root = tmp_path_factory.mktemp("gate")
     config = load(None, ["model.name=tiny", "partition.clients=1", "rounds.total=1"])
-    fed = federation.create(root / "fed", config, ["north"], "127.0.0.1")
+    fed = federation.create_federation(root / "fed", config, ["north"], "127.0.0.1")
     make_certificates(root / "others", "127.0.0.1")
     north, stranger = (make_node_key(root / name, name)[0] for name in ("north", "stranger"))
     fed.register("north", north.with_suffix(".pub"))
     attempts: dict[str, Attempt] = {}
-    server = federation_server.start_server(fed, bound=True)
+    server = coordinator.start_server(fed, bound=True)
     try:
         foreign = root / "others" / "ca.crt"
         for name, choice in {
-            "registered": NodeChoice(server.address, fed.authority, north, 0),
-            "unregistered": NodeChoice(server.address, fed.authority, stranger, 0),
-            "wrong authority": NodeChoice(server.address, foreign, make_node_key(root / "w", "w")[0], 0),
-            "no key": NodeChoice(server.address, fed.authority, make_node_key(root / "k", "k")[0], 0),
-            "plaintext": NodeChoice(server.address, fed.authority, make_node_key(root / "p", "p")[0], 0),
+            "registered": NodeOptions(server.address, fed.authority, north, 0),
+            "unregistered": NodeOptions(server.address, fed.authority, stranger, 0),
+            "wrong authority": NodeOptions(server.address, foreign, make_node_key(root / "w", "w")[0], 0),
+            "no key": NodeOptions(server.address, fed.authority, make_node_key(root / "k", "k")[0], 0),
+            "plaintext": NodeOptions(server.address, fed.authority, make_node_key(root / "p", "p")[0], 0),
         }.items():
-            overrides = choice.arguments()
+            overrides = choice.command()
             if name in {"no key", "plaintext"}:
                 overrides = without(overrides, "--auth-supernode-private-key")
             if name == "plaintext":
@@ -89,9 +89,9 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
         yield Gate(fed, server, attempts)
     finally:
         for attempt in attempts.values():
-            federation_process.end(federation_process.known(attempt.process))
+            federation_process.end_process(federation_process.process_id(attempt.process))
             attempt.process.wait()
-        federation_server.stop_server(fed)
+        coordinator.stop_server(fed)
     assert not server.alive
 
 
@@ -99,7 +99,7 @@ def test_the_registered_node_is_let_in(gate: Gate) -> None:
     attempt = gate.attempts["registered"]
     assert "SuperNode ID:" in attempt.log
     assert attempt.process.poll() is None
-    with federation_server.control_of(gate.fed) as control:
+    with coordinator.connect_control(gate.fed) as control:
         assert [(node.name, node.online) for node in control.nodes()] == [("north", True)]
 
 
@@ -138,7 +138,7 @@ def test_orders_come_from_the_servers_own_machine_only(gate: Gate, path: str) ->
 
 def test_a_second_server_is_refused(gate: Gate) -> None:
     with pytest.raises(FedgraftError, match="already runs"):
-        federation_server.start_server(gate.fed)
+        coordinator.start_server(gate.fed)
 
 
 @pytest.mark.deploy
@@ -146,9 +146,9 @@ def test_a_run_that_died_says_so_and_why(gate: Gate, tmp_path: Path) -> None:
     """The server's data is not what the config says: the app dies, and every process's exit code is zero."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "something").write_text("this is no run folder")
-    run = federation_server.submit(gate.fed, tmp_path / "run")
+    run = coordinator.submit_run(gate.fed, tmp_path / "run")
     until = time.monotonic() + SECONDS
-    while not (found := federation_server.state_of(gate.fed, run))[0].over and time.monotonic() < until:
+    while not (found := coordinator.run_state(gate.fed, run))[0].over and time.monotonic() < until:
         time.sleep(0.5)
     state, reason = found
     assert state.status == "failed"

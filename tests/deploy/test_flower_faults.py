@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from fedgraft.cli.main import app
 from fedgraft.config.load import Config, load
 from fedgraft.data.sources import load_dataset
+from fedgraft.deploy import coordinator
 from fedgraft.deploy import folder as federation
-from fedgraft.deploy import server as federation_server
-from fedgraft.deploy.gate import IN_USE
+from fedgraft.deploy.gate import KEY_IN_USE
 from fedgraft.runs.checkpoint import load_latest
 from fedgraft.runs.folder import RunFolder
 
@@ -140,7 +140,7 @@ def test_a_node_that_is_started_again_at_once_waits_and_is_let_in(story: Story, 
     hospitals.online(3)
     choice, process = hospitals.nodes[1]
     assert process.poll() is None
-    before, _, after = (choice.home / "node.log").read_text().rpartition(IN_USE)
+    before, _, after = (choice.home / "node.log").read_text().rpartition(KEY_IN_USE)
     assert "SuperNode ID:" in before and "SuperNode ID:" in after, "the second process did not have to wait"
 
 
@@ -165,13 +165,13 @@ def test_a_killed_server_is_started_again_and_the_run_resumed_to_the_same_bytes(
     code, text = status(hospitals.fed)
     assert "server: not running" in text and f"run {first}: interrupted, round" in text
 
-    again = federation_server.start_server(hospitals.fed, hospitals.server.port, bound=True)
+    again = coordinator.start_server(hospitals.fed, hospitals.server.port, bound=True)
     assert again.address == hospitals.server.address
     hospitals.server, hospitals.line = again, None
     code, text = status(hospitals.fed)
     # Where it takes long, Flower notes first that the run gives no sign of life, and calls it failed.
     assert code == 1 and (f"run {first}: stopped" in text or f"run {first}: failed" in text), text
-    assert (f"the run died: {federation_server.LOST}" in text or "failed" in text) and "--resume" in text
+    assert (f"the run died: {coordinator.LOST}" in text or "failed" in text) and "--resume" in text
     hospitals.online(3)  # by themselves
     overrides = ["deploy", "submit", str(hospitals.fed.path), "--folder", str(folder)]
     refused = CliRunner().invoke(app, overrides)

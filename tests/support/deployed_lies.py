@@ -54,7 +54,7 @@ class Stage:
         self.config, self.open, self.home = config, Open(config), Path(os.environ["VICTIM_HOME"])
         self.engine = FlowerEngine(FlowerTransport(grid), config.partition.clients, Patience(deadline=120.0))
         (self.home.parent / "policy.toml").write_text(
-            "order_megabytes = 32\n"
+            "request_megabytes = 32\n"
         )  # the policy of another run: no greeting
         until = time.monotonic() + 120
         while VICTIM not in self.engine.registry.nodes and time.monotonic() < until:
@@ -71,9 +71,9 @@ class Stage:
     @property
     def run_fingerprint(self) -> str:
         """What the node was told besides its orders; those who are played here were told the same."""
-        from fedgraft.deploy.node import run_fingerprint_of
+        from fedgraft.deploy.node import fingerprint_of_run
 
-        return run_fingerprint_of(self.config, self.engine.classes, self.engine._opened["bytes"].data)
+        return fingerprint_of_run(self.config, self.engine.classes, self.engine._opened["bytes"].data)
 
 
 class DeployedWorld(World):
@@ -88,7 +88,7 @@ class DeployedWorld(World):
         self.refusals: list[tuple[float, float, int]] = []
         """(from, until, length of the sentence) of every refusal."""
         self.context.replays = opened.setup.backbone_context.replays = True
-        self.policy = replace(policy_of(protection), config=opened.setup.config.fingerprint, order_megabytes=32)
+        self.policy = replace(policy_of(protection), config=opened.setup.config.fingerprint, request_megabytes=32)
         self.allow()
 
     def allow(self, **changes: Any) -> None:
@@ -182,17 +182,17 @@ def take_server() -> None:
     def hostile(grid: Any, settings: Mapping[str, str], progress: Any = None) -> dict[str, Any]:
         import tests.support.deployed_lies as here
 
-        from fedgraft.deploy.deployed import config_of
+        from fedgraft.deploy.deployed import parse_config
 
         folder = Path(settings["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        config = config_of(settings["config"])
+        config = parse_config(settings["config"])
         protection, _, degree = config.name.replace("_", "+").partition("-")
         told = here.tell_all(here.Stage(grid, config), protection, int(degree) if degree else None)
         (folder / "told.json").write_text(json.dumps(told))
         return {}
 
-    flower_apps._run = hostile
+    flower_apps._run_task = hostile
 
 
 # ---- a hostile node --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fedgraft.config.load import Config, to_toml
 from fedgraft.deploy.app import app_files
-from fedgraft.deploy.process import gate
+from fedgraft.deploy.process import gate_command
 
 
 def free_port() -> int:
@@ -50,7 +50,7 @@ class LocalFederation:
     def spawn(self, name: str, *overrides: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                gate(overrides[0], overrides[1:]),
+                gate_command(overrides[0], overrides[1:]),
                 env=self.environment | {"FEDGRAFT_LIVES_WITH": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

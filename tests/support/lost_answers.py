@@ -34,4 +34,4 @@ def take_guard() -> None:
     """The broken variant: this node waits for its answer as Flower's own does."""
     from fedgraft.deploy import inflight
 
-    setattr(inflight, "answering", lambda push, rest: push)  # noqa: B010  # a typed name, and another one for it
+    setattr(inflight, "push_or_give_up", lambda push, sleep: push)  # noqa: B010  # a typed name, and another one for it
