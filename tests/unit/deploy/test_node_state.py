@@ -225,6 +225,6 @@ def test_a_node_that_wants_pinned_peers_sums_with_no_other(pinned: bool, world: 
         with pytest.raises(FedgraftError):
             run_deployed(config, tmp_path / "there", machines)
         refused = [line for line in machines.log(1) if line["kind"] == "refused"]
-        assert refused_rule(refused[0]["why"]) == "pinned_peers" and refused[0]["bytes"] == 0
+        assert refused_rule(refused[0]["why"]) == "secure sum" and refused[0]["bytes"] == 0
     left = {line["action"] for line in machines.log(1) if line["kind"] == "response"}
     assert ("secure.masked" in left) == (not pinned)
