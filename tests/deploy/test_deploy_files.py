@@ -30,6 +30,7 @@ from fedgraft.deploy.coordinator import resolve_run_folder
 from fedgraft.deploy.gate import KEY_IN_USE, may_access, same_app
 from fedgraft.deploy.helper import PollPacer
 from fedgraft.deploy.keys import check_private_key, days_left, key_fingerprint, make_node_key, public_key_line
+from fedgraft.deploy.limits import DEFAULT_REQUEST_MEGABYTES, request_limit
 from fedgraft.deploy.run_node import NodeOptions, describe_log_line, node_failure
 
 OVERRIDES = ["model.name=tiny", "partition.clients=2", "rounds.total=1"]
@@ -238,6 +239,17 @@ def test_damaged_files_of_a_federation_are_refused(fed: federation.FederationFol
         federation.open_federation(fed.path)
 
 
+def test_the_limit_of_requests_is_read_from_the_policy(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    assert request_limit(policy) == DEFAULT_REQUEST_MEGABYTES << 20
+    policy.write_text("request_megabytes = 32")
+    assert request_limit(policy) == 32 << 20
+    for text in ("request_megabytes = ", "request_megabytes = [3]"):
+        policy.write_text(text)
+        with raises("E-DEPLOY-POLICY", path=str(policy)):
+            request_limit(policy)
+
+
 def test_data_reaches_the_node_as_written(fed: federation.FederationFolder, tmp_path: Path) -> None:
     from flwr.common.config import parse_config_args
 
@@ -337,7 +349,7 @@ def test_lines_of_a_nodes_log_become_messages_to_its_owner(tmp_path: Path) -> No
     messages = {
         "INFO: SuperNode ID: 5": "connected to h:9 as client 3; Ctrl-C ends the node",
         f"{KEY_IN_USE}\n": f"h:9 reports: {KEY_IN_USE}; trying again for up to 60 s",
-        "INFO: Receiving: train.request message (ID: 7)": "working on a train.request request",
+        "INFO: Receiving: train.request message (ID: 7)": "working on a request (train.request)",
         "Connection refused": "h:9 does not answer; trying again",
     }
     assert {line: describe_log_line(line, options) for line in messages} == messages

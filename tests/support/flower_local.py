@@ -30,8 +30,8 @@ class LocalFederation:
     def __init__(self, folder: Path, nodes: int = 3, cache: Path | None = None, **more: str) -> None:
         self.folder, self.port = folder, free_port()
         (folder / "home").mkdir(parents=True, exist_ok=True)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")}
-        self.environment = kept | {
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
+        self.environment = inherited | {
             "FLWR_HOME": str(folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

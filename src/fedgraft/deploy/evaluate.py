@@ -148,10 +148,10 @@ def _open_foreign_model(config: Config, engine: Any, model: Predictor) -> tuple[
             "set data.image_size, data.resize and data.normalise as in its training",
         )
     opened = open_run(setup, None, {})
-    return setup, opened, start(setup.algorithm, model_vector(opened, model), opened.space.trained)
+    return setup, opened, start(setup.algorithm, weights_as_vector(opened, model), opened.space.trained)
 
 
-def model_vector(opened: OpenRun, model: Predictor) -> Tensor:
+def weights_as_vector(opened: OpenRun, model: Predictor) -> Tensor:
     """Return a model's weights as a vector of the edit space; refuse another architecture."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.network.state_dict().items()}
     space = opened.space

@@ -224,7 +224,7 @@ def _refuse_too_large(loop: Any, message: Any, limit: int, arguments: Mapping[st
     """Record the refusal of a request over the limit, and answer it; Flower sends the error like a response."""
     from flwr.app import Error, Message
 
-    reason = f"the request is larger than the {limit >> 20} MB that its owner's policy allows"
+    reason = limits.request_too_large(limit)
     home = os.environ.get(NODE_STATE_VARIABLE)
     if home is not None:
         entry: dict[str, Any] = {"kind": "refused", "bytes": 0, "action": "request", "round": -1, "why": reason}

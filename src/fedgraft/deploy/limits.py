@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from fedgraft.core.errors import FedgraftError
+
 CHUNK = 5 << 20
 BODY = CHUNK + (1 << 17)
 """Most bytes of one HTTP request or response: an object of one chunk and Flower's envelope around it."""
@@ -57,10 +59,28 @@ def published_response_limit() -> int:
 
 def request_limit(policy: Path) -> int:
     """Return the most bytes of a request, from the owner's policy, without the imports that its other rules need."""
-    table: dict[str, Any] = {}
-    if policy.is_file():
+    if not policy.is_file():
+        return DEFAULT_REQUEST_MEGABYTES << 20
+    try:
         table = tomllib.loads(policy.read_text())
-    return int(table.get("request_megabytes", DEFAULT_REQUEST_MEGABYTES)) << 20
+        return int(table.get("request_megabytes", DEFAULT_REQUEST_MEGABYTES)) << 20
+    except (ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
+        raise FedgraftError(
+            "E-DEPLOY-POLICY",
+            f"the policy {policy} cannot be read: {error}",
+            "correct it, or write it again with: fedgraft deploy policy",
+            path=str(policy),
+        ) from None
+
+
+def request_too_large(limit: int) -> str:
+    """Return the reason that the server gets in place of the response to a request over the limit."""
+    return f"the request is larger than the {limit >> 20} MB that its owner's policy allows"
+
+
+def response_too_large(limit: int) -> str:
+    """Return the reason that the run gets in place of a response over the limit."""
+    return f"its response is larger than the limit of {limit >> 20} MB"
 
 
 def too_large(tree: Any, limit: int) -> bool:
@@ -150,8 +170,7 @@ def limit_responses(push: Callable[..., Any]) -> Callable[..., Any]:
         if not request.messages_list or not too_large(request.message_object_trees[0], limit):
             return push(request=request, state=state)
         metadata = message_from_proto(request.messages_list[0]).metadata
-        reason = f"its response is larger than the limit of {limit >> 20} MB"
-        response = make_message(metadata, error=Error(0, reason))
+        response = make_message(metadata, error=Error(0, response_too_large(limit)))
         metadata.__dict__["_message_id"] = response.object_id
         session = state.start_session(metadata.run_id)
         state.store_message_and_object_tree(response, get_object_tree(response), session)

@@ -177,7 +177,7 @@ def describe_log_line(line: str, options: NodeOptions) -> str | None:
         return f"{options.superlink} reports: {KEY_IN_USE}; trying again for up to {KEY_IN_USE_SECONDS:g} s"
     if "Receiving:" in line:
         kind = line.partition("Receiving: ")[2].partition(" message")[0]
-        return f"working on a {kind} request"
+        return f"working on a request ({kind})"
     if "FAB verification failed" in line:
         return "refused an app that is not this installation's fedgraft; both sides need the same version"
     if "Connection attempt failed" in line or "Connection refused" in line:
