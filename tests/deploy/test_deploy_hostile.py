@@ -173,7 +173,8 @@ def test_a_response_of_300_mb_stays_outside(tmp_path: Path, bounded: bool) -> No
         for client in range(3):
             federation.start_node(client)
         folder = federation.folder / "large"
-        number, marks = federation.submit(tiny(*overrides, "name=large"), folder), list[float]()
+        number = federation.submit(tiny(*overrides, "name=large"), folder)
+        marks = list[float]()
         until = time.monotonic() + 1800
         while (
             len(marks) < 2 and time.monotonic() < until

@@ -77,7 +77,8 @@ def test_a_node_killed_before_the_first_round_or_at_the_end_is_asked_again(
     hospitals: Hospitals, tmp_path: Path
 ) -> None:
     """Greeting, head initialisation, calibration, evaluation: nothing of the model is lost."""
-    config, folder = load(None, [*PREPARED, "personal.evaluate=end"]), hospitals.root / "node"
+    config = load(None, [*PREPARED, "personal.evaluate=end"])
+    folder = hospitals.root / "node"
     stages = [GREETING, "statistics", "fisher_scores", "evaluate"]
     halt_at(hospitals, stages[0])
     run = hospitals.submit(config, folder)
@@ -98,7 +99,8 @@ def test_a_node_killed_at_each_stage_of_secure_rounds_is_lost_there_and_comes_ba
 ) -> None:
     """The sums are those over who stayed, to the bit; to be killed at the next stage the node must be there again."""
     more = ["model.head=random", "trainable.kind=everything", "privacy.aggregation=secure", "rounds.total=999"]
-    config, folder = load(None, [*SMALL, *more]), hospitals.root / "stages"
+    config = load(None, [*SMALL, *more])
+    folder = hospitals.root / "stages"
     run = hospitals.submit(config, folder)
     for stage in FIVE:
         halt_at(hospitals, stage)

@@ -84,7 +84,8 @@ def test_a_local_federation_ends_in_the_bytes_of_one_process(root: Path) -> None
     deployed = start(root, "deploy", "local", *overrides, "--nodes", "2", "--folder", "there")
     text, _ = deployed.communicate(timeout=400)
     assert deployed.returncode == 0, text
-    here, there = root / "here", root / "there"
+    here = root / "here"
+    there = root / "there"
     run(load(None, overrides), here, console=False)
     assert torch.equal(final_vector(here), final_vector(there))
     assert RunFolder.open(there).status == "finished"

@@ -80,7 +80,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pat
 def test_engines_agree(name: str, deployed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDGRAFT_CACHE", str(tmp_path / "cache"))
     run(config(name), tmp_path / "run", console=False)
-    here, there = final(tmp_path / "run"), final(deployed[name])
+    here = final(tmp_path / "run")
+    there = final(deployed[name])
     assert here.keys() == there.keys()
     for key, tensor in here.items():
         assert torch.equal(tensor, there[key]), key

@@ -74,7 +74,8 @@ class Story:
 def story(hospitals: Hospitals) -> Story:
     # Two answers are a deployment's own default, and the same run in one process must ask for as many.
     more = ["rounds.total=99", f"rounds.deadline={DEADLINE}", "rounds.minimum_answers=2"]
-    config, folder = load(None, [*SMALL, *more]), hospitals.root / "story"
+    config = load(None, [*SMALL, *more])
+    folder = hospitals.root / "story"
     hospitals.start(0)
     hospitals.start(1)
     hospitals.online(2)
@@ -101,7 +102,8 @@ def story(hospitals: Hospitals) -> Story:
 
 @pytest.mark.deploy
 def test_a_node_that_comes_late_takes_part_from_then_on(story: Story) -> None:
-    absent, log = missing(story.folder), (story.folder / "log.txt").read_text()
+    absent = missing(story.folder)
+    log = (story.folder / "log.txt").read_text()
     assert absent[0, 2] == "no node serves it at present"
     first = min(r for r in range(len(lines(story.folder))) if (r, 2) not in absent)
     assert all((r, 2) in absent for r in range(first))
@@ -159,7 +161,8 @@ def status(fed: federation.FederationFolder) -> tuple[int, str]:
 def test_a_killed_server_is_started_again_and_the_run_resumed_to_the_same_bytes(
     hospitals: Hospitals, tmp_path: Path
 ) -> None:
-    config, folder = load(None, [*SMALL, "rounds.total=12", "seed=1"]), hospitals.root / "killed"
+    config = load(None, [*SMALL, "rounds.total=12", "seed=1"])
+    folder = hospitals.root / "killed"
     for client in {0, 1, 2} - set(hospitals.nodes):
         hospitals.start(client)
     hospitals.online(3)
@@ -173,7 +176,8 @@ def test_a_killed_server_is_started_again_and_the_run_resumed_to_the_same_bytes(
 
     again = coordinator.start_server(hospitals.fed, hospitals.server.port, bound=True)
     assert again.address == hospitals.server.address
-    hospitals.server, hospitals.line = again, None
+    hospitals.server = again
+    hospitals.line = None
     code, text = status(hospitals.fed)
     # If it takes long, Flower notices first that the run sends no heartbeat, and reports it as failed.
     assert code == 1 and (f"run {first}: stopped" in text or f"run {first}: failed" in text), text

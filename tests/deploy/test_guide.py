@@ -28,7 +28,9 @@ class Follower:
     """Follows the page in a folder: nodes and the server run beside it, everything else must end as the page says."""
 
     def __init__(self, place: Path, deployed: bool) -> None:
-        self.place, self.deployed, self.port = place, deployed, str(free_port())
+        self.place = place
+        self.deployed = deployed
+        self.port = str(free_port())
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.ran: list[str] = []
         self.output = ""

@@ -30,11 +30,13 @@ def take_node() -> None:
     """Let this worker halt at the chosen request."""
     from fedgraft.engines.flower import node_link
 
-    serve, folder = node_link.serve, Path(os.environ["STOPS"])
+    serve = node_link.serve
+    folder = Path(os.environ["STOPS"])
 
     def halting(address: Path, owner: int, carry_out: Callable[[Any], Any], **more: Any) -> None:
         def answer(request: Any) -> Any:
-            stop, reached = folder / "stop", folder / "reached"
+            stop = folder / "stop"
+            reached = folder / "reached"
             chosen = json.loads(stop.read_text()) if stop.exists() else None
             if chosen == [request.client, describe(request)]:
                 stop.rename(reached)

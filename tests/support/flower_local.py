@@ -28,7 +28,8 @@ class LocalFederation:
     """SuperLink and SuperNodes in a scratch folder; everything that was started is ended, with this process at last."""
 
     def __init__(self, folder: Path, nodes: int = 3, cache: Path | None = None, **more: str) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder = folder
+        self.port = free_port()
         (folder / "home").mkdir(parents=True, exist_ok=True)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
         self.environment = inherited | {

@@ -35,12 +35,19 @@ class Machines:
 
     def __init__(self, config: Config, folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
         self.memory: dict[int, Any] = {}
-        self.limit, self.classes, self.patch, self.root = 0, (), monkeypatch, root
+        self.limit = 0
+        self.classes = ()
+        self.patch = monkeypatch
+        self.root = root
         self.nodes = [NodeWorker() for _ in range(config.partition.clients)]
-        data, text = more.pop("data", [""] * len(self.nodes)), to_toml(config)
+        data = more.pop("data", [""] * len(self.nodes))
+        text = to_toml(config)
         self.requests = [WorkerRequest(text, str(folder), k, 1, data=data[k], **more) for k in range(len(self.nodes))]
         self.registry = SimpleNamespace(facts={}, need_images=lambda: None, leave_out=lambda rule: None)
-        self.digest, self.opened, self.sent, self.received = "", b"", 0, 0
+        self.digest = ""
+        self.opened = b""
+        self.sent = 0
+        self.received = 0
         self.die_at: tuple[str, int] | None = None
         for k in range(len(self.nodes)):
             if not self.home(k).with_suffix(".key").exists():

@@ -18,7 +18,8 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from fedgraft.deploy.inflight import REQUEST_LOST, InFlightTracker, push_or_give_up
 
-NODE, RUN = 7, 1
+NODE = 7
+RUN = 1
 
 
 def request(name: str) -> Message:
@@ -118,13 +119,15 @@ class Worker:
 
     def __init__(self) -> None:
         self.store = InMemoryObjectStore()
-        self.state, self.sent = InMemoryNodeState(self.store), list[str]()
+        self.state = InMemoryNodeState(self.store)
+        self.sent = list[str]()
         message = request("one")
         self.store.preregister(RUN, get_object_tree(message))
         self.state.store_message(message)
         task = self.state.create_task(task_type="flwr-clientapp", run_id=RUN, fab_hash="")
         assert task is not None
-        self.task, self.message = task, message
+        self.task = task
+        self.message = message
         token = self.state.claim_task(task)
         assert token and self.state.activate_task(task)
         self.state.get_messages_legacy(run_ids=[RUN], is_reply=False, limit=1)
@@ -149,7 +152,8 @@ class Worker:
 
 @pytest.mark.parametrize("story", ["answers", "answers late", "ends", "fails", "half"])
 def test_a_node_waits_for_its_answer_and_not_for_one_that_nobody_makes(story: str) -> None:
-    worker, rests = Worker(), list[float]()
+    worker = Worker()
+    rests = list[float]()
 
     def rest(seconds: float) -> None:
         rests.append(seconds)
@@ -169,7 +173,8 @@ def test_flower_alone_waits_for_ever() -> None:
     """Without the guard: if this fails, Flower has mended it and the guard can go."""
     from flwr.supernode import start_client_internal as loop
 
-    worker, rests = Worker(), list[float]()
+    worker = Worker()
+    rests = list[float]()
 
     def rest(seconds: float) -> None:
         rests.append(seconds)

@@ -108,7 +108,9 @@ def test_a_response_over_the_published_limit_is_replaced_by_an_error(
 
 
 def test_an_honest_response_of_a_large_network_is_below_its_limit() -> None:
-    parameters, width, classes = 90_000_000, 768, 1000
+    parameters = 90_000_000
+    width = 768
+    classes = 1000
     vectors = 3 * 4 * parameters
     sums = 8 * (width + 1) * (width + 1 + classes)
     assert limits.response_limit(parameters, width, classes) > vectors + sums

@@ -108,7 +108,8 @@ def test_no_digest_of_an_image_can_be_tested_by_the_server(
 ) -> None:
     """Tags differ by pair of sites, and follow from no key that passes the server."""
     config = load(None, SMALL)
-    engine, seen = machines(config, sites, monkeypatch, task="preflight"), list[dict[str, Any]]()
+    engine = machines(config, sites, monkeypatch, task="preflight")
+    seen = list[dict[str, Any]]()
     real = Machines.deliver
 
     def deliver(self: Machines, request: Request) -> Any:
@@ -219,7 +220,8 @@ def test_a_preflight_under_another_name_is_none(
 
 def stranger(number: int, run: str) -> str:
     """A key that a server made, well signed, for a client that is not there."""
-    me, public = Identity.fresh(), public_key(bytes(32))
+    me = Identity.fresh()
+    public = public_key(bytes(32))
     return (public + me.public + sign(me.private, context("preflight", run, number, public.hex()))).hex()
 
 
